@@ -1,0 +1,33 @@
+# make train, make test: each sets up what it needs. PYTHON=python3.12 chooses the interpreter.
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: train test test-slow bench lint install clean
+.DELETE_ON_ERROR:
+
+train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
+	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --batch-size 256 --lr 0.2 --epochs 4
+
+test: install  ## the suite
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install  ## the suite and the proofs that take minutes
+	$(BIN)/python -m pytest
+
+bench: install  ## speed and memory beside the notebook's own code
+	$(BIN)/python scripts/bench.py
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+install: $(READY)
+
+$(READY): setup.cfg pyproject.toml scripts/find-python.sh
+	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

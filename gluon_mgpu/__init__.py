@@ -1,0 +1,10 @@
+"""Data-parallel training of MXNet networks, twice: from NDArray alone (`scratch`) and with Gluon (`highlevel`).
+
+Call `configure` before the first `import mxnet` of the process; importing `scratch` or `highlevel` does it too.
+"""
+
+from gluon_mgpu.engine import configure
+from gluon_mgpu.errors import Error, UsageError
+
+__all__ = ["Error", "UsageError", "configure"]
+__version__ = "0.1.0"

@@ -1,0 +1,94 @@
+"""From `--gpus 2` or `--gpus 0,2` to MXNet contexts: on GPUs where there are any, else on as many CPU contexts."""
+
+import ctypes
+import sys
+
+from gluon_mgpu import engine
+from gluon_mgpu.errors import Error, UsageError
+
+KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 holds kernels for: docs/engine.md
+
+
+def parse(text):
+    """Device indices from the text of --gpus: "2" -> [0, 1]; "0,2" -> [0, 2]; "2," -> [2].
+
+    Raises UsageError for words, a count below 1, a negative index and an index that comes twice.
+    """
+    parts = [part.strip() for part in str(text).split(",")]
+    if len(parts) > 1 and parts[-1] == "":
+        parts.pop()
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise UsageError(f"--gpus {text}: give how many devices (2) or which ones (0,2)") from None
+    if "," not in str(text):
+        if numbers[0] < 1:
+            raise UsageError(f"--gpus {text}: at least 1 device is needed")
+        return list(range(numbers[0]))
+    for number in numbers:
+        if number < 0:
+            raise UsageError(f"--gpus {text}: there is no device {number}; indices start at 0")
+        if numbers.count(number) > 1:
+            raise UsageError(f"--gpus {text}: device {number} is named twice; name each one once")
+    return numbers
+
+
+def contexts(gpus, device="auto"):
+    """The contexts to train on.
+
+    gpus: how many devices (2), which ones ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs where
+    this machine and this MXNet have any, else CPU contexts, which a line on standard error says.
+    Raises UsageError for devices that are not there, Error for a GPU that MXNet has no kernels for and for CPU contexts
+    that would hang (engine.check).
+    """
+    indices = list(gpus) if isinstance(gpus, (list, tuple)) else parse(gpus)
+    engine.configure(len(indices))
+    import mxnet as mx
+
+    count = mx.context.num_gpus() if device != "cpu" else 0
+    if count == 0:
+        if device == "gpu":
+            raise UsageError(f"--device gpu: {_why_no_gpu(mx)}; --device cpu trains on CPU contexts")
+        ctx = [mx.cpu(i) for i in indices]
+        engine.check(ctx)
+        if device == "auto":
+            print(f"gluon_mgpu: {_why_no_gpu(mx)}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}", file=sys.stderr)
+        return ctx
+    if max(indices) >= count:
+        has = "1 GPU, index 0" if count == 1 else f"{count} GPUs, indices 0 to {count - 1}"
+        asked = f"{len(indices)} GPUs" if indices == list(range(len(indices))) else f"GPU {max(indices)}"
+        raise UsageError(f"{asked} asked for, and this machine has {has}; --device cpu takes any number")
+    for index in indices:
+        _refuse_gpu_without_kernels(index)
+    return [mx.gpu(i) for i in indices]
+
+
+def _why_no_gpu(mx):
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return "this MXNet is built without CUDA"
+    return "this machine has no GPU that MXNet can see"
+
+
+def _refuse_gpu_without_kernels(index):
+    name, major, minor = _gpu(index)
+    if major not in KERNELS:
+        raise Error(
+            f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
+            f"{KERNELS[0]}.x to {KERNELS[-1]}.x only; --device cpu trains without it"
+        )
+
+
+def _gpu(index):
+    """(name, major, minor compute capability) of a GPU, from the driver, which numbers GPUs as MXNet does."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
+    status = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(handle), index)
+        or driver.cuDeviceGetName(name, len(name), handle)
+        or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
+        or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
+    )
+    if status:
+        raise Error(f"GPU {index}: the NVIDIA driver answers with error {status}; nvidia-smi may say more")
+    return name.value.decode(), major.value, minor.value

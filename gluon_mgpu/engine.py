@@ -1,0 +1,118 @@
+"""What must stand before libmxnet loads, because MXNet 1.9.1 reads it once: docs/engine.md has each reason and measurement.
+
+NumPy's removed names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet.
+"""
+
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+
+import numpy as np
+
+from gluon_mgpu.errors import Error
+
+TEMP_COPIES = "512"
+ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
+
+# mallopt's parameters (malloc.h) with the variable by which a user sets the same thing.
+ALLOCATOR = (
+    ("MALLOC_MMAP_MAX_", -4, 0),  # take large arrays from the heap, not from a mapping of their own
+    ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # and keep what is freed: the next operator needs it again
+    ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes by which the heap grows
+)
+
+_configured = False
+
+
+def configure(contexts=None):
+    """Prepare this process for training on `contexts` CPU contexts; call it before the first `import mxnet`.
+
+    contexts: how many contexts will compute side by side. None means that it is not known: several are assumed, unless
+    an earlier call said how many. What the environment already sets is kept where it is safe; what is overruled is
+    named on standard error. Raises Error where MXNet is missing or cannot work with this NumPy, and where mxnet was
+    imported first with settings under which `contexts` CPU contexts can hang.
+    """
+    global _configured
+    if contexts is None and _configured:
+        return
+    if contexts is not None and contexts < 1:
+        raise Error(f"{contexts} contexts: at least 1 is needed")
+    if "mxnet" in sys.modules:
+        _check_threads(contexts or 1)
+        if not _configured and contexts != 1 and int(os.environ.get("MXNET_CPU_TEMP_COPY") or 4) < 64:
+            _say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns, not run side by side")
+    else:
+        _restore_numpy_names()
+        if importlib.util.find_spec("mxnet") is None:
+            raise Error("MXNet is not installed: run `make install`, or `pip install mxnet==1.9.1`")
+        _set_threads(contexts)
+        os.environ.setdefault("MXNET_CPU_TEMP_COPY", TEMP_COPIES)
+        _set_allocator()
+    _configured = True
+
+
+def check(ctx):
+    """Refuse to train on several CPU contexts that can hang each other: raises Error, and waits for nothing.
+
+    ctx: a list of mxnet contexts. GPU contexts are always well.
+    """
+    _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
+
+
+def openmp_threads():
+    """How many OpenMP threads a thread that starts now would use, and so each of MXNet's workers."""
+    found = []
+    gomp = ctypes.CDLL("libgomp.so.1")
+    thread = threading.Thread(target=lambda: found.append(gomp.omp_get_max_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _check_threads(contexts):
+    if contexts > 1 and openmp_threads() > 1:
+        raise Error(
+            f"{contexts} CPU contexts can hang: OpenMP was loaded for {openmp_threads()} threads before "
+            f"gluon_mgpu could set 1; call gluon_mgpu.configure(contexts={contexts}) before anything "
+            "imports mxnet, or start with OMP_NUM_THREADS=1"
+        )
+
+
+def _set_threads(contexts):
+    """One OpenMP thread where more than one worker can call OpenBLAS at a time; else every core that we may use."""
+    alone = (
+        contexts == 1
+        and os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") == "1"
+        and os.environ.get("MXNET_ENGINE_TYPE", "") in ONE_WORKER_ENGINES
+    )
+    if alone:
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        return
+    for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
+        asked = os.environ.get(name, "1")
+        if asked != "1":
+            _say(f"{name}={asked} is overruled: 1, since several CPU contexts can hang with more (docs/engine.md)")
+        os.environ[name] = "1"
+
+
+def _restore_numpy_names():
+    """MXNet reads np.bool, which NumPy 1.24 removed. A name that NumPy has is never replaced."""
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise Error(f"NumPy {np.__version__} is too new for MXNet 1.9.1: pip install 'numpy<2'")
+    vars(np).setdefault("bool", bool)
+
+
+def _set_allocator():
+    """glibc's malloc: keep freed memory instead of faulting it in again at the next operator."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # not glibc
+        return
+    for variable, parameter, value in ALLOCATOR:
+        if variable not in os.environ:
+            mallopt(parameter, value)
+
+
+def _say(line):
+    print(f"gluon_mgpu: {line}", file=sys.stderr)

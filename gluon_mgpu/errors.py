@@ -1,0 +1,13 @@
+"""The errors a user meets: one line that says what is wrong, with the value, and what to do."""
+
+
+class Error(Exception):
+    """The run failed. Its text is the line that the user reads."""
+
+    exit_status = 1
+
+
+class UsageError(Error):
+    """The command was wrong: an option, or a value that this machine or data set cannot serve."""
+
+    exit_status = 2

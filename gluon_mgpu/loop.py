@@ -1,0 +1,162 @@
+"""Epochs over the replicas of either implementation: shuffle, train, time, evaluate, print, record.
+
+The engine runs behind Python: a step's losses are read some steps later, so that nothing in an epoch waits for the
+engine but its end. The loop knows nothing of `scratch` and `highlevel`; it drives the three methods of `Replicas`.
+"""
+
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import nd
+from tqdm import tqdm
+
+from gluon_mgpu import datasets
+from gluon_mgpu.errors import Error, UsageError
+
+# How far Python may run ahead of the engine. It issues steps in a burst and then sleeps, which disturbs the workers on
+# the same cores less than waking at every step (docs/engine.md). The seconds bound what Ctrl-C has to wait for.
+MOST_STEPS_AHEAD = 16
+MOST_SECONDS_AHEAD = 0.4
+
+
+class Epoch(NamedTuple):
+    """What an epoch leaves: a line of metrics.jsonl."""
+
+    epoch: int  # from 1
+    train_seconds: float  # of training alone, without the evaluation
+    samples_per_second: float
+    train_loss: float  # mean over the examples, each at the step that trained on it
+    test_accuracy: float  # share of the test set, 0 to 1
+
+
+def run(
+    make_replicas, ctx, batch_size, *, epochs=4, dataset="fashion-mnist", data_dir=None, limit=None, seed=None, out=None
+):
+    """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `Epoch`.
+
+    make_replicas: builds the replicas on ctx, called once the random numbers are seeded. batch_size: the global one.
+    dataset, data_dir, limit: as in `datasets.load`. seed: makes a run on CPU contexts repeatable bit for bit; None
+    draws one. out: a `records.Run` to leave the run in, or None.
+    Raises UsageError for fewer examples in a batch than devices, Error when a loss is not a number, KeyboardInterrupt
+    on Ctrl-C, between two steps, once the checkpoint is left.
+    """
+    if batch_size < len(ctx):
+        raise UsageError(f"a batch of {batch_size} on {len(ctx)} devices: every device needs an example of each batch")
+    if seed is None:
+        seed = int(np.random.SeedSequence().generate_state(1)[0] >> 1)
+    data = datasets.load(dataset, data_dir, limit, seed)
+    mx.random.seed(seed)
+    replicas = make_replicas()
+    print("running on:", ctx, flush=True)
+    history, steps = [], 0
+
+    def train_batch(X, y):
+        nonlocal steps
+        steps += 1
+        return replicas.train_batch(X, y)
+
+    with CtrlC() as ctrl_c:
+        try:
+            for number in range(1, epochs + 1):
+                steps = 0
+                order = np.random.default_rng([seed, number]).permutation(len(data.train_labels))
+                start = time.perf_counter()
+                train_iter = batches(data.train_images, data.train_labels, batch_size, order)
+                train_loss = train_epoch(train_batch, ctrl_c.between(train_iter), len(order), f"epoch {number}")
+                train_time = time.perf_counter() - start
+                test_iter = batches(data.test_images, data.test_labels, batch_size)
+                test_acc = replicas.evaluate_accuracy(ctrl_c.between(test_iter))
+                history.append(Epoch(number, train_time, len(order) / train_time, train_loss, test_acc))
+                print(f"epoch {number}, time: {train_time:.1f} sec, test acc: {test_acc:.2f}", flush=True)
+                if out:
+                    out.epoch(history, replicas.parameters(), seed)
+        except KeyboardInterrupt:
+            if out:
+                out.interrupted(history, replicas.parameters(), seed, steps)
+            raise
+    return history
+
+
+def batches(images, labels, batch_size, order=None):
+    """Batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last one may be smaller.
+
+    images, labels: uint8 arrays. order: the indices to take, in turn; default all of them as they lie.
+    """
+    order = np.arange(len(labels)) if order is None else order
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        X = np.divide(images[chosen], 255, dtype=np.float32)
+        # from_numpy shares the memory; nd.array would copy it, and first wait for all that cpu(0) has still to do.
+        yield nd.from_numpy(X), nd.from_numpy(labels[chosen].astype(np.float32))
+
+
+def train_epoch(train_batch, train_iter, examples, title):
+    """Train on each batch once; returns the mean loss. examples: how many the batches hold, for the progress bar."""
+    total = 0.0
+    issued = (train_batch(X, y) for X, y in train_iter)
+    with tqdm(total=examples, unit=" examples", desc=title, leave=False, disable=not sys.stderr.isatty()) as bar:
+        for step, losses in enumerate(read_behind(issued), 1):
+            total += losses.sum(dtype=np.float64)
+            if not np.isfinite(total):
+                raise Error(
+                    f"the loss is not a number, first seen at {title}, step {step}: training stopped; try a smaller --lr"
+                )
+            bar.update(len(losses))
+            bar.set_postfix_str(f"loss {losses.mean():.3f}", refresh=False)
+    nd.waitall()
+    return total / examples
+
+
+def read_behind(issued):
+    """The losses (n,) of every step as NumPy, in order, while later steps are issued ahead of the engine.
+
+    issued: an iterator that issues a step when asked for the next and gives its losses, a vector a device.
+    """
+    ahead, allowed, began = deque(), 1, time.perf_counter()
+    for shard_losses in issued:
+        ahead.append(shard_losses)
+        if len(ahead) >= allowed:
+            burst = len(ahead) - allowed // 8
+            for _ in range(burst):
+                yield np.concatenate([shard.asnumpy() for shard in ahead.popleft()])
+            now = time.perf_counter()
+            allowed = int(np.clip(MOST_SECONDS_AHEAD * burst / (now - began), 1, MOST_STEPS_AHEAD))
+            began = now
+    for shard_losses in ahead:
+        yield np.concatenate([shard.asnumpy() for shard in shard_losses])
+
+
+class CtrlC:
+    """Holds Ctrl-C back until a step is issued whole: half a step would leave replicas that differ.
+
+    A second Ctrl-C is not held back. Outside the main thread, where Python delivers no signal, this does nothing.
+    """
+
+    def __enter__(self):
+        self.asked = False
+        self.main = threading.current_thread() is threading.main_thread()
+        if self.main:
+            self.before = signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def __exit__(self, *_):
+        if self.main:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _hold(self, *_):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def between(self, items):
+        """The items; KeyboardInterrupt instead of the next one once Ctrl-C was pressed."""
+        for item in items:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield item
