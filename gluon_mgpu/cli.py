@@ -136,3 +136,23 @@ def main():
 
 
 main.add_command(train)
+
+
+@click.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  bench.py
+  bench.py --rounds 5 --steps 200 --no-main-job""",
+)
+@click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
+@click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run.")
+@click.option("--main-job/--no-main-job", default=True, show_default=True, help="Measure a whole training run too.")
+def bench(rounds, steps, main_job):
+    """Time and memory a step, ours and the notebook's code, each in its own processes, taken in turn."""
+    from gluon_mgpu import bench as benchmark
+
+    click.echo(benchmark.table(benchmark.measure(rounds, steps)))
+    if main_job:
+        printed, peak = benchmark.main_job("fashion-mnist")
+        click.echo(f"\nThe main job, scratch on 2 contexts, peak memory {peak:.0f} MB:\n{printed}", nl=False)

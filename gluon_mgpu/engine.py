@@ -1,4 +1,4 @@
-"""What must stand before libmxnet loads, because MXNet 1.9.1 reads it once: docs/engine.md has each reason and measurement.
+"""What must stand before libmxnet loads, because MXNet 1.9.1 reads it once. docs/engine.md has reasons and figures.
 
 NumPy's removed names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet.
 """

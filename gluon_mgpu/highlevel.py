@@ -9,6 +9,7 @@ from gluon_mgpu import engine
 engine.configure()
 
 import mxnet as mx  # noqa: E402
+import numpy as np  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 
 from gluon_mgpu import devices, loop  # noqa: E402
@@ -77,12 +78,14 @@ def train_batch(X, y, net, ctx, trainer):
 
 def evaluate_accuracy(data_iter, net, ctx):
     """The share of examples whose highest score is their label's. Every device scores its shard of each batch."""
-    correct, examples = [nd.zeros(1, ctx=c) for c in ctx], 0
-    for X, y in data_iter:
-        for X_shard, y_shard, hits in zip(split_and_load(X, ctx), split_and_load(y, ctx), correct):
-            hits += (net(X_shard).argmax(axis=1) == y_shard).sum()
-        examples += X.shape[0]
-    return sum(hits.asscalar() for hits in correct) / examples
+    right = (
+        [
+            net(X_shard).argmax(axis=1) == y_shard
+            for X_shard, y_shard in zip(split_and_load(X, ctx), split_and_load(y, ctx))
+        ]
+        for X, y in data_iter
+    )
+    return float(np.concatenate(list(loop.read_behind(right))).mean(dtype=np.float64))
 
 
 class Replicas:

@@ -105,7 +105,8 @@ def train_epoch(train_batch, train_iter, examples, title):
             total += losses.sum(dtype=np.float64)
             if not np.isfinite(total):
                 raise Error(
-                    f"the loss is not a number, first seen at {title}, step {step}: training stopped; try a smaller --lr"
+                    f"the loss is not a number, first seen at {title}, step {step}: training stopped; "
+                    "a smaller --lr may help"
                 )
             bar.update(len(losses))
             bar.set_postfix_str(f"loss {losses.mean():.3f}", refresh=False)
@@ -114,13 +115,14 @@ def train_epoch(train_batch, train_iter, examples, title):
 
 
 def read_behind(issued):
-    """The losses (n,) of every step as NumPy, in order, while later steps are issued ahead of the engine.
+    """The results (n,) of every step as NumPy, in order, while later steps are issued ahead of the engine.
 
-    issued: an iterator that issues a step when asked for the next and gives its losses, a vector a device.
+    issued: an iterator that issues a step when asked for the next and gives its results, such as the losses: a vector
+    a device.
     """
     ahead, allowed, began = deque(), 1, time.perf_counter()
-    for shard_losses in issued:
-        ahead.append(shard_losses)
+    for shards in issued:
+        ahead.append(shards)
         if len(ahead) >= allowed:
             burst = len(ahead) - allowed // 8
             for _ in range(burst):
@@ -128,8 +130,8 @@ def read_behind(issued):
             now = time.perf_counter()
             allowed = int(np.clip(MOST_SECONDS_AHEAD * burst / (now - began), 1, MOST_STEPS_AHEAD))
             began = now
-    for shard_losses in ahead:
-        yield np.concatenate([shard.asnumpy() for shard in shard_losses])
+    for shards in ahead:
+        yield np.concatenate([shard.asnumpy() for shard in shards])
 
 
 class CtrlC:

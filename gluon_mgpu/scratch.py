@@ -9,6 +9,7 @@ from gluon_mgpu import engine
 
 engine.configure()
 
+import numpy as np  # noqa: E402
 from mxnet import autograd, nd  # noqa: E402
 
 from gluon_mgpu import devices, loop  # noqa: E402
@@ -104,13 +105,14 @@ def train_batch(X, y, device_params, ctx, lr):
 
 def evaluate_accuracy(data_iter, device_params, ctx):
     """The share of examples whose highest score is their label's. Every device scores its shard of each batch."""
-    correct, examples = [nd.zeros(1, ctx=c) for c in ctx], 0
-    for X, y in data_iter:
-        Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
-        for X_shard, y_shard, params, hits in zip(Xs, ys, device_params, correct):
-            hits += (lenet(X_shard, params).argmax(axis=1) == y_shard).sum()
-        examples += X.shape[0]
-    return sum(hits.asscalar() for hits in correct) / examples
+    right = (
+        [
+            lenet(X_shard, params).argmax(axis=1) == y_shard
+            for X_shard, y_shard, params in zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
+        ]
+        for X, y in data_iter
+    )
+    return float(np.concatenate(list(loop.read_behind(right))).mean(dtype=np.float64))
 
 
 class Replicas:
