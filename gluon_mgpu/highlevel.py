@@ -58,15 +58,15 @@ def split_and_load(data, ctx):
 
 def forward_backward(net, Xs, ys, ctx):
     """Gradients on every device; returns the losses of each shard. A device without an example gets gradients of 0."""
-    idle = ctx[len(Xs) :]
+    used = len(Xs)
+    Xs, ys = ([*shards, *(shards[0].as_in_context(c) for c in ctx[used:])] for shards in (Xs, ys))
     with autograd.record():
         losses = [loss(net(X), y) for X, y in zip(Xs, ys)]
-        unused = [loss(net(Xs[0].as_in_context(c)), ys[0].as_in_context(c)) for c in idle]
-    for shard_loss in losses:
+    for shard_loss in losses[:used]:
         shard_loss.backward()
-    for shard_loss in unused:
+    for shard_loss in losses[used:]:
         shard_loss.backward(nd.zeros_like(shard_loss))
-    return losses
+    return losses[:used]
 
 
 def train_batch(X, y, net, ctx, trainer):
