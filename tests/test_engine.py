@@ -1,0 +1,205 @@
+"""Settings that MXNet reads when it loads: each claim is checked in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from gluon_mgpu import engine
+from gluon_mgpu.errors import Error
+
+
+def python(code, timeout=120, **environment):
+    """Run code in a new process whose environment holds these engine settings and no others."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MXNET_", "MALLOC_"))}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+TRAIN = """
+    from gluon_mgpu import scratch
+    scratch.train(2, 64, 0.1, epochs=1, dataset="synthetic", limit=640, device="cpu")
+"""
+MULTIPLY = """
+    import mxnet as mx
+    products = [mx.nd.ones((600, 600), mx.cpu(i % 2)) for i in range(2)]
+    for _ in range(10):
+        products = [mx.nd.dot(x, x) / 600 for x in products]
+    print(*(x.mean().asscalar() for x in products))
+"""
+
+
+def test_two_contexts_multiply_side_by_side_without_hanging_where_the_user_set_two_threads():
+    code = "import gluon_mgpu; gluon_mgpu.configure(contexts=2)\n" + textwrap.dedent(MULTIPLY)
+    done = python(code, timeout=60, OMP_NUM_THREADS="2")  # without configure it hangs
+    assert done.stdout == "1.0 1.0\n", done.stderr
+    assert done.stderr.count("OMP_NUM_THREADS=2 is overruled: 1") == 1
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"OMP_NUM_THREADS": "2"},
+        {"OMP_NUM_THREADS": "2,2", "OMP_NESTED": "true", "OMP_DYNAMIC": "true"},
+        {"MXNET_OMP_MAX_THREADS": "4"},
+        {"MXNET_CPU_WORKER_NTHREADS": "3", "OMP_NUM_THREADS": "2"},
+        {"MXNET_ENGINE_TYPE": "ThreadedEngine", "OMP_NUM_THREADS": "2"},
+        {"MXNET_ENGINE_TYPE": "NaiveEngine"},
+    ],
+    ids=str,
+)
+def test_training_on_two_contexts_ends_whatever_the_environment_holds(setting):
+    done = python(TRAIN, **setting)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1, time:" in done.stdout
+    for name in set(setting) & {"OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"}:
+        assert f"{name}={setting[name]} is overruled" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import numpy; vars(numpy).setdefault('bool', bool); import mxnet", "import ctypes; ctypes.CDLL('libgomp.so.1')"],
+)
+def test_training_refuses_in_one_line_where_openmp_was_loaded_with_two_threads_first(first):
+    done = python(f"{first}\n" + textwrap.dedent(TRAIN), timeout=60, OMP_NUM_THREADS="2")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        "2 CPU contexts can hang" in last and "gluon_mgpu.configure(contexts=2)" in last and "epoch" not in done.stdout
+    )
+
+
+def test_mxnet_may_be_imported_first_where_its_threads_are_safe():
+    first = "import numpy; vars(numpy).setdefault('bool', bool); import mxnet\n"
+    done = python(first + textwrap.dedent(TRAIN), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("CPU contexts will take turns") == 1
+
+
+SHOW = """
+    import os, gluon_mgpu
+    gluon_mgpu.configure(contexts={contexts})
+    print(os.environ["OMP_NUM_THREADS"], os.environ["MXNET_CPU_TEMP_COPY"])
+"""
+
+
+@pytest.mark.parametrize(
+    "contexts, setting, shown",
+    [
+        (2, {}, "1 512"),
+        (None, {}, "1 512"),
+        (2, {"MXNET_CPU_TEMP_COPY": "64"}, "1 64"),
+        (1, {}, f"{len(os.sched_getaffinity(0))} 512"),
+        (1, {"OMP_NUM_THREADS": "7"}, "7 512"),
+        (1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 512"),
+    ],
+)
+def test_what_the_user_set_is_kept_where_it_is_safe(contexts, setting, shown):
+    assert python(SHOW.format(contexts=contexts), **setting).stdout.strip() == shown
+
+
+OVERLAP = """
+    import json, sys, gluon_mgpu
+    gluon_mgpu.configure(2)
+    import mxnet as mx
+    from mxnet import nd, profiler
+    from gluon_mgpu import scratch
+    replicas = scratch.Replicas([mx.cpu(0), mx.cpu(1)], 0.1)
+    X, y = nd.random.uniform(shape=(128, 1, 28, 28)), nd.zeros(128)
+    replicas.train_batch(X, y)
+    nd.waitall()
+    profiler.set_config(profile_imperative=True, filename=sys.argv[1])
+    profiler.set_state("run")
+    for _ in range(4):
+        replicas.train_batch(X, y)
+    nd.waitall()
+    profiler.set_state("stop")
+    profiler.dump()
+    spans, began = {0: [], 1: []}, {}
+    for event in json.load(open(sys.argv[1]))["traceEvents"]:
+        if event.get("name") == "ImperativeBulk":  # the backward pass of one context
+            if event["ph"] == "B":
+                began[event["pid"]] = event["ts"]
+            elif event["ph"] == "E":
+                spans[event["pid"]].append((began.pop(event["pid"]), event["ts"]))
+    assert len(spans[0]) == len(spans[1]) == 4, spans
+    print(sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1]))
+"""
+
+
+def test_backward_passes_of_two_contexts_overlap_and_do_not_with_stock_temporary_space(tmp_path):
+    code = OVERLAP.replace("sys.argv[1]", repr(str(tmp_path / "profile.json")))
+    ours, stock = python(code), python(code, MXNET_CPU_TEMP_COPY="4")
+    assert int(ours.stdout) > 0, ours.stderr
+    assert int(stock.stdout) == 0, stock.stderr
+
+
+def test_the_allocator_maps_no_array_of_its_own_once_configured():
+    mapped = """
+        import ctypes, gluon_mgpu
+        class Info(ctypes.Structure):  # glibc's struct mallinfo; hblks counts the mapped arrays
+            _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks a b c d e f".split()]
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes, libc.mallinfo.restype = ctypes.c_void_p, [ctypes.c_size_t], Info
+        def own_mapping():
+            before = libc.mallinfo().hblks
+            libc.malloc(100 << 20)
+            return libc.mallinfo().hblks - before
+        first = own_mapping()
+        gluon_mgpu.configure(2)
+        print(first, own_mapping())
+    """
+    assert python(mapped).stdout.strip() == "1 0"
+    assert python(mapped, MALLOC_MMAP_MAX_="65536").stdout.strip() == "1 1"  # the user's own is kept
+
+
+def test_numpy_gets_back_the_name_that_mxnet_reads_and_nothing_else_changes():
+    code = """
+        import numpy, gluon_mgpu
+        before = dict(vars(numpy))
+        gluon_mgpu.configure(2)
+        after = vars(numpy)
+        print(sorted(set(after) - set(before)), all(after[k] is before[k] for k in before), after["bool"] is bool)
+    """
+    added = [] if "bool" in dir(np) and np.__version__ < "1.24" else ["bool"]
+    assert python(code).stdout.strip() == f"{added} True True"
+
+
+def test_a_numpy_that_mxnet_cannot_work_with_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(np, "__version__", "2.1.0")
+    with pytest.raises(Error, match=r"NumPy 2.1.0 is too new .*numpy<2"):
+        engine._restore_numpy_names()
+
+
+def test_a_missing_mxnet_is_one_line():
+    code = """
+        import importlib.util
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "mxnet" else find(name, *rest)
+        from gluon_mgpu.cli import train
+        train(["--gpus", "2"])
+    """
+    done = python(code)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: MXNet is not installed: run `make install`, or `pip install mxnet==1.9.1`\n"
+
+
+def test_configure_knows_the_number_of_contexts_from_an_earlier_call():
+    code = """
+        import os, gluon_mgpu
+        gluon_mgpu.configure(contexts=1)
+        from gluon_mgpu import scratch
+        print(os.environ["OMP_NUM_THREADS"])
+        scratch.train(2, 64, 0.1, epochs=1, dataset="synthetic", limit=640, device="cpu")
+    """
+    done = python(code, OMP_NUM_THREADS="2")
+    assert done.stdout == "2\n" and done.returncode == 1
+    assert "2 CPU contexts can hang" in done.stderr.splitlines()[-1]
