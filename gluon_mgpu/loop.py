@@ -70,12 +70,14 @@ def run(
                 train_iter = batches(data.train_images, data.train_labels, batch_size, order)
                 train_loss = train_epoch(train_batch, ctrl_c.between(train_iter), len(order), f"epoch {number}")
                 train_time = time.perf_counter() - start
+                parameters = replicas.parameters()
+                _refuse_broken(parameters, number)
                 test_iter = batches(data.test_images, data.test_labels, batch_size)
                 test_acc = replicas.evaluate_accuracy(ctrl_c.between(test_iter))
                 history.append(Epoch(number, train_time, len(order) / train_time, train_loss, test_acc))
                 print(f"epoch {number}, time: {train_time:.1f} sec, test acc: {test_acc:.2f}", flush=True)
                 if out:
-                    out.epoch(history, replicas.parameters(), seed)
+                    out.epoch(history, parameters, seed)
         except KeyboardInterrupt:
             if out:
                 out.interrupted(history, replicas.parameters(), seed, steps)
@@ -102,16 +104,27 @@ def train_epoch(train_batch, train_iter, examples, title):
     issued = (train_batch(X, y) for X, y in train_iter)
     with tqdm(total=examples, unit=" examples", desc=title, leave=False, disable=not sys.stderr.isatty()) as bar:
         for step, losses in enumerate(read_behind(issued), 1):
-            total += losses.sum(dtype=np.float64)
-            if not np.isfinite(total):
+            loss = losses.mean(dtype=np.float64)
+            total += loss * len(losses)
+            if not np.isfinite(loss):
                 raise Error(
                     f"the loss is not a number, first seen at {title}, step {step}: training stopped; "
                     "a smaller --lr may help"
                 )
             bar.update(len(losses))
-            bar.set_postfix_str(f"loss {losses.mean():.3f}", refresh=False)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
     nd.waitall()
     return total / examples
+
+
+def _refuse_broken(parameters, epoch):
+    """A ReLU turns not-a-number into 0, so that the loss can look well where the parameters are not."""
+    broken = [name for name, values in parameters.items() if not np.isfinite(values).all()]
+    if broken:
+        raise Error(
+            f"parameters that are not numbers, first seen after epoch {epoch} in {', '.join(broken)}: training stopped; "
+            "a smaller --lr may help"
+        )
 
 
 def read_behind(issued):

@@ -1,0 +1,66 @@
+import io
+
+import numpy as np
+import pytest
+
+from gluon_mgpu import checkpoint
+from gluon_mgpu.errors import Error
+
+ARRAYS = {"W": np.arange(60, dtype=np.float32).reshape(3, 20), "b": np.ones(3, np.float32)}
+FACTS = {"seed": 3, "epochs": 2}
+
+
+@pytest.fixture
+def path(tmp_path):
+    checkpoint.save(tmp_path / "c.npz", ARRAYS, FACTS)
+    return tmp_path / "c.npz"
+
+
+def test_a_checkpoint_gives_back_what_it_was_given(path):
+    arrays, facts = checkpoint.load(path)
+    assert facts == FACTS and arrays.keys() == ARRAYS.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, ARRAYS[name])
+
+
+def test_a_checkpoint_cut_off_anywhere_is_refused_in_one_line(path):
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 37):
+        path.write_bytes(whole[:size])
+        with pytest.raises(Error, match="is no whole checkpoint") as caught:
+            checkpoint.load(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_altered_array_is_refused(path):
+    whole = path.read_bytes()
+    start = whole.index(ARRAYS["W"].tobytes())
+    for offset in range(start, start + ARRAYS["W"].nbytes):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        with pytest.raises(Error, match="is no whole checkpoint"):
+            checkpoint.load(path)
+
+
+def test_nothing_is_unpickled(path):
+    file = io.BytesIO()
+    np.savez(file, W=np.array([print], dtype=object))
+    path.write_bytes(file.getvalue())
+    with pytest.raises(Error, match="allow_pickle=False"):
+        checkpoint.load(path)
+
+
+def test_a_missing_checkpoint_is_said_to_be_missing(tmp_path):
+    with pytest.raises(Error, match="there is no such checkpoint"):
+        checkpoint.load(tmp_path / "none.npz")
+
+
+def test_a_write_that_fails_halfway_leaves_the_file_before_and_nothing_else(path):
+    before = path.read_bytes()
+
+    def half(file):
+        file.write(before[:100])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write_whole(path, half)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]

@@ -1,0 +1,253 @@
+"""The program as a user runs it, and the loop: what is printed, left behind, and refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+from gluon_mgpu import checkpoint, datasets, loop, scratch
+from gluon_mgpu.errors import Error, UsageError
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
+IMPLS = ["scratch", "highlevel"]
+
+
+def train(*options, timeout=300, **environment):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, options)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_run_prints_the_notebooks_lines_and_leaves_its_record(impl, tmp_path):
+    out = tmp_path / "run"
+    options = ("--impl", impl, "--gpus", 2, "--limit", 1000, "--epochs", 2, "--seed", 5, "--out", out)
+    done = train(*SYNTHETIC, *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *epochs = done.stdout.splitlines()
+    assert first == "running on: [cpu(0), cpu(1)]"
+    printed = [re.fullmatch(r"epoch (\d), time: (\d+\.\d) sec, test acc: (\d\.\d\d)", line).groups() for line in epochs]
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert printed == [(str(m["epoch"]), f"{m['train_seconds']:.1f}", f"{m['test_accuracy']:.2f}") for m in metrics]
+    assert [m["epoch"] for m in metrics] == [1, 2]
+    for m in metrics:
+        assert m["samples_per_second"] == pytest.approx(1000 / m["train_seconds"])
+        assert 2.0 < m["train_loss"] < 2.5  # ten classes, hardly trained: ln 10 = 2.30
+    config = json.loads((out / "config.json").read_text())
+    assert (config["impl"], config["gpus"], config["batch_size"], config["limit"]) == (impl, [0, 1], 256, 1000)
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    arrays, facts = checkpoint.load(out / "checkpoint.npz")
+    assert {name: a.shape for name, a in arrays.items()} == {
+        "W1": (20, 1, 3, 3), "b1": (20,), "W2": (50, 20, 5, 5), "b2": (50,),
+        "W3": (128, 800), "b3": (128,), "W4": (10, 128), "b4": (10,),
+    }  # fmt: skip
+    assert facts == {"seed": 5, "epochs": 2, "steps": 0}
+    assert sorted(p.name for p in out.iterdir()) == ["checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("impl, gpus", [("scratch", 2), ("highlevel", 3), ("scratch", 1), ("highlevel", 1)])
+def test_two_runs_with_one_seed_print_the_same_and_leave_the_same_bits(impl, gpus, tmp_path):
+    left, said = [], []
+    for name in ("a", "b"):
+        out = tmp_path / name
+        done = train(
+            *SYNTHETIC, "--impl", impl, "--gpus", gpus, "--limit", 3000, "--epochs", 2, "--seed", 1, "--out", out
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(re.findall("acc: (.*)", done.stdout))
+        left.append(checkpoint.load(out / "checkpoint.npz")[0])
+    assert said[0] == said[1] and len(said[0]) == 2
+    for name, array in left[0].items():
+        np.testing.assert_array_equal(array, left[1][name])
+    other = train(*SYNTHETIC, "--impl", impl, "--limit", 3000, "--epochs", 1, "--seed", 2, "--out", tmp_path / "c")
+    assert other.returncode == 0
+    assert np.abs(checkpoint.load(tmp_path / "c" / "checkpoint.npz")[0]["W1"] - left[0]["W1"]).max() > 0.01
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ten_synthetic_classes_are_learned_on_two_devices(impl):
+    done = train(
+        *SYNTHETIC, "--impl", impl, "--gpus", 2, "--limit", 16000, "--batch-size", 64, "--epochs", 2, "--seed", 0
+    )
+    assert float(done.stdout.split()[-1]) > 0.8, done.stdout + done.stderr
+
+
+def test_fashion_mnist_is_found_or_fetched_and_trained_on():
+    # In the notebook's settings the net leaves 0.10 in the second or third epoch; smaller batches get there in one.
+    done = train("--gpus", 2, "--limit", 20000, "--epochs", 1, "--batch-size", 32, "--lr", 0.3, "--seed", 0)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) > 0.6, done.stdout
+
+
+@pytest.mark.parametrize(
+    "options, status, says",
+    [
+        (("--gpus", "0"), 2, "at least 1 device"),
+        (("--gpus", "1,1"), 2, "named twice"),
+        (("--gpus", "two"), 2, "how many devices"),
+        (("--gpus", "2", "--batch-size", "1"), 2, "a batch of 1 on 2 devices"),
+        (("--device", "gpu"), 2, "--device gpu: "),
+        (("--impl", "scratch", "--no-hybridize"), 2, "highlevel's"),
+        (("--impl", "torch"), 2, "'torch' is not one of"),
+        (("--lr", "0"), 2, "0.0"),
+        (("--lr", "-0.1"), 2, "-0.1"),
+        (("--epochs", "0"), 2, "0 is not in the range"),
+        (("--seed", "-1"), 2, "-1 is not in the range"),
+        (("--dataset", "mnist", "--data-dir", "nowhere"), 1, "no mnist in nowhere"),
+        (("--dataset", "fashion-mnist", "--limit", "60001"), 2, "60000"),
+        (("--out", "/proc/run"), 1, "--out /proc/run: cannot be written"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_cannot_be_run_is_refused_in_one_line_with_its_exit_status(options, status, says):
+    dataset = () if "--dataset" in options else ("--dataset", "synthetic", "--limit", "100")
+    done = train("--epochs", "1", *dataset, *options)
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr and "epoch" not in done.stdout
+    said = [line for line in done.stderr.splitlines() if not line.startswith(("Usage: ", "Try ", "gluon_mgpu: "))]
+    assert len([line for line in said if line]) == 1, done.stderr
+
+
+def test_debug_shows_the_traceback():
+    assert "Traceback" in train("--gpus", "0", "--debug").stderr
+
+
+def test_a_second_run_into_one_folder_is_refused_and_changes_nothing(tmp_path):
+    options = (*SYNTHETIC, "--limit", 300, "--epochs", 1, "--out", tmp_path)
+    assert train(*options).returncode == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    again = train(*options)
+    assert again.returncode == 2 and "a run is there already" in again.stderr
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_says_so(impl):
+    done = train(*SYNTHETIC, "--impl", impl, "--gpus", 2, "--lr", 1e38, "--limit", 5000, "--epochs", 3)
+    assert done.returncode == 1
+    assert re.search(r"^error: .*not (a number|numbers), first seen (at|after) epoch 1.*--lr may help$", done.stderr), (
+        done.stderr
+    )
+    assert "epoch" not in done.stdout
+
+
+def interrupted(out, *options, after):
+    """Start a run, send Ctrl-C once it printed a line with `after`; (returncode, seconds, stdout, stderr)."""
+    command = [sys.executable, str(SCRIPT), *SYNTHETIC, "--gpus", "2", "--out", str(out), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    printed = ""
+    while after not in printed:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        printed += line
+    time.sleep(0.7)  # into the epoch
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    return process.returncode, time.monotonic() - began, printed + rest, errors
+
+
+@pytest.mark.parametrize("after, epochs", [("running on", 0), ("epoch 1", 1)])
+def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(after, epochs, tmp_path):
+    status, seconds, printed, errors = interrupted(
+        tmp_path, "--limit", "20000", "--seed", "3", "--epochs", "9", after=after
+    )
+    assert (status, errors) == (130, "\ninterrupted\n")
+    assert seconds < 10, "a user waits for this"  # takes about half a second; the bound only tells it from an epoch
+    arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
+    assert facts["epochs"] == epochs == printed.count("test acc") and 0 < facts["steps"] < 79
+    assert not list(tmp_path.glob(".*")), "a temporary file was left"
+
+    # The same steps, one after the other, give the same bits: the checkpoint is between two steps, not within one.
+    data = datasets.synthetic(20000, 100, seed=3)
+    mx.random.seed(3)
+    replicas = scratch.Replicas([mx.cpu(0), mx.cpu(1)], 0.2)
+    for epoch in range(1, epochs + 2):
+        order = np.random.default_rng([3, epoch]).permutation(20000)
+        train_iter = loop.batches(data.train_images, data.train_labels, 256, order)
+        for step, (X, y) in enumerate(train_iter, 1):
+            replicas.train_batch(X, y)
+            if epoch == epochs + 1 and step == facts["steps"]:
+                break
+    for name, array in replicas.parameters().items():
+        np.testing.assert_array_equal(array, arrays[name])
+
+
+class Recorder:
+    """Replicas that train nothing and note what they were given."""
+
+    def __init__(self):
+        self.seen, self.tested = [], 0
+
+    def train_batch(self, X, y):
+        self.seen.append((X.asnumpy(), y.asnumpy()))
+        return [y[: len(y) // 2 + 1] * 0, y[len(y) // 2 + 1 :] * 0] if len(y) > 1 else [y * 0]
+
+    def evaluate_accuracy(self, data_iter):
+        self.tested = sum(len(y) for _, y in data_iter)
+        return 0.0
+
+
+def test_every_example_is_trained_on_once_an_epoch_in_another_order_each_epoch():
+    recorder = Recorder()
+    loop.run(lambda: recorder, [mx.cpu(0)], 96, epochs=2, dataset="synthetic", limit=1000, seed=4)
+    data = datasets.synthetic(1000, 166, seed=4)
+    assert [len(y) for _, y in recorder.seen] == 2 * (10 * [96] + [40])
+    assert recorder.tested == 166
+    epochs = [np.concatenate([X for X, _ in half]) for half in (recorder.seen[:11], recorder.seen[11:])]
+    expected = np.sort((data.train_images / 255).reshape(1000, -1).astype(np.float32).view("V3136").ravel())
+    for images in epochs:
+        np.testing.assert_array_equal(np.sort(images.reshape(1000, -1).view("V3136").ravel()), expected)
+    assert np.abs(epochs[0] - epochs[1]).max() > 0.1
+    labels = {
+        image.tobytes(): label for image, label in zip((data.train_images / 255).astype(np.float32), data.train_labels)
+    }
+    for X, y in recorder.seen:
+        assert [labels[image.tobytes()] for image in X] == list(y)
+
+
+def test_a_batch_smaller_than_the_number_of_devices_is_refused_with_both():
+    with pytest.raises(UsageError, match="a batch of 2 on 3 devices"):
+        loop.run(Recorder, [mx.cpu(i) for i in range(3)], 2, dataset="synthetic", limit=10)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 17, 50])
+def test_results_are_read_in_order_and_none_is_lost(steps):
+    issued = ([nd.full(2, i, ctx=mx.cpu(0)), nd.full(1, i, ctx=mx.cpu(1))] for i in range(steps))
+    read = list(loop.read_behind(issued))
+    np.testing.assert_array_equal(np.concatenate([[], *read]), np.repeat(np.arange(steps), 3))
+
+
+def test_steps_are_issued_ahead_of_those_that_are_read():
+    issued = []
+    steps = (issued.append(i) or [nd.zeros(1)] for i in range(100))
+    ahead = [len(issued) - read for read, _ in enumerate(loop.read_behind(steps), 1)]
+    assert max(ahead) >= 8 and len(issued) == 100
+
+
+def test_a_loss_of_nan_is_reported_at_the_step_that_had_it():
+    losses = iter([1.0, 2.0, float("nan"), 1.0])
+    with pytest.raises(Error, match="first seen at epoch 7, step 3"):
+        loop.train_epoch(lambda X, y: [nd.full(1, next(losses))], [(None, None)] * 4, 4, "epoch 7")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_main_job_reaches_the_accuracy_that_the_notebook_printed(impl, tmp_path):
+    done = train("--impl", impl, "--gpus", 2, "--out", tmp_path, "--seed", 1)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0.66 < last["test_accuracy"] < 0.86, done.stdout  # the notebook: 0.71 on 1 device, 0.76 on 2
