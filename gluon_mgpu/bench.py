@@ -1,6 +1,6 @@
 """Speed and memory of the training step beside the notebook's own code: separate processes, taken in turn, medians.
 
-A worker (`python -m gluon_mgpu.bench NAME CONTEXTS STEPS`) trains on synthetic data in memory and prints one JSON line.
+A worker, `python -m gluon_mgpu.bench NAME CONTEXTS STEPS AHEAD`, trains on synthetic data and prints a line of JSON.
 """
 
 import importlib
@@ -28,78 +28,105 @@ ENGINE_SETTINGS = ("OMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")
 
 
 class Subject(NamedTuple):
-    """One thing to measure: an implementation on so many contexts, with so many OpenMP threads each (0: its own)."""
+    """One thing to measure: an implementation on so many contexts, under settings that differ from its own."""
 
     name: str
     contexts: int
-    threads: int = 0
+    note: str = ""  # what differs
+    settings: tuple = ()  # ((environment variable, value), ...)
+    ahead: int = 0  # how many steps Python may run ahead; 0: what the loop allows
+
+    def __str__(self):
+        return f"{self.name}, {self.contexts} context{'s'[: self.contexts > 1]}{', ' * bool(self.note)}{self.note}"
 
 
-SUBJECTS = (
+ONE_THREAD = {"note": "1 thread", "settings": (("OMP_NUM_THREADS", "1"),)}
+STEP = (
     Subject("notebook", 1),
     Subject("notebook", 2),
-    Subject("scratch", 1, threads=1),
-    Subject("scratch", 1),
-    Subject("scratch", 2),
-    Subject("highlevel", 1, threads=1),
-    Subject("highlevel", 1),
-    Subject("highlevel", 2),
+    *(
+        subject
+        for name in ("scratch", "highlevel")
+        for subject in (Subject(name, 1, **ONE_THREAD), Subject(name, 1), Subject(name, 2))
+    ),
+)
+GLIBC = (("MALLOC_MMAP_MAX_", "65536"), ("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_TOP_PAD_", "131072"))
+ENGINE = tuple(
+    subject
+    for name in ("scratch", "highlevel")
+    for subject in (
+        Subject(name, 2),
+        Subject(name, 2, "4 temporary spaces", (("MXNET_CPU_TEMP_COPY", "4"),)),
+        Subject(name, 2, "glibc's own malloc", GLIBC),
+        Subject(name, 2, "1 step ahead", ahead=1),
+    )
 )
 
 
-def measure(rounds=3, steps=100):
+def measure(subjects, rounds=3, steps=100):
     """{subject: [result of each round]}, a result being what the worker prints: {"step_ms": …, "peak_mb": …}."""
-    results = {subject: [] for subject in SUBJECTS}
-    with tqdm(total=rounds * len(SUBJECTS), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
+    results = {subject: [] for subject in subjects}
+    with tqdm(total=rounds * len(subjects), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
         for _ in range(rounds):
-            for subject in SUBJECTS:
-                bar.set_description(f"{subject.name}, {subject.contexts} contexts")
+            for subject in subjects:
+                bar.set_description(str(subject))
                 results[subject].append(_in_own_process(subject, steps))
                 bar.update()
     return results
 
 
-def main_job(dataset, data_dir=None):
-    """The main job in its own process: its printed lines, and peak memory in MB."""
-    command = [sys.executable, "-m", "gluon_mgpu", "train", "--gpus", "2", "--dataset", dataset, "--device", "cpu"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    done = subprocess.run(command + (["--data-dir", data_dir] if data_dir else []), stdout=subprocess.PIPE, text=True)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    if done.returncode or peak <= before:
-        raise Error(f"the main job ended with status {done.returncode}: its own message is above")
-    return done.stdout, peak / 1024
+def main_job():
+    """The main job in a process of its own: (what it printed, peak memory in MB)."""
+    command = [sys.executable, "-m", "gluon_mgpu", "train", "--impl", "scratch", "--gpus", "2", "--device", "cpu"]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    printed = done.stdout.read()
+    _, status, usage = os.wait4(done.pid, 0)
+    if status:
+        raise Error("the main job failed: its own message is above")
+    return printed, usage.ru_maxrss / 1024
 
 
-def table(results):
-    """Lines for a terminal: medians over the rounds; ratios are of runs of one round."""
+def step_table(results):
+    """How fast each subject of STEP is: times as fast as the notebook's code, and as one context with one thread."""
+    one_thread = {s.name: s for s in results if s.contexts == 1 and (s.settings or s.name == "notebook")}
+    columns = {
+        "x notebook": lambda s: _ratio(results[Subject("notebook", s.contexts)], results[s]),
+        "x 1 context, 1 thread": lambda s: _ratio(results[one_thread[s.name]], results[s]),
+    }
+    return _table(results, columns)
+
+
+def engine_table(results):
+    """What each setting of ENGINE buys: the time a step takes without it, relative to ours."""
+    return _table(results, {"x ours": lambda s: _ratio(results[s], results[Subject(s.name, s.contexts)])})
+
+
+def _table(results, columns):
     lines = [
-        f"LeNet, batch {BATCH_SIZE}; {len(os.sched_getaffinity(0))} cores of {_cpu()}; "
+        f"LeNet, batch {BATCH_SIZE}, medians; {len(os.sched_getaffinity(0))} cores of {_cpu()}; "
         f"Python {platform.python_version()}, MXNet {version('mxnet')}, NumPy {np.__version__}",
-        f"{'':32}ms/step     (min-max)  examples/s  x notebook  x 1 context, 1 thread  peak MB",
+        f"{'':42}ms/step    (min-max)  examples/s  {'  '.join(columns)}  peak MB",
     ]
     for subject, runs in results.items():
         times = [run["step_ms"] for run in runs]
-        name = f"{subject.name}, {subject.contexts} context{'s'[: subject.contexts > 1]}"
-        beside_notebook = _ratio(results[Subject("notebook", subject.contexts)], runs)
-        one = Subject(subject.name, 1, threads=0 if subject.name == "notebook" else 1)
-        spread = f"({min(times):.1f}-{max(times):.1f})"
+        ratios = "  ".join(f"{ratio(subject):{len(title)}.2f}" for title, ratio in columns.items())
         lines.append(
-            f"{name + (', 1 thread' if subject.threads else ''):32}{median(times):7.1f} {spread:>13} "
-            f"{1000 * BATCH_SIZE / median(times):11.0f} {beside_notebook:11.2f} {_ratio(results[one], runs):22.2f} "
-            f"{median(run['peak_mb'] for run in runs):8.0f}"
+            f"{subject!s:42}{median(times):7.1f} {f'({min(times):.1f}-{max(times):.1f})':>12} "
+            f"{1000 * BATCH_SIZE / median(times):11.0f}  {ratios} {median(run['peak_mb'] for run in runs):8.0f}"
         )
     return "\n".join(lines)
 
 
 def _ratio(slow, fast):
+    """Median, over the rounds, of how many times as long the one took as the other."""
     return median(a["step_ms"] / b["step_ms"] for a, b in zip(slow, fast))
 
 
 def _in_own_process(subject, steps):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ENGINE_SETTINGS)}
-    if subject.threads:
-        environment["OMP_NUM_THREADS"] = str(subject.threads)
-    command = [sys.executable, "-m", "gluon_mgpu.bench", subject.name, str(subject.contexts), str(steps)]
+    environment.update(subject.settings)
+    arguments = map(str, (subject.name, subject.contexts, steps, subject.ahead))
+    command = [sys.executable, "-m", "gluon_mgpu.bench", *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WORKER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -111,7 +138,7 @@ def _in_own_process(subject, steps):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _worker(name, contexts, steps):
+def _worker(name, contexts, steps, ahead):
     if name != "notebook":
         engine.configure(contexts)
     module = importlib.import_module(f"gluon_mgpu.{name}")
@@ -125,18 +152,21 @@ def _worker(name, contexts, steps):
 
         def train(examples):
             # Its batches are made beforehand: only its inner loop is timed.
-            images, labels = data.train_images[:examples] / np.float32(255), data.train_labels[:examples]
             train_iter = [
-                (mx.nd.array(images[i : i + BATCH_SIZE]), mx.nd.array(labels[i : i + BATCH_SIZE]))
+                (
+                    mx.nd.array(data.train_images[i : i + BATCH_SIZE]) / 255,
+                    mx.nd.array(data.train_labels[i : i + BATCH_SIZE]),
+                )
                 for i in range(0, examples, BATCH_SIZE)
             ]
-            del images
+            mx.nd.waitall()
             start = time.perf_counter()
             module.train_epoch(train_iter, device_params, ctx, lr=0.2)
             return time.perf_counter() - start
     else:
         from gluon_mgpu import loop
 
+        loop.MOST_STEPS_AHEAD = ahead or loop.MOST_STEPS_AHEAD
         replicas = module.Replicas(ctx, lr=0.2)
 
         def train(examples):
@@ -157,4 +187,4 @@ def _cpu():
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    _worker(sys.argv[1], *map(int, sys.argv[2:]))

@@ -143,16 +143,30 @@ main.add_command(train)
     epilog="""\b
 Examples:
   bench.py
-  bench.py --rounds 5 --steps 200 --no-main-job""",
+  bench.py --rounds 5 --steps 200
+  bench.py --what engine""",
+)
+@click.option(
+    "--what",
+    type=click.Choice(["step", "engine", "main-job"]),
+    multiple=True,
+    default=("step", "main-job"),
+    show_default=True,
+    help="step: beside the notebook's code. engine: each setting left out in turn. main-job: a whole run, its memory.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
 @click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run.")
-@click.option("--main-job/--no-main-job", default=True, show_default=True, help="Measure a whole training run too.")
-def bench(rounds, steps, main_job):
+def bench(what, rounds, steps):
     """Time and memory a step, ours and the notebook's code, each in its own processes, taken in turn."""
     from gluon_mgpu import bench as benchmark
 
-    click.echo(benchmark.table(benchmark.measure(rounds, steps)))
-    if main_job:
-        printed, peak = benchmark.main_job("fashion-mnist")
-        click.echo(f"\nThe main job, scratch on 2 contexts, peak memory {peak:.0f} MB:\n{printed}", nl=False)
+    if "step" in what:
+        click.echo(benchmark.step_table(benchmark.measure(benchmark.STEP, rounds, steps)))
+    if "engine" in what:
+        click.echo(benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)))
+    if "main-job" in what:
+        printed, peak = benchmark.main_job()
+        click.echo(f"The main job, scratch on 2 CPU contexts: peak memory {peak:.0f} MB\n{printed}", nl=False)
+
+
+main.add_command(bench)

@@ -122,7 +122,7 @@ def _refuse_broken(parameters, epoch):
     broken = [name for name, values in parameters.items() if not np.isfinite(values).all()]
     if broken:
         raise Error(
-            f"parameters that are not numbers, first seen after epoch {epoch} in {', '.join(broken)}: training stopped; "
+            f"parameters are not numbers ({', '.join(broken)}), first seen after epoch {epoch}: training stopped; "
             "a smaller --lr may help"
         )
 

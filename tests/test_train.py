@@ -201,6 +201,9 @@ class Recorder:
         self.tested = sum(len(y) for _, y in data_iter)
         return 0.0
 
+    def parameters(self):
+        return {}
+
 
 def test_every_example_is_trained_on_once_an_epoch_in_another_order_each_epoch():
     recorder = Recorder()
