@@ -50,7 +50,12 @@ STEP = (
         for subject in (Subject(name, 1, **ONE_THREAD), Subject(name, 1), Subject(name, 2))
     ),
 )
-GLIBC = (("MALLOC_MMAP_MAX_", "65536"), ("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_TOP_PAD_", "131072"))
+GLIBC = (
+    ("MALLOC_MMAP_MAX_", "65536"),
+    ("MALLOC_TRIM_THRESHOLD_", "131072"),
+    ("MALLOC_TOP_PAD_", "131072"),
+    ("MALLOC_ARENA_MAX", "16"),
+)
 ENGINE = tuple(
     subject
     for name in ("scratch", "highlevel")

@@ -21,6 +21,7 @@ ALLOCATOR = (
     ("MALLOC_MMAP_MAX_", -4, 0),  # take large arrays from the heap, not from a mapping of their own
     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # and keep what is freed: the next operator needs it again
     ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes by which the heap grows
+    ("MALLOC_ARENA_MAX", -8, 1),  # one heap: a worker reuses what another one freed
 )
 
 _configured = False
@@ -107,7 +108,7 @@ def _restore_numpy_names():
 def _set_allocator():
     """glibc's malloc: keep freed memory instead of faulting it in again at the next operator."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # not glibc
+    if mallopt is None:  # a libc other than glibc
         return
     for variable, parameter, value in ALLOCATOR:
         if variable not in os.environ:
