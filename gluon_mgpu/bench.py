@@ -1,6 +1,6 @@
 """Speed and memory of the training step beside the notebook's own code: separate processes, taken in turn, medians.
 
-A worker, `python -m gluon_mgpu.bench NAME CONTEXTS STEPS AHEAD`, trains on synthetic data and prints a line of JSON.
+A worker, `python -m gluon_mgpu.bench time NAME CONTEXTS STEPS AHEAD`, trains on synthetic data and prints JSON.
 """
 
 import importlib
@@ -106,6 +106,24 @@ def engine_table(results):
     return _table(results, {"x ours": lambda s: _ratio(results[s], results[Subject(s.name, s.contexts)])})
 
 
+def profile(steps=50):
+    """Lines for a terminal: the milliseconds of a step that each operator takes, by the engine's own profile."""
+    names = ("notebook", "scratch", "highlevel")
+    one_thread = (("OMP_NUM_THREADS", "1"),)
+    times = {name: _in_own_process(Subject(name, 1, settings=one_thread), steps, "profile") for name in names}
+    operators = sorted(
+        {o for ms in times.values() for o in ms}, key=lambda o: -max(ms.get(o, 0) for ms in times.values())
+    )
+    lines = [
+        f"ms a step on 1 context, 1 thread, operators of 0.05 ms and more\n{'':28}" + "".join(f"{n:>11}" for n in names)
+    ]
+    for operator in operators:
+        row = [ms.get(operator, 0) for ms in times.values()]
+        if max(row) >= 0.05:
+            lines.append(f"{operator:28}" + "".join(f"{ms:11.2f}" for ms in row))
+    return "\n".join([*lines, f"{'all':28}" + "".join(f"{sum(ms.values()):11.2f}" for ms in times.values())])
+
+
 def _table(results, columns):
     lines = [
         f"LeNet, batch {BATCH_SIZE}, medians; {len(os.sched_getaffinity(0))} cores of {_cpu()}; "
@@ -127,10 +145,10 @@ def _ratio(slow, fast):
     return median(a["step_ms"] / b["step_ms"] for a, b in zip(slow, fast))
 
 
-def _in_own_process(subject, steps):
+def _in_own_process(subject, steps, mode="time"):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ENGINE_SETTINGS)}
     environment.update(subject.settings)
-    arguments = map(str, (subject.name, subject.contexts, steps, subject.ahead))
+    arguments = map(str, (mode, subject.name, subject.contexts, steps, subject.ahead))
     command = [sys.executable, "-m", "gluon_mgpu.bench", *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WORKER_SECONDS)
@@ -143,7 +161,7 @@ def _in_own_process(subject, steps):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _worker(name, contexts, steps, ahead):
+def _worker(mode, name, contexts, steps, ahead):
     if name != "notebook":
         engine.configure(contexts)
     module = importlib.import_module(f"gluon_mgpu.{name}")
@@ -181,6 +199,14 @@ def _worker(name, contexts, steps, ahead):
             return time.perf_counter() - start
 
     train(WARM_UP_STEPS * BATCH_SIZE)
+    if mode == "profile":
+        mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, aggregate_stats=True)
+        mx.profiler.set_state("run")
+        train(steps * BATCH_SIZE)
+        mx.profiler.set_state("stop")
+        operators = json.loads(mx.profiler.dumps(format="json"))["Time"]["operator"]
+        print(json.dumps({name: spent["Total"] / steps for name, spent in operators.items()}))
+        return
     step_ms = train(steps * BATCH_SIZE) / steps * 1000
     print(json.dumps({"step_ms": step_ms, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
 
@@ -192,4 +218,4 @@ def _cpu():
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1], *map(int, sys.argv[2:]))
+    _worker(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -148,11 +148,12 @@ Examples:
 )
 @click.option(
     "--what",
-    type=click.Choice(["step", "engine", "main-job"]),
+    type=click.Choice(["step", "engine", "profile", "main-job"]),
     multiple=True,
     default=("step", "main-job"),
     show_default=True,
-    help="step: beside the notebook's code. engine: each setting left out in turn. main-job: a whole run, its memory.",
+    help="step: beside the notebook's code. engine: each setting left out in turn. profile: where a step's time goes, "
+    "by operator. main-job: a whole run and its memory.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
 @click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run.")
@@ -164,6 +165,8 @@ def bench(what, rounds, steps):
         click.echo(benchmark.step_table(benchmark.measure(benchmark.STEP, rounds, steps)))
     if "engine" in what:
         click.echo(benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)))
+    if "profile" in what:
+        click.echo(benchmark.profile())
     if "main-job" in what:
         printed, peak = benchmark.main_job()
         click.echo(f"The main job, scratch on 2 CPU contexts: peak memory {peak:.0f} MB\n{printed}", nl=False)
