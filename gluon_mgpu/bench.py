@@ -109,8 +109,8 @@ def engine_table(results):
 def profile(steps=50):
     """Lines for a terminal: the milliseconds of a step that each operator takes, by the engine's own profile."""
     names = ("notebook", "scratch", "highlevel")
-    one_thread = (("OMP_NUM_THREADS", "1"),)
-    times = {name: _in_own_process(Subject(name, 1, settings=one_thread), steps, "profile") for name in names}
+    settings = (("OMP_NUM_THREADS", "1"), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # operators one by one, not in bulk
+    times = {name: _in_own_process(Subject(name, 1, settings=settings), steps, "profile") for name in names}
     operators = sorted(
         {o for ms in times.values() for o in ms}, key=lambda o: -max(ms.get(o, 0) for ms in times.values())
     )
