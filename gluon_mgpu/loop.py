@@ -53,6 +53,8 @@ def run(
     data = datasets.load(dataset, data_dir, limit, seed)
     mx.random.seed(seed)
     replicas = make_replicas()
+    if out:
+        out.begin(seed)
     print("running on:", ctx, flush=True)
     history, steps = [], 0
 

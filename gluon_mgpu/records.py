@@ -11,14 +11,17 @@ class Run:
     """A folder for one run. Raises UsageError where it holds a run already, Error where it cannot be written."""
 
     def __init__(self, folder, config):
-        self.folder = Path(folder)
+        self.folder, self.config = Path(folder), config
         if (self.folder / "config.json").exists():
             raise UsageError(f"--out {folder}: a run is there already; give another folder, or remove that one")
+
+    def begin(self, seed):
+        """When training begins: a run that never came to that leaves nothing."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write("config.json", json.dumps(config, indent=2) + "\n")
+            self._write("config.json", json.dumps({**self.config, "seed": seed}, indent=2) + "\n")
         except OSError as error:
-            raise Error(f"--out {folder}: cannot be written: {error.strerror}") from None
+            raise Error(f"--out {self.folder}: cannot be written ({error.strerror}): give another folder") from None
 
     def epoch(self, history, parameters, seed):
         """After an epoch. history: list of `loop.Epoch`; parameters: {name: NumPy array}."""
