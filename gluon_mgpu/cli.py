@@ -9,15 +9,11 @@ from gluon_mgpu import __version__, datasets, devices, engine
 from gluon_mgpu.errors import Error
 
 
-class Command(click.Command):
-    """A command that ends with one line and the right exit status instead of a traceback; --debug shows it."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
+class OneLineErrors:
+    """Ends with one line and the right exit status instead of a traceback, which --debug shows."""
 
     def main(self, *args, **kwargs):
-        debug = "--debug" in (kwargs.get("args") or sys.argv[1:])
+        debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
         try:
             super().main(*args, **{**kwargs, "standalone_mode": False})
             status = 0
@@ -27,6 +23,16 @@ class Command(click.Command):
             status = _report(error)
         sys.stdout.flush()
         sys.exit(status)
+
+
+class Command(OneLineErrors, click.Command):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
+
+
+class Group(OneLineErrors, click.Group):
+    pass
 
 
 def _report(error):
@@ -129,7 +135,7 @@ def train(impl, gpus, device, batch_size, lr, hybridize, out, **settings):
     implementation.train(indices, batch_size, lr, device=device, **options, **settings)
 
 
-@click.group()
+@click.group(cls=Group)
 @click.version_option(__version__)
 def main():
     """Data-parallel training with MXNet, from scratch and with Gluon."""

@@ -123,6 +123,12 @@ def test_what_cannot_be_run_is_refused_in_one_line_with_its_exit_status(options,
     assert len([line for line in said if line]) == 1, done.stderr
 
 
+def test_the_installed_command_refuses_in_the_same_way():
+    command = [sys.executable, "-m", "gluon_mgpu", "train", "--gpus", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: --gpus 0: at least 1 device is needed\n")
+
+
 def test_debug_shows_the_traceback():
     assert "Traceback" in train("--gpus", "0", "--debug").stderr
 
