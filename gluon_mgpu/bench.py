@@ -200,7 +200,9 @@ def _worker(mode, name, contexts, steps, ahead):
 
     train(WARM_UP_STEPS * BATCH_SIZE)
     if mode == "profile":
-        mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, aggregate_stats=True)
+        mx.profiler.set_config(
+            profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=os.devnull
+        )
         mx.profiler.set_state("run")
         train(steps * BATCH_SIZE)
         mx.profiler.set_state("stop")

@@ -11,6 +11,7 @@ import numpy as np
 from gluon_mgpu.errors import Error
 
 FACTS = "facts.json"
+LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # its arrays' names, in the order of the layers
 
 
 def write_whole(path, write):

@@ -6,7 +6,7 @@ import traceback
 import click
 
 from gluon_mgpu import __version__, datasets, devices, engine
-from gluon_mgpu.errors import Error
+from gluon_mgpu.errors import Error, UsageError
 
 
 class OneLineErrors:
@@ -21,7 +21,6 @@ class OneLineErrors:
             if debug:
                 traceback.print_exc()
             status = _report(error)
-        sys.stdout.flush()
         sys.exit(status)
 
 
@@ -59,7 +58,7 @@ def _report(error):
 Examples:
   train.py --impl scratch --gpus 2
   train.py --impl highlevel --gpus 0,2 --device gpu
-  train.py --dataset synthetic --limit 6000 --epochs 1 --out runs/first""",
+  train.py --impl highlevel --gpus 4 --seed 1 --out runs/first""",
 )
 @click.option(
     "--impl",
@@ -72,7 +71,7 @@ Examples:
 @click.option("--gpus", default="1", show_default=True, metavar="N|I,J,...", help="How many devices, or which.")
 @click.option(
     "--device",
-    type=click.Choice(["auto", "gpu", "cpu"]),
+    type=click.Choice(devices.DEVICES),
     default="auto",
     show_default=True,
     help="auto: GPUs where there are any, else as many CPU contexts.",
@@ -84,9 +83,7 @@ Examples:
     show_default=True,
     help="Examples a step, over all devices together.",
 )
-@click.option(
-    "--lr", type=click.FloatRange(min=0, min_open=True), default=0.2, show_default=True, help="Learning rate."
-)
+@click.option("--lr", type=float, default=0.2, show_default=True, help="Learning rate.")
 @click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), help="Makes a run on CPU repeatable bit for bit.")
 @click.option(
@@ -113,8 +110,10 @@ Examples:
     help="highlevel: run the net as one graph (default), or operator by operator.",
 )
 @click.version_option(__version__)
-def train(impl, gpus, device, batch_size, lr, hybridize, out, **settings):
+def train(impl, gpus, device, batch_size, lr, hybridize, **settings):
     """Train LeNet with data parallelism; prints time and test accuracy after each epoch."""
+    if not 1e-37 < lr < 1e38:  # what float32 can hold; nan is neither
+        raise UsageError(f"--lr {lr}: give a number above 0, such as 0.2")
     indices = devices.parse(gpus)
     engine.configure(len(indices))
     if impl == "scratch":
@@ -127,11 +126,6 @@ def train(impl, gpus, device, batch_size, lr, hybridize, out, **settings):
         from gluon_mgpu import highlevel as implementation
 
         options = {"hybridize": hybridize is not False}
-    if out:
-        from gluon_mgpu import records
-
-        config = {"impl": impl, "gpus": indices, "device": device, "batch_size": batch_size, "lr": lr, **options}
-        settings["out"] = records.Run(out, {**config, **settings, "version": __version__})
     implementation.train(indices, batch_size, lr, device=device, **options, **settings)
 
 

@@ -6,6 +6,8 @@ import sys
 from gluon_mgpu import engine
 from gluon_mgpu.errors import Error, UsageError
 
+DEVICES = ("auto", "gpu", "cpu")
+MOST = 1024  # MXNet keeps tables by device index: a wild one would fill the memory
 KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 holds kernels for: docs/engine.md
 
 
@@ -21,16 +23,20 @@ def parse(text):
         numbers = [int(part) for part in parts]
     except ValueError:
         raise UsageError(f"--gpus {text}: give how many devices (2) or which ones (0,2)") from None
-    if "," not in str(text):
-        if numbers[0] < 1:
-            raise UsageError(f"--gpus {text}: at least 1 device is needed")
-        return list(range(numbers[0]))
-    for number in numbers:
-        if number < 0:
-            raise UsageError(f"--gpus {text}: there is no device {number}; indices start at 0")
-        if numbers.count(number) > 1:
-            raise UsageError(f"--gpus {text}: device {number} is named twice; name each one once")
-    return numbers
+    if "," in str(text):
+        return _checked(numbers, f"--gpus {text}")
+    if not 1 <= numbers[0] <= MOST:
+        raise UsageError(f"--gpus {text}: give at least 1 device and at most {MOST}")
+    return list(range(numbers[0]))
+
+
+def _checked(indices, asked):
+    for index in indices:
+        if not 0 <= index < MOST:
+            raise UsageError(f"{asked}: there is no device {index}; indices go from 0 to {MOST - 1}")
+        if indices.count(index) > 1:
+            raise UsageError(f"{asked}: device {index} is named twice; name each one once")
+    return indices
 
 
 def contexts(gpus, device="auto"):
@@ -41,7 +47,9 @@ def contexts(gpus, device="auto"):
     Raises UsageError for devices that are not there, Error for a GPU that MXNet has no kernels for and for CPU contexts
     that would hang (engine.check).
     """
-    indices = list(gpus) if isinstance(gpus, (list, tuple)) else parse(gpus)
+    if device not in DEVICES:
+        raise UsageError(f"device {device!r}: choose one of {', '.join(DEVICES)}")
+    indices = _checked(list(gpus), f"devices {gpus}") if isinstance(gpus, (list, tuple)) else parse(gpus)
     engine.configure(len(indices))
     import mxnet as mx
 

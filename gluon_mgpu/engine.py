@@ -24,7 +24,13 @@ ALLOCATOR = (
     ("MALLOC_ARENA_MAX", -8, 1),  # one heap: a worker reuses what another one freed
 )
 
+# With one of these set, libgomp may start fewer threads than oneDNN divided its work for: the result is then wrong.
+FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
+# These bind the workers of all contexts to the core of the thread that started them.
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+
 _configured = False
+_set = {}  # what this module put into the environment, so that it is not taken for the user's
 
 
 def configure(contexts=None):
@@ -42,7 +48,8 @@ def configure(contexts=None):
         raise Error(f"{contexts} contexts: at least 1 is needed")
     if "mxnet" in sys.modules:
         _check_threads(contexts or 1)
-        if not _configured and contexts != 1 and int(os.environ.get("MXNET_CPU_TEMP_COPY") or 4) < 64:
+        copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
+        if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < 64):
             _say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns, not run side by side")
     else:
         _restore_numpy_names()
@@ -88,14 +95,32 @@ def _set_threads(contexts):
         and os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") == "1"
         and os.environ.get("MXNET_ENGINE_TYPE", "") in ONE_WORKER_ENGINES
     )
-    if alone:
-        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    fewer = [name for name in FEWER_THREADS if name in os.environ]
+    if alone and not fewer:
+        asked = _users("OMP_NUM_THREADS")
+        if asked is None or not asked.strip().isdecimal() or int(asked) == 0:
+            _put("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))), "since it is no number of threads")
         return
+    why = f"since {fewer[0]} is set" if alone else "since several CPU contexts can hang with more"
     for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
-        asked = os.environ.get(name, "1")
-        if asked != "1":
-            _say(f"{name}={asked} is overruled: 1, since several CPU contexts can hang with more (docs/engine.md)")
-        os.environ[name] = "1"
+        _put(name, "1", why)
+    if not alone:
+        for name in BINDING:
+            if name in os.environ:
+                _say(f"{name}={os.environ.pop(name)} is overruled: it would put all contexts on one core")
+
+
+def _users(name):
+    """The user's value of an environment variable, or None."""
+    value = os.environ.get(name)
+    return None if value == _set.get(name) else value
+
+
+def _put(name, value, why):
+    asked = _users(name)
+    if asked is not None and asked != value:
+        _say(f"{name}={asked} is overruled: {value}, {why} (docs/engine.md)")
+    os.environ[name] = _set[name] = value
 
 
 def _restore_numpy_names():

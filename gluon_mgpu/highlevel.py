@@ -9,13 +9,11 @@ from gluon_mgpu import engine
 engine.configure()
 
 import mxnet as mx  # noqa: E402
-import numpy as np  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 
-from gluon_mgpu import devices, loop  # noqa: E402
+from gluon_mgpu import checkpoint, devices, loop  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 
-PARAMETERS = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")
 POOLING = {"avg": gluon.nn.AvgPool2D, "max": gluon.nn.MaxPool2D}
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -39,12 +37,12 @@ def lenet(pooling="avg"):
     return net
 
 
-def initialize(net, ctx, init=None, hybridize=True):
-    """Put a replica of the net on each device. init: an mxnet initializer, or None for normal(0, 0.01) as in `scratch`.
+def initialize(net, ctx, hybridize=True):
+    """Put a replica of the net on each device: weights normal(0, 0.01), biases zero, as in `scratch`.
 
     hybridize: run the net as one graph, its memory planned once, instead of operator by operator.
     """
-    net.initialize(init or mx.init.Normal(0.01), ctx=ctx)
+    net.initialize(mx.init.Normal(0.01), ctx=ctx)
     if hybridize:
         net.hybridize(static_alloc=True, static_shape=True)
     for c in ctx:  # Gluon learns the shapes, and makes the parameters, at the first forward
@@ -56,22 +54,30 @@ def split_and_load(data, ctx):
     return gluon.utils.split_and_load(data, ctx[: data.shape[0]], even_split=False)
 
 
-def forward_backward(net, Xs, ys, ctx):
-    """Gradients on every device; returns the losses of each shard. A device without an example gets gradients of 0."""
-    used = len(Xs)
-    Xs, ys = ([*shards, *(shards[0].as_in_context(c) for c in ctx[used:])] for shards in (Xs, ys))
-    with autograd.record():
+def forward_backward(net, Xs, ys):
+    """Gradients on each device that has a shard; returns the losses of each shard."""
+    with autograd.record():  # the loss is computed separately on each device
         losses = [loss(net(X), y) for X, y in zip(Xs, ys)]
-    for shard_loss in losses[:used]:
+    for shard_loss in losses:  # backpropagation runs separately on each device
         shard_loss.backward()
-    for shard_loss in losses[used:]:
-        shard_loss.backward(nd.zeros_like(shard_loss))
-    return losses[:used]
+    return losses
+
+
+def zero_gradients(net, X):
+    """Gradients of 0 on the device of X (n, 1, 28, 28), which has no example of its own: Trainer wants all computed."""
+    with autograd.record():
+        scores = net(X)
+    scores.backward(nd.zeros_like(scores))
 
 
 def train_batch(X, y, net, ctx, trainer):
-    """One step on a global batch: X (n, 1, 28, 28), y (n,). Returns the losses of each shard, still being computed."""
-    losses = forward_backward(net, split_and_load(X, ctx), split_and_load(y, ctx), ctx)
+    """One step on a global batch: X (n, 1, 28, 28), y (n,).
+
+    Returns the losses of each shard, still being computed: nothing here waits for the engine.
+    """
+    losses = forward_backward(net, split_and_load(X, ctx), split_and_load(y, ctx))
+    for c in ctx[len(losses) :]:  # a device without an example adds nothing to the sum
+        zero_gradients(net, X[:1].as_in_context(c))
     trainer.step(X.shape[0])  # allreduce, then the same update on each device
     return losses
 
@@ -85,17 +91,20 @@ def evaluate_accuracy(data_iter, net, ctx):
         ]
         for X, y in data_iter
     )
-    return float(np.concatenate(list(loop.read_behind(right))).mean(dtype=np.float64))
+    return loop.mean(right)
 
 
 class Replicas:
     """What `loop` drives: a net on every device, and its Trainer."""
 
-    def __init__(self, ctx, lr, net=None, hybridize=True, init=None):
+    def __init__(self, ctx, lr, net=None, hybridize=True):
         engine.check(ctx)
         self.ctx, self.net = ctx, net or lenet()
-        initialize(self.net, ctx, init, hybridize)
-        self.trainer = gluon.Trainer(self.net.collect_params(), "sgd", {"learning_rate": lr}, kvstore="device")
+        initialize(self.net, ctx, hybridize)
+        # The store sums the gradients; each device then updates its own replica, as in `scratch`.
+        self.trainer = gluon.Trainer(
+            self.net.collect_params(), "sgd", {"learning_rate": lr}, kvstore="device", update_on_kvstore=False
+        )
 
     def train_batch(self, X, y):
         return train_batch(X, y, self.net, self.ctx, self.trainer)
@@ -105,13 +114,16 @@ class Replicas:
 
     def parameters(self):
         params = self.net.collect_params().values()
-        return {name: p.data(self.ctx[0]).asnumpy() for name, p in zip(PARAMETERS, params)}
+        return {name: p.data(self.ctx[0]).asnumpy() for name, p in zip(checkpoint.LENET, params)}
 
 
-def train(num_gpus, batch_size, lr, hybridize=True, **settings):
+def train(num_gpus, batch_size, lr, *, device="auto", pooling="avg", hybridize=True, **settings):
     """The notebook's experiment with Gluon: prints time and accuracy an epoch.
 
-    num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. settings: `loop.run`'s, and device.
+    num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
+    pooling: see `lenet`. hybridize: see `initialize`. settings: epochs, dataset, data_dir, limit, seed, out, as
+    `loop.run` describes them. Returns its list of `Epoch`.
     """
-    ctx = devices.contexts(num_gpus, settings.pop("device", "auto"))
-    return loop.run(lambda: Replicas(ctx, lr, hybridize=hybridize), ctx, batch_size, **settings)
+    ctx = devices.contexts(num_gpus, device)
+    config = {"impl": "highlevel", "lr": lr, "pooling": pooling, "hybridize": hybridize}
+    return loop.run(lambda: Replicas(ctx, lr, lenet(pooling), hybridize), ctx, batch_size, config=config, **settings)

@@ -1,7 +1,7 @@
 """Epochs over the replicas of either implementation: shuffle, train, time, evaluate, print, record.
 
-The engine runs behind Python: a step's losses are read some steps later, so that nothing in an epoch waits for the
-engine but its end. The loop knows nothing of `scratch` and `highlevel`; it drives the three methods of `Replicas`.
+The engine runs behind Python: steps are issued in bursts and their losses read later, so that no step waits for the
+one before it. The loop knows nothing of `scratch` and `highlevel`; it drives the three methods of `Replicas`.
 """
 
 import signal
@@ -11,16 +11,20 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-import mxnet as mx
 import numpy as np
-from mxnet import nd
 from tqdm import tqdm
 
-from gluon_mgpu import datasets
+from gluon_mgpu import datasets, engine, records
 from gluon_mgpu.errors import Error, UsageError
 
+engine.configure()
+
+import mxnet as mx  # noqa: E402
+from mxnet import nd  # noqa: E402
+
 # How far Python may run ahead of the engine. It issues steps in a burst and then sleeps, which disturbs the workers on
-# the same cores less than waking at every step (docs/engine.md). The seconds bound what Ctrl-C has to wait for.
+# the same cores less than waking at every step (docs/engine.md). One step in eight is left to the engine while the next
+# burst is issued. The seconds bound what Ctrl-C has to wait for.
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
@@ -36,25 +40,37 @@ class Epoch(NamedTuple):
 
 
 def run(
-    make_replicas, ctx, batch_size, *, epochs=4, dataset="fashion-mnist", data_dir=None, limit=None, seed=None, out=None
+    make_replicas,
+    ctx,
+    batch_size,
+    *,
+    epochs=4,
+    dataset="fashion-mnist",
+    data_dir=None,
+    limit=None,
+    seed=None,
+    out=None,
+    config=None,
 ):
     """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `Epoch`.
 
     make_replicas: builds the replicas on ctx, called once the random numbers are seeded. batch_size: the global one.
     dataset, data_dir, limit: as in `datasets.load`. seed: makes a run on CPU contexts repeatable bit for bit; None
-    draws one. out: a `records.Run` to leave the run in, or None.
+    draws one. out: a folder to leave the run in (`records.Run`). config: what else its config.json shall say.
     Raises UsageError for fewer examples in a batch than devices, Error when a loss is not a number, KeyboardInterrupt
     on Ctrl-C, between two steps, once the checkpoint is left.
     """
     if batch_size < len(ctx):
-        raise UsageError(f"a batch of {batch_size} on {len(ctx)} devices: every device needs an example of each batch")
+        raise UsageError(f"a batch of {batch_size} on {len(ctx)} devices: give a batch of {len(ctx)} or fewer devices")
+    kept = records.Run(out) if out else None
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0] >> 1)
     data = datasets.load(dataset, data_dir, limit, seed)
     mx.random.seed(seed)
     replicas = make_replicas()
-    if out:
-        out.begin(seed)
+    if kept:
+        facts = {"batch_size": batch_size, "epochs": epochs, "dataset": dataset, "limit": limit, "seed": seed}
+        kept.begin({**(config or {}), "devices": [str(c) for c in ctx], **facts, "data": data.source})
     print("running on:", ctx, flush=True)
     history, steps = [], 0
 
@@ -78,11 +94,11 @@ def run(
                 test_acc = replicas.evaluate_accuracy(ctrl_c.between(test_iter))
                 history.append(Epoch(number, train_time, len(order) / train_time, train_loss, test_acc))
                 print(f"epoch {number}, time: {train_time:.1f} sec, test acc: {test_acc:.2f}", flush=True)
-                if out:
-                    out.epoch(history, parameters, seed)
+                if kept:
+                    kept.epoch(history, parameters, seed)
         except KeyboardInterrupt:
-            if out:
-                out.interrupted(history, replicas.parameters(), seed, steps)
+            if kept:
+                kept.interrupted(history, replicas.parameters(), seed, steps)
             raise
     return history
 
@@ -104,7 +120,9 @@ def train_epoch(train_batch, train_iter, examples, title):
     """Train on each batch once; returns the mean loss. examples: how many the batches hold, for the progress bar."""
     total = 0.0
     issued = (train_batch(X, y) for X, y in train_iter)
-    with tqdm(total=examples, unit=" examples", desc=title, leave=False, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=examples, unit=" examples", unit_scale=True, desc=title, leave=False, disable=not sys.stderr.isatty()
+    ) as bar:
         for step, losses in enumerate(read_behind(issued), 1):
             loss = losses.mean(dtype=np.float64)
             total += loss * len(losses)
@@ -149,10 +167,16 @@ def read_behind(issued):
         yield np.concatenate([shard.asnumpy() for shard in shards])
 
 
+def mean(issued):
+    """The mean of all the results that `issued` gives, as `read_behind` reads them."""
+    return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
+
+
 class CtrlC:
     """Holds Ctrl-C back until a step is issued whole: half a step would leave replicas that differ.
 
-    A second Ctrl-C is not held back. Outside the main thread, where Python delivers no signal, this does nothing.
+    A second Ctrl-C is not held back. Where no step is left, the run is finished and ends as such. Outside the main
+    thread, where Python delivers no signal, this does nothing.
     """
 
     def __enter__(self):

@@ -18,6 +18,8 @@ def test_gpus_is_a_number_of_devices_or_a_list_of_indices(text, indices):
         ("0", "at least 1"),
         ("-1", "at least 1"),
         ("0,-2", "no device -2"),
+        ("1000000000000", "at most 1024"),
+        ("0,99999999999", "no device 99999999999"),
         ("1,0,1", "device 1 is named twice"),
         ("two", "how many devices"),
         ("", "how many devices"),
@@ -29,6 +31,14 @@ def test_what_is_no_set_of_devices_is_refused_with_the_text_and_the_reason(text,
     with pytest.raises(UsageError, match=says) as caught:
         devices.parse(text)
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "gpus, device, says", [([0, 0], "cpu", "twice"), ([-1], "cpu", "no device -1"), (1, "tpu", "'tpu'")]
+)
+def test_a_caller_from_python_is_refused_the_same_things(gpus, device, says):
+    with pytest.raises(UsageError, match=says):
+        devices.contexts(gpus, device)
 
 
 def test_auto_takes_as_many_cpu_contexts_where_there_is_no_gpu_and_says_so_in_one_line(capsys):

@@ -84,6 +84,53 @@ def test_mxnet_may_be_imported_first_where_its_threads_are_safe():
     assert done.stderr.count("CPU contexts will take turns") == 1
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"OMP_DYNAMIC": "true"},
+        {"OMP_THREAD_LIMIT": "1"},
+        {"OMP_MAX_ACTIVE_LEVELS": "0"},
+        {"OMP_NUM_THREADS": "abc"},
+        {"OMP_NUM_THREADS": "2,2"},
+        {"OMP_NUM_THREADS": "0"},
+        {"OMP_NUM_THREADS": ""},
+    ],
+    ids=str,
+)
+def test_one_context_trains_to_the_usual_loss_whatever_the_environment_holds(setting):
+    code = """
+        from gluon_mgpu import scratch
+        epochs = scratch.train(1, 64, 0.2, epochs=1, dataset="synthetic", limit=1500, device="cpu", seed=1)
+        print(epochs[0].train_loss)
+    """
+    done, usual = python(code, **setting), python(code)
+    assert done.returncode == 0, done.stderr
+    # Another number of threads sums in another order, which is all that may differ.
+    assert float(done.stdout.split()[-1]) == pytest.approx(float(usual.stdout.split()[-1]), rel=1e-4)
+
+
+@pytest.mark.parametrize("setting", [{"OMP_PROC_BIND": "true"}, {"GOMP_CPU_AFFINITY": "0"}], ids=str)
+def test_no_setting_binds_the_workers_of_all_contexts_to_one_core(setting):
+    code = textwrap.dedent(TRAIN) + textwrap.dedent("""
+        import os
+        print(min(len(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")))
+    """)
+    done = python(code, **setting)
+    assert int(done.stdout.split()[-1]) == len(os.sched_getaffinity(0)), done.stderr
+    assert f"{list(setting)[0]}={list(setting.values())[0]} is overruled" in done.stderr
+
+
+def test_what_configure_set_itself_is_not_taken_for_the_users():
+    code = """
+        import os, gluon_mgpu
+        for contexts in (1, 2, 1, 2):
+            gluon_mgpu.configure(contexts)
+        print(os.environ["OMP_NUM_THREADS"])
+    """
+    done = python(code)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
 SHOW = """
     import os, gluon_mgpu
     gluon_mgpu.configure(contexts={contexts})

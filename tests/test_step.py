@@ -74,24 +74,23 @@ def test_a_device_left_without_an_example_adds_nothing_after_a_step_that_used_it
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_scratch_and_highlevel_agree_in_losses_gradients_and_updated_parameters(devices, params):
+def test_scratch_and_highlevel_agree_in_losses_summed_gradients_and_updated_parameters(devices, params):
     X, y = batch(48)
     a, b = (replicas(impl, contexts(devices), params) for impl in IMPLS)
     for shard_a, shard_b in zip(a.train_batch(X, y), b.train_batch(X, y)):
         np.testing.assert_allclose(shard_a.asnumpy(), shard_b.asnumpy(), rtol=1e-5)
-    for what in ("grad", "data"):
-        for grad_a, grad_b in zip(values(a, what)[0], values(b, what)[0]):
-            scale = np.abs(grad_a).max()
-            if what == "data" or devices == 1:  # with several, Gluon leaves the sum in its store, not in the gradients
-                np.testing.assert_allclose(grad_a, grad_b, rtol=1e-4, atol=1e-5 * scale)
+    for what in ("grad", "data"):  # the gradients summed over the devices
+        for on_a, on_b in zip(values(a, what), values(b, what)):
+            for array_a, array_b in zip(on_a, on_b):
+                np.testing.assert_allclose(array_a, array_b, rtol=1e-4, atol=1e-5 * np.abs(array_a).max())
 
 
-def test_scratch_and_highlevel_agree_in_every_gradient_of_every_device(params):
+def test_scratch_and_highlevel_agree_in_every_gradient_of_every_device_before_they_are_summed(params):
     ctx = contexts(2)
     X, y = batch(32)
     by_gluon = replicas("highlevel", ctx, params)
     Xs, ys = highlevel.split_and_load(X, ctx), highlevel.split_and_load(y, ctx)
-    highlevel.forward_backward(by_gluon.net, Xs, ys, ctx)
+    highlevel.forward_backward(by_gluon.net, Xs, ys)
     by_hand = [scratch.get_params(params, c) for c in ctx]
     with autograd.record():
         losses = [scratch.loss(scratch.lenet(X_c, W), y_c) for X_c, y_c, W in zip(Xs, ys, by_hand)]
@@ -100,6 +99,30 @@ def test_scratch_and_highlevel_agree_in_every_gradient_of_every_device(params):
     for W, grads in zip(by_hand, values(by_gluon, "grad")):
         for p, grad in zip(W, grads):
             np.testing.assert_allclose(p.grad.asnumpy(), grad, rtol=1e-4, atol=1e-5 * np.abs(grad).max())
+
+
+@pytest.mark.parametrize("module", [scratch, highlevel])
+def test_replicas_that_draw_their_own_parameters_are_equal_on_every_device_before_and_after_a_step(module):
+    mx.random.seed(1)
+    made = module.Replicas(contexts(3), LR)
+    for _ in range(2):
+        first, *others = values(made)
+        assert min(np.ptp(weights) for weights in first[::2]) > 0.03  # drawn, not constant
+        for other in others:
+            for a, b in zip(first, other):
+                np.testing.assert_array_equal(a, b)
+        made.train_batch(*batch(32))
+
+
+def test_one_seed_draws_the_same_parameters_in_both_implementations_on_any_number_of_devices():
+    drawn = []
+    for module in (scratch, highlevel):
+        for devices in (1, 3):
+            mx.random.seed(5)
+            drawn.append(values(module.Replicas(contexts(devices), LR))[0])
+    for others in drawn[1:]:
+        for a, b in zip(drawn[0], others):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -216,7 +239,7 @@ class TestWhatTheNotebooksPrinted:
         made = replicas("highlevel", contexts(4), params)
         X, y = batch(16)
         highlevel.forward_backward(
-            made.net, highlevel.split_and_load(X, made.ctx), highlevel.split_and_load(y, made.ctx), made.ctx
+            made.net, highlevel.split_and_load(X, made.ctx), highlevel.split_and_load(y, made.ctx)
         )
         weight = made.net.collect_params()["cnn_conv0_weight"]
         for c in made.ctx[1:]:

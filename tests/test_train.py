@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mxnet import nd
 
-from gluon_mgpu import checkpoint, datasets, loop, scratch
+from gluon_mgpu import checkpoint, datasets, highlevel, loop, scratch
 from gluon_mgpu.errors import Error, UsageError
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -79,6 +79,18 @@ def test_two_runs_with_one_seed_print_the_same_and_leave_the_same_bits(impl, gpu
     assert np.abs(checkpoint.load(tmp_path / "c" / "checkpoint.npz")[0]["W1"] - left[0]["W1"]).max() > 0.01
 
 
+def test_one_seed_gives_the_same_run_on_any_number_of_devices_and_in_both_implementations(capsys):
+    runs = [
+        module.train(devices, 64, 0.2, epochs=2, dataset="synthetic", limit=1000, seed=2, device="cpu")
+        for module in (scratch, highlevel)
+        for devices in (1, 2, 5)
+    ]
+    for epochs in runs[1:]:
+        assert [e.train_loss for e in epochs] == pytest.approx([e.train_loss for e in runs[0]], rel=1e-5)
+        assert [e.test_accuracy for e in epochs] == [e.test_accuracy for e in runs[0]]
+    assert runs[0][0].train_loss != runs[0][1].train_loss
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ten_synthetic_classes_are_learned_on_two_devices(impl):
     done = train(
@@ -104,8 +116,10 @@ def test_fashion_mnist_is_found_or_fetched_and_trained_on():
         (("--device", "gpu"), 2, "--device gpu: "),
         (("--impl", "scratch", "--no-hybridize"), 2, "highlevel's"),
         (("--impl", "torch"), 2, "'torch' is not one of"),
-        (("--lr", "0"), 2, "0.0"),
-        (("--lr", "-0.1"), 2, "-0.1"),
+        (("--lr", "0"), 2, "--lr 0.0"),
+        (("--lr", "-0.1"), 2, "--lr -0.1"),
+        (("--lr", "nan"), 2, "--lr nan"),
+        (("--lr", "1e39"), 2, "--lr 1e+39"),
         (("--epochs", "0"), 2, "0 is not in the range"),
         (("--seed", "-1"), 2, "-1 is not in the range"),
         (("--dataset", "mnist", "--data-dir", "nowhere"), 1, "no mnist in nowhere"),
@@ -144,12 +158,18 @@ def test_a_second_run_into_one_folder_is_refused_and_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_says_so(impl):
-    done = train(*SYNTHETIC, "--impl", impl, "--gpus", 2, "--lr", 1e38, "--limit", 5000, "--epochs", 3)
+    done = train(*SYNTHETIC, "--impl", impl, "--gpus", 2, "--lr", 1e37, "--limit", 5000, "--epochs", 3)
     assert done.returncode == 1
     assert re.search(
         r"^error: .*not (a number|numbers).*, first seen (at|after) epoch 1.*--lr may help$", done.stderr
     ), done.stderr
     assert "epoch" not in done.stdout
+
+
+def test_a_folder_of_a_run_that_left_no_checkpoint_can_be_used_again(tmp_path):
+    options = (*SYNTHETIC, "--limit", 600, "--epochs", 1, "--out", tmp_path)
+    assert train(*options, "--lr", 1e37).returncode == 1
+    assert train(*options).returncode == 0
 
 
 def interrupted(out, *options, after):
@@ -173,9 +193,10 @@ def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(aft
     status, seconds, printed, errors = interrupted(
         tmp_path, "--limit", "20000", "--seed", "3", "--epochs", "9", after=after
     )
-    assert (status, errors) == (130, "\ninterrupted\n")
+    assert status == 130 and errors.endswith("\ninterrupted\n")
     assert seconds < 10, "a user waits for this"  # takes about half a second; the bound only tells it from an epoch
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
+    assert f"checkpoint.npz holds the parameters after {epochs} epochs and {facts['steps']} steps" in errors
     assert facts["epochs"] == epochs == printed.count("test acc") and 0 < facts["steps"] < 79
     assert not list(tmp_path.glob(".*")), "a temporary file was left"
 
