@@ -168,7 +168,7 @@ def _worker(mode, name, contexts, steps, ahead):
     import mxnet as mx
 
     ctx = [mx.cpu(i) for i in range(contexts)]
-    data = datasets.synthetic(steps * BATCH_SIZE, 100, seed=0)
+    data = datasets.synthetic(max(steps, WARM_UP_STEPS) * BATCH_SIZE, 100, seed=0)
     mx.random.seed(0)
     if name == "notebook":
         device_params = [module.get_params(module.init_params(), c) for c in ctx]

@@ -48,7 +48,8 @@ def test_a_run_prints_the_notebooks_lines_and_leaves_its_record(impl, tmp_path):
         assert m["samples_per_second"] == pytest.approx(1000 / m["train_seconds"])
         assert 2.0 < m["train_loss"] < 2.5  # ten classes, hardly trained: ln 10 = 2.30
     config = json.loads((out / "config.json").read_text())
-    expected = {"impl": impl, "gpus": [0, 1], "batch_size": 256, "limit": 1000, "seed": 5, "lr": 0.2, "epochs": 2}
+    assert config["devices"] == ["cpu(0)", "cpu(1)"]
+    expected = {"impl": impl, "batch_size": 256, "limit": 1000, "seed": 5, "lr": 0.2, "epochs": 2}
     assert expected.items() <= config.items()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     arrays, facts = checkpoint.load(out / "checkpoint.npz")
@@ -109,7 +110,7 @@ def test_fashion_mnist_is_found_or_fetched_and_trained_on():
 @pytest.mark.parametrize(
     "options, status, says",
     [
-        (("--gpus", "0"), 2, "at least 1 device"),
+        (("--gpus", "0"), 2, "at least 1 device and at most 1024"),
         (("--gpus", "1,1"), 2, "named twice"),
         (("--gpus", "two"), 2, "how many devices"),
         (("--gpus", "2", "--batch-size", "1"), 2, "a batch of 1 on 2 devices"),
@@ -140,7 +141,7 @@ def test_what_cannot_be_run_is_refused_in_one_line_with_its_exit_status(options,
 def test_the_installed_command_refuses_in_the_same_way():
     command = [sys.executable, "-m", "gluon_mgpu", "train", "--gpus", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: --gpus 0: at least 1 device is needed\n")
+    assert (done.returncode, done.stderr) == (2, "error: --gpus 0: give at least 1 device and at most 1024\n")
 
 
 def test_debug_shows_the_traceback():
