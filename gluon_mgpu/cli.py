@@ -1,5 +1,6 @@
 """The command line: options and one call. Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted."""
 
+import importlib
 import sys
 import traceback
 
@@ -114,18 +115,12 @@ def train(impl, gpus, device, batch_size, lr, hybridize, **settings):
     """Train LeNet with data parallelism; prints time and test accuracy after each epoch."""
     if not 1e-37 < lr < 1e38:  # what float32 can hold; nan is neither
         raise UsageError(f"--lr {lr}: give a number above 0, such as 0.2")
+    if impl == "scratch" and hybridize is not None:
+        raise UsageError("--hybridize and --no-hybridize are highlevel's: scratch has no graph to run")
+    options = {"hybridize": hybridize is not False} if impl == "highlevel" else {}
     indices = devices.parse(gpus)
-    engine.configure(len(indices))
-    if impl == "scratch":
-        from gluon_mgpu import scratch as implementation
-
-        if hybridize is not None:
-            raise click.UsageError("--hybridize and --no-hybridize are highlevel's: scratch has no graph to run")
-        options = {}
-    else:
-        from gluon_mgpu import highlevel as implementation
-
-        options = {"hybridize": hybridize is not False}
+    engine.configure(len(indices))  # before the implementation imports mxnet
+    implementation = importlib.import_module(f"gluon_mgpu.{impl}")
     implementation.train(indices, batch_size, lr, device=device, **options, **settings)
 
 
