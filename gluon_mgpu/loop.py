@@ -1,7 +1,7 @@
 """Epochs over the replicas of either implementation: shuffle, train, time, evaluate, print, record.
 
-The engine runs behind Python: steps are issued in bursts and their losses read later, so that no step waits for the
-one before it. The loop knows nothing of `scratch` and `highlevel`; it drives the three methods of `Replicas`.
+The engine runs behind Python: steps are issued in bursts and their losses read later; Python waits once a burst.
+The loop knows nothing of `scratch` and `highlevel`; it drives the three methods of `Replicas`.
 """
 
 import signal
@@ -96,7 +96,7 @@ def run(
                 print(f"epoch {number}, time: {train_time:.1f} sec, test acc: {test_acc:.2f}", flush=True)
                 if kept:
                     kept.epoch(history, parameters, seed)
-        except KeyboardInterrupt:
+        except BetweenSteps:  # a second Ctrl-C, perhaps within a step, leaves the checkpoint of the last epoch
             if kept:
                 kept.interrupted(history, replicas.parameters(), seed, steps)
             raise
@@ -172,6 +172,10 @@ def mean(issued):
     return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
 
 
+class BetweenSteps(KeyboardInterrupt):
+    """Ctrl-C, held back until the replicas are whole."""
+
+
 class CtrlC:
     """Holds Ctrl-C back until a step is issued whole: half a step would leave replicas that differ.
 
@@ -196,8 +200,8 @@ class CtrlC:
         self.asked = True
 
     def between(self, items):
-        """The items; KeyboardInterrupt instead of the next one once Ctrl-C was pressed."""
+        """The items; BetweenSteps instead of the next one once Ctrl-C was pressed."""
         for item in items:
             if self.asked:
-                raise KeyboardInterrupt
+                raise BetweenSteps
             yield item

@@ -216,6 +216,30 @@ def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(aft
         np.testing.assert_array_equal(array, arrays[name])
 
 
+def test_a_second_ctrl_c_within_a_step_writes_no_checkpoint_of_half_a_step(tmp_path):
+    class Interrupted(Recorder):
+        def train_batch(self, X, y):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the second Ctrl-C was held back")
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(Interrupted, [mx.cpu(0)], 10, dataset="synthetic", limit=100, out=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_first_ctrl_c_within_a_step_lets_it_end_and_then_writes_the_checkpoint(tmp_path):
+    class Interrupted(Recorder):
+        def train_batch(self, X, y):
+            signal.raise_signal(signal.SIGINT)
+            return super().train_batch(X, y)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(Interrupted, [mx.cpu(0)], 10, dataset="synthetic", limit=100, seed=0, out=tmp_path)
+    assert checkpoint.load(tmp_path / "checkpoint.npz")[1] == {"seed": 0, "epochs": 0, "steps": 1}
+
+
 class Recorder:
     """Replicas that train nothing and note what they were given."""
 
