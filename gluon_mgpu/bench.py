@@ -83,9 +83,13 @@ def measure(subjects, rounds=3, steps=100):
 def main_job():
     """The main job in a process of its own: (what it printed, peak memory in MB)."""
     command = [sys.executable, "-m", "gluon_mgpu", "train", "--impl", "scratch", "--gpus", "2", "--device", "cpu"]
-    done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    printed = done.stdout.read()
-    _, status, usage = os.wait4(done.pid, 0)
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        printed = job.stdout.read()
+    except KeyboardInterrupt:
+        job.kill()
+        raise
+    _, status, usage = os.wait4(job.pid, 0)
     if status:
         raise Error("the main job failed: its own message is above")
     return printed, usage.ru_maxrss / 1024
@@ -171,7 +175,8 @@ def _worker(mode, name, contexts, steps, ahead):
     data = datasets.synthetic(max(steps, WARM_UP_STEPS) * BATCH_SIZE, 100, seed=0)
     mx.random.seed(0)
     if name == "notebook":
-        device_params = [module.get_params(module.init_params(), c) for c in ctx]
+        params = module.init_params()
+        device_params = [module.get_params(params, c) for c in ctx]
 
         def train(examples):
             # Its batches are made beforehand: only its inner loop is timed.
