@@ -4,6 +4,7 @@ The engine runs behind Python: steps are issued in bursts and their losses read 
 The loop knows nothing of `scratch` and `highlevel`; it drives the three methods of `Replicas`.
 """
 
+import ctypes
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ engine.configure()
 
 import mxnet as mx  # noqa: E402
 from mxnet import nd  # noqa: E402
+from mxnet.base import _LIB, check_call  # noqa: E402
 
 # How far Python may run ahead of the engine. It issues steps in a burst and then sleeps, which disturbs the workers on
 # the same cores less than waking at every step (docs/engine.md). One step in eight is left to the engine while the next
@@ -111,9 +113,21 @@ def batches(images, labels, batch_size, order=None):
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        X = np.divide(images[chosen], 255, dtype=np.float32)
-        # from_numpy shares the memory; nd.array would copy it, and first wait for all that cpu(0) has still to do.
-        yield nd.from_numpy(X), nd.from_numpy(labels[chosen].astype(np.float32))
+        (X, pixels), (y, classes) = _empty((len(chosen), *images.shape[1:])), _empty(chosen.shape)
+        np.divide(images[chosen], 255, out=pixels, dtype=np.float32)
+        classes[:] = labels[chosen]
+        yield X, y
+
+
+def _empty(shape):
+    """A new float32 NDArray in host memory, and that memory as a NumPy array, to fill before the engine sees it.
+
+    nd.array would copy, after waiting for all that cpu(0) has still to do. nd.from_numpy calls Python from an engine
+    thread to give the memory back, which aborts a process that is just ending.
+    """
+    array, memory = nd.empty(shape), ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(memory)))
+    return array, np.ctypeslib.as_array(ctypes.cast(memory, ctypes.POINTER(ctypes.c_float)), shape)
 
 
 def train_epoch(train_batch, train_iter, examples, title):

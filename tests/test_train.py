@@ -216,6 +216,17 @@ def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(aft
         np.testing.assert_array_equal(array, arrays[name])
 
 
+def test_batches_are_the_images_and_memory_that_no_engine_thread_gives_back_through_python(monkeypatch):
+    monkeypatch.delattr(nd, "from_numpy")  # its memory is: a process that ends just then aborts (docs/engine.md)
+    data = datasets.synthetic(10, 1, seed=0)
+    order = np.array([7, 2, 9, 4, 1])
+    given = list(loop.batches(data.train_images, data.train_labels, 3, order))
+    for (X, y), chosen in zip(given, ([7, 2, 9], [4, 1])):
+        assert X.dtype == y.dtype == np.float32
+        np.testing.assert_array_equal(X.asnumpy(), data.train_images[chosen].astype(np.float32) / np.float32(255))
+        np.testing.assert_array_equal(y.asnumpy(), data.train_labels[chosen])
+
+
 def test_a_second_ctrl_c_within_a_step_writes_no_checkpoint_of_half_a_step(tmp_path):
     class Interrupted(Recorder):
         def train_batch(self, X, y):
