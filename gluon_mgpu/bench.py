@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 from statistics import median
 from typing import NamedTuple
@@ -195,12 +196,12 @@ def _worker(mode, name, contexts, steps, ahead):
         from gluon_mgpu import loop
 
         loop.MOST_STEPS_AHEAD = ahead or loop.MOST_STEPS_AHEAD
-        replicas = module.Replicas(ctx, lr=0.2)
+        replicas = module.Replicas(ctx)
 
         def train(examples):
             start = time.perf_counter()
             train_iter = loop.batches(data.train_images[:examples], data.train_labels[:examples], BATCH_SIZE)
-            loop.train_epoch(replicas.train_batch, train_iter, examples, name)
+            loop.train_epoch(partial(replicas.train_batch, lr=0.2), train_iter, examples, name)
             return time.perf_counter() - start
 
     train(WARM_UP_STEPS * BATCH_SIZE)

@@ -1,5 +1,10 @@
-"""Files that are whole or not there: a checkpoint is one .npz archive of arrays and of facts about them, no pickle."""
+"""Files that are whole or not there: a checkpoint is one .npz archive of arrays and of facts about them, no pickle.
 
+Its last bytes, the archive's comment, are the SHA-256 of all that comes before them.
+"""
+
+import hashlib
+import io
 import json
 import os
 import tempfile
@@ -12,6 +17,7 @@ from gluon_mgpu.errors import Error
 
 FACTS = "facts.json"
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # its arrays' names, in the order of the layers
+DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 
 
 def write_whole(path, write):
@@ -31,15 +37,28 @@ def write_whole(path, write):
 
 
 def save(path, arrays, facts):
-    """arrays: {name: NumPy array}. facts: what JSON can hold. The archive has a CRC-32 of each."""
-    packed = {**arrays, FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)}
-    write_whole(path, lambda file: np.savez(file, **packed))
+    """arrays: {name: NumPy array}. facts: what JSON can hold."""
+    packed = io.BytesIO()
+    np.savez(packed, **arrays, **{FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)})
+    with zipfile.ZipFile(packed, "a") as archive:
+        archive.comment = bytes(DIGEST)
+    content = packed.getbuffer()[:-DIGEST]
+    digest = hashlib.sha256(content).hexdigest().encode()
+
+    def write(file):
+        file.write(content)
+        file.write(digest)
+
+    write_whole(path, write)
 
 
 def load(path):
     """(arrays, facts) of a checkpoint; raises Error for one that is missing, cut off or altered."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        packed = Path(path).read_bytes()
+        if hashlib.sha256(packed[:-DIGEST]).hexdigest().encode() != packed[-DIGEST:]:
+            raise ValueError("its SHA-256 is not the one it ends with: cut off or altered")
+        with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         return arrays, json.loads(arrays.pop(FACTS).tobytes())
     except FileNotFoundError:

@@ -5,9 +5,11 @@ import sys
 import traceback
 
 import click
+from click.core import ParameterSource
 
-from gluon_mgpu import __version__, datasets, devices, engine
+from gluon_mgpu import __version__, datasets, devices, engine, recipes, records
 from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.settings import MODELS, SCHEDULES, SGD
 
 
 class OneLineErrors:
@@ -53,13 +55,49 @@ def _report(error):
     return 1
 
 
+def _setting(*names, kind, help=None, metavar=None, flag=False):
+    """An option for a field of Settings, with its default; Settings checks the value."""
+    default = getattr(SGD, names[0][2:].replace("-", "_"))
+    shown = default not in (None, False, ())
+    options = {"is_flag": True} if flag else {"type": kind, "metavar": metavar}
+    return click.option(*names, default=default, show_default=shown, help=help, **options)
+
+
+class Numbers(click.ParamType):
+    """Numbers with commas between them, or one of the words."""
+
+    def __init__(self, kind, *words):
+        self.kind, self.words, self.name = kind, words, "numbers"
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple) or value in self.words:
+            return value
+        try:
+            return tuple(self.kind(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value}: give numbers with commas between them{''.join(f', or {w}' for w in self.words)}")
+
+
+def _list_recipes(ctx, _, asked):
+    if asked and not ctx.resilient_parsing:
+        click.echo(recipes.table())
+        ctx.exit()
+
+
 @click.command(
     cls=Command,
     epilog="""\b
 Examples:
   train.py --impl scratch --gpus 2
   train.py --impl highlevel --gpus 0,2 --device gpu
-  train.py --impl highlevel --gpus 4 --seed 1 --out runs/first""",
+  train.py --recipe gluon-lenet-mnist-4gpu
+  train.py --impl highlevel --model resnet18 --gpus 2 --lr 0.1 --momentum 0.9 --schedule cosine
+  train.py --impl highlevel --gpus 4 --seed 1 --out runs/first
+  train.py --resume runs/first --epochs 10""",
+)
+@click.option("--recipe", type=click.Choice(recipes.RECIPES), metavar="NAME", help="One of the notebooks' experiments.")
+@click.option(
+    "--list-recipes", is_flag=True, is_eager=True, expose_value=False, callback=_list_recipes, help="And end."
 )
 @click.option(
     "--impl",
@@ -68,7 +106,8 @@ Examples:
     show_default=True,
     help="NDArray alone, or Gluon.",
 )
-@click.option("--dataset", type=click.Choice(datasets.NAMES), default="fashion-mnist", show_default=True)
+@_setting("--model", kind=click.Choice(MODELS), help="lenet-max has max pooling; it and resnet18 are highlevel's only.")
+@_setting("--dataset", kind=click.Choice(datasets.NAMES))
 @click.option("--gpus", default="1", show_default=True, metavar="N|I,J,...", help="How many devices, or which.")
 @click.option(
     "--device",
@@ -77,19 +116,25 @@ Examples:
     show_default=True,
     help="auto: GPUs where there are any, else as many CPU contexts.",
 )
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    help="Examples a step, over all devices together.",
+@_setting("--batch-size", kind=int, help="Examples a step, over all devices together.")
+@_setting(
+    "--shares", kind=Numbers(float, "auto"), metavar="A,B,...|auto", help="Parts of a batch for unequal devices: 80,20."
 )
-@click.option("--lr", type=float, default=0.2, show_default=True, help="Learning rate.")
-@click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), help="Makes a run on CPU repeatable bit for bit.")
-@click.option(
+@_setting("--lr", kind=float, help="Learning rate.")
+@_setting("--scale-lr", kind=bool, flag=True, help="--lr is for a batch of 256: scale it to this one.")
+@_setting("--schedule", kind=click.Choice(SCHEDULES), help="How the learning rate changes.")
+@_setting("--step-epochs", kind=Numbers(int), metavar="E,F,...", help="--schedule step: after which epochs it steps,")
+@_setting("--step-factor", kind=float, help="and what it is multiplied by.")
+@_setting("--warmup-epochs", kind=float, help="It first grows from 0 for so long.")
+@_setting("--momentum", kind=float)
+@_setting("--weight-decay", kind=float)
+@_setting("--clip-norm", kind=float, metavar="NORM", help="Scale a gradient of a larger norm down to this one.")
+@_setting("--accumulate", kind=int, metavar="K", help="Compute a batch's gradient in K pieces: needs less memory.")
+@_setting("--epochs", kind=int)
+@_setting("--seed", kind=int, metavar="N", help="Makes a run on CPU repeatable bit for bit.")
+@_setting(
     "--limit",
-    type=click.IntRange(min=1),
+    kind=int,
     metavar="N",
     help="Train on the first N examples, evaluate on the first N/6 of the test set (at least 100).",
 )
@@ -106,22 +151,40 @@ Examples:
     help="Leave config.json, metrics.jsonl, curves.png and checkpoint.npz there.",
 )
 @click.option(
+    "--resume",
+    type=click.Path(),
+    metavar="DIR",
+    help="Go on with a run from its checkpoint, with its own settings; more --epochs or other --gpus may be given.",
+)
+@click.option(
     "--hybridize/--no-hybridize",
     default=None,
     help="highlevel: run the net as one graph (default), or operator by operator.",
 )
 @click.version_option(__version__)
-def train(impl, gpus, device, batch_size, lr, hybridize, **settings):
-    """Train LeNet with data parallelism; prints time and test accuracy after each epoch."""
-    if not 1e-37 < lr < 1e38:  # what float32 can hold; nan is neither
-        raise UsageError(f"--lr {lr}: give a number above 0, such as 0.2")
-    if impl == "scratch" and hybridize is not None:
-        raise UsageError("--hybridize and --no-hybridize are highlevel's: scratch has no graph to run")
-    options = {"hybridize": hybridize is not False} if impl == "highlevel" else {}
-    indices = devices.parse(gpus)
+@click.pass_context
+def train(context, recipe, **options):
+    """Train LeNet or ResNet-18 with data parallelism; prints time and test accuracy after each epoch."""
+    given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    if recipe and options["resume"]:
+        raise UsageError("--recipe and --resume: a resumed run has its own settings")
+    if recipe:
+        options.update({k: v for k, v in recipes.RECIPES[recipe].options.items() if k not in given})
+    if options["resume"]:
+        options.update({k: v for k, v in records.options(options["resume"]).items() if k not in given})
+        if "gpus" in given and "shares" not in given:
+            options["shares"] = None
+    impl, gpus, batch_size, lr = (options.pop(name) for name in ("impl", "gpus", "batch_size", "lr"))
+    if impl == "scratch":
+        hybridize = options.pop("hybridize")
+        if hybridize is not None and "hybridize" in given:
+            raise UsageError("--hybridize and --no-hybridize are highlevel's: scratch has no graph to run")
+    else:
+        options["hybridize"] = options["hybridize"] is not False
+    indices = devices.parse(gpus) if isinstance(gpus, str) else gpus  # a resumed run has a list
     engine.configure(len(indices))  # before the implementation imports mxnet
     implementation = importlib.import_module(f"gluon_mgpu.{impl}")
-    implementation.train(indices, batch_size, lr, device=device, **options, **settings)
+    implementation.train(indices, batch_size, lr, **options)
 
 
 @click.group(cls=Group)
@@ -168,3 +231,83 @@ def bench(what, rounds, steps):
 
 
 main.add_command(bench)
+
+
+@click.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  batch_size.py
+  batch_size.py --impl highlevel --epochs 10 --out runs/batch-size-10
+  batch_size.py --dataset synthetic --limit 12000""",
+)
+@click.option("--impl", type=click.Choice(["scratch", "highlevel"]), default="scratch", show_default=True)
+@_setting("--dataset", kind=click.Choice(datasets.NAMES))
+@click.option("--device", type=click.Choice(devices.DEVICES), default="auto", show_default=True)
+@_setting("--lr", kind=float, help="Learning rate at batch 256.")
+@_setting("--epochs", kind=int)
+@click.option("--seed", type=int, default=1, show_default=True, help="All start from the same parameters.")
+@_setting("--limit", kind=int, metavar="N", help="Train on the first N examples, as train.py does.")
+@click.option("--data-dir", type=click.Path(), metavar="DIR", help="Where the data is, as train.py finds it.")
+@click.option(
+    "--out",
+    type=click.Path(),
+    default="runs/batch-size",
+    show_default=True,
+    metavar="DIR",
+    help="Leave the picture and a folder a run there.",
+)
+def batch_size(out, **options):
+    """The lecture's experiment: 1 device at batch 256; 2 devices at 256, at 512, and at 512 with the learning rate
+    scaled. Shows time and test accuracy of each, as a table and a picture."""
+    from gluon_mgpu import batch_size as experiment
+
+    click.echo(experiment.table(experiment.run(out, **options)))
+    click.echo(f"{out}/{experiment.PICTURE} shows the accuracy by epoch and by time.")
+
+
+main.add_command(batch_size)
+
+
+@click.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  walkthrough.py
+  walkthrough.py --impl highlevel --gpus 2
+  walkthrough.py --dataset synthetic --gpus 0,2 --device cpu""",
+)
+@click.option(
+    "--impl",
+    type=click.Choice(["scratch", "highlevel"]),
+    default="scratch",
+    show_default=True,
+    help="NDArray alone, or Gluon.",
+)
+@_setting("--dataset", kind=click.Choice(datasets.NAMES))
+@click.option(
+    "--gpus",
+    default="4",
+    show_default=True,
+    metavar="N|I,J,...",
+    help="How many devices, or which; GPUs that are not there are left out.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(devices.DEVICES),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs where there are any, else as many CPU contexts.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Of the parameters.")
+@click.option("--data-dir", type=click.Path(), metavar="DIR", help="Where the data is; else as train.py finds it.")
+def walkthrough(impl, gpus, **options):
+    """The notebooks' inspection cells: what lies on which device during a training step, and what is equal where."""
+    indices = devices.parse(gpus)
+    engine.configure(len(indices))  # before the module imports mxnet
+    from gluon_mgpu import walkthrough as tour
+
+    tour.walk(impl, indices, **options)
+
+
+main.add_command(walkthrough)

@@ -1,4 +1,4 @@
-"""LeNet on several devices with Gluon, which does what `scratch` writes out, function for function.
+"""LeNet, and ResNet-18, on several devices with Gluon, which does what `scratch` writes out, function for function.
 
 `initialize` with a list of contexts copies the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the
 gradients and updates every replica. Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope).
@@ -10,11 +10,13 @@ engine.configure()
 
 import mxnet as mx  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
 
 from gluon_mgpu import checkpoint, devices, loop  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
+from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
-POOLING = {"avg": gluon.nn.AvgPool2D, "max": gluon.nn.MaxPool2D}
+POOLING = {"avg": nn.AvgPool2D, "max": nn.MaxPool2D}
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -23,35 +25,80 @@ def lenet(pooling="avg"):
     """LeNet for images (n, 1, 28, 28), not yet initialized. pooling: "avg" as in `scratch`, or "max"."""
     if pooling not in POOLING:
         raise UsageError(f"pooling {pooling!r}: choose one of {', '.join(POOLING)}")
-    net = gluon.nn.HybridSequential(prefix="cnn_")
+    net = nn.HybridSequential(prefix="cnn_")
     with net.name_scope():
         net.add(
-            gluon.nn.Conv2D(channels=20, kernel_size=3, activation="relu"),
+            nn.Conv2D(channels=20, kernel_size=3, activation="relu"),
             POOLING[pooling](pool_size=(2, 2), strides=(2, 2)),
-            gluon.nn.Conv2D(channels=50, kernel_size=5, activation="relu"),
+            nn.Conv2D(channels=50, kernel_size=5, activation="relu"),
             POOLING[pooling](pool_size=(2, 2), strides=(2, 2)),
-            gluon.nn.Flatten(),
-            gluon.nn.Dense(128, activation="relu"),
-            gluon.nn.Dense(10),
+            nn.Flatten(),
+            nn.Dense(128, activation="relu"),
+            nn.Dense(10),
         )
     return net
 
 
-def initialize(net, ctx, hybridize=True):
-    """Put a replica of the net on each device: weights normal(0, 0.01), biases zero, as in `scratch`.
+class Residual(nn.HybridBlock):
+    """Two 3x3 convolutions, and their input added to what they give: (n, c, h, w) to (n, channels, h/stride, w/stride).
+
+    Where the shape changes, a 1x1 convolution brings the input to it. Source: He et al., arXiv:1512.03385.
+    """
+
+    def __init__(self, channels, stride=1, change_shape=False):
+        super().__init__()
+        self.conv1 = nn.Conv2D(channels, kernel_size=3, strides=stride, padding=1)
+        self.bn1 = nn.BatchNorm()
+        self.conv2 = nn.Conv2D(channels, kernel_size=3, padding=1)
+        self.bn2 = nn.BatchNorm()
+        self.conv3 = nn.Conv2D(channels, kernel_size=1, strides=stride) if change_shape else None
+
+    def hybrid_forward(self, F, X):
+        Y = F.Activation(self.bn1(self.conv1(X)), act_type="relu")
+        Y = self.bn2(self.conv2(Y))
+        return F.Activation(Y + (self.conv3(X) if self.conv3 else X), act_type="relu")
+
+
+def resnet18():
+    """ResNet-18 for images (n, 1, 28, 28), not yet initialized: a 3x3 stem, no pooling after it (Dive into Deep
+    Learning's variant for small images)."""
+    net = nn.HybridSequential(prefix="resnet_")
+    with net.name_scope():
+        net.add(nn.Conv2D(64, kernel_size=3, padding=1), nn.BatchNorm(), nn.Activation("relu"))  # (n, 64, 28, 28)
+        for channels in (64, 128, 256, 512):  # the last stage gives (n, 512, 4, 4)
+            smaller = channels > 64
+            net.add(Residual(channels, 1 + smaller, smaller), Residual(channels))
+        net.add(nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(10))
+    return net
+
+
+# Each network of --model, with its initial weights. Those of lenet-max are Gluon's default, as in its notebook.
+MODELS = {
+    "lenet": (lenet, mx.init.Normal(0.01)),
+    "lenet-max": (lambda: lenet("max"), mx.init.Uniform(0.07)),
+    "resnet18": (resnet18, mx.init.Normal(0.01)),
+}
+
+
+def initialize(net, ctx, hybridize=True, init=MODELS["lenet"][1]):
+    """Put a replica of the net on each device: weights drawn once, normal(0, 0.01) as in `scratch`, biases zero.
 
     hybridize: run the net as one graph, its memory planned once, instead of operator by operator.
     """
-    net.initialize(mx.init.Normal(0.01), ctx=ctx)
+    net.initialize(init, ctx=ctx)
     if hybridize:
         net.hybridize(static_alloc=True, static_shape=True)
     for c in ctx:  # Gluon learns the shapes, and makes the parameters, at the first forward
         net(nd.zeros((1, 1, 28, 28), ctx=c))
 
 
-def split_and_load(data, ctx):
-    """Split a batch into shards, as even as can be, one on each device; no shard where there is no example."""
-    return gluon.utils.split_and_load(data, ctx[: data.shape[0]], even_split=False)
+def split_and_load(data, ctx, shares=None):
+    """Split a batch into shards, one on each device, as even as can be or by shares (80, 20); none without examples."""
+    if shares is None:
+        return gluon.utils.split_and_load(data, ctx[: data.shape[0]], even_split=False)
+    sizes = shard_sizes(data.shape[0], len(ctx), shares)  # Gluon splits evenly only
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [data[end - size : end].as_in_context(c) for size, end, c in zip(sizes, ends, ctx) if size]
 
 
 def forward_backward(net, Xs, ys):
@@ -70,24 +117,45 @@ def zero_gradients(net, X):
     scores.backward(nd.zeros_like(scores))
 
 
-def train_batch(X, y, net, ctx, trainer):
+def train_batch(X, y, net, ctx, trainer, settings=SGD):
     """One step on a global batch: X (n, 1, 28, 28), y (n,).
 
-    Returns the losses of each shard, still being computed: nothing here waits for the engine.
+    settings: what a step does beyond the notebook's. Returns the losses of each shard, still being computed: nothing
+    here waits for the engine.
     """
-    losses = forward_backward(net, split_and_load(X, ctx), split_and_load(y, ctx))
-    for c in ctx[len(losses) :]:  # a device without an example adds nothing to the sum
-        zero_gradients(net, X[:1].as_in_context(c))
-    trainer.step(X.shape[0])  # allreduce, then the same update on each device
+    n = X.shape[0]
+    if settings.accumulate > 1:  # gradients add up
+        net.collect_params().zero_grad()
+    losses = []
+    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate):
+        Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
+        losses += forward_backward(net, Xs, ys)
+    used = {shard_loss.context for shard_loss in losses}
+    for c in ctx:
+        if c not in used:  # a device without an example adds nothing to the sum
+            zero_gradients(net, X[:1].as_in_context(c))
+    if not settings.clip_norm:
+        trainer.step(n)  # allreduce, then the same update on each device
+    else:
+        trainer.allreduce_grads()
+        for c in ctx:  # the norm is of the mean over the batch; the gradients are sums
+            grads = [p.grad(c) for p in net.collect_params().values() if p.grad_req != "null"]
+            gluon.utils.clip_global_norm(grads, settings.clip_norm * n, check_isfinite=False)
+        trainer.update(n)
     return losses
 
 
-def evaluate_accuracy(data_iter, net, ctx):
+def predict(X, net, ctx, shares=None):
+    """Scores (n, 10) of a batch, in one shard a device, still being computed."""
+    return [net(X_shard) for X_shard in split_and_load(X, ctx, shares)]
+
+
+def evaluate_accuracy(data_iter, net, ctx, shares=None):
     """The share of examples whose highest score is their label's. Every device scores its shard of each batch."""
     right = (
         [
-            net(X_shard).argmax(axis=1) == y_shard
-            for X_shard, y_shard in zip(split_and_load(X, ctx), split_and_load(y, ctx))
+            scores.argmax(axis=1) == y_shard
+            for scores, y_shard in zip(predict(X, net, ctx, shares), split_and_load(y, ctx, shares))
         ]
         for X, y in data_iter
     )
@@ -97,33 +165,92 @@ def evaluate_accuracy(data_iter, net, ctx):
 class Replicas:
     """What `loop` drives: a net on every device, and its Trainer."""
 
-    def __init__(self, ctx, lr, net=None, hybridize=True):
+    def __init__(self, ctx, settings=SGD, hybridize=True):
         engine.check(ctx)
-        self.ctx, self.net = ctx, net or lenet()
-        initialize(self.net, ctx, hybridize)
+        build, init = MODELS[settings.model]
+        self.ctx, self.settings, self.net = ctx, settings, build()
+        initialize(self.net, ctx, hybridize, init)
+        named = self.net._collect_params_with_prefix()
+        self.named = dict(zip(checkpoint.LENET, named.values())) if settings.model != "resnet18" else named
+        self.trained = {name: p for name, p in self.named.items() if p.grad_req != "null"}
+        self.statistics = [p for p in self.named.values() if p.grad_req == "null"]
+        if settings.accumulate > 1:
+            for p in self.trained.values():
+                p.grad_req = "add"
         # The store sums the gradients; each device then updates its own replica, as in `scratch`.
+        rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
         self.trainer = gluon.Trainer(
-            self.net.collect_params(), "sgd", {"learning_rate": lr}, kvstore="device", update_on_kvstore=False
+            list(self.trained.values()), "sgd", rule, kvstore="device", update_on_kvstore=False
         )
 
-    def train_batch(self, X, y):
-        return train_batch(X, y, self.net, self.ctx, self.trainer)
+    def train_batch(self, X, y, lr):
+        self.trainer.set_learning_rate(lr)
+        losses = train_batch(X, y, self.net, self.ctx, self.trainer, self.settings)
+        if self.statistics and len(self.ctx) > 1:
+            self._average_statistics(losses, X.shape[0])
+        return losses
+
+    def forward_backward(self, X, y, shares):
+        """Gradients on each device alone; returns an array of each that is ready when the device is done."""
+        Xs, ys = (split_and_load(data, self.ctx, shares) for data in (X, y))
+        forward_backward(self.net, Xs, ys)
+        return next(iter(self.trained.values())).list_grad()
+
+    def _average_statistics(self, losses, n):
+        """Batch normalization counts its running mean and variance on each device by itself. Their mean over the
+        devices, weighted by examples, keeps the replicas equal, so that any device evaluates as any other."""
+        weights = [sum(x.shape[0] for x in losses if x.context == c) / n for c in self.ctx]
+        for p in self.statistics:
+            replicas = p.list_data()
+            average = nd.add_n(*[r.as_in_context(self.ctx[0]) * w for r, w in zip(replicas, weights)])
+            for r in replicas:
+                average.copyto(r)
+
+    def predict(self, X):
+        return predict(X, self.net, self.ctx, self.settings.shares)
 
     def evaluate_accuracy(self, data_iter):
-        return evaluate_accuracy(data_iter, self.net, self.ctx)
+        return evaluate_accuracy(data_iter, self.net, self.ctx, self.settings.shares)
 
     def parameters(self):
-        params = self.net.collect_params().values()
-        return {name: p.data(self.ctx[0]).asnumpy() for name, p in zip(checkpoint.LENET, params)}
+        """{name: NumPy array}: what the net computes with."""
+        return {name: p.data(self.ctx[0]).asnumpy() for name, p in self.named.items()}
+
+    def velocities(self):
+        """{name: NumPy array}: what momentum remembers; empty without momentum."""
+        if not self.settings.momentum:
+            return {}
+        states = self.trainer._updaters[0].states  # Trainer.save_states would pickle them
+        return {
+            name: states[i].asnumpy() if i in states else nd.zeros(p.shape).asnumpy()
+            for i, (name, p) in enumerate(self.trained.items())
+        }
+
+    def load(self, parameters, velocities):
+        """Go on from arrays that `parameters` and `velocities` gave, of the same names and shapes."""
+        for name, p in self.named.items():
+            p.set_data(nd.array(parameters[name]))
+        for c, updater in zip(self.ctx, self.trainer._updaters):
+            for i, name in enumerate(velocities):
+                updater.states[i] = nd.array(velocities[name], ctx=c)
+                updater.states_synced[i] = True
 
 
-def train(num_gpus, batch_size, lr, *, device="auto", pooling="avg", hybridize=True, **settings):
+def train(num_gpus, batch_size, lr, *, device="auto", hybridize=True, data_dir=None, out=None, resume=None, **settings):
     """The notebook's experiment with Gluon: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
-    pooling: see `lenet`. hybridize: see `initialize`. settings: epochs, dataset, data_dir, limit, seed, out, as
-    `loop.run` describes them. Returns its list of `Epoch`.
+    hybridize: see `initialize`. data_dir, out, resume: see `loop.run`. settings: the fields of `Settings`: model,
+    epochs, momentum and so on. Returns a list of `loop.Epoch`.
     """
+    settings = Settings(batch_size, lr, **settings)
     ctx = devices.contexts(num_gpus, device)
-    config = {"impl": "highlevel", "lr": lr, "pooling": pooling, "hybridize": hybridize}
-    return loop.run(lambda: Replicas(ctx, lr, lenet(pooling), hybridize), ctx, batch_size, config=config, **settings)
+    return loop.run(
+        lambda settings: Replicas(ctx, settings, hybridize=hybridize),
+        ctx,
+        settings,
+        config={"impl": "highlevel", "hybridize": hybridize},
+        data_dir=data_dir,
+        out=out,
+        resume=resume,
+    )

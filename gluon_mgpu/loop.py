@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import datasets, engine, records
 from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.settings import joined, shard_sizes
 
 engine.configure()
 
@@ -31,78 +33,105 @@ MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
 
-class Epoch(NamedTuple):
-    """What an epoch leaves: a line of metrics.jsonl."""
-
-    epoch: int  # from 1
-    train_seconds: float  # of training alone, without the evaluation
-    samples_per_second: float
-    train_loss: float  # mean over the examples, each at the step that trained on it
-    test_accuracy: float  # share of the test set, 0 to 1
-
-
-def run(
-    make_replicas,
-    ctx,
-    batch_size,
-    *,
-    epochs=4,
-    dataset="fashion-mnist",
-    data_dir=None,
-    limit=None,
-    seed=None,
-    out=None,
-    config=None,
-):
+def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume=None):
     """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `Epoch`.
 
-    make_replicas: builds the replicas on ctx, called once the random numbers are seeded. batch_size: the global one.
-    dataset, data_dir, limit: as in `datasets.load`. seed: makes a run on CPU contexts repeatable bit for bit; None
-    draws one. out: a folder to leave the run in (`records.Run`). config: what else its config.json shall say.
-    Raises UsageError for fewer examples in a batch than devices, Error when a loss is not a number, KeyboardInterrupt
-    on Ctrl-C, between two steps, once the checkpoint is left.
+    make_replicas: builds the replicas on ctx from settings, called once the random numbers are seeded. config: what
+    config.json shall say of the implementation. data_dir: as in `datasets.load`. out: a folder to leave the run in.
+    resume: such a folder, to go on from its checkpoint; the settings must be those of the run, except that there may be
+    more epochs, and other devices and shares.
+    Raises UsageError for fewer examples in a batch than devices and for what cannot be resumed, Error when a loss is
+    not a number, KeyboardInterrupt on Ctrl-C, between two steps, once the checkpoint is left.
     """
-    if batch_size < len(ctx):
-        raise UsageError(f"a batch of {batch_size} on {len(ctx)} devices: give a batch of {len(ctx)} or fewer devices")
-    kept = records.Run(out) if out else None
-    if seed is None:
-        seed = int(np.random.SeedSequence().generate_state(1)[0] >> 1)
-    data = datasets.load(dataset, data_dir, limit, seed)
-    mx.random.seed(seed)
-    replicas = make_replicas()
-    if kept:
-        facts = {"batch_size": batch_size, "epochs": epochs, "dataset": dataset, "limit": limit, "seed": seed}
-        kept.begin({**(config or {}), "devices": [str(c) for c in ctx], **facts, "data": data.source})
-    print("running on:", ctx, flush=True)
-    history, steps = [], 0
+    if settings.batch_size < len(ctx):
+        raise UsageError(
+            f"a batch of {settings.batch_size} on {len(ctx)} devices: give a batch of {len(ctx)} or fewer devices"
+        )
+    if isinstance(settings.shares, tuple) and len(settings.shares) != len(ctx):
+        raise UsageError(
+            f"shares {joined(settings.shares)}: {len(settings.shares)} for {len(ctx)} devices; give one for each"
+        )
+    with records.Run(out, resume) as kept, CtrlC() as ctrl_c:
+        settings, arrays, position = kept.position(settings)
+        if settings.seed is None:
+            settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
+        data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
+        if settings.shares == "auto":
+            settings = replace(settings, shares=measured_shares(make_replicas, ctx, settings, data))
+        mx.random.seed(settings.seed)
+        replicas = make_replicas(settings)
+        if arrays is not None:
+            kept.restore(replicas, arrays)
+        kept.begin({**config, **settings.as_dict(), "devices": [str(c) for c in ctx], "data": data.source})
+        print("running on:", ctx, flush=True)
+        try:
+            while len(position.history) < settings.epochs:
+                _epoch(replicas, data, settings, position, ctrl_c)
+                kept.epoch(replicas, position)
+            kept.end(position)
+        except BetweenSteps:  # a second Ctrl-C, perhaps within a step, leaves the checkpoint of the last epoch
+            kept.interrupted(replicas, position)
+            raise
+        return position.history
+
+
+def _epoch(replicas, data, settings, position, ctrl_c):
+    """What is left of an epoch: train, evaluate, print. Moves the position on; BetweenSteps on Ctrl-C."""
+    number, size, examples = len(position.history) + 1, settings.batch_size, len(data.train_labels)
+    steps_an_epoch = -(-examples // size)
+    before = (number - 1) * steps_an_epoch
+    order = np.random.default_rng([settings.seed, number]).permutation(examples)
 
     def train_batch(X, y):
-        nonlocal steps
-        steps += 1
-        return replicas.train_batch(X, y)
+        lr = settings.learning_rate(before + position.steps, steps_an_epoch)
+        position.steps += 1
+        return replicas.train_batch(X, y, lr)
 
-    with CtrlC() as ctrl_c:
-        try:
-            for number in range(1, epochs + 1):
-                steps = 0
-                order = np.random.default_rng([seed, number]).permutation(len(data.train_labels))
-                start = time.perf_counter()
-                train_iter = batches(data.train_images, data.train_labels, batch_size, order)
-                train_loss = train_epoch(train_batch, ctrl_c.between(train_iter), len(order), f"epoch {number}")
-                train_time = time.perf_counter() - start
-                parameters = replicas.parameters()
-                _refuse_broken(parameters, number)
-                test_iter = batches(data.test_images, data.test_labels, batch_size)
-                test_acc = replicas.evaluate_accuracy(ctrl_c.between(test_iter))
-                history.append(Epoch(number, train_time, len(order) / train_time, train_loss, test_acc))
-                print(f"epoch {number}, time: {train_time:.1f} sec, test acc: {test_acc:.2f}", flush=True)
-                if kept:
-                    kept.epoch(history, parameters, seed)
-        except BetweenSteps:  # a second Ctrl-C, perhaps within a step, leaves the checkpoint of the last epoch
-            if kept:
-                kept.interrupted(history, replicas.parameters(), seed, steps)
-            raise
-    return history
+    start = time.perf_counter() - position.seconds
+    train_iter = batches(data.train_images, data.train_labels, size, order[position.steps * size :])
+    position.loss_sum = train_epoch(
+        train_batch, ctrl_c.until(train_iter), examples, f"epoch {number}", position.steps, size, position.loss_sum
+    )
+    position.seconds = time.perf_counter() - start
+    if ctrl_c.stopped:
+        raise BetweenSteps
+    _refuse_broken(replicas.parameters(), number)
+    test_iter = batches(data.test_images, data.test_labels, size)
+    test_acc = replicas.evaluate_accuracy(ctrl_c.between(test_iter))
+    lr = settings.learning_rate(before + steps_an_epoch - 1, steps_an_epoch)
+    position.ended(examples, test_acc, lr)
+    print(f"epoch {number}, time: {position.history[-1].train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
+
+
+def measured_shares(make_replicas, ctx, settings, data, rounds=3, steps=5):
+    """What each device's part of a batch should be, in 100 (with many devices, in more), and a line that says so.
+
+    Every device computes gradients of its part of one batch, all at the same time, and is timed; the next round gives
+    each a part in proportion to its speed. The first step of a round is cold and does not count.
+    """
+    replicas = make_replicas(replace(settings, shares=None))
+    n = -(-min(settings.batch_size, len(data.train_labels)) // settings.accumulate)
+    X, y = next(batches(data.train_images, data.train_labels, n))
+    shares = (1,) * len(ctx)
+    with ThreadPoolExecutor(len(ctx)) as waiting:
+
+        def seconds():
+            nd.waitall()
+            start = time.perf_counter()
+
+            def done(array):
+                array.wait_to_read()
+                return time.perf_counter() - start
+
+            return list(waiting.map(done, replicas.forward_backward(X, y, shares)))
+
+        for _ in range(rounds):
+            seconds()
+            times = np.median([seconds() for _ in range(steps)], axis=0)
+            speeds = np.array(shard_sizes(X.shape[0], len(ctx), shares)) / times
+            shares = tuple(shard_sizes(max(100, 10 * len(ctx)), len(ctx), tuple(speeds)))
+    print(f"gluon_mgpu: --shares auto measured the devices and chose {joined(shares)}", file=sys.stderr)
+    return shares
 
 
 def batches(images, labels, batch_size, order=None):
@@ -130,16 +159,35 @@ def _empty(shape):
     return array, np.ctypeslib.as_array(ctypes.cast(memory, ctypes.POINTER(ctypes.c_float)), shape)
 
 
-def train_epoch(train_batch, train_iter, examples, title):
-    """Train on each batch once; returns the mean loss. examples: how many the batches hold, for the progress bar."""
-    total = 0.0
+def pieces(X, y, parts):
+    """A batch in so many pieces, one after the other, as even as can be."""
+    if parts == 1:
+        yield X, y
+        return
+    start = 0
+    for size in filter(None, shard_sizes(X.shape[0], parts)):
+        yield X[start : start + size], y[start : start + size]
+        start += size
+
+
+def train_epoch(train_batch, train_iter, examples, title, steps=0, batch_size=0, loss_sum=0.0):
+    """Train on each batch once; returns the sum of the examples' losses, each at the step that trained on it.
+
+    examples: how many the epoch has. steps: how many steps of batch_size came before, loss_sum: what they summed to.
+    """
     issued = (train_batch(X, y) for X, y in train_iter)
     with tqdm(
-        total=examples, unit=" examples", unit_scale=True, desc=title, leave=False, disable=not sys.stderr.isatty()
+        total=examples,
+        initial=steps * batch_size,
+        unit=" examples",
+        unit_scale=True,
+        desc=title,
+        leave=False,
+        disable=not sys.stderr.isatty(),
     ) as bar:
-        for step, losses in enumerate(read_behind(issued), 1):
+        for step, losses in enumerate(read_behind(issued), steps + 1):
             loss = losses.mean(dtype=np.float64)
-            total += loss * len(losses)
+            loss_sum += loss * len(losses)
             if not np.isfinite(loss):
                 raise Error(
                     f"the loss is not a number, first seen at {title}, step {step}: training stopped; "
@@ -148,7 +196,7 @@ def train_epoch(train_batch, train_iter, examples, title):
             bar.update(len(losses))
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
     nd.waitall()
-    return total / examples
+    return loss_sum
 
 
 def _refuse_broken(parameters, epoch):
@@ -198,7 +246,7 @@ class CtrlC:
     """
 
     def __enter__(self):
-        self.asked = False
+        self.asked = self.stopped = False
         self.main = threading.current_thread() is threading.main_thread()
         if self.main:
             self.before = signal.signal(signal.SIGINT, self._hold)
@@ -215,7 +263,14 @@ class CtrlC:
 
     def between(self, items):
         """The items; BetweenSteps instead of the next one once Ctrl-C was pressed."""
+        yield from self.until(items)
+        if self.stopped:
+            raise BetweenSteps
+
+    def until(self, items):
+        """The items; none of those left, and `stopped`, once Ctrl-C was pressed."""
         for item in items:
             if self.asked:
-                raise BetweenSteps
+                self.stopped = True
+                return
             yield item

@@ -12,6 +12,8 @@ engine.configure()
 from mxnet import autograd, nd  # noqa: E402
 
 from gluon_mgpu import checkpoint, devices, loop  # noqa: E402
+from gluon_mgpu.errors import UsageError  # noqa: E402
+from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
 
 def init_params(scale=0.01):
@@ -44,11 +46,14 @@ def loss(y_hat, y):
     return -nd.pick(nd.log_softmax(y_hat), y)
 
 
-def get_params(params, ctx):
-    """A replica of the parameters on one device, each with a gradient to be filled by backward."""
+def get_params(params, ctx, grad_req="write"):
+    """A replica of the parameters on one device, each with a gradient to be filled by backward.
+
+    grad_req: "write", or "add" for gradients that backward adds to.
+    """
     new_params = [p.copyto(ctx) for p in params]
     for p in new_params:
-        p.attach_grad()
+        p.attach_grad(grad_req)
     return new_params
 
 
@@ -60,52 +65,89 @@ def allreduce(data):
         data[0].copyto(data[i])
 
 
-def split_and_load(data, ctx):
-    """Split a batch along its first axis into shards, as even as can be, one on each device.
+def split_and_load(data, ctx, shares=None):
+    """Split a batch along its first axis into shards, one on each device, as even as can be or by shares (80, 20).
 
     A batch of fewer examples than devices makes one shard an example: the last devices get none.
     """
-    size, extra = divmod(data.shape[0], len(ctx))
     shards, start = [], 0
-    for i, c in enumerate(ctx[: data.shape[0]]):
-        end = start + size + (i < extra)
-        shards.append(data[start:end].as_in_context(c))
-        start = end
+    for size, c in zip(shard_sizes(data.shape[0], len(ctx), shares), ctx[: data.shape[0]]):
+        shards.append(data[start : start + size].as_in_context(c))
+        start += size
     return shards
 
 
-def sgd(params, lr, batch_size):
-    """One step of gradient descent on one device: p -= lr / batch_size * gradient, where gradients are sums."""
-    for p in params:
-        nd.sgd_update(p, p.grad, lr=lr, rescale_grad=1 / batch_size, wd=0, out=p)
-
-
-def train_batch(X, y, device_params, ctx, lr):
-    """One step on a global batch: X (n, 1, 28, 28), y (n,), device_params a replica a device.
-
-    Returns the losses of each shard, still being computed: nothing here waits for the engine.
-    """
-    Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
+def forward_backward(device_params, Xs, ys):
+    """Gradients on each device that has a shard; returns the losses of each shard."""
     with autograd.record():  # the loss is computed separately on each device
-        losses = [loss(lenet(X_shard, params), y_shard) for X_shard, y_shard, params in zip(Xs, ys, device_params)]
+        losses = [loss(lenet(X, params), y) for X, y, params in zip(Xs, ys, device_params)]
     for shard_loss in losses:  # backpropagation runs separately on each device
         shard_loss.backward()
-    for params in device_params[len(Xs) :]:  # a device without an example adds nothing to the sum
-        for p in params:
-            p.grad[:] = 0
-    for grads in zip(*([p.grad for p in params] for params in device_params)):
-        allreduce(list(grads))
-    for params in device_params:  # the same update on each device keeps the replicas equal
-        sgd(params, lr, X.shape[0])
     return losses
 
 
-def evaluate_accuracy(data_iter, device_params, ctx):
+def zero_gradients(device_params):
+    for params in device_params:
+        for p in params:
+            p.grad[:] = 0
+
+
+def clip_gradients(params, max_norm):
+    """Scale the gradients of one device down so that the norm over all of them is at most max_norm."""
+    norm = nd.sqrt(nd.add_n(*[nd.sum(nd.square(p.grad)) for p in params]))
+    scale = nd.minimum(max_norm / (norm + 1e-8), 1)
+    for p in params:
+        p.grad[:] = nd.broadcast_mul(p.grad, scale.reshape((1,) * p.ndim))
+
+
+def sgd(params, lr, batch_size, velocities=None, momentum=0.0, weight_decay=0.0):
+    """One step of gradient descent on one device: p -= lr * (gradient / batch_size + weight_decay * p).
+
+    Gradients are sums over the batch. With momentum, v = momentum * v - lr * (...) and p += v, a velocity a parameter.
+    """
+    rule = {"lr": lr, "rescale_grad": 1 / batch_size, "wd": weight_decay}
+    if not momentum:
+        for p in params:
+            nd.sgd_update(p, p.grad, out=p, **rule)
+    else:
+        for p, v in zip(params, velocities):
+            nd.sgd_mom_update(p, p.grad, v, out=p, momentum=momentum, **rule)
+
+
+def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=None):
+    """One step on a global batch: X (n, 1, 28, 28), y (n,), device_params a replica a device.
+
+    settings: what a step does beyond the notebook's. Returns the losses of each shard, still being computed: nothing
+    here waits for the engine.
+    """
+    n = X.shape[0]
+    if settings.accumulate > 1 or n < len(ctx):  # gradients add up, or a device has no example to fill them from
+        zero_gradients(device_params)
+    losses = []
+    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate):
+        Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
+        losses += forward_backward(device_params, Xs, ys)
+    for grads in zip(*([p.grad for p in params] for params in device_params)):
+        allreduce(list(grads))
+    for params, velocities in zip(device_params, device_velocities or [None] * len(ctx)):
+        if settings.clip_norm:  # of the mean over the batch; the gradients are sums
+            clip_gradients(params, settings.clip_norm * n)
+        # the same update on each device keeps the replicas equal
+        sgd(params, lr, n, velocities, settings.momentum, settings.weight_decay)
+    return losses
+
+
+def predict(X, device_params, ctx, shares=None):
+    """Scores (n, 10) of a batch, in one shard a device, still being computed."""
+    return [lenet(X_shard, params) for X_shard, params in zip(split_and_load(X, ctx, shares), device_params)]
+
+
+def evaluate_accuracy(data_iter, device_params, ctx, shares=None):
     """The share of examples whose highest score is their label's. Every device scores its shard of each batch."""
     right = (
         [
-            lenet(X_shard, params).argmax(axis=1) == y_shard
-            for X_shard, y_shard, params in zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
+            scores.argmax(axis=1) == y_shard
+            for scores, y_shard in zip(predict(X, device_params, ctx, shares), split_and_load(y, ctx, shares))
         ]
         for X, y in data_iter
     )
@@ -115,28 +157,65 @@ def evaluate_accuracy(data_iter, device_params, ctx):
 class Replicas:
     """What `loop` drives: LeNet's parameters, drawn once and copied to every device."""
 
-    def __init__(self, ctx, lr, params=None):
+    def __init__(self, ctx, settings=SGD, params=None):
         engine.check(ctx)
-        self.ctx, self.lr = ctx, lr
+        self.ctx, self.settings = ctx, settings
         params = params or init_params()
-        self.device_params = [get_params(params, c) for c in ctx]
+        self.device_params = [get_params(params, c, "add" if settings.accumulate > 1 else "write") for c in ctx]
+        self.device_velocities = None
+        if settings.momentum:
+            self.device_velocities = [[nd.zeros_like(p) for p in params] for params in self.device_params]
 
-    def train_batch(self, X, y):
-        return train_batch(X, y, self.device_params, self.ctx, self.lr)
+    def train_batch(self, X, y, lr):
+        return train_batch(X, y, self.device_params, self.ctx, lr, self.settings, self.device_velocities)
+
+    def forward_backward(self, X, y, shares):
+        """Gradients on each device alone; returns an array of each that is ready when the device is done."""
+        Xs, ys = (split_and_load(data, self.ctx, shares) for data in (X, y))
+        forward_backward(self.device_params, Xs, ys)
+        return [params[0].grad for params in self.device_params]
+
+    def predict(self, X):
+        return predict(X, self.device_params, self.ctx, self.settings.shares)
 
     def evaluate_accuracy(self, data_iter):
-        return evaluate_accuracy(data_iter, self.device_params, self.ctx)
+        return evaluate_accuracy(data_iter, self.device_params, self.ctx, self.settings.shares)
 
     def parameters(self):
+        """{name: NumPy array}: what the net computes with."""
         return {name: p.asnumpy() for name, p in zip(checkpoint.LENET, self.device_params[0])}
 
+    def velocities(self):
+        """{name: NumPy array}: what momentum remembers; empty without momentum."""
+        if not self.device_velocities:
+            return {}
+        return {name: v.asnumpy() for name, v in zip(checkpoint.LENET, self.device_velocities[0])}
 
-def train(num_gpus, batch_size, lr, *, device="auto", **settings):
+    def load(self, parameters, velocities):
+        """Go on from arrays that `parameters` and `velocities` gave, of the same names and shapes."""
+        for arrays, replicas in ((parameters, self.device_params), (velocities, self.device_velocities or [])):
+            for replica in replicas:
+                for name, array in zip(checkpoint.LENET, replica):
+                    array[:] = arrays[name]
+
+
+def train(num_gpus, batch_size, lr, *, device="auto", data_dir=None, out=None, resume=None, **settings):
     """The notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
-    settings: epochs, dataset, data_dir, limit, seed, out, as `loop.run` describes them. Returns its list of `Epoch`.
+    data_dir, out, resume: see `loop.run`. settings: the fields of `Settings`: epochs, dataset, momentum and so on.
+    Returns a list of `loop.Epoch`.
     """
+    settings = Settings(batch_size, lr, **settings)
+    if settings.model != "lenet":
+        raise UsageError(f"model {settings.model}: scratch has lenet only; highlevel has the others")
     ctx = devices.contexts(num_gpus, device)
-    config = {"impl": "scratch", "lr": lr}
-    return loop.run(lambda: Replicas(ctx, lr), ctx, batch_size, config=config, **settings)
+    return loop.run(
+        lambda settings: Replicas(ctx, settings),
+        ctx,
+        settings,
+        config={"impl": "scratch"},
+        data_dir=data_dir,
+        out=out,
+        resume=resume,
+    )

@@ -159,14 +159,14 @@ OVERLAP = """
     import mxnet as mx
     from mxnet import nd, profiler
     from gluon_mgpu import scratch
-    replicas = scratch.Replicas([mx.cpu(0), mx.cpu(1)], 0.1)
+    replicas = scratch.Replicas([mx.cpu(0), mx.cpu(1)])
     X, y = nd.random.uniform(shape=(128, 1, 28, 28)), nd.zeros(128)
-    replicas.train_batch(X, y)
+    replicas.train_batch(X, y, 0.1)
     nd.waitall()
     profiler.set_config(profile_imperative=True, filename=sys.argv[1])
     profiler.set_state("run")
     for _ in range(4):
-        replicas.train_batch(X, y)
+        replicas.train_batch(X, y, 0.1)
     nd.waitall()
     profiler.set_state("stop")
     profiler.dump()

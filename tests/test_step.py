@@ -31,8 +31,8 @@ def batch(n, seed=3):
 
 def replicas(impl, ctx, params, **options):
     if impl == "scratch":
-        return scratch.Replicas(ctx, LR, params)
-    made = highlevel.Replicas(ctx, LR, **options)
+        return scratch.Replicas(ctx, params=params)
+    made = highlevel.Replicas(ctx, **options)
     for p, value in zip(made.net.collect_params().values(), params):
         p.set_data(value)
     return made
@@ -54,8 +54,8 @@ IMPLS = ["scratch", "highlevel"]
 def test_a_step_on_several_devices_is_the_step_on_one(impl, examples, devices, params):
     X, y = batch(examples)
     one, several = replicas(impl, contexts(1), params), replicas(impl, contexts(devices), params)
-    loss_one = np.concatenate([shard.asnumpy() for shard in one.train_batch(X, y)])
-    loss_several = np.concatenate([shard.asnumpy() for shard in several.train_batch(X, y)])
+    loss_one = np.concatenate([shard.asnumpy() for shard in one.train_batch(X, y, LR)])
+    loss_several = np.concatenate([shard.asnumpy() for shard in several.train_batch(X, y, LR)])
     np.testing.assert_allclose(loss_several, loss_one, rtol=1e-5)
     for expected, found, before in zip(values(one)[0], values(several)[0], params):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -67,8 +67,8 @@ def test_a_device_left_without_an_example_adds_nothing_after_a_step_that_used_it
     one, several = replicas(impl, contexts(1), params), replicas(impl, contexts(3), params)
     for examples in (6, 2, 5, 1):
         X, y = batch(examples, seed=examples)
-        one.train_batch(X, y)
-        several.train_batch(X, y)
+        one.train_batch(X, y, LR)
+        several.train_batch(X, y, LR)
     for expected, found in zip(values(one)[0], values(several)[0]):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -77,7 +77,7 @@ def test_a_device_left_without_an_example_adds_nothing_after_a_step_that_used_it
 def test_scratch_and_highlevel_agree_in_losses_summed_gradients_and_updated_parameters(devices, params):
     X, y = batch(48)
     a, b = (replicas(impl, contexts(devices), params) for impl in IMPLS)
-    for shard_a, shard_b in zip(a.train_batch(X, y), b.train_batch(X, y)):
+    for shard_a, shard_b in zip(a.train_batch(X, y, LR), b.train_batch(X, y, LR)):
         np.testing.assert_allclose(shard_a.asnumpy(), shard_b.asnumpy(), rtol=1e-5)
     for what in ("grad", "data"):  # the gradients summed over the devices
         for on_a, on_b in zip(values(a, what), values(b, what)):
@@ -104,14 +104,14 @@ def test_scratch_and_highlevel_agree_in_every_gradient_of_every_device_before_th
 @pytest.mark.parametrize("module", [scratch, highlevel])
 def test_replicas_that_draw_their_own_parameters_are_equal_on_every_device_before_and_after_a_step(module):
     mx.random.seed(1)
-    made = module.Replicas(contexts(3), LR)
+    made = module.Replicas(contexts(3))
     for _ in range(2):
         first, *others = values(made)
         assert min(np.ptp(weights) for weights in first[::2]) > 0.03  # drawn, not constant
         for other in others:
             for a, b in zip(first, other):
                 np.testing.assert_array_equal(a, b)
-        made.train_batch(*batch(32))
+        made.train_batch(*batch(32), LR)
 
 
 def test_one_seed_draws_the_same_parameters_in_both_implementations_on_any_number_of_devices():
@@ -119,7 +119,7 @@ def test_one_seed_draws_the_same_parameters_in_both_implementations_on_any_numbe
     for module in (scratch, highlevel):
         for devices in (1, 3):
             mx.random.seed(5)
-            drawn.append(values(module.Replicas(contexts(devices), LR))[0])
+            drawn.append(values(module.Replicas(contexts(devices)))[0])
     for others in drawn[1:]:
         for a, b in zip(drawn[0], others):
             np.testing.assert_array_equal(a, b)
@@ -129,7 +129,7 @@ def test_one_seed_draws_the_same_parameters_in_both_implementations_on_any_numbe
 def test_replicas_stay_equal_bit_for_bit_after_every_step(impl, params):
     made = replicas(impl, contexts(3), params)
     for step in range(5):
-        made.train_batch(*batch(32 + step, seed=step))
+        made.train_batch(*batch(32 + step, seed=step), LR)
         first, *others = values(made)
         for other in others:
             for a, b in zip(first, other):
@@ -139,8 +139,8 @@ def test_replicas_stay_equal_bit_for_bit_after_every_step(impl, params):
 def test_an_imperative_net_takes_the_same_step_as_a_hybridized_one(params):
     X, y = batch(32)
     graph, eager = (replicas("highlevel", contexts(2), params, hybridize=h) for h in (True, False))
-    graph.train_batch(X, y)
-    eager.train_batch(X, y)
+    graph.train_batch(X, y, LR)
+    eager.train_batch(X, y, LR)
     for a, b in zip(values(graph)[0], values(eager)[0]):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -170,7 +170,7 @@ def losses_float64(X, y, params):
 def test_losses_and_gradients_agree_with_numerical_differentiation_in_float64(params):
     X, y = batch(4)
     made = replicas("scratch", contexts(2), params)
-    losses = np.concatenate([shard.asnumpy() for shard in made.train_batch(X, y)])
+    losses = np.concatenate([shard.asnumpy() for shard in made.train_batch(X, y, LR)])
     exact = [p.asnumpy().astype(np.float64) for p in params]
     X, y = X.asnumpy().astype(np.float64), y.asnumpy().astype(int)
     np.testing.assert_allclose(losses, losses_float64(X, y, exact), rtol=1e-5)

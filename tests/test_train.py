@@ -16,6 +16,7 @@ from mxnet import nd
 
 from gluon_mgpu import checkpoint, datasets, highlevel, loop, scratch
 from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.settings import Settings
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
@@ -57,7 +58,7 @@ def test_a_run_prints_the_notebooks_lines_and_leaves_its_record(impl, tmp_path):
         "W1": (20, 1, 3, 3), "b1": (20,), "W2": (50, 20, 5, 5), "b2": (50,),
         "W3": (128, 800), "b3": (128,), "W4": (10, 128), "b4": (10,),
     }  # fmt: skip
-    assert facts == {"seed": 5, "epochs": 2, "steps": 0}
+    assert [facts["config"]["seed"], len(facts["history"]), facts["steps"]] == [5, 2, 0]
     assert sorted(p.name for p in out.iterdir()) == ["checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"]
 
 
@@ -117,12 +118,27 @@ def test_fashion_mnist_is_found_or_fetched_and_trained_on():
         (("--device", "gpu"), 2, "--device gpu: "),
         (("--impl", "scratch", "--no-hybridize"), 2, "highlevel's"),
         (("--impl", "torch"), 2, "'torch' is not one of"),
-        (("--lr", "0"), 2, "--lr 0.0"),
-        (("--lr", "-0.1"), 2, "--lr -0.1"),
-        (("--lr", "nan"), 2, "--lr nan"),
-        (("--lr", "1e39"), 2, "--lr 1e+39"),
-        (("--epochs", "0"), 2, "0 is not in the range"),
-        (("--seed", "-1"), 2, "-1 is not in the range"),
+        (("--lr", "0"), 2, "lr 0.0: give"),
+        (("--lr", "-0.1"), 2, "lr -0.1: give"),
+        (("--lr", "nan"), 2, "lr nan: give"),
+        (("--lr", "1e39"), 2, "lr 1e+39: give"),
+        (("--epochs", "0"), 2, "epochs 0: give"),
+        (("--seed", "-1"), 2, "seed -1: give"),
+        (("--model", "resnet18"), 2, "scratch has lenet only"),
+        (("--recipe", "none"), 2, "'none' is not one of"),
+        (("--momentum", "1"), 2, "momentum 1.0: give"),
+        (("--weight-decay", "-1"), 2, "weight_decay -1.0: give"),
+        (("--clip-norm", "0"), 2, "clip_norm 0.0: give"),
+        (("--accumulate", "0"), 2, "accumulate 0: give"),
+        (("--schedule", "step"), 2, "schedule step and step_epochs go together"),
+        (("--schedule", "step", "--step-epochs", "1,x"), 2, "1,x: give numbers with commas"),
+        (("--schedule", "step", "--step-epochs", "3,2", "--epochs", "5"), 2, "step_epochs 3,2: give growing"),
+        (("--warmup-epochs", "1"), 2, "warmup_epochs 1.0: give"),
+        (("--gpus", "2", "--shares", "80"), 2, "shares 80: 1 for 2 devices"),
+        (("--gpus", "2", "--shares", "80,0"), 2, "shares 80,0: give"),
+        (("--gpus", "2", "--shares", "fast"), 2, "fast: give numbers with commas between them, or auto"),
+        (("--resume", "nowhere"), 2, "nowhere: there is no run"),
+        (("--resume", "a", "--recipe", "gluon-lenet-mnist-4gpu"), 2, "a resumed run has its own settings"),
         (("--dataset", "mnist", "--data-dir", "nowhere"), 1, "no mnist in nowhere"),
         (("--dataset", "fashion-mnist", "--limit", "60001"), 2, "60000"),
         (("--out", "/proc/run"), 1, "--out /proc/run: cannot be written"),
@@ -198,18 +214,18 @@ def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(aft
     assert seconds < 10, "a user waits for this"  # takes about half a second; the bound only tells it from an epoch
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
     assert f"checkpoint.npz holds the parameters after {epochs} epochs and {facts['steps']} steps" in errors
-    assert facts["epochs"] == epochs == printed.count("test acc") and 0 < facts["steps"] < 79
+    assert len(facts["history"]) == epochs == printed.count("test acc") and 0 < facts["steps"] < 79
     assert not list(tmp_path.glob(".*")), "a temporary file was left"
 
     # The same steps, one after the other, give the same bits: the checkpoint is between two steps, not within one.
     data = datasets.synthetic(20000, 100, seed=3)
     mx.random.seed(3)
-    replicas = scratch.Replicas([mx.cpu(0), mx.cpu(1)], 0.2)
+    replicas = scratch.Replicas([mx.cpu(0), mx.cpu(1)])
     for epoch in range(1, epochs + 2):
         order = np.random.default_rng([3, epoch]).permutation(20000)
         train_iter = loop.batches(data.train_images, data.train_labels, 256, order)
         for step, (X, y) in enumerate(train_iter, 1):
-            replicas.train_batch(X, y)
+            replicas.train_batch(X, y, 0.2)
             if epoch == epochs + 1 and step == facts["steps"]:
                 break
     for name, array in replicas.parameters().items():
@@ -227,28 +243,35 @@ def test_batches_are_the_images_and_memory_that_no_engine_thread_gives_back_thro
         np.testing.assert_array_equal(y.asnumpy(), data.train_labels[chosen])
 
 
+def run(make_replicas, devices=1, out=None, **settings):
+    ctx = [mx.cpu(i) for i in range(devices)]
+    settings = Settings(dataset="synthetic", **settings)
+    return loop.run(lambda _: make_replicas(), ctx, settings, config={"impl": "recorder"}, out=out)
+
+
 def test_a_second_ctrl_c_within_a_step_writes_no_checkpoint_of_half_a_step(tmp_path):
     class Interrupted(Recorder):
-        def train_batch(self, X, y):
+        def train_batch(self, X, y, lr):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             raise AssertionError("the second Ctrl-C was held back")
 
     with pytest.raises(KeyboardInterrupt):
-        loop.run(Interrupted, [mx.cpu(0)], 10, dataset="synthetic", limit=100, out=tmp_path)
+        run(Interrupted, batch_size=10, limit=100, out=tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_first_ctrl_c_within_a_step_lets_it_end_and_then_writes_the_checkpoint(tmp_path):
     class Interrupted(Recorder):
-        def train_batch(self, X, y):
+        def train_batch(self, X, y, lr):
             signal.raise_signal(signal.SIGINT)
-            return super().train_batch(X, y)
+            return super().train_batch(X, y, lr)
 
     with pytest.raises(KeyboardInterrupt):
-        loop.run(Interrupted, [mx.cpu(0)], 10, dataset="synthetic", limit=100, seed=0, out=tmp_path)
-    assert checkpoint.load(tmp_path / "checkpoint.npz")[1] == {"seed": 0, "epochs": 0, "steps": 1}
+        run(Interrupted, batch_size=10, limit=100, seed=0, out=tmp_path)
+    facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
+    assert [facts["config"]["seed"], facts["history"], facts["steps"]] == [0, [], 1]
 
 
 class Recorder:
@@ -257,7 +280,7 @@ class Recorder:
     def __init__(self):
         self.seen, self.tested = [], 0
 
-    def train_batch(self, X, y):
+    def train_batch(self, X, y, lr):
         self.seen.append((X.asnumpy(), y.asnumpy()))
         return [y[: len(y) // 2 + 1] * 0, y[len(y) // 2 + 1 :] * 0] if len(y) > 1 else [y * 0]
 
@@ -268,10 +291,12 @@ class Recorder:
     def parameters(self):
         return {}
 
+    velocities = parameters
+
 
 def test_every_example_is_trained_on_once_an_epoch_in_another_order_each_epoch():
     recorder = Recorder()
-    loop.run(lambda: recorder, [mx.cpu(0)], 96, epochs=2, dataset="synthetic", limit=1000, seed=4)
+    run(lambda: recorder, batch_size=96, epochs=2, limit=1000, seed=4)
     data = datasets.synthetic(1000, 166, seed=4)
     assert [len(y) for _, y in recorder.seen] == 2 * (10 * [96] + [40])
     assert recorder.tested == 166
@@ -289,7 +314,7 @@ def test_every_example_is_trained_on_once_an_epoch_in_another_order_each_epoch()
 
 def test_a_batch_smaller_than_the_number_of_devices_is_refused_with_both():
     with pytest.raises(UsageError, match="a batch of 2 on 3 devices"):
-        loop.run(Recorder, [mx.cpu(i) for i in range(3)], 2, dataset="synthetic", limit=10)
+        run(Recorder, devices=3, batch_size=2, limit=10)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 17, 50])
