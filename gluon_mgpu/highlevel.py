@@ -200,9 +200,13 @@ class Replicas:
         """Batch normalization counts its running mean and variance on each device by itself. Their mean over the
         devices, weighted by examples, keeps the replicas equal, so that any device evaluates as any other."""
         weights = [sum(x.shape[0] for x in losses if x.context == c) / n for c in self.ctx]
+        # A hybridized net's backward writes them unseen by the engine: what reads them must wait for the last gradient.
+        last_gradients = next(iter(self.trained.values())).list_grad()
+        after = [grad.reshape(-1)[:1] * 0 for grad in last_gradients]
         for p in self.statistics:
             replicas = p.list_data()
-            average = nd.add_n(*[r.as_in_context(self.ctx[0]) * w for r, w in zip(replicas, weights)])
+            weighted = [nd.broadcast_add(r, zero) * w for r, w, zero in zip(replicas, weights, after)]
+            average = nd.add_n(*[x.as_in_context(self.ctx[0]) for x in weighted])
             for r in replicas:
                 average.copyto(r)
 

@@ -65,12 +65,14 @@ class Settings:
         )
         _require(1 <= self.accumulate <= self.batch_size, "accumulate", self.accumulate, "give 1 to the batch's size")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"choose one of {', '.join(SCHEDULES)}")
+        grow = all(isinstance(e, int) for e in self.step_epochs) and list(self.step_epochs) == sorted(
+            {*self.step_epochs}
+        )
         _require(
-            all(isinstance(e, int) and 1 <= e < self.epochs for e in self.step_epochs)
-            and sorted(set(self.step_epochs)) == list(self.step_epochs),
+            grow and all(1 <= e < self.epochs for e in self.step_epochs),
             "step_epochs",
             joined(self.step_epochs),
-            f"give growing epochs from 1 to {self.epochs - 1}, such as 2,3 of 4",
+            f"give growing epochs from 1 to {self.epochs - 1}, such as 2,3",
         )
         if bool(self.step_epochs) != (self.schedule == "step"):
             raise UsageError("schedule step and step_epochs go together: after which epochs the learning rate steps")
@@ -82,7 +84,7 @@ class Settings:
             f"give 0 to less than all {self.epochs} epochs",
         )
         if isinstance(self.shares, tuple):
-            right = all(isinstance(s, (int, float)) and 0 < s < 1e9 for s in self.shares)
+            right = self.shares and all(isinstance(s, (int, float)) and 0 < s < 1e9 for s in self.shares)
             _require(right, "shares", joined(self.shares), "give a number above 0 a device, such as 80,20")
         elif self.shares not in (None, "auto"):
             raise UsageError(f"shares {self.shares!r}: give a number a device, such as 80,20, or auto")
@@ -145,7 +147,7 @@ def shard_sizes(examples, parts, shares=None):
 
 def joined(numbers):
     """As --shares and --step-epochs take them: 80,20."""
-    return ",".join(f"{number:g}" for number in numbers)
+    return ",".join(f"{number:g}" if isinstance(number, (int, float)) else repr(number) for number in numbers)
 
 
 SGD = Settings()  # the notebooks' own step
