@@ -39,11 +39,12 @@ def _checked(indices, asked):
     return indices
 
 
-def contexts(gpus, device="auto"):
+def contexts(gpus, device="auto", fewer=False):
     """The contexts to train on.
 
     gpus: how many devices (2), which ones ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs where
-    this machine and this MXNet have any, else CPU contexts, which a line on standard error says.
+    this machine and this MXNet have any, else CPU contexts, which a line on standard error says. fewer: leave out GPUs
+    that are not there, which a line says too, as long as one of them is.
     Raises UsageError for devices that are not there, Error for a GPU that MXNet has no kernels for and for CPU contexts
     that would hang (engine.check).
     """
@@ -65,7 +66,11 @@ def contexts(gpus, device="auto"):
     if max(indices) >= count:
         has = "1 GPU, index 0" if count == 1 else f"{count} GPUs, indices 0 to {count - 1}"
         asked = f"{len(indices)} GPUs" if indices == list(range(len(indices))) else f"GPU {max(indices)}"
-        raise UsageError(f"{asked} asked for, and this machine has {has}; --device cpu takes any number")
+        there = [i for i in indices if i < count]
+        if not (fewer and there):
+            raise UsageError(f"{asked} asked for, and this machine has {has}; --device cpu takes any number")
+        print(f"gluon_mgpu: {asked} asked for, and this machine has {has}: going on with {len(there)}", file=sys.stderr)
+        indices = there
     for index in indices:
         _refuse_gpu_without_kernels(index)
     return [mx.gpu(i) for i in indices]

@@ -104,6 +104,19 @@ def test_more_gpus_than_the_machine_has_are_refused_with_what_there_is(machine, 
         devices.contexts(gpus)
 
 
+def test_fewer_gpus_than_asked_are_taken_where_the_caller_allows_it_and_a_line_says_so(machine, capsys):
+    machine(("A100", 8, 0), ("A100", 8, 0))
+    assert devices.contexts(4, fewer=True) == [mx.gpu(0), mx.gpu(1)]
+    assert devices.contexts("1,5", fewer=True) == [mx.gpu(1)]
+    has = "this machine has 2 GPUs, indices 0 to 1"
+    assert capsys.readouterr().err.splitlines() == [
+        f"gluon_mgpu: 4 GPUs asked for, and {has}: going on with 2",
+        f"gluon_mgpu: GPU 5 asked for, and {has}: going on with 1",
+    ]
+    with pytest.raises(UsageError, match="GPU 5 asked for"):
+        devices.contexts("2,5", fewer=True)
+
+
 @pytest.mark.parametrize("name, major, minor", [("NVIDIA H200", 9, 0), ("NVIDIA B200", 10, 0), ("Tesla K80", 3, 7)])
 def test_a_gpu_that_mxnet_has_no_kernels_for_is_refused_by_name(machine, name, major, minor):
     machine(("A100", 8, 0), (name, major, minor))
