@@ -19,6 +19,7 @@ from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import Settings
 
 FORMAT = 1
+FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 VELOCITY = "velocity/"  # before a parameter's name: what momentum remembers of it
 SETTINGS = tuple(f.name for f in fields(Settings))
 MOST_SHARE_DRAWING = 0.01  # of the time of training
@@ -124,13 +125,14 @@ class Run:
             return
         if self.resumed:
             self._say_what_changed(config)
-            for left in self.folder.glob(".*.npz.*"):  # by a run that was killed while it wrote
-                left.unlink()
         self.config = {**config, "version": __version__}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.locked is None:
                 self._lock()
+            for name in FILES:
+                for left in self.folder.glob(f".{name}.*"):  # by a run that was killed while it wrote
+                    left.unlink()
             self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         except OSError as error:
             raise Error(f"{self.asked}: cannot be written ({error.strerror}): give another folder") from None

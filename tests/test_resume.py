@@ -1,0 +1,332 @@
+"""A run that ended, in whatever way, goes on to where it would have come."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gluon_mgpu import checkpoint, highlevel, records, scratch
+from gluon_mgpu.errors import Error, UsageError
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+IMPLS = {"scratch": scratch, "highlevel": highlevel}
+BEYOND = {"momentum": 0.9, "weight_decay": 0.001, "schedule": "cosine", "warmup_epochs": 0.5, "accumulate": 2}
+SIZE = {"dataset": "synthetic", "limit": 600, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps an epoch
+
+
+def train(impl, devices=2, **options):
+    return IMPLS[impl].train(devices, 64, 0.1, **{**SIZE, **options})
+
+
+def interrupt(monkeypatch, impl, at_step):
+    """Ctrl-C while the step is issued that is at_step'th from now, once."""
+    original, taken = IMPLS[impl].Replicas.train_batch, []
+
+    def train_batch(self, X, y, lr):
+        taken.append(lr)
+        if len(taken) == at_step:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, X, y, lr)
+
+    monkeypatch.setattr(IMPLS[impl].Replicas, "train_batch", train_batch)
+
+
+def left(folder):
+    """All that a run leaves, without its times: (arrays, losses, accuracies and learning rates)."""
+    arrays, _ = checkpoint.load(folder / "checkpoint.npz")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return arrays, [
+        {k: v for k, v in line.items() if k not in ("train_seconds", "samples_per_second")} for line in lines
+    ]
+
+
+def assert_same_bits(a, b):
+    (arrays_a, metrics_a), (arrays_b, metrics_b) = a, b
+    assert arrays_a.keys() == arrays_b.keys()
+    for name, array in arrays_a.items():
+        np.testing.assert_array_equal(array, arrays_b[name])
+    assert metrics_a == metrics_b
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Runs that nothing interrupted: {(impl, whether with momentum and so on): what it left}."""
+    runs = {}
+    for impl in IMPLS:
+        for beyond in (False, True):
+            out = tmp_path_factory.mktemp("whole") / "run"
+            train(impl, out=out, **(BEYOND if beyond else {}))
+            runs[impl, beyond] = left(out)
+    return runs
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("beyond", [False, True], ids=["plain", "beyond"])
+@pytest.mark.parametrize("at_step", [1, 4, 10, 13, 30])
+def test_a_run_interrupted_at_any_step_and_resumed_ends_with_the_bits_of_a_whole_one(
+    impl, beyond, at_step, whole, monkeypatch, tmp_path
+):
+    options = BEYOND if beyond else {}
+    interrupt(monkeypatch, impl, at_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(impl, out=tmp_path, **options)
+    arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
+    assert len(facts["history"]) * 10 + facts["steps"] == at_step
+    train(impl, resume=tmp_path, **options)
+    assert_same_bits(left(tmp_path), whole[impl, beyond])
+
+
+def test_a_run_interrupted_again_and_again_ends_with_the_bits_of_a_whole_one(whole, monkeypatch, tmp_path):
+    for resume in (None, tmp_path, tmp_path):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            interrupt(patched, "scratch", 7)
+            train("scratch", out=tmp_path, resume=resume)
+    train("scratch", resume=tmp_path)
+    assert_same_bits(left(tmp_path), whole["scratch", False])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_more_epochs_can_be_given_to_a_run_that_is_done(impl, whole, tmp_path, capsys):
+    train(impl, out=tmp_path, epochs=1)
+    before = files(tmp_path)
+    assert [e.epoch for e in train(impl, resume=tmp_path, epochs=1)] == [1]
+    assert "all 1 epochs are done; --epochs gives it more" in capsys.readouterr().err
+    assert files(tmp_path)["checkpoint.npz"] == before["checkpoint.npz"]
+    train(impl, resume=tmp_path)
+    assert_same_bits(left(tmp_path), whole[impl, False])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_run_goes_on_on_other_devices_to_the_same_parameters_but_for_rounding_and_says_so(
+    impl, devices, whole, monkeypatch, tmp_path, capsys
+):
+    interrupt(monkeypatch, impl, 13)
+    with pytest.raises(KeyboardInterrupt):
+        train(impl, out=tmp_path, **BEYOND)
+    capsys.readouterr()
+    train(impl, devices, resume=tmp_path, **BEYOND)
+    assert (f"on {devices} devices where the run had 2" in capsys.readouterr().err) == (devices != 2)
+    arrays, _ = left(tmp_path)
+    for name, array in whole[impl, True][0].items():
+        np.testing.assert_allclose(arrays[name], array, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("first, second", [("scratch", "highlevel"), ("highlevel", "scratch")])
+def test_what_one_implementation_began_the_other_ends(first, second, whole, monkeypatch, tmp_path, capsys):
+    interrupt(monkeypatch, first, 13)
+    with pytest.raises(KeyboardInterrupt):
+        train(first, out=tmp_path, **BEYOND)
+    train(second, resume=tmp_path, **BEYOND)
+    assert f"with {second} on cpu(0), cpu(1) where the run had {first}" in capsys.readouterr().err
+    arrays, _ = left(tmp_path)
+    for name, array in whole[second, True][0].items():
+        np.testing.assert_allclose(arrays[name], array, rtol=1e-3, atol=1e-5)
+
+
+def test_resnet_18_goes_on_with_its_running_statistics_to_the_same_bits(monkeypatch, tmp_path):
+    small = {"model": "resnet18", "limit": 20, "epochs": 1, "momentum": 0.9}
+    highlevel.train(2, 8, 0.05, **{**SIZE, **small}, out=tmp_path / "whole")
+    interrupt(monkeypatch, "highlevel", 2)
+    with pytest.raises(KeyboardInterrupt):
+        highlevel.train(2, 8, 0.05, **{**SIZE, **small}, out=tmp_path / "cut")
+    highlevel.train(2, 8, 0.05, **{**SIZE, **small}, resume=tmp_path / "cut")
+    assert_same_bits(left(tmp_path / "cut"), left(tmp_path / "whole"))
+    assert "1.running_var" in left(tmp_path / "cut")[0]
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The folder of a run of one epoch."""
+    train("scratch", out=tmp_path / "run", epochs=1)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dataset": "fashion-mnist"},
+        {"limit": 700},
+        {"seed": 3},
+        {"momentum": 0.5},
+        {"weight_decay": 0.1},
+        {"accumulate": 2},
+        {"schedule": "cosine"},
+        {"clip_norm": 1.0},
+        {"scale_lr": True},
+    ],
+    ids=str,
+)
+def test_other_settings_than_the_runs_are_refused_by_name_and_nothing_is_overwritten(other, begun):
+    before = files(begun)
+    with pytest.raises(UsageError, match=f"the run has {next(iter(other))} .*, not ") as caught:
+        train("scratch", resume=begun, **other)
+    assert "\n" not in str(caught.value) and files(begun) == before
+
+
+def test_another_model_is_refused_and_nothing_is_overwritten(begun):
+    before = files(begun)
+    with pytest.raises(UsageError, match="the run has model lenet, not lenet-max"):
+        train("highlevel", resume=begun, model="lenet-max")
+    assert files(begun) == before
+
+
+def test_another_number_of_epochs_is_refused_where_the_schedule_depends_on_it(tmp_path):
+    train("scratch", out=tmp_path, epochs=1, schedule="cosine")
+    with pytest.raises(UsageError, match="the run has epochs 1, not 2"):
+        train("scratch", resume=tmp_path, epochs=2, schedule="cosine")
+
+
+def test_the_arrays_of_another_network_are_refused_though_the_settings_agree(begun):
+    arrays, facts = checkpoint.load(begun / "checkpoint.npz")
+    checkpoint.save(begun / "checkpoint.npz", {**arrays, "W1": np.zeros((6, 1, 5, 5), np.float32)}, facts)
+    before = files(begun)
+    with pytest.raises(Error, match="holds the parameters of another network"):
+        train("scratch", resume=begun)
+    assert files(begun) == before
+
+
+@pytest.mark.parametrize("harm", ["cut", "altered"])
+def test_a_harmed_checkpoint_is_refused_in_one_line_and_nothing_is_overwritten(harm, begun):
+    path = begun / "checkpoint.npz"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] if harm == "cut" else content[:1000] + b"\0\1\2" + content[1003:])
+    before = files(begun)
+    for options in ({"resume": begun}, {"out": begun}):
+        with pytest.raises((Error, UsageError), match="is no whole checkpoint|a run is there already") as caught:
+            train("scratch", **options)
+        assert "\n" not in str(caught.value) and files(begun) == before
+
+
+def test_a_checkpoint_of_another_version_is_refused(begun):
+    arrays, facts = checkpoint.load(begun / "checkpoint.npz")
+    checkpoint.save(begun / "checkpoint.npz", arrays, {**facts, "format": 99})
+    with pytest.raises(Error, match="of another version"):
+        train("scratch", resume=begun)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '"x"', '{"devices": ["tpu(0)"]}'])
+def test_a_config_that_cannot_be_is_refused_in_one_line(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    for read in (records.options, lambda folder: train("scratch", resume=folder)):
+        with pytest.raises(Error) as caught:
+            read(tmp_path)
+        assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--dataset", "synthetic", "--device", "cpu", "--gpus", "2"]
+    first = subprocess.Popen([*command, "--out", str(tmp_path), "--epochs", "500"], stdout=subprocess.PIPE)
+    try:
+        first.stdout.readline()
+        for option in ("--out", "--resume"):
+            second = subprocess.run([*command, option, str(tmp_path)], capture_output=True, text=True)
+            assert second.returncode == 2 and second.stderr.endswith("another run is writing there: let it end\n")
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+
+
+RUN = (
+    "--dataset",
+    "synthetic",
+    "--device",
+    "cpu",
+    "--gpus",
+    "2",
+    "--limit",
+    "600",
+    "--batch-size",
+    "64",
+    "--seed",
+    "2",
+)
+BEYOND_OPTIONS = ("--momentum", "0.9", "--weight-decay", "0.001", "--schedule", "cosine", "--warmup-epochs", "0.5")
+
+
+def start(*options):
+    command = [sys.executable, str(SCRIPT), *map(str, options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def killed_and_resumed(kills, tmp_path):
+    """Kill runs of 12 epochs at random moments, from before the first file to the last, and end each one: asserts that
+    it has the bits of a run that was left alone. Returns how many epochs the runs had done when they were killed."""
+    options, out = (*RUN, *BEYOND_OPTIONS, "--lr", "0.1", "--epochs", "12"), tmp_path / "whole"
+    began = time.monotonic()
+    alone = start(*options, "--out", out)
+    assert alone.stdout.readline().startswith("running on")
+    until_training = time.monotonic() - began
+    assert alone.wait() == 0
+    training = time.monotonic() - began - until_training
+    expected, moments, done = left(out), random.Random(1), []
+    for kill in range(kills):
+        folder = tmp_path / f"run{kill}"
+        run = start(*options, "--out", folder)
+        if kill:
+            run.stdout.readline()
+            time.sleep(training * moments.random())
+        else:
+            time.sleep(until_training * 0.5)
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+        whole = (folder / "checkpoint.npz").exists()
+        done.append(len(checkpoint.load(folder / "checkpoint.npz")[1]["history"]) if whole else 0)
+        begun = (folder / "config.json").exists()
+        again = start("--resume", folder) if begun else start(*options, "--out", folder)
+        _, said = again.communicate()
+        assert again.returncode == 0, said
+        assert_same_bits(left(folder), expected)
+        assert not [name for name in os.listdir(folder) if name.startswith(".")], "a file of the killed run is left"
+    return done
+
+
+def test_runs_killed_at_random_moments_and_resumed_end_with_the_bits_of_a_whole_one(tmp_path):
+    killed_and_resumed(3, tmp_path)
+
+
+@pytest.mark.slow
+def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_bits_of_a_whole_one(tmp_path):
+    done = killed_and_resumed(20, tmp_path)
+    assert len(set(done)) > 5, "the moments differed"
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_from_its_seed(whole, monkeypatch, tmp_path):
+    def dies(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scratch.Replicas, "train_batch", dies)
+        with pytest.raises(MemoryError):
+            train("scratch", out=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    train("scratch", resume=tmp_path)
+    assert_same_bits(left(tmp_path), whole["scratch", False])
+
+
+def test_what_a_run_left_half_written_when_it_was_killed_is_removed_on_resume(begun):
+    for name in records.FILES:
+        (begun / f".{name}.abc123").write_bytes(b"half")
+    train("scratch", resume=begun, epochs=2)
+    assert sorted(files(begun)) == ["checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"]
+
+
+def test_the_command_goes_on_with_the_runs_own_settings_and_devices(begun):
+    run = start("--resume", begun, "--epochs", 2)
+    printed, said = run.communicate()
+    assert run.returncode == 0 and "running on: [cpu(0), cpu(1)]" in printed and "epoch 2, time" in printed, said
+    config = json.loads((begun / "config.json").read_text())
+    assert (config["lr"], config["batch_size"], config["epochs"]) == (0.1, 64, 2)
