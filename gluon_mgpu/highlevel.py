@@ -240,12 +240,24 @@ class Replicas:
                 updater.states_synced[i] = True
 
 
-def train(num_gpus, batch_size, lr, *, device="auto", hybridize=True, data_dir=None, out=None, resume=None, **settings):
+def train(
+    num_gpus,
+    batch_size,
+    lr,
+    *,
+    device="auto",
+    hybridize=True,
+    data_dir=None,
+    out=None,
+    resume=None,
+    tensorboard=False,
+    **settings,
+):
     """The notebook's experiment with Gluon: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
-    hybridize: see `initialize`. data_dir, out, resume: see `loop.run`. settings: the fields of `Settings`: model,
-    epochs, momentum and so on. Returns a list of `loop.Epoch`.
+    hybridize: see `initialize`. data_dir, out, resume, tensorboard: see `loop.run`. settings: the fields of `Settings`:
+    model, epochs, momentum and so on. Returns a list of `records.Epoch`.
     """
     settings = Settings(batch_size, lr, **settings)
     ctx = devices.contexts(num_gpus, device)
@@ -257,4 +269,5 @@ def train(num_gpus, batch_size, lr, *, device="auto", hybridize=True, data_dir=N
         data_dir=data_dir,
         out=out,
         resume=resume,
+        tensorboard=tensorboard,
     )

@@ -33,13 +33,13 @@ MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
 
-def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume=None):
-    """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `Epoch`.
+def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume=None, tensorboard=False):
+    """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `records.Epoch`.
 
     make_replicas: builds the replicas on ctx from settings, called once the random numbers are seeded. config: what
     config.json shall say of the implementation. data_dir: as in `datasets.load`. out: a folder to leave the run in.
     resume: such a folder, to go on from its checkpoint; the settings must be those of the run, except that there may be
-    more epochs, and other devices and shares.
+    more epochs, and other devices and shares. tensorboard: write each epoch's numbers for TensorBoard there too.
     Raises UsageError for fewer examples in a batch than devices and for what cannot be resumed, Error when a loss is
     not a number, KeyboardInterrupt on Ctrl-C, between two steps, once the checkpoint is left.
     """
@@ -51,7 +51,7 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
         raise UsageError(
             f"shares {joined(settings.shares)}: {len(settings.shares)} for {len(ctx)} devices; give one for each"
         )
-    with records.Run(out, resume) as kept, CtrlC() as ctrl_c:
+    with records.Run(out, resume, tensorboard) as kept, CtrlC() as ctrl_c:
         settings, arrays, position = kept.position(settings)
         if settings.seed is None:
             settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))

@@ -58,17 +58,18 @@ class Run:
     Raises UsageError where out holds a run already, resume none, or another run is writing there.
     """
 
-    def __init__(self, out=None, resume=None):
+    def __init__(self, out=None, resume=None, tensorboard=False):
         if out and resume and Path(out) != Path(resume):
             raise UsageError(f"--out {out} --resume {resume}: a resumed run stays in its folder; leave --out away")
+        if tensorboard and not (out or resume):
+            raise UsageError("--tensorboard writes into the run's folder: give --out too")
+        self.Writer = _tensorboard_writer() if tensorboard else None
         self.resumed = bool(resume)
         self.asked = f"--resume {resume}" if resume else f"--out {out}"
         self.folder = Path(resume or out) if out or resume else None
-        self.locked = None
-        self.training, self.drawing = (
-            0.0,
-            0.5,
-        )  # seconds since, and of, the last picture; matplotlib loads for the first
+        self.locked = self.writer = None
+        self.training = 0.0  # seconds since the last picture
+        self.drawing = 0.5  # seconds that it took; matplotlib has to load for the first
 
     def __enter__(self):
         if self.folder and self.folder.is_dir():
@@ -76,6 +77,8 @@ class Run:
         return self
 
     def __exit__(self, *_):
+        if self.writer:
+            self.writer.close()
         if self.locked is not None:
             os.close(self.locked)
 
@@ -157,6 +160,8 @@ class Run:
             return
         self._checkpoint(replicas, position)
         self._metrics(position)
+        if self.Writer:
+            self._scalars(position.history[-1])
         self.training += position.history[-1].train_seconds
         if self.drawing < MOST_SHARE_DRAWING * self.training:
             self._draw(position)
@@ -186,6 +191,13 @@ class Run:
 
     def _metrics(self, position):
         self._write("metrics.jsonl", "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
+
+    def _scalars(self, epoch):
+        self.writer = self.writer or self.Writer(str(self.folder / "tensorboard"))
+        for name, value in epoch._asdict().items():
+            if name != "epoch":
+                self.writer.add_scalar(name, value, epoch.epoch)
+        self.writer.flush()
 
     def _draw(self, position):
         start = time.perf_counter()
@@ -226,6 +238,14 @@ def options(folder):
     if not found or not all(found):
         raise Error(f"{folder}: its config.json names no devices that can be: {config['devices']}; begin the run anew")
     return {**kept, "gpus": [int(device[2]) for device in found], "device": found[0][1]}
+
+
+def _tensorboard_writer():
+    try:
+        from tensorboard.summary import Writer
+    except ImportError:
+        raise UsageError("--tensorboard needs the tensorboard package: pip install 'gluon_mgpu[tensorboard]'") from None
+    return Writer
 
 
 def _arrays(replicas):

@@ -154,6 +154,41 @@ def test_what_cannot_be_run_is_refused_in_one_line_with_its_exit_status(options,
     assert len([line for line in said if line]) == 1, done.stderr
 
 
+def test_a_recipe_is_run_with_its_options_and_those_given_beside_it_win(tmp_path):
+    options = ("--dataset", "synthetic", "--limit", 600, "--epochs", 1, "--device", "cpu")
+    done = train("--recipe", "gluon-lenet-mnist-4gpu", *options, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "config.json").read_text())
+    expected = {"impl": "highlevel", "model": "lenet-max", "batch_size": 256, "lr": 0.3, "dataset": "synthetic"}
+    assert expected.items() <= {**config}.items() and config["epochs"] == 1
+    assert config["devices"] == [f"cpu({i})" for i in range(4)]
+
+
+def test_the_recipes_are_listed_with_the_accuracies_that_the_notebooks_printed():
+    listed = train("--list-recipes")
+    assert listed.returncode == 0
+    for printed in ("0.1 0.66 0.75 0.71", "0.1 0.61 0.75 0.76", "0.9488 0.9693 0.9763 0.9801 0.9844"):
+        assert f"test accuracy there: {printed}" in listed.stdout
+    for option in ("--lr 0.1", "--batch-size 512 --lr 0.2", "--gpus 4"):
+        assert option in listed.stdout
+
+
+def test_tensorboard_reads_the_numbers_of_every_epoch(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(Recorder, batch_size=50, epochs=3, limit=100, out=tmp_path, tensorboard=True)
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("train_loss", "test_accuracy", "samples_per_second", "learning_rate"):
+        written = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors(name)]
+        assert written == [(m["epoch"], pytest.approx(m[name])) for m in metrics]
+
+
+def test_tensorboard_without_a_folder_is_refused():
+    with pytest.raises(UsageError, match="give --out too"):
+        run(Recorder, batch_size=50, tensorboard=True)
+
+
 def test_the_installed_command_refuses_in_the_same_way():
     command = [sys.executable, "-m", "gluon_mgpu", "train", "--gpus", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -243,10 +278,12 @@ def test_batches_are_the_images_and_memory_that_no_engine_thread_gives_back_thro
         np.testing.assert_array_equal(y.asnumpy(), data.train_labels[chosen])
 
 
-def run(make_replicas, devices=1, out=None, **settings):
+def run(make_replicas, devices=1, out=None, tensorboard=False, **settings):
     ctx = [mx.cpu(i) for i in range(devices)]
     settings = Settings(dataset="synthetic", **settings)
-    return loop.run(lambda _: make_replicas(), ctx, settings, config={"impl": "recorder"}, out=out)
+    return loop.run(
+        lambda _: make_replicas(), ctx, settings, config={"impl": "recorder"}, out=out, tensorboard=tensorboard
+    )
 
 
 def test_a_second_ctrl_c_within_a_step_writes_no_checkpoint_of_half_a_step(tmp_path):

@@ -1,11 +1,14 @@
 """What a step does beyond the notebook's: against NumPy, the other implementation, and the plain step."""
 
+import json
+import time
+
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, nd
 
-from gluon_mgpu import checkpoint, highlevel, scratch
+from gluon_mgpu import checkpoint, datasets, highlevel, loop, records, scratch
 from gluon_mgpu.settings import Settings
 
 IMPLS = [scratch, highlevel]
@@ -204,3 +207,73 @@ class TestResNet18:
         for name, p in left[0].items():
             if "running" in name:
                 np.testing.assert_allclose(p, left[1][name], rtol=1e-2, atol=1e-4)
+
+
+class TestSharesAuto:
+    """One CPU context is made slower: it computes its shard's scores four times."""
+
+    @pytest.fixture
+    def slow(self, monkeypatch):
+        lenet = scratch.lenet
+
+        def four_times_on_the_second_context(X, params):
+            scores = lenet(X, params)
+            if X.context == mx.cpu(1):
+                for _ in range(3):
+                    scores = scores + 0 * lenet(X, params)
+            return scores
+
+        monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
+
+    def test_it_gives_the_slower_device_less_and_says_so_and_a_step_takes_less_time_than_with_even_shares(
+        self, slow, capsys
+    ):
+        ctx, data = [mx.cpu(0), mx.cpu(1)], datasets.synthetic(256, 100, seed=0)
+        settings = Settings(dataset="synthetic", shares="auto")
+        shares = loop.measured_shares(lambda s: scratch.Replicas(ctx, s), ctx, settings, data)
+        assert f"--shares auto measured the devices and chose {shares[0]},{shares[1]}" in capsys.readouterr().err
+        assert sum(shares) == 100 and 60 < shares[0] < 95  # 80 where both have a core of their own
+
+        X, y = next(loop.batches(data.train_images, data.train_labels, 256))
+        made = {s: scratch.Replicas(ctx, Settings(shares=s)) for s in (None, shares)}
+        times = {s: [] for s in made}
+        for _ in range(12):
+            for s, replicas in made.items():  # in turn
+                nd.waitall()
+                start = time.perf_counter()
+                replicas.train_batch(X, y, 0.1)
+                nd.waitall()
+                times[s].append(time.perf_counter() - start)
+        # about 0.6 where both have a core of their own
+        assert np.median(times[shares][2:]) < 0.9 * np.median(times[None][2:]), times
+
+    def test_the_first_step_of_a_device_does_not_count(self):
+        class ColdOnTheSecond:
+            """The second device takes long for its first step of any size, and as long as the first one afterwards."""
+
+            def __init__(self, _):
+                self.seen = set()
+
+            def forward_backward(self, X, y, shares):
+                cold = shares not in self.seen
+                self.seen.add(shares)
+                return [Ready(0.01), Ready(0.3 if cold else 0.01)]
+
+        class Ready:
+            def __init__(self, seconds):
+                self.at = time.perf_counter() + seconds
+
+            def wait_to_read(self):
+                time.sleep(max(0, self.at - time.perf_counter()))
+
+        data = datasets.synthetic(256, 100, seed=0)
+        ctx = [mx.cpu(0), mx.cpu(1)]
+        shares = loop.measured_shares(ColdOnTheSecond, ctx, Settings(shares="auto"), data)
+        assert 40 <= shares[0] <= 60
+
+    def test_a_run_keeps_the_shares_that_it_chose_and_is_resumed_with_them(self, slow, tmp_path, capsys):
+        options = {"dataset": "synthetic", "limit": 300, "seed": 1, "device": "cpu"}
+        scratch.train(2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
+        chosen = json.loads((tmp_path / "config.json").read_text())["shares"]
+        assert chosen[0] > chosen[1]
+        assert records.options(tmp_path)["shares"] == chosen
