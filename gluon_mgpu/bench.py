@@ -1,6 +1,6 @@
 """Speed and memory of the training step beside the notebook's own code: separate processes, taken in turn, medians.
 
-A worker, `python -m gluon_mgpu.bench time NAME CONTEXTS STEPS AHEAD`, trains on synthetic data and prints JSON.
+A worker, `python -m gluon_mgpu.bench time SUBJECT STEPS`, works on synthetic data; its subject and results are JSON.
 """
 
 import importlib
@@ -22,8 +22,9 @@ from tqdm import tqdm
 from gluon_mgpu import datasets, engine
 from gluon_mgpu.errors import Error
 
-BATCH_SIZE = 256
-WARM_UP_STEPS = 10
+BATCH_SIZE = {"lenet": 256, "resnet18": 64}
+WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
+STEPS_PER_STEP = {"lenet": 1, "resnet18": 0.1}  # ResNet-18 computes some 80 times as much a step
 WORKER_SECONDS = 300
 ENGINE_SETTINGS = ("OMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")
 
@@ -36,6 +37,8 @@ class Subject(NamedTuple):
     note: str = ""  # what differs
     settings: tuple = ()  # ((environment variable, value), ...)
     ahead: int = 0  # how many steps Python may run ahead; 0: what the loop allows
+    model: str = "lenet"
+    work: str = "train"  # or "evaluate"
 
     def __str__(self):
         return f"{self.name}, {self.contexts} context{'s'[: self.contexts > 1]}{', ' * bool(self.note)}{self.note}"
@@ -50,6 +53,17 @@ STEP = (
         for name in ("scratch", "highlevel")
         for subject in (Subject(name, 1, **ONE_THREAD), Subject(name, 1), Subject(name, 2))
     ),
+)
+EVALUATE, RESNET18 = (
+    tuple(
+        Subject(name, contexts, **options, **what)
+        for name in names
+        for contexts, options in ((1, ONE_THREAD), (1, {}), (2, {}))
+    )
+    for names, what in (
+        (("scratch", "highlevel"), {"work": "evaluate"}),
+        (("highlevel",), {"model": "resnet18"}),
+    )
 )
 GLIBC = (
     ("MALLOC_MMAP_MAX_", "65536"),
@@ -106,6 +120,12 @@ def step_table(results):
     return _table(results, columns)
 
 
+def alone_table(results):
+    """How fast the subjects of EVALUATE or RESNET18 are: times as fast as one context with one thread."""
+    one_thread = {s.name: s for s in results if s.contexts == 1 and s.settings}
+    return _table(results, {"x 1 context, 1 thread": lambda s: _ratio(results[one_thread[s.name]], results[s])})
+
+
 def engine_table(results):
     """What each setting of ENGINE buys: the time a step takes without it, relative to ours."""
     return _table(results, {"x ours": lambda s: _ratio(results[s], results[Subject(s.name, s.contexts)])})
@@ -130,8 +150,10 @@ def profile(steps=50):
 
 
 def _table(results, columns):
+    first = next(iter(results))
+    size, title = BATCH_SIZE[first.model], {"lenet": "LeNet", "resnet18": "ResNet-18"}[first.model]
     lines = [
-        f"LeNet, batch {BATCH_SIZE}, medians; {len(os.sched_getaffinity(0))} cores of {_cpu()}; "
+        f"{title}, {first.work}, batch {size}, medians; {len(os.sched_getaffinity(0))} cores of {_cpu()}; "
         f"Python {platform.python_version()}, MXNet {version('mxnet')}, NumPy {np.__version__}",
         f"{'':42}ms/step    (min-max)  examples/s  {'  '.join(columns)}  peak MB",
     ]
@@ -140,7 +162,7 @@ def _table(results, columns):
         ratios = "  ".join(f"{ratio(subject):{len(title)}.2f}" for title, ratio in columns.items())
         lines.append(
             f"{subject!s:42}{median(times):7.1f} {f'({min(times):.1f}-{max(times):.1f})':>12} "
-            f"{1000 * BATCH_SIZE / median(times):11.0f}  {ratios} {median(run['peak_mb'] for run in runs):8.0f}"
+            f"{1000 * size / median(times):11.0f}  {ratios} {median(run['peak_mb'] for run in runs):8.0f}"
         )
     return "\n".join(lines)
 
@@ -153,8 +175,7 @@ def _ratio(slow, fast):
 def _in_own_process(subject, steps, mode="time"):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ENGINE_SETTINGS)}
     environment.update(subject.settings)
-    arguments = map(str, (mode, subject.name, subject.contexts, steps, subject.ahead))
-    command = [sys.executable, "-m", "gluon_mgpu.bench", *arguments]
+    command = [sys.executable, "-m", "gluon_mgpu.bench", mode, json.dumps(subject._asdict()), str(steps)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WORKER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -166,27 +187,26 @@ def _in_own_process(subject, steps, mode="time"):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _worker(mode, name, contexts, steps, ahead):
-    if name != "notebook":
-        engine.configure(contexts)
-    module = importlib.import_module(f"gluon_mgpu.{name}")
+def _worker(mode, subject, steps):
+    if subject.name != "notebook":
+        engine.configure(subject.contexts)
+    module = importlib.import_module(f"gluon_mgpu.{subject.name}")
     import mxnet as mx
 
-    ctx = [mx.cpu(i) for i in range(contexts)]
-    data = datasets.synthetic(max(steps, WARM_UP_STEPS) * BATCH_SIZE, 100, seed=0)
+    ctx = [mx.cpu(i) for i in range(subject.contexts)]
+    size, warm_up = BATCH_SIZE[subject.model], WARM_UP_STEPS[subject.model]
+    steps = max(5, round(steps * STEPS_PER_STEP[subject.model]))
+    data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
     mx.random.seed(0)
-    if name == "notebook":
+    if subject.name == "notebook":
         params = module.init_params()
         device_params = [module.get_params(params, c) for c in ctx]
 
-        def train(examples):
+        def work(examples):
             # Its batches are made beforehand: only its inner loop is timed.
             train_iter = [
-                (
-                    mx.nd.array(data.train_images[i : i + BATCH_SIZE]) / 255,
-                    mx.nd.array(data.train_labels[i : i + BATCH_SIZE]),
-                )
-                for i in range(0, examples, BATCH_SIZE)
+                (mx.nd.array(data.train_images[i : i + size]) / 255, mx.nd.array(data.train_labels[i : i + size]))
+                for i in range(0, examples, size)
             ]
             mx.nd.waitall()
             start = time.perf_counter()
@@ -194,28 +214,32 @@ def _worker(mode, name, contexts, steps, ahead):
             return time.perf_counter() - start
     else:
         from gluon_mgpu import loop
+        from gluon_mgpu.settings import Settings
 
-        loop.MOST_STEPS_AHEAD = ahead or loop.MOST_STEPS_AHEAD
-        replicas = module.Replicas(ctx)
+        loop.MOST_STEPS_AHEAD = subject.ahead or loop.MOST_STEPS_AHEAD
+        replicas = module.Replicas(ctx, Settings(model=subject.model))
 
-        def train(examples):
+        def work(examples):
             start = time.perf_counter()
-            train_iter = loop.batches(data.train_images[:examples], data.train_labels[:examples], BATCH_SIZE)
-            loop.train_epoch(partial(replicas.train_batch, lr=0.2), train_iter, examples, name)
+            data_iter = loop.batches(data.train_images[:examples], data.train_labels[:examples], size)
+            if subject.work == "evaluate":
+                replicas.evaluate_accuracy(data_iter)
+            else:
+                loop.train_epoch(partial(replicas.train_batch, lr=0.2), data_iter, examples, subject.name)
             return time.perf_counter() - start
 
-    train(WARM_UP_STEPS * BATCH_SIZE)
+    work(warm_up * size)
     if mode == "profile":
         mx.profiler.set_config(
             profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=os.devnull
         )
         mx.profiler.set_state("run")
-        train(steps * BATCH_SIZE)
+        work(steps * size)
         mx.profiler.set_state("stop")
         operators = json.loads(mx.profiler.dumps(format="json"))["Time"]["operator"]
         print(json.dumps({name: spent["Total"] / steps for name, spent in operators.items()}))
         return
-    step_ms = train(steps * BATCH_SIZE) / steps * 1000
+    step_ms = work(steps * size) / steps * 1000
     print(json.dumps({"step_ms": step_ms, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
 
 
@@ -226,4 +250,4 @@ def _cpu():
 
 
 if __name__ == "__main__":
-    _worker(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    _worker(sys.argv[1], Subject(**json.loads(sys.argv[2])), int(sys.argv[3]))

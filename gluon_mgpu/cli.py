@@ -156,6 +156,7 @@ Examples:
     metavar="DIR",
     help="Go on with a run from its checkpoint, with its own settings; more --epochs or other --gpus may be given.",
 )
+@click.option("--tensorboard", is_flag=True, help="Write for TensorBoard too, into the run's folder.")
 @click.option(
     "--hybridize/--no-hybridize",
     default=None,
@@ -206,21 +207,26 @@ Examples:
 )
 @click.option(
     "--what",
-    type=click.Choice(["step", "engine", "profile", "main-job"]),
+    type=click.Choice(["step", "evaluate", "resnet18", "engine", "profile", "main-job"]),
     multiple=True,
-    default=("step", "main-job"),
+    default=("step", "evaluate", "resnet18", "main-job"),
     show_default=True,
-    help="step: beside the notebook's code. engine: each setting left out in turn. profile: where a step's time goes, "
-    "by operator. main-job: a whole run and its memory.",
+    help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. engine: each "
+    "setting left out in turn. profile: where a step's time goes, by operator. main-job: a whole run and its memory.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
-@click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run.")
+@click.option(
+    "--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run; ResNet-18's: a tenth."
+)
 def bench(what, rounds, steps):
     """Time and memory a step, ours and the notebook's code, each in its own processes, taken in turn."""
     from gluon_mgpu import bench as benchmark
 
     if "step" in what:
         click.echo(benchmark.step_table(benchmark.measure(benchmark.STEP, rounds, steps)))
+    for name, subjects in (("evaluate", benchmark.EVALUATE), ("resnet18", benchmark.RESNET18)):
+        if name in what:
+            click.echo(benchmark.alone_table(benchmark.measure(subjects, rounds, steps)))
     if "engine" in what:
         click.echo(benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)))
     if "profile" in what:
@@ -246,7 +252,9 @@ Examples:
 @click.option("--device", type=click.Choice(devices.DEVICES), default="auto", show_default=True)
 @_setting("--lr", kind=float, help="Learning rate at batch 256.")
 @_setting("--epochs", kind=int)
-@click.option("--seed", type=int, default=1, show_default=True, help="All start from the same parameters.")
+@click.option(
+    "--seed", type=int, default=1, show_default=True, help="Of all four; early epochs differ much between seeds."
+)
 @_setting("--limit", kind=int, metavar="N", help="Train on the first N examples, as train.py does.")
 @click.option("--data-dir", type=click.Path(), metavar="DIR", help="Where the data is, as train.py finds it.")
 @click.option(
@@ -311,3 +319,68 @@ def walkthrough(impl, gpus, **options):
 
 
 main.add_command(walkthrough)
+
+
+@click.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  evaluate.py runs/first
+  evaluate.py runs/first --impl highlevel --gpus 2
+  evaluate.py runs/first --images coat.png boot.jpg
+  evaluate.py runs/first --export lenet""",
+)
+@click.argument("run", type=click.Path(), metavar="RUN")
+@click.argument("files", nargs=-1, type=click.Path(), metavar="")
+@click.option(
+    "--images",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE...",
+    help="Print the most probable classes of image files instead. As in the data, the object is to be bright on a dark "
+    "ground; colours become grey, and other sizes 28x28.",
+)
+@click.option(
+    "--export",
+    type=click.Path(),
+    metavar="PREFIX",
+    help="Leave the net as Gluon's PREFIX-symbol.json and PREFIX-0000.params too, for gluon.SymbolBlock.imports.",
+)
+@click.option(
+    "--impl",
+    type=click.Choice(["scratch", "highlevel"]),
+    help="NDArray alone, or Gluon; default the run's own. Both can read lenet.",
+)
+@click.option("--gpus", default="1", show_default=True, metavar="N|I,J,...", help="How many devices, or which.")
+@click.option(
+    "--device",
+    type=click.Choice(devices.DEVICES),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs where there are any, else as many CPU contexts.",
+)
+@click.option("--data-dir", type=click.Path(), metavar="DIR", help="Where the data is; else as train.py finds it.")
+def evaluate(run, files, images, export, impl, gpus, device, data_dir):
+    """Test accuracy and confusion table of RUN, a folder that train.py --out left."""
+    if files and not images:
+        raise UsageError(f"{files[0]}: give one RUN, and images after --images")
+    indices = devices.parse(gpus)
+    engine.configure(len(indices))  # before the module imports mxnet
+    from gluon_mgpu import evaluate as evaluation
+
+    if export is not None:
+        evaluation.exported_files(export)  # refuses before anything is computed
+    paths = images + files  # the shell's *.png after --images gives it the first one only
+    pictures = [evaluation.read_image(path) for path in paths]
+    trained = evaluation.load(run, impl, indices, device)
+    if pictures:
+        click.echo(evaluation.classify(trained, paths, pictures))
+    if not pictures or export is not None:
+        test_images, test_labels = evaluation.held_out(trained.settings, data_dir)
+    if not pictures:
+        click.echo(evaluation.report(trained, test_images, test_labels))
+    if export is not None:
+        click.echo(evaluation.export(trained, export, test_images))
+
+
+main.add_command(evaluate)

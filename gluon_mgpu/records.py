@@ -215,7 +215,7 @@ def last(folder):
     if path.exists():
         arrays, facts = checkpoint.load(path)
         if facts.get("format") != FORMAT:
-            raise Error(f"{path} is of another version of gluon_mgpu: resume it with that version")
+            raise Error(f"{path} is of another version of gluon_mgpu: use that one for it")
         history = [Epoch(**epoch) for epoch in facts["history"]]
         return arrays, facts["config"], Position(history, facts["steps"], facts["loss_sum"], facts["seconds"])
     try:

@@ -17,7 +17,8 @@ def test_ratios_are_of_runs_of_one_round_and_medians_of_those():
 
 
 def test_every_subject_trains_in_a_process_of_its_own_and_says_how_long_a_step_took():
-    results = bench.measure((bench.Subject("notebook", 2), bench.Subject("highlevel", 2)), rounds=1, steps=10)
+    subjects = (bench.Subject("notebook", 2), bench.Subject("highlevel", 2), bench.EVALUATE[2])
+    results = bench.measure(subjects, rounds=1, steps=10)
     for (run,) in results.values():
         assert 1 < run["step_ms"] < 10000 and 50 < run["peak_mb"] < 5000
 
