@@ -23,6 +23,9 @@ import requests
 from gluon_mgpu.errors import Error, UsageError
 
 NAMES = ("fashion-mnist", "mnist", "synthetic")
+FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+DIGITS = tuple("0123456789")
+CLASSES = {"fashion-mnist": FASHION, "mnist": DIGITS, "synthetic": DIGITS}  # names, in the order of the labels
 
 # Of the decompressed files: the gzip bytes differ from mirror to mirror.
 SHA256 = {
