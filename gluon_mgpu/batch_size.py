@@ -1,0 +1,157 @@
+"""The lecture's experiment: what a second device buys, and what the larger batch that it wants does to the accuracy.
+
+Four runs of `train`, each in a process of its own, one after the other: what the engine is set to depends on the number
+of contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from gluon_mgpu import checkpoint, datasets
+from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.records import Epoch
+from gluon_mgpu.settings import Settings
+
+PICTURE = "batch-size.png"
+SECONDS_TO_END = 10
+
+
+class Run(NamedTuple):
+    """One of the runs; what the four have in common is an argument of `run`."""
+
+    devices: int
+    batch_size: int  # over all devices together
+    scale_lr: bool = False  # the learning rate grows with the batch
+
+    def __str__(self):
+        device = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        return f"{device}, batch {self.batch_size}{', lr scaled' * self.scale_lr}"
+
+    @property
+    def folder(self):
+        return str(self).replace(",", "").replace(" ", "-")
+
+
+RUNS = (Run(1, 256), Run(2, 256), Run(2, 512), Run(2, 512, scale_lr=True))
+
+
+class Result(NamedTuple):
+    run: Run
+    config: dict  # of config.json
+    epochs: list  # of records.Epoch
+
+
+def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings):
+    """Train all of RUNS, each into a folder of its own in out, and draw the picture there; returns a list of `Result`.
+
+    impl, device, data_dir: as of `train`. seed, settings: fields of `Settings` that the runs have in common; from one
+    seed all start with the same parameters. On CPU every context gets one OpenMP thread, also where it is alone.
+    Raises, before anything is trained, UsageError for settings or devices that cannot be and where out holds such an
+    experiment already, Error where the data cannot be had; then Error, in the run's own words, for a run that fails.
+    """
+    out = Path(out)
+    if any((out / r.folder / "checkpoint.npz").exists() for r in RUNS):
+        raise UsageError(f"--out {out}: such an experiment is there already; give another folder")
+    checked, *_ = [Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings) for r in RUNS]
+    datasets.load(checked.dataset, data_dir, checked.limit, seed)  # fetched, where it has to be, with its progress
+    trial = {"dataset": "synthetic", "limit": 2, "batch_size": 2, "epochs": 1}  # says which devices there are
+    device = "gpu" if "gpu(0)" in _train("2 devices", {"impl": impl, "gpus": 2, "device": device, **trial}) else "cpu"
+    environment = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+    common = {"impl": impl, "device": device, "data_dir": data_dir, "seed": seed, **settings}
+    with tqdm(total=len(RUNS) * checked.epochs, unit="epoch", leave=False, disable=not sys.stderr.isatty()) as bar:
+        for r in RUNS:
+            bar.set_description(str(r))
+            own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, "out": out / r.folder}
+            _train(str(r), {**common, **own}, bar.update, **environment)
+    results = [_result(r, out / r.folder) for r in RUNS]
+    checkpoint.write_whole(out / PICTURE, lambda file: draw(results, file))
+    return results
+
+
+def table(results):
+    """Lines for a terminal: for each run the median seconds of an epoch, how many times as fast that is as the first
+    run, and its accuracies."""
+    lines = [_title(results), f"{'':32}   lr  s/epoch  speed-up  test accuracy by epoch"]
+    seconds = [median(e.train_seconds for e in result.epochs) for result in results]
+    for result, s in zip(results, seconds):
+        accuracies = "  ".join(f"{e.test_accuracy:.2f}" for e in result.epochs)
+        lr = result.epochs[-1].learning_rate
+        lines.append(f"{result.run!s:32}{lr:5g}{s:9.2f}{seconds[0] / s:10.2f}  {accuracies}")
+    if results[0].config["devices"] == ["cpu(0)"]:
+        lines.append("On CPU every device has one OpenMP thread: 1 device would otherwise use all cores.")
+    return "\n".join(lines)
+
+
+def draw(results, file):
+    """Accuracy by epoch, and against the seconds of training, as a PNG picture. file: binary and open, or a path."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(10, 4.4))
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.22, top=0.91, wspace=0.06)
+    figure.suptitle(_title(results), fontsize="medium")
+    by_epoch, by_time = figure.subplots(1, 2, sharey=True)
+    # The first two runs agree to rounding: the second's narrow line lies on, or near, the first's wide one.
+    looks = (("0.7", "o", 4), ("black", ".", 1.2), ("tab:orange", "s", 1.8), ("tab:blue", "^", 1.8))
+    for (r, _, epochs), (color, marker, width) in zip(results, looks):
+        accuracies = [e.test_accuracy for e in epochs]
+        look = {"color": color, "marker": marker, "linewidth": width, "label": str(r)}
+        by_epoch.plot([e.epoch for e in epochs], accuracies, **look)
+        by_time.plot(np.cumsum([e.train_seconds for e in epochs]), accuracies, **look)
+    by_epoch.set(xlabel="epoch", ylabel="test accuracy")
+    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_time.set(xlabel="seconds of training", xlim=(0, None))
+    figure.legend(*by_epoch.get_legend_handles_labels(), loc="lower center", ncol=len(results), frameon=False)
+    for axes in (by_epoch, by_time):
+        axes.grid(alpha=0.3)
+    figure.savefig(file, format="png", dpi=120)
+
+
+def _title(results):
+    return "{model} on {dataset}, {impl}, seed {seed}".format(**results[0].config)
+
+
+def _result(r, folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    epochs = [Epoch(**json.loads(line)) for line in lines]
+    return Result(r, json.loads((folder / "config.json").read_text()), epochs)
+
+
+def _train(name, options, on_epoch=lambda: None, **environment):
+    """`train` in a process of its own; returns what it said. Its notices go to standard error at once.
+
+    Ctrl-C ends it as it ends any run, between two steps and with whole files.
+    """
+    flags = {f"--{option.replace('_', '-')}": value for option, value in options.items()}
+    given = [f if v is True else f"{f}={v}" for f, v in flags.items() if v is not None and v is not False]
+    command = [sys.executable, "-m", "gluon_mgpu", "train", *given]
+    said, streams = [], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **environment}, **streams) as child:
+        try:
+            for line in child.stdout:
+                said.append(line)
+                if line.startswith("epoch "):
+                    on_epoch()
+                if line.startswith("gluon_mgpu: "):
+                    tqdm.write(line, file=sys.stderr, end="")
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)  # a terminal has sent it to both, a `kill` has not
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(SECONDS_TO_END)
+            child.kill()
+            raise
+    if child.returncode:
+        last = (said or [""])[-1].strip()
+        why = last[len("error: ") :] if last.startswith("error: ") else f"ended with {child.returncode}: {last}"
+        raise (UsageError if child.returncode == 2 else Error)(f"{name}: {why}")
+    return "".join(said)
