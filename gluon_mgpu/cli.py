@@ -63,6 +63,27 @@ def _setting(*names, kind, help=None, metavar=None, flag=False):
     return click.option(*names, default=default, show_default=shown, help=help, **options)
 
 
+def _gpus(default="1", help="How many devices, or which."):
+    return click.option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
+
+
+IMPLS = click.Choice(["scratch", "highlevel"])
+_impl = click.option("--impl", type=IMPLS, default="scratch", show_default=True, help="NDArray alone, or Gluon.")
+_device = click.option(
+    "--device",
+    type=click.Choice(devices.DEVICES),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs where there are any, else as many CPU contexts.",
+)
+_data_dir = click.option(
+    "--data-dir",
+    type=click.Path(),
+    metavar="DIR",
+    help="Where the data is; else GLUON_MGPU_DATA, the usual folders, a download.",
+)
+
+
 class Numbers(click.ParamType):
     """Numbers with commas between them, or one of the words."""
 
@@ -97,37 +118,30 @@ Examples:
 )
 @click.option("--recipe", type=click.Choice(recipes.RECIPES), metavar="NAME", help="One of the notebooks' experiments.")
 @click.option(
-    "--list-recipes", is_flag=True, is_eager=True, expose_value=False, callback=_list_recipes, help="And end."
+    "--list-recipes",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_recipes,
+    help="Print these and their sources.",
 )
-@click.option(
-    "--impl",
-    type=click.Choice(["scratch", "highlevel"]),
-    default="scratch",
-    show_default=True,
-    help="NDArray alone, or Gluon.",
-)
+@_impl
 @_setting("--model", kind=click.Choice(MODELS), help="lenet-max has max pooling; it and resnet18 are highlevel's only.")
 @_setting("--dataset", kind=click.Choice(datasets.NAMES))
-@click.option("--gpus", default="1", show_default=True, metavar="N|I,J,...", help="How many devices, or which.")
-@click.option(
-    "--device",
-    type=click.Choice(devices.DEVICES),
-    default="auto",
-    show_default=True,
-    help="auto: GPUs where there are any, else as many CPU contexts.",
-)
+@_gpus()
+@_device
 @_setting("--batch-size", kind=int, help="Examples a step, over all devices together.")
 @_setting(
     "--shares", kind=Numbers(float, "auto"), metavar="A,B,...|auto", help="Parts of a batch for unequal devices: 80,20."
 )
 @_setting("--lr", kind=float, help="Learning rate.")
 @_setting("--scale-lr", kind=bool, flag=True, help="--lr is for a batch of 256: scale it to this one.")
-@_setting("--schedule", kind=click.Choice(SCHEDULES), help="How the learning rate changes.")
-@_setting("--step-epochs", kind=Numbers(int), metavar="E,F,...", help="--schedule step: after which epochs it steps,")
-@_setting("--step-factor", kind=float, help="and what it is multiplied by.")
-@_setting("--warmup-epochs", kind=float, help="It first grows from 0 for so long.")
-@_setting("--momentum", kind=float)
-@_setting("--weight-decay", kind=float)
+@_setting("--schedule", kind=click.Choice(SCHEDULES), help="How the learning rate goes on.")
+@_setting("--step-epochs", kind=Numbers(int), metavar="E,F,...", help="After which epochs --schedule step steps.")
+@_setting("--step-factor", kind=float, help="What --schedule step multiplies the learning rate by.")
+@_setting("--warmup-epochs", kind=float, help="The learning rate first grows from 0 for so long.")
+@_setting("--momentum", kind=float, help="Part of the last update that the next one repeats, such as 0.9.")
+@_setting("--weight-decay", kind=float, help="Part of every parameter that is taken off a step, times --lr.")
 @_setting("--clip-norm", kind=float, metavar="NORM", help="Scale a gradient of a larger norm down to this one.")
 @_setting("--accumulate", kind=int, metavar="K", help="Compute a batch's gradient in K pieces: needs less memory.")
 @_setting("--epochs", kind=int)
@@ -138,12 +152,7 @@ Examples:
     metavar="N",
     help="Train on the first N examples, evaluate on the first N/6 of the test set (at least 100).",
 )
-@click.option(
-    "--data-dir",
-    type=click.Path(),
-    metavar="DIR",
-    help="Where the data is; else GLUON_MGPU_DATA, the usual folders, a download.",
-)
+@_data_dir
 @click.option(
     "--out",
     type=click.Path(),
@@ -159,7 +168,7 @@ Examples:
 @click.option("--tensorboard", is_flag=True, help="Write for TensorBoard too, into the run's folder.")
 @click.option(
     "--hybridize/--no-hybridize",
-    default=None,
+    default=True,
     help="highlevel: run the net as one graph (default), or operator by operator.",
 )
 @click.version_option(__version__)
@@ -177,24 +186,13 @@ def train(context, recipe, **options):
             options["shares"] = None
     impl, gpus, batch_size, lr = (options.pop(name) for name in ("impl", "gpus", "batch_size", "lr"))
     if impl == "scratch":
-        hybridize = options.pop("hybridize")
-        if hybridize is not None and "hybridize" in given:
+        if "hybridize" in given:
             raise UsageError("--hybridize and --no-hybridize are highlevel's: scratch has no graph to run")
-    else:
-        options["hybridize"] = options["hybridize"] is not False
+        del options["hybridize"]
     indices = devices.parse(gpus) if isinstance(gpus, str) else gpus  # a resumed run has a list
     engine.configure(len(indices))  # before the implementation imports mxnet
     implementation = importlib.import_module(f"gluon_mgpu.{impl}")
     implementation.train(indices, batch_size, lr, **options)
-
-
-@click.group(cls=Group)
-@click.version_option(__version__)
-def main():
-    """Data-parallel training with MXNet, from scratch and with Gluon."""
-
-
-main.add_command(train)
 
 
 @click.command(
@@ -236,9 +234,6 @@ def bench(what, rounds, steps):
         click.echo(f"The main job, scratch on 2 CPU contexts: peak memory {peak:.0f} MB\n{printed}", nl=False)
 
 
-main.add_command(bench)
-
-
 @click.command(
     cls=Command,
     epilog="""\b
@@ -247,16 +242,16 @@ Examples:
   batch_size.py --impl highlevel --epochs 10 --out runs/batch-size-10
   batch_size.py --dataset synthetic --limit 12000""",
 )
-@click.option("--impl", type=click.Choice(["scratch", "highlevel"]), default="scratch", show_default=True)
+@_impl
 @_setting("--dataset", kind=click.Choice(datasets.NAMES))
-@click.option("--device", type=click.Choice(devices.DEVICES), default="auto", show_default=True)
+@_device
 @_setting("--lr", kind=float, help="Learning rate at batch 256.")
 @_setting("--epochs", kind=int)
 @click.option(
     "--seed", type=int, default=1, show_default=True, help="Of all four; early epochs differ much between seeds."
 )
 @_setting("--limit", kind=int, metavar="N", help="Train on the first N examples, as train.py does.")
-@click.option("--data-dir", type=click.Path(), metavar="DIR", help="Where the data is, as train.py finds it.")
+@_data_dir
 @click.option(
     "--out",
     type=click.Path(),
@@ -274,9 +269,6 @@ def batch_size(out, **options):
     click.echo(f"{out}/{experiment.PICTURE} shows the accuracy by epoch and by time.")
 
 
-main.add_command(batch_size)
-
-
 @click.command(
     cls=Command,
     epilog="""\b
@@ -285,30 +277,12 @@ Examples:
   walkthrough.py --impl highlevel --gpus 2
   walkthrough.py --dataset synthetic --gpus 0,2 --device cpu""",
 )
-@click.option(
-    "--impl",
-    type=click.Choice(["scratch", "highlevel"]),
-    default="scratch",
-    show_default=True,
-    help="NDArray alone, or Gluon.",
-)
+@_impl
 @_setting("--dataset", kind=click.Choice(datasets.NAMES))
-@click.option(
-    "--gpus",
-    default="4",
-    show_default=True,
-    metavar="N|I,J,...",
-    help="How many devices, or which; GPUs that are not there are left out.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(devices.DEVICES),
-    default="auto",
-    show_default=True,
-    help="auto: GPUs where there are any, else as many CPU contexts.",
-)
+@_gpus("4", "How many devices, or which; GPUs that are not there are left out.")
+@_device
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Of the parameters.")
-@click.option("--data-dir", type=click.Path(), metavar="DIR", help="Where the data is; else as train.py finds it.")
+@_data_dir
 def walkthrough(impl, gpus, **options):
     """The notebooks' inspection cells: what lies on which device during a training step, and what is equal where."""
     indices = devices.parse(gpus)
@@ -316,9 +290,6 @@ def walkthrough(impl, gpus, **options):
     from gluon_mgpu import walkthrough as tour
 
     tour.walk(impl, indices, **options)
-
-
-main.add_command(walkthrough)
 
 
 @click.command(
@@ -348,18 +319,12 @@ Examples:
 )
 @click.option(
     "--impl",
-    type=click.Choice(["scratch", "highlevel"]),
+    type=IMPLS,
     help="NDArray alone, or Gluon; default the run's own. Both can read lenet.",
 )
-@click.option("--gpus", default="1", show_default=True, metavar="N|I,J,...", help="How many devices, or which.")
-@click.option(
-    "--device",
-    type=click.Choice(devices.DEVICES),
-    default="auto",
-    show_default=True,
-    help="auto: GPUs where there are any, else as many CPU contexts.",
-)
-@click.option("--data-dir", type=click.Path(), metavar="DIR", help="Where the data is; else as train.py finds it.")
+@_gpus()
+@_device
+@_data_dir
 def evaluate(run, files, images, export, impl, gpus, device, data_dir):
     """Test accuracy and confusion table of RUN, a folder that train.py --out left."""
     if files and not images:
@@ -383,4 +348,11 @@ def evaluate(run, files, images, export, impl, gpus, device, data_dir):
         click.echo(evaluation.export(trained, export, test_images))
 
 
-main.add_command(evaluate)
+@click.group(cls=Group)
+@click.version_option(__version__)
+def main():
+    """Data-parallel training with MXNet, from scratch and with Gluon."""
+
+
+for command in (train, walkthrough, batch_size, evaluate, bench):
+    main.add_command(command)
