@@ -3,13 +3,16 @@
 A worker, `python -m gluon_mgpu.bench time SUBJECT STEPS`, works on synthetic data; its subject and results are JSON.
 """
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from importlib.metadata import version
@@ -149,6 +152,55 @@ def profile(steps=50):
     return "\n".join([*lines, f"{'all':28}" + "".join(f"{sum(ms.values()):11.2f}" for ms in times.values())])
 
 
+def seeing(epochs=4):
+    """Lines for a terminal: what the progress bar and the folder of a run cost beside training an epoch of 60,000."""
+    lines = ["seconds an epoch of 60000 examples, Gluon on 2 contexts, and what showing and keeping it takes"]
+    for model, examples in (("lenet", 60000), ("resnet18", 640)):
+        spent = _in_own_process(Subject("highlevel", 2, model=model), epochs, f"see {examples}")
+        training, bar = (spent[name] * 60000 / examples for name in ("training", "bar"))
+        share = 100 * (bar + spent["folder"]) / training
+        lines.append(
+            f"{model}: {training:.1f}; bar {bar:.3f}, checkpoint, metrics, TensorBoard and picture "
+            f"{spent['folder']:.3f}: {share:.2f}%"
+        )
+    return "\n".join(lines)
+
+
+def _see(subject, epochs, examples):
+    """Train as on a terminal, with a folder and TensorBoard: {"training", "bar", "folder": seconds an epoch}."""
+    from gluon_mgpu import highlevel, loop, records
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    times = {"bar": 0.0, "folder": 0.0}
+
+    def timed(owner, method, name):
+        original = getattr(owner, method)
+
+        def call(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                times[name] += time.perf_counter() - start
+
+        setattr(owner, method, call)
+
+    timed(loop.tqdm, "update", "bar")
+    timed(loop.tqdm, "set_postfix_str", "bar")
+    timed(records.Run, "epoch", "folder")
+    settings = {"dataset": "synthetic", "limit": examples, "epochs": epochs, "seed": 0, "model": subject.model}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
+        with contextlib.redirect_stdout(io.StringIO()):
+            history = highlevel.train(
+                2, BATCH_SIZE[subject.model], 0.01, device="cpu", out=folder, tensorboard=True, **settings
+            )
+    per_epoch = {name: seconds / epochs for name, seconds in times.items()}
+    return {"training": median(epoch.train_seconds for epoch in history), **per_epoch}
+
+
 def _table(results, columns):
     first = next(iter(results))
     size, title = BATCH_SIZE[first.model], {"lenet": "LeNet", "resnet18": "ResNet-18"}[first.model]
@@ -193,6 +245,9 @@ def _worker(mode, subject, steps):
     module = importlib.import_module(f"gluon_mgpu.{subject.name}")
     import mxnet as mx
 
+    if mode.startswith("see "):
+        print(json.dumps(_see(subject, steps, int(mode.split()[1]))))
+        return
     ctx = [mx.cpu(i) for i in range(subject.contexts)]
     size, warm_up = BATCH_SIZE[subject.model], WARM_UP_STEPS[subject.model]
     steps = max(5, round(steps * STEPS_PER_STEP[subject.model]))

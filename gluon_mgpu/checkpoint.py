@@ -21,19 +21,25 @@ DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 
 
 def write_whole(path, write):
-    """Put a file in place at once: write(file) fills a binary file beside it, which then takes its name."""
+    """Put a file in place at once: write(file) fills a binary file beside it, which then takes its name.
+
+    Raises Error where that cannot be, as on a full disk; the file is then as it was.
+    """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise Error(f"{path} cannot be written ({error.strerror}): make room, or give another folder") from None
 
 
 def save(path, arrays, facts):

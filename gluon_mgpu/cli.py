@@ -205,12 +205,13 @@ Examples:
 )
 @click.option(
     "--what",
-    type=click.Choice(["step", "evaluate", "resnet18", "engine", "profile", "main-job"]),
+    type=click.Choice(["step", "evaluate", "resnet18", "seeing", "engine", "profile", "main-job"]),
     multiple=True,
     default=("step", "evaluate", "resnet18", "main-job"),
     show_default=True,
-    help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. engine: each "
-    "setting left out in turn. profile: where a step's time goes, by operator. main-job: a whole run and its memory.",
+    help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. seeing: what the "
+    "bar and the folder of a run cost. engine: each setting left out in turn. profile: where a step's time goes, by "
+    "operator. main-job: a whole run and its memory.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
 @click.option(
@@ -225,6 +226,8 @@ def bench(what, rounds, steps):
     for name, subjects in (("evaluate", benchmark.EVALUATE), ("resnet18", benchmark.RESNET18)):
         if name in what:
             click.echo(benchmark.alone_table(benchmark.measure(subjects, rounds, steps)))
+    if "seeing" in what:
+        click.echo(benchmark.seeing())
     if "engine" in what:
         click.echo(benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)))
     if "profile" in what:

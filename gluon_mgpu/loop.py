@@ -1,7 +1,7 @@
 """Epochs over the replicas of either implementation: shuffle, train, time, evaluate, print, record.
 
 The engine runs behind Python: steps are issued in bursts and their losses read later; Python waits once a burst.
-The loop knows nothing of `scratch` and `highlevel`; it drives the three methods of `Replicas`.
+The loop knows nothing of `scratch` and `highlevel`; it drives the methods of their `Replicas`.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
         raise UsageError(
             f"shares {joined(settings.shares)}: {len(settings.shares)} for {len(ctx)} devices; give one for each"
         )
-    with records.Run(out, resume, tensorboard) as kept, CtrlC() as ctrl_c:
+    with records.Run(out, resume, tensorboard) as kept:
         settings, arrays, position = kept.position(settings)
         if settings.seed is None:
             settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
@@ -64,14 +64,15 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
             kept.restore(replicas, arrays)
         kept.begin({**config, **settings.as_dict(), "devices": [str(c) for c in ctx], "data": data.source})
         print("running on:", ctx, flush=True)
-        try:
-            while len(position.history) < settings.epochs:
-                _epoch(replicas, data, settings, position, ctrl_c)
-                kept.epoch(replicas, position)
-            kept.end(position)
-        except BetweenSteps:  # a second Ctrl-C, perhaps within a step, leaves the checkpoint of the last epoch
-            kept.interrupted(replicas, position)
-            raise
+        with CtrlC() as ctrl_c:
+            try:
+                while len(position.history) < settings.epochs:
+                    _epoch(replicas, data, settings, position, ctrl_c)
+                    kept.epoch(replicas, position)
+            except BetweenSteps:  # a second Ctrl-C, perhaps within a step, leaves the checkpoint of the last epoch
+                kept.interrupted(replicas, position)
+                raise
+        kept.end(position)
         return position.history
 
 

@@ -22,6 +22,7 @@ FORMAT = 1
 FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 VELOCITY = "velocity/"  # before a parameter's name: what momentum remembers of it
 SETTINGS = tuple(f.name for f in fields(Settings))
+MAY_CHANGE = ("impl", "devices", "shares", "hybridize")  # on resume, and only the rounding with it
 MOST_SHARE_DRAWING = 0.01  # of the time of training
 
 
@@ -73,7 +74,11 @@ class Run:
 
     def __enter__(self):
         if self.folder and self.folder.is_dir():
-            self._lock()
+            try:
+                self._lock()
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_):
@@ -126,9 +131,10 @@ class Run:
         """When training begins: a run that never comes to that leaves nothing. config: what JSON can hold."""
         if not self.folder:
             return
+        config = json.loads(json.dumps({**config, "version": __version__}))  # as it is read back
         if self.resumed:
             self._say_what_changed(config)
-        self.config = {**config, "version": __version__}
+        self.config = config
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.locked is None:
@@ -141,18 +147,11 @@ class Run:
             raise Error(f"{self.asked}: cannot be written ({error.strerror}): give another folder") from None
 
     def _say_what_changed(self, config):
-        was, now = len(self.config["devices"]), len(config["devices"])
-        if was != now:
-            print(
-                f"gluon_mgpu: on {now} devices where the run had {was}: the same to rounding, not bit for bit",
-                file=sys.stderr,
-            )
-        elif self.config["impl"] != config["impl"] or self.config["devices"] != config["devices"]:
-            print(
-                f"gluon_mgpu: with {config['impl']} on {', '.join(config['devices'])} where the run had "
-                f"{self.config['impl']} on {', '.join(self.config['devices'])}: the same to rounding, not bit for bit",
-                file=sys.stderr,
-            )
+        was = {name: str(self.config.get(name)) for name in MAY_CHANGE}
+        now = {name: str(config.get(name)) for name in MAY_CHANGE}
+        changed = [f"{name} {now[name]} where the run had {was[name]}" for name in MAY_CHANGE if now[name] != was[name]]
+        if changed:
+            print(f"gluon_mgpu: {', '.join(changed)}: the same to rounding, not bit for bit", file=sys.stderr)
 
     def epoch(self, replicas, position):
         """After an epoch."""

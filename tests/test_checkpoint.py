@@ -1,3 +1,6 @@
+import errno
+import os
+
 import numpy as np
 import pytest
 
@@ -63,4 +66,15 @@ def test_a_write_that_fails_halfway_leaves_the_file_before_and_nothing_else(path
 
     with pytest.raises(KeyboardInterrupt):
         checkpoint.write_whole(path, half)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_a_full_disk_is_said_in_one_line_and_the_file_before_stays(path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Error, match=r"c\.npz cannot be written \(No space left on device\)"):
+        checkpoint.save(path, ARRAYS, FACTS)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]

@@ -117,7 +117,8 @@ def test_a_run_goes_on_on_other_devices_to_the_same_parameters_but_for_rounding_
         train(impl, out=tmp_path, **BEYOND)
     capsys.readouterr()
     train(impl, devices, resume=tmp_path, **BEYOND)
-    assert (f"on {devices} devices where the run had 2" in capsys.readouterr().err) == (devices != 2)
+    said = f"devices {[f'cpu({i})' for i in range(devices)]} where the run had ['cpu(0)', 'cpu(1)']"
+    assert (said in capsys.readouterr().err) == (devices != 2)
     arrays, _ = left(tmp_path)
     for name, array in whole[impl, True][0].items():
         np.testing.assert_allclose(arrays[name], array, rtol=1e-3, atol=1e-5)
@@ -129,7 +130,7 @@ def test_what_one_implementation_began_the_other_ends(first, second, whole, monk
     with pytest.raises(KeyboardInterrupt):
         train(first, out=tmp_path, **BEYOND)
     train(second, resume=tmp_path, **BEYOND)
-    assert f"with {second} on cpu(0), cpu(1) where the run had {first}" in capsys.readouterr().err
+    assert f"impl {second} where the run had {first}" in capsys.readouterr().err
     arrays, _ = left(tmp_path)
     for name, array in whole[second, True][0].items():
         np.testing.assert_allclose(arrays[name], array, rtol=1e-3, atol=1e-5)
@@ -207,6 +208,12 @@ def test_a_harmed_checkpoint_is_refused_in_one_line_and_nothing_is_overwritten(h
         with pytest.raises((Error, UsageError), match="is no whole checkpoint|a run is there already") as caught:
             train("scratch", **options)
         assert "\n" not in str(caught.value) and files(begun) == before
+
+
+def test_a_folder_that_was_refused_is_not_left_locked(begun):
+    with pytest.raises(UsageError, match="a run is there already"):
+        train("scratch", out=begun)
+    assert len(train("scratch", resume=begun, epochs=2)) == 2
 
 
 def test_a_checkpoint_of_another_version_is_refused(begun):
