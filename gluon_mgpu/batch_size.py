@@ -20,7 +20,7 @@ from tqdm import tqdm
 from gluon_mgpu import checkpoint, datasets
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.records import Epoch
-from gluon_mgpu.settings import Settings
+from gluon_mgpu.settings import Settings, joined
 
 PICTURE = "batch-size.png"
 SECONDS_TO_END = 10
@@ -56,12 +56,11 @@ def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings
 
     impl, device, data_dir: as of `train`. seed, settings: fields of `Settings` that the runs have in common; from one
     seed all start with the same parameters. On CPU every context gets one OpenMP thread, also where it is alone.
-    Raises, before anything is trained, UsageError for settings or devices that cannot be and where out holds such an
-    experiment already, Error where the data cannot be had; then Error, in the run's own words, for a run that fails.
+    An experiment that ended early goes on: what is there already is not trained again.
+    Raises, before anything is trained, UsageError for settings or devices that cannot be, Error where the data cannot
+    be had; then either, in the run's own words, for a run that fails.
     """
     out = Path(out)
-    if any((out / r.folder / "checkpoint.npz").exists() for r in RUNS):
-        raise UsageError(f"--out {out}: such an experiment is there already; give another folder")
     checked, *_ = [Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings) for r in RUNS]
     datasets.load(checked.dataset, data_dir, checked.limit, seed)  # fetched, where it has to be, with its progress
     trial = {"dataset": "synthetic", "limit": 2, "batch_size": 2, "epochs": 1}  # says which devices there are
@@ -71,7 +70,8 @@ def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings
     with tqdm(total=len(RUNS) * checked.epochs, unit="epoch", leave=False, disable=not sys.stderr.isatty()) as bar:
         for r in RUNS:
             bar.set_description(str(r))
-            own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, "out": out / r.folder}
+            where = "resume" if (out / r.folder / "config.json").exists() else "out"
+            own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, where: out / r.folder}
             _train(str(r), {**common, **own}, bar.update, **environment)
     results = [_result(r, out / r.folder) for r in RUNS]
     checkpoint.write_whole(out / PICTURE, lambda file: draw(results, file))
@@ -130,12 +130,17 @@ def _result(r, folder):
 def _train(name, options, on_epoch=lambda: None, **environment):
     """`train` in a process of its own; returns what it said. Its notices go to standard error at once.
 
-    Ctrl-C ends it as it ends any run, between two steps and with whole files.
+    Ctrl-C ends it as it ends any run, between two steps and with whole files: it gets that from here alone.
     """
     flags = {f"--{option.replace('_', '-')}": value for option, value in options.items()}
-    given = [f if v is True else f"{f}={v}" for f, v in flags.items() if v is not None and v is not False]
+    given = [
+        flag if value is True else f"{flag}={joined(value) if isinstance(value, tuple) else value}"
+        for flag, value in flags.items()
+        if value is not None and value is not False
+    ]
     command = [sys.executable, "-m", "gluon_mgpu", "train", *given]
     said, streams = [], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    streams["start_new_session"] = True  # a terminal would send Ctrl-C to it too, and the second one is not held back
     with subprocess.Popen(command, env={**os.environ, **environment}, **streams) as child:
         try:
             for line in child.stdout:
@@ -145,7 +150,7 @@ def _train(name, options, on_epoch=lambda: None, **environment):
                 if line.startswith("gluon_mgpu: "):
                     tqdm.write(line, file=sys.stderr, end="")
         except KeyboardInterrupt:
-            child.send_signal(signal.SIGINT)  # a terminal has sent it to both, a `kill` has not
+            child.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(SECONDS_TO_END)
             child.kill()

@@ -80,6 +80,7 @@ ENGINE = tuple(
     for subject in (
         Subject(name, 2),
         Subject(name, 2, "4 temporary spaces", (("MXNET_CPU_TEMP_COPY", "4"),)),
+        Subject(name, 2, "512 temporary spaces", (("MXNET_CPU_TEMP_COPY", "512"),)),
         Subject(name, 2, "glibc's own malloc", GLIBC),
         Subject(name, 2, "1 step ahead", ahead=1),
     )
@@ -123,7 +124,7 @@ def step_table(results):
     return _table(results, columns)
 
 
-def alone_table(results):
+def speedup_table(results):
     """How fast the subjects of EVALUATE or RESNET18 are: times as fast as one context with one thread."""
     one_thread = {s.name: s for s in results if s.contexts == 1 and s.settings}
     return _table(results, {"x 1 context, 1 thread": lambda s: _ratio(results[one_thread[s.name]], results[s])})
@@ -152,11 +153,11 @@ def profile(steps=50):
     return "\n".join([*lines, f"{'all':28}" + "".join(f"{sum(ms.values()):11.2f}" for ms in times.values())])
 
 
-def seeing(epochs=4):
-    """Lines for a terminal: what the progress bar and the folder of a run cost beside training an epoch of 60,000."""
+def overhead(epochs=4):
+    """Lines for a terminal: what the progress bar and the folder of a run cost beside its training."""
     lines = ["seconds an epoch of 60000 examples, Gluon on 2 contexts, and what showing and keeping it takes"]
     for model, examples in (("lenet", 60000), ("resnet18", 640)):
-        spent = _in_own_process(Subject("highlevel", 2, model=model), epochs, f"see {examples}")
+        spent = _in_own_process(Subject("highlevel", 2, model=model), epochs, f"overhead {examples}")
         training, bar = (spent[name] * 60000 / examples for name in ("training", "bar"))
         share = 100 * (bar + spent["folder"]) / training
         lines.append(
@@ -166,7 +167,7 @@ def seeing(epochs=4):
     return "\n".join(lines)
 
 
-def _see(subject, epochs, examples):
+def _overhead(subject, epochs, examples):
     """Train as on a terminal, with a folder and TensorBoard: {"training", "bar", "folder": seconds an epoch}."""
     from gluon_mgpu import highlevel, loop, records
 
@@ -191,6 +192,7 @@ def _see(subject, epochs, examples):
     timed(loop.tqdm, "update", "bar")
     timed(loop.tqdm, "set_postfix_str", "bar")
     timed(records.Run, "epoch", "folder")
+    timed(records.Run, "end", "folder")
     settings = {"dataset": "synthetic", "limit": examples, "epochs": epochs, "seed": 0, "model": subject.model}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
         with contextlib.redirect_stdout(io.StringIO()):
@@ -245,8 +247,8 @@ def _worker(mode, subject, steps):
     module = importlib.import_module(f"gluon_mgpu.{subject.name}")
     import mxnet as mx
 
-    if mode.startswith("see "):
-        print(json.dumps(_see(subject, steps, int(mode.split()[1]))))
+    if mode.startswith("overhead "):
+        print(json.dumps(_overhead(subject, steps, int(mode.split()[1]))))
         return
     ctx = [mx.cpu(i) for i in range(subject.contexts)]
     size, warm_up = BATCH_SIZE[subject.model], WARM_UP_STEPS[subject.model]

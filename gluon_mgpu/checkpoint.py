@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from gluon_mgpu.errors import Error
 
 FACTS = "facts.json"
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # its arrays' names, in the order of the layers
+PART = ".part"  # the end of the name of a file that is being written
 DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 
 
@@ -27,7 +29,7 @@ def write_whole(path, write):
     """
     path = Path(path)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         try:
             with os.fdopen(handle, "wb") as file:
                 write(file)
@@ -36,10 +38,17 @@ def write_whole(path, write):
             os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            with suppress(FileNotFoundError):  # it has its name already
+                os.unlink(temporary)
             raise
     except OSError as error:
         raise Error(f"{path} cannot be written ({error.strerror}): make room, or give another folder") from None
+
+
+def remove_half_written(path):
+    """Remove what writers of this file left beside it that were killed."""
+    for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
+        left.unlink()
 
 
 def save(path, arrays, facts):
@@ -70,7 +79,7 @@ def load(path):
     except FileNotFoundError:
         raise Error(f"{path}: there is no such checkpoint") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise Error(f"{path} is no whole checkpoint ({error}): use another one") from None
+        raise Error(f"{path} is no whole checkpoint ({error}): begin the run anew in another folder") from None
 
 
 def _umask():

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from gluon_mgpu import __version__, datasets, devices, engine, recipes, records
 from gluon_mgpu.errors import Error, UsageError
-from gluon_mgpu.settings import MODELS, SCHEDULES, SGD
+from gluon_mgpu.settings import MODELS, SCHEDULES, SGD, Settings
 
 
 class OneLineErrors:
@@ -67,7 +67,7 @@ def _gpus(default="1", help="How many devices, or which."):
     return click.option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
 
 
-IMPLS = click.Choice(["scratch", "highlevel"])
+IMPLS = click.Choice(records.IMPLS)
 _impl = click.option("--impl", type=IMPLS, default="scratch", show_default=True, help="NDArray alone, or Gluon.")
 _device = click.option(
     "--device",
@@ -176,20 +176,22 @@ Examples:
 def train(context, recipe, **options):
     """Train LeNet or ResNet-18 with data parallelism; prints time and test accuracy after each epoch."""
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    if recipe and options["resume"]:
+    if recipe and options["resume"] is not None:
         raise UsageError("--recipe and --resume: a resumed run has its own settings")
     if recipe:
         options.update({k: v for k, v in recipes.RECIPES[recipe].options.items() if k not in given})
     if options["resume"]:
-        options.update({k: v for k, v in records.options(options["resume"]).items() if k not in given})
-        if "gpus" in given and "shares" not in given:
+        of_run = records.options(options["resume"])
+        options.update({k: v for k, v in of_run.items() if k not in given})
+        if "shares" not in given and len(devices.parse(options["gpus"])) != len(of_run["gpus"]):
             options["shares"] = None
+    Settings(**{name: options[name] for name in records.SETTINGS})  # refuses before anything is imported
     impl, gpus, batch_size, lr = (options.pop(name) for name in ("impl", "gpus", "batch_size", "lr"))
     if impl == "scratch":
         if "hybridize" in given:
             raise UsageError("--hybridize and --no-hybridize are highlevel's: scratch has no graph to run")
         del options["hybridize"]
-    indices = devices.parse(gpus) if isinstance(gpus, str) else gpus  # a resumed run has a list
+    indices = devices.parse(gpus)
     engine.configure(len(indices))  # before the implementation imports mxnet
     implementation = importlib.import_module(f"gluon_mgpu.{impl}")
     implementation.train(indices, batch_size, lr, **options)
@@ -205,13 +207,13 @@ Examples:
 )
 @click.option(
     "--what",
-    type=click.Choice(["step", "evaluate", "resnet18", "seeing", "engine", "profile", "main-job"]),
+    type=click.Choice(["step", "evaluate", "resnet18", "overhead", "engine", "profile", "main-job"]),
     multiple=True,
     default=("step", "evaluate", "resnet18", "main-job"),
     show_default=True,
-    help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. seeing: what the "
-    "bar and the folder of a run cost. engine: each setting left out in turn. profile: where a step's time goes, by "
-    "operator. main-job: a whole run and its memory.",
+    help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. overhead: what "
+    "the bar and the folder of a run cost. engine: each setting left out in turn. profile: where a step's time goes, "
+    "by operator. main-job: a whole run and its memory.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
 @click.option(
@@ -225,9 +227,9 @@ def bench(what, rounds, steps):
         click.echo(benchmark.step_table(benchmark.measure(benchmark.STEP, rounds, steps)))
     for name, subjects in (("evaluate", benchmark.EVALUATE), ("resnet18", benchmark.RESNET18)):
         if name in what:
-            click.echo(benchmark.alone_table(benchmark.measure(subjects, rounds, steps)))
-    if "seeing" in what:
-        click.echo(benchmark.seeing())
+            click.echo(benchmark.speedup_table(benchmark.measure(subjects, rounds, steps)))
+    if "overhead" in what:
+        click.echo(benchmark.overhead())
     if "engine" in what:
         click.echo(benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)))
     if "profile" in what:

@@ -12,10 +12,12 @@ KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 holds
 
 
 def parse(text):
-    """Device indices from the text of --gpus: "2" -> [0, 1]; "0,2" -> [0, 2]; "2," -> [2].
+    """Device indices from the text of --gpus: "2" -> [0, 1]; "0,2" -> [0, 2]; "2," -> [2]. A list is taken as it is.
 
     Raises UsageError for words, a count below 1, a negative index and an index that comes twice.
     """
+    if isinstance(text, (list, tuple)):
+        return _checked(list(text), f"devices {text}")
     parts = [part.strip() for part in str(text).split(",")]
     if len(parts) > 1 and parts[-1] == "":
         parts.pop()
@@ -50,7 +52,7 @@ def contexts(gpus, device="auto", fewer=False):
     """
     if device not in DEVICES:
         raise UsageError(f"device {device!r}: choose one of {', '.join(DEVICES)}")
-    indices = _checked(list(gpus), f"devices {gpus}") if isinstance(gpus, (list, tuple)) else parse(gpus)
+    indices = parse(gpus)
     engine.configure(len(indices))
     import mxnet as mx
 

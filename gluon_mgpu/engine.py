@@ -13,7 +13,7 @@ import numpy as np
 
 from gluon_mgpu.errors import Error
 
-TEMP_COPIES = "512"
+TEMP_COPIES = 64  # for several contexts: each copy can grow to the largest temporary space of a step
 ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
 # mallopt's parameters (malloc.h) with the variable by which a user sets the same thing.
@@ -49,14 +49,15 @@ def configure(contexts=None):
     if "mxnet" in sys.modules:
         _check_threads(contexts or 1)
         copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
-        if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < 64):
+        if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
             _say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns, not run side by side")
     else:
         _restore_numpy_names()
         if importlib.util.find_spec("mxnet") is None:
             raise Error("MXNet is not installed: run `make install`, or `pip install mxnet==1.9.1`")
         _set_threads(contexts)
-        os.environ.setdefault("MXNET_CPU_TEMP_COPY", TEMP_COPIES)
+        if contexts != 1:
+            os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
         _set_allocator()
     _configured = True
 

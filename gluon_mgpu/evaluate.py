@@ -36,7 +36,7 @@ class Trained(NamedTuple):
     replicas: Any  # `scratch.Replicas` or `highlevel.Replicas`
     settings: Settings
     parameters: dict  # {name: NumPy array}
-    title: str  # what it is: "runs/first: lenet (scratch) after epoch 4, on [cpu(0)]"
+    title: str  # what it is: "runs/first: lenet (scratch) after 4 epochs and 0 steps, on [cpu(0)]"
 
 
 def load(folder, impl=None, gpus=1, device="auto"):
@@ -46,10 +46,9 @@ def load(folder, impl=None, gpus=1, device="auto"):
     Raises UsageError where no run is and for a network that impl does not have, Error for a run without a checkpoint
     yet, or with one that is cut off, altered, or of another network or version.
     """
-    arrays, config, position = records.last(folder)
+    arrays, config, settings, position = records.last(folder)
     if arrays is None:
         raise Error(f"{folder}: the run has no checkpoint yet; it leaves one after its first epoch, or on Ctrl-C")
-    settings = Settings(**{name: config[name] for name in records.SETTINGS})
     impl = impl or config["impl"]
     if impl == "scratch" and settings.model != "lenet":
         raise UsageError(f"--impl scratch: it has lenet only, and the run's {settings.model} is highlevel's")
@@ -63,8 +62,7 @@ def load(folder, impl=None, gpus=1, device="auto"):
     if {name: array.shape for name, array in parameters.items()} != expected:
         raise Error(f"{folder}: its checkpoint holds the parameters of another network than {settings.model}")
     replicas.load(parameters, {})
-    done = f"epoch {len(position.history)}" + f" and {position.steps} steps" * bool(position.steps)
-    return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({impl}) after {done}, on {ctx}")
+    return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({impl}) after {position}, on {ctx}")
 
 
 def held_out(settings, data_dir=None):
@@ -211,8 +209,13 @@ def export(trained, prefix, images):
                 raise Error(
                     f"--export {prefix}: scores of the exported net differ by {difference:.2g}: nothing is left"
                 )
-            for file, path in zip(made, files):
-                os.replace(file, path)
+            try:
+                for file, path in zip(made, files):
+                    os.replace(file, path)
+            except BaseException:
+                for path in files:
+                    path.unlink(missing_ok=True)
+                raise
     except (OSError, mx.MXNetError) as error:
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]
         raise Error(f"--export {prefix}: cannot be written ({reason}): give another prefix") from None

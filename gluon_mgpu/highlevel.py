@@ -120,8 +120,8 @@ def zero_gradients(net, X):
 def train_batch(X, y, net, ctx, trainer, settings=SGD):
     """One step on a global batch: X (n, 1, 28, 28), y (n,).
 
-    settings: what a step does beyond the notebook's. Returns the losses of each shard, still being computed: nothing
-    here waits for the engine.
+    settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". Returns the
+    losses of each shard, still being computed: nothing here waits for the engine.
     """
     n = X.shape[0]
     if settings.accumulate > 1:  # gradients add up
@@ -200,15 +200,18 @@ class Replicas:
         """Batch normalization counts its running mean and variance on each device by itself. Their mean over the
         devices, weighted by examples, keeps the replicas equal, so that any device evaluates as any other."""
         weights = [sum(x.shape[0] for x in losses if x.context == c) / n for c in self.ctx]
-        # A hybridized net's backward writes them unseen by the engine: what reads them must wait for the last gradient.
+        # A hybridized net's backward writes them unseen by the engine: what reads them takes in the last gradient too.
         last_gradients = next(iter(self.trained.values())).list_grad()
-        after = [grad.reshape(-1)[:1] * 0 for grad in last_gradients]
-        for p in self.statistics:
-            replicas = p.list_data()
-            weighted = [nd.broadcast_add(r, zero) * w for r, w, zero in zip(replicas, weights, after)]
-            average = nd.add_n(*[x.as_in_context(self.ctx[0]) for x in weighted])
-            for r in replicas:
-                average.copyto(r)
+        weighted = [
+            nd.concat(*[p.data(c) for p in self.statistics], last.reshape(-1)[:1], dim=0) * w
+            for c, w, last in zip(self.ctx, weights, last_gradients)
+        ]
+        average = nd.add_n(*[x.as_in_context(self.ctx[0]) for x in weighted])
+        for c in self.ctx:
+            here, start = average.as_in_context(c), 0
+            for p in self.statistics:
+                here[start : start + p.shape[0]].copyto(p.data(c))
+                start += p.shape[0]
 
     def predict(self, X):
         return predict(X, self.net, self.ctx, self.settings.shares)
@@ -235,7 +238,7 @@ class Replicas:
         for name, p in self.named.items():
             p.set_data(nd.array(parameters[name]))
         for c, updater in zip(self.ctx, self.trainer._updaters):
-            for i, name in enumerate(velocities):
+            for i, name in enumerate(self.trained if velocities else ()):
                 updater.states[i] = nd.array(velocities[name], ctx=c)
                 updater.states_synced[i] = True
 

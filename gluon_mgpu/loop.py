@@ -5,13 +5,14 @@ The loop knows nothing of `scratch` and `highlevel`; it drives the methods of th
 """
 
 import ctypes
+import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 from tqdm import tqdm
@@ -62,7 +63,8 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
         replicas = make_replicas(settings)
         if arrays is not None:
             kept.restore(replicas, arrays)
-        kept.begin({**config, **settings.as_dict(), "devices": [str(c) for c in ctx], "data": data.source})
+        where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "data": data.source}
+        kept.begin({**config, **asdict(settings), **where}, replicas, position)
         print("running on:", ctx, flush=True)
         with CtrlC() as ctrl_c:
             try:
@@ -94,9 +96,9 @@ def _epoch(replicas, data, settings, position, ctrl_c):
         train_batch, ctrl_c.until(train_iter), examples, f"epoch {number}", position.steps, size, position.loss_sum
     )
     position.seconds = time.perf_counter() - start
+    _refuse_broken(replicas.parameters(), number)
     if ctrl_c.stopped:
         raise BetweenSteps
-    _refuse_broken(replicas.parameters(), number)
     test_iter = batches(data.test_images, data.test_labels, size)
     test_acc = replicas.evaluate_accuracy(ctrl_c.between(test_iter))
     lr = settings.learning_rate(before + steps_an_epoch - 1, steps_an_epoch)
@@ -155,7 +157,7 @@ def _empty(shape):
     nd.array would copy, after waiting for all that cpu(0) has still to do. nd.from_numpy calls Python from an engine
     thread to give the memory back, which aborts a process that is just ending.
     """
-    array, memory = nd.empty(shape), ctypes.c_void_p()
+    array, memory = nd.empty(shape, mx.cpu()), ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(memory)))
     return array, np.ctypeslib.as_array(ctypes.cast(memory, ctypes.POINTER(ctypes.c_float)), shape)
 
@@ -166,7 +168,7 @@ def pieces(X, y, parts):
         yield X, y
         return
     start = 0
-    for size in filter(None, shard_sizes(X.shape[0], parts)):
+    for size in shard_sizes(X.shape[0], min(parts, X.shape[0])):
         yield X[start : start + size], y[start : start + size]
         start += size
 
@@ -205,7 +207,7 @@ def _refuse_broken(parameters, epoch):
     broken = [name for name, values in parameters.items() if not np.isfinite(values).all()]
     if broken:
         raise Error(
-            f"parameters are not numbers ({', '.join(broken)}), first seen after epoch {epoch}: training stopped; "
+            f"parameters are not numbers ({', '.join(broken)}), first seen in epoch {epoch}: training stopped; "
             "a smaller --lr may help"
         )
 
@@ -261,6 +263,7 @@ class CtrlC:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        os.write(2, b"\ngluon_mgpu: ending after this step; Ctrl-C again ends at once, without a checkpoint\n")
 
     def between(self, items):
         """The items; BetweenSteps instead of the next one once Ctrl-C was pressed."""

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,9 @@ from gluon_mgpu.settings import Settings
 FORMAT = 1
 FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 VELOCITY = "velocity/"  # before a parameter's name: what momentum remembers of it
+IMPLS = ("scratch", "highlevel")
 SETTINGS = tuple(f.name for f in fields(Settings))
-MAY_CHANGE = ("impl", "devices", "shares", "hybridize")  # on resume, and only the rounding with it
+MAY_CHANGE = ("impl", "devices", "threads", "shares", "hybridize")  # on resume
 MOST_SHARE_DRAWING = 0.01  # of the time of training
 
 
@@ -46,6 +47,9 @@ class Position:
     loss_sum: float = 0.0  # over the examples of these steps
     seconds: float = 0.0  # that these steps took
 
+    def __str__(self):
+        return f"{len(self.history)} epochs and {self.steps} steps"
+
     def ended(self, examples, test_accuracy, learning_rate):
         """The epoch is done and evaluated."""
         seconds, loss, number = self.seconds, self.loss_sum / examples, len(self.history) + 1
@@ -60,6 +64,9 @@ class Run:
     """
 
     def __init__(self, out=None, resume=None, tensorboard=False):
+        for option, folder in (("--out", out), ("--resume", resume)):
+            if folder is not None and not str(folder):
+                raise UsageError(f"{option} '': give a folder, such as runs/first")
         if out and resume and Path(out) != Path(resume):
             raise UsageError(f"--out {out} --resume {resume}: a resumed run stays in its folder; leave --out away")
         if tensorboard and not (out or resume):
@@ -69,6 +76,7 @@ class Run:
         self.asked = f"--resume {resume}" if resume else f"--out {out}"
         self.folder = Path(resume or out) if out or resume else None
         self.locked = self.writer = None
+        self.begun = False
         self.training = 0.0  # seconds since the last picture
         self.drawing = 0.5  # seconds that it took; matplotlib has to load for the first
 
@@ -81,22 +89,27 @@ class Run:
                 raise
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind=None, *_):
         if self.writer:
             self.writer.close()
+        if self.begun and not self.resumed and kind and issubclass(kind, Error) and not self._holds("checkpoint.npz"):
+            (self.folder / "config.json").unlink()  # nothing came of it: the folder can be used again
         if self.locked is not None:
             os.close(self.locked)
 
+    def _holds(self, *names):
+        return any((self.folder / name).exists() for name in names)
+
     def _lock(self):
         """A lock on the folder itself: it leaves no file, and ends with the process, however that ends."""
-        self.locked = os.open(self.folder, os.O_RDONLY)
         try:
+            self.locked = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"{self.asked}: another run is writing there: let it end") from None
         except OSError as error:
             raise Error(f"{self.asked}: the folder cannot be locked ({error.strerror}): give another one") from None
-        if not self.resumed and (self.folder / "checkpoint.npz").exists():
+        if not self.resumed and self._holds(*FILES):
             raise UsageError(f"{self.asked}: a run is there already; --resume goes on with it, or give another folder")
 
     def position(self, settings):
@@ -106,18 +119,18 @@ class Run:
         """
         if not self.resumed:
             return settings, None, Position()
-        arrays, self.config, position = last(self.folder)
-        recorded = Settings(**{name: self.config[name] for name in SETTINGS})
+        arrays, self.config, recorded, position = last(self.folder)
         free = {"epochs", "shares"} if recorded.schedule != "cosine" else {"shares"}
         for name in SETTINGS:
             given, kept = getattr(settings, name), getattr(recorded, name)
             if given != kept and name not in free and not (name == "seed" and given is None):
                 raise UsageError(f"{self.asked}: the run has {name} {kept}, not {given}, and goes on with its own")
-        done = f"{len(position.history)} epochs and {position.steps} steps"
-        print(f"gluon_mgpu: resuming {self.folder} after {done}", file=sys.stderr)
-        if len(position.history) >= settings.epochs:
+        if settings.epochs < len(position.history):
+            raise UsageError(f"{self.asked}: epochs {settings.epochs}: {len(position.history)} are done already")
+        print(f"gluon_mgpu: resuming {self.folder} after {position}", file=sys.stderr)
+        if len(position.history) == settings.epochs:
             print(f"gluon_mgpu: all {settings.epochs} epochs are done; --epochs gives it more", file=sys.stderr)
-        return Settings(**{**settings.as_dict(), "seed": recorded.seed}), arrays, position
+        return replace(settings, seed=recorded.seed), arrays, position
 
     def restore(self, replicas, arrays):
         """Give the replicas a checkpoint's arrays, which must be theirs by name and shape."""
@@ -127,7 +140,7 @@ class Run:
         velocities = {n[len(VELOCITY) :]: a for n, a in arrays.items() if n.startswith(VELOCITY)}
         replicas.load({n: a for n, a in arrays.items() if not n.startswith(VELOCITY)}, velocities)
 
-    def begin(self, config):
+    def begin(self, config, replicas, position):
         """When training begins: a run that never comes to that leaves nothing. config: what JSON can hold."""
         if not self.folder:
             return
@@ -137,21 +150,26 @@ class Run:
         self.config = config
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.locked is None:
-                self._lock()
-            for name in FILES:
-                for left in self.folder.glob(f".{name}.*"):  # by a run that was killed while it wrote
-                    left.unlink()
-            self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         except OSError as error:
             raise Error(f"{self.asked}: cannot be written ({error.strerror}): give another folder") from None
+        if self.locked is None:
+            self._lock()
+        for name in FILES:
+            checkpoint.remove_half_written(self.folder / name)  # by a run that was killed
+        self.begun = True
+        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+        if self.resumed:
+            self._checkpoint(replicas, position)  # so that it is resumed with what was changed
 
     def _say_what_changed(self, config):
-        was = {name: str(self.config.get(name)) for name in MAY_CHANGE}
-        now = {name: str(config.get(name)) for name in MAY_CHANGE}
-        changed = [f"{name} {now[name]} where the run had {was[name]}" for name in MAY_CHANGE if now[name] != was[name]]
+        was = {name: self.config.get(name) for name in MAY_CHANGE}
+        changed = [name for name in MAY_CHANGE if config.get(name) != was[name]]
         if changed:
-            print(f"gluon_mgpu: {', '.join(changed)}: the same to rounding, not bit for bit", file=sys.stderr)
+            said = ", ".join(f"{name} {config.get(name)} where the run had {was[name]}" for name in changed)
+            bits = "the same to rounding, not bit for bit"
+            if config["model"] == "resnet18" and {"devices", "shares"} & set(changed):
+                bits = "not the same result, since batch normalization is of each device's shard"
+            print(f"gluon_mgpu: {said}: {bits}", file=sys.stderr)
 
     def epoch(self, replicas, position):
         """After an epoch."""
@@ -159,8 +177,8 @@ class Run:
             return
         self._checkpoint(replicas, position)
         self._metrics(position)
-        if self.Writer:
-            self._scalars(position.history[-1])
+        if self.Writer or (self.folder / "tensorboard").exists():
+            self._scalars(position)
         self.training += position.history[-1].train_seconds
         if self.drawing < MOST_SHARE_DRAWING * self.training:
             self._draw(position)
@@ -177,9 +195,8 @@ class Run:
             return
         self._checkpoint(replicas, position)
         self._metrics(position)
-        done = f"{len(position.history)} epochs and {position.steps} steps"
-        path = self.folder / "checkpoint.npz"
-        print(f"gluon_mgpu: {path} holds the parameters after {done}; --resume {self.folder} goes on", file=sys.stderr)
+        path, again = self.folder / "checkpoint.npz", f"--resume {self.folder} goes on"
+        print(f"gluon_mgpu: {path} holds the parameters after {position}; {again}", file=sys.stderr)
         if position.history:
             self._draw(position)
 
@@ -191,11 +208,16 @@ class Run:
     def _metrics(self, position):
         self._write("metrics.jsonl", "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
-    def _scalars(self, epoch):
-        self.writer = self.writer or self.Writer(str(self.folder / "tensorboard"))
-        for name, value in epoch._asdict().items():
-            if name != "epoch":
-                self.writer.add_scalar(name, value, epoch.epoch)
+    def _scalars(self, position):
+        if self.writer:
+            epochs = position.history[-1:]
+        else:  # with what an earlier part of the run may not have written
+            epochs, Writer = position.history, self.Writer or _tensorboard_writer()
+            self.writer = Writer(str(self.folder / "tensorboard"))
+        for epoch in epochs:
+            for name, value in epoch._asdict().items():
+                if name != "epoch":
+                    self.writer.add_scalar(name, value, epoch.epoch)
         self.writer.flush()
 
     def _draw(self, position):
@@ -208,42 +230,55 @@ class Run:
 
 
 def last(folder):
-    """(arrays, config, Position) of the run in a folder: of its checkpoint, or (None, config, Position()) before the
-    first one. Raises UsageError where no run is, Error for a file that is cut off or altered."""
-    path, begun = Path(folder) / "checkpoint.npz", Path(folder) / "config.json"
+    """(arrays, config, Settings, Position) of the run in a folder, of its checkpoint; before the first one arrays is
+    None. Raises UsageError where no run is, Error for a file that is cut off, altered, or not of this version."""
+    path = Path(folder) / "checkpoint.npz"
+    arrays, position = None, Position()
     if path.exists():
         arrays, facts = checkpoint.load(path)
         if facts.get("format") != FORMAT:
             raise Error(f"{path} is of another version of gluon_mgpu: use that one for it")
         history = [Epoch(**epoch) for epoch in facts["history"]]
-        return arrays, facts["config"], Position(history, facts["steps"], facts["loss_sum"], facts["seconds"])
+        config, position = facts["config"], Position(history, facts["steps"], facts["loss_sum"], facts["seconds"])
+    else:
+        path = Path(folder) / "config.json"
+        try:
+            config = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise UsageError(f"{folder}: there is no run; train.py --out {folder} begins one") from None
+        except (OSError, ValueError) as error:
+            raise Error(f"{path} cannot be read ({error}): begin the run anew in another folder") from None
     try:
-        config = json.loads(begun.read_bytes())
-        missing = {*SETTINGS, "impl", "devices"} - set(config)
-    except FileNotFoundError:
-        raise UsageError(f"{folder}: there is no run; train.py --out {folder} begins one") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise Error(f"{begun} cannot be read ({error}): begin the run anew") from None
-    if missing:
-        raise Error(f"{begun} does not say {', '.join(sorted(missing))}: begin the run anew")
-    return None, config, Position()
+        settings = Settings(**{name: config[name] for name in SETTINGS})
+        if config["impl"] not in IMPLS or not _devices(config):
+            raise ValueError(f"impl {config['impl']} on {config['devices']}")
+    except (KeyError, TypeError, ValueError, UsageError) as error:
+        raise Error(f"{path} describes no run that can be ({error}): begin it anew in another folder") from None
+    return arrays, config, settings, position
+
+
+def _devices(config):
+    """[("cpu", 0), ("cpu", 1)] from config.json's devices; ValueError for what are none."""
+    found = [re.fullmatch(r"(cpu|gpu)\((\d+)\)", device) for device in config["devices"]]
+    if not all(found):
+        raise ValueError(f"devices {config['devices']}")
+    return [(kind, int(index)) for kind, index in (device.groups() for device in found)]
 
 
 def options(folder):
     """What `train` wants to go on with the run in a folder: its settings, implementation and devices."""
-    _, config, _ = last(folder)
-    kept = {name: config[name] for name in (*SETTINGS, "impl", "hybridize") if name in config}
-    found = [re.fullmatch(r"(cpu|gpu)\((\d+)\)", str(device)) for device in config["devices"]]
-    if not found or not all(found):
-        raise Error(f"{folder}: its config.json names no devices that can be: {config['devices']}; begin the run anew")
-    return {**kept, "gpus": [int(device[2]) for device in found], "device": found[0][1]}
+    _, config, settings, _ = last(folder)
+    devices = _devices(config)
+    kept = {"hybridize": config["hybridize"]} if "hybridize" in config else {}
+    where = {"gpus": [index for _, index in devices], "device": devices[0][0]}
+    return {**asdict(settings), "impl": config["impl"], **kept, **where}
 
 
 def _tensorboard_writer():
     try:
         from tensorboard.summary import Writer
     except ImportError:
-        raise UsageError("--tensorboard needs the tensorboard package: pip install 'gluon_mgpu[tensorboard]'") from None
+        raise UsageError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
     return Writer
 
 

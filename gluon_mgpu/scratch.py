@@ -117,8 +117,8 @@ def sgd(params, lr, batch_size, velocities=None, momentum=0.0, weight_decay=0.0)
 def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=None):
     """One step on a global batch: X (n, 1, 28, 28), y (n,), device_params a replica a device.
 
-    settings: what a step does beyond the notebook's. Returns the losses of each shard, still being computed: nothing
-    here waits for the engine.
+    settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". Returns the
+    losses of each shard, still being computed: nothing here waits for the engine.
     """
     n = X.shape[0]
     if settings.accumulate > 1 or n < len(ctx):  # gradients add up, or a device has no example to fill them from
@@ -193,7 +193,10 @@ class Replicas:
 
     def load(self, parameters, velocities):
         """Go on from arrays that `parameters` and `velocities` gave, of the same names and shapes."""
-        for arrays, replicas in ((parameters, self.device_params), (velocities, self.device_velocities or [])):
+        pairs = [(parameters, self.device_params)]
+        if velocities:
+            pairs.append((velocities, self.device_velocities))
+        for arrays, replicas in pairs:
             for replica in replicas:
                 for name, array in zip(checkpoint.LENET, replica):
                     array[:] = arrays[name]

@@ -5,7 +5,7 @@ shares. By default all of these are off, and a step is the notebooks' own.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Optional, Union
 
 from gluon_mgpu import datasets
@@ -61,9 +61,12 @@ class Settings:
         _require(0 <= self.momentum < 1, "momentum", self.momentum, "give 0 to below 1, such as 0.9")
         _require(0 <= self.weight_decay < 1, "weight_decay", self.weight_decay, "give 0 to below 1, such as 0.0005")
         _require(
-            self.clip_norm is None or 0 < self.clip_norm < 1e30, "clip_norm", self.clip_norm, "give a number above 0"
+            self.clip_norm is None or 1e-30 < self.clip_norm < 1e30,
+            "clip_norm",
+            self.clip_norm,
+            "give a number above 0",
         )
-        _require(1 <= self.accumulate <= self.batch_size, "accumulate", self.accumulate, "give 1 to the batch's size")
+        _require(1 <= self.accumulate <= self.batch_size, "accumulate", self.accumulate, f"give 1 to {self.batch_size}")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"choose one of {', '.join(SCHEDULES)}")
         grow = all(isinstance(e, int) for e in self.step_epochs) and list(self.step_epochs) == sorted(
             {*self.step_epochs}
@@ -105,9 +108,6 @@ class Settings:
             way = (step - warmup) / (self.epochs * steps_an_epoch - warmup)
             return self.peak_lr * (1 + math.cos(math.pi * way)) / 2
         return self.peak_lr
-
-    def as_dict(self):
-        return asdict(self)
 
 
 _KINDS = {

@@ -17,7 +17,7 @@ def test_ratios_are_of_runs_of_one_round_and_medians_of_those():
 
 
 def test_every_subject_trains_in_a_process_of_its_own_and_says_how_long_a_step_took():
-    subjects = (bench.Subject("notebook", 2), bench.Subject("highlevel", 2), bench.EVALUATE[2])
+    subjects = (bench.Subject("notebook", 2), bench.Subject("highlevel", 2), bench.EVALUATE[2], bench.RESNET18[2])
     results = bench.measure(subjects, rounds=1, steps=10)
     for (run,) in results.values():
         assert 1 < run["step_ms"] < 10000 and 50 < run["peak_mb"] < 5000
@@ -26,3 +26,11 @@ def test_every_subject_trains_in_a_process_of_its_own_and_says_how_long_a_step_t
 def test_a_profile_names_the_convolutions_of_each_implementation():
     rows = [line.split() for line in bench.profile(steps=2).splitlines()]
     assert all(float(ms) > 0 for ms in next(row for row in rows if row[0] == "Convolution")[1:])
+
+
+def test_speed_ups_are_against_one_context_with_one_thread_of_the_same_implementation():
+    times = dict(zip(bench.EVALUATE, ([30, 40, 20], [15, 20, 10], [10, 20, 20], [9, 9, 9], [5, 5, 5], [3, 3, 3])))
+    results = {s: [{"step_ms": ms, "peak_mb": 100} for ms in runs] for s, runs in times.items()}
+    rows = bench.speedup_table(results).splitlines()
+    # 30/10, 40/20, 20/20 -> 2; 9/3 -> 3
+    assert [row.split()[-2] for row in rows[2:]] == ["1.00", "2.00", "2.00", "1.00", "1.80", "3.00"]

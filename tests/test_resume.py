@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gluon_mgpu import checkpoint, highlevel, records, scratch
+from gluon_mgpu import checkpoint, engine, highlevel, records, scratch
 from gluon_mgpu.errors import Error, UsageError
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -147,6 +148,18 @@ def test_resnet_18_goes_on_with_its_running_statistics_to_the_same_bits(monkeypa
     assert "1.running_var" in left(tmp_path / "cut")[0]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nothing_is_pickled_or_unpickled_on_the_way(impl, monkeypatch, tmp_path):
+    def refused(*_, **__):
+        raise AssertionError("pickle was used")
+
+    for name in ("dump", "dumps", "load", "loads"):
+        monkeypatch.setattr(pickle, name, refused)
+    train(impl, out=tmp_path, **{**BEYOND, "epochs": 2, "schedule": "constant"})
+    train(impl, resume=tmp_path, **{**BEYOND, "schedule": "constant"})
+    assert len(left(tmp_path)[1]) == 3
+
+
 @pytest.fixture
 def begun(tmp_path):
     """The folder of a run of one epoch."""
@@ -181,6 +194,82 @@ def test_another_model_is_refused_and_nothing_is_overwritten(begun):
     with pytest.raises(UsageError, match="the run has model lenet, not lenet-max"):
         train("highlevel", resume=begun, model="lenet-max")
     assert files(begun) == before
+
+
+def test_fewer_epochs_than_are_done_are_refused(begun):
+    train("scratch", resume=begun, epochs=2)
+    with pytest.raises(UsageError, match="epochs 1: 2 are done already"):
+        train("scratch", resume=begun, epochs=1)
+
+
+def test_a_run_that_was_given_more_epochs_and_then_killed_remembers_them(begun, monkeypatch):
+    def dies(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(scratch.Replicas, "train_batch", dies)
+        train("scratch", 3, resume=begun, epochs=5)
+    kept = records.options(begun)
+    assert (kept["epochs"], kept["gpus"]) == (5, [0, 1, 2])
+
+
+@pytest.mark.parametrize("name", records.FILES)
+def test_a_folder_that_holds_any_file_of_a_run_is_not_overwritten(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UsageError, match="a run is there already"):
+        train("scratch", out=tmp_path)
+    assert files(tmp_path) == {name: b"mine"}
+
+
+@pytest.mark.parametrize("option", ["out", "resume"])
+def test_an_empty_folder_name_is_refused(option):
+    with pytest.raises(UsageError, match=f"--{option} '': give a folder"):
+        train("scratch", **{option: ""})
+
+
+def test_ctrl_c_keeps_the_last_checkpoint_rather_than_parameters_that_are_not_numbers(monkeypatch, tmp_path):
+    original, steps = scratch.Replicas.train_batch, []
+
+    def train_batch(self, X, y, lr):
+        losses = original(self, X, y, lr)
+        steps.append(lr)
+        if len(steps) == 13:
+            for params in self.device_params:
+                params[1][:] = np.nan  # a ReLU hides it from the loss
+        if len(steps) == 15:
+            signal.raise_signal(signal.SIGINT)
+        return losses
+
+    monkeypatch.setattr(scratch.Replicas, "train_batch", train_batch)
+    with pytest.raises(Error, match="not (a number|numbers)"):
+        train("scratch", out=tmp_path)
+    arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
+    assert len(facts["history"]) == 1 and all(np.isfinite(a).all() for a in arrays.values())
+
+
+def test_another_number_of_openmp_threads_is_said(begun, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "openmp_threads", lambda: 1)
+    train("scratch", 1, resume=begun, epochs=2)
+    capsys.readouterr()
+    monkeypatch.setattr(engine, "openmp_threads", lambda: 7)
+    train("scratch", 1, resume=begun, epochs=3)
+    assert "threads 7 where the run had 1: the same to rounding, not bit for bit" in capsys.readouterr().err
+
+
+def test_resnet_18_on_other_devices_is_said_to_be_another_result(monkeypatch, tmp_path, capsys):
+    small = {**SIZE, "model": "resnet18", "limit": 16, "epochs": 1}
+    highlevel.train(2, 8, 0.05, **small, out=tmp_path)
+    highlevel.train(1, 8, 0.05, **{**small, "epochs": 2}, resume=tmp_path)
+    assert "not the same result, since batch normalization is of each device's shard" in capsys.readouterr().err
+
+
+def test_tensorboard_goes_on_with_every_epoch(begun):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train("scratch", resume=begun, epochs=2, tensorboard=True)  # the first epoch too, which was without
+    train("scratch", resume=begun, epochs=3)  # not asked again
+    events = reader.EventAccumulator(str(begun / "tensorboard"))
+    events.Reload()
+    assert {e.step for e in events.Tensors("train_loss")} == {1, 2, 3}
 
 
 def test_another_number_of_epochs_is_refused_where_the_schedule_depends_on_it(tmp_path):
@@ -223,9 +312,15 @@ def test_a_checkpoint_of_another_version_is_refused(begun):
         train("scratch", resume=begun)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '"x"', '{"devices": ["tpu(0)"]}'])
-def test_a_config_that_cannot_be_is_refused_in_one_line(content, tmp_path):
-    (tmp_path / "config.json").write_text(content)
+@pytest.mark.parametrize(
+    "wrong",
+    [None, [], {}, "x", {"devices": ["tpu(0)"]}, {"devices": 3}, {"devices": []}, {"lr": "x"}, {"impl": "os"}],
+    ids=str,
+)
+def test_a_config_that_cannot_be_is_refused_in_one_line_with_its_path(wrong, begun, tmp_path):
+    config = json.loads((begun / "config.json").read_text())
+    content = json.dumps({**config, **wrong} if wrong and isinstance(wrong, dict) else wrong)
+    (tmp_path / "config.json").write_text(content if wrong is not None else "{")
     for read in (records.options, lambda folder: train("scratch", resume=folder)):
         with pytest.raises(Error) as caught:
             read(tmp_path)
@@ -297,7 +392,7 @@ def killed_and_resumed(kills, tmp_path):
         _, said = again.communicate()
         assert again.returncode == 0, said
         assert_same_bits(left(folder), expected)
-        assert not [name for name in os.listdir(folder) if name.startswith(".")], "a file of the killed run is left"
+        assert sorted(os.listdir(folder)) == sorted(records.FILES), "a file of the killed run is left"
     return done
 
 
@@ -326,9 +421,10 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_from_its_seed(who
 
 def test_what_a_run_left_half_written_when_it_was_killed_is_removed_on_resume(begun):
     for name in records.FILES:
-        (begun / f".{name}.abc123").write_bytes(b"half")
+        (begun / f".{name}.abc123.part").write_bytes(b"half")
+    (begun / ".config.json.swp").write_bytes(b"an editor's")
     train("scratch", resume=begun, epochs=2)
-    assert sorted(files(begun)) == ["checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"]
+    assert sorted(files(begun)) == [".config.json.swp", *sorted(records.FILES)]
 
 
 def test_the_command_goes_on_with_the_runs_own_settings_and_devices(begun):

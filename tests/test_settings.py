@@ -4,9 +4,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 
-from gluon_mgpu import recipes
+from gluon_mgpu import highlevel, recipes
 from gluon_mgpu.errors import UsageError
-from gluon_mgpu.settings import Settings, shard_sizes
+from gluon_mgpu.settings import MODELS, Settings, shard_sizes
 
 
 def rates(settings, steps_an_epoch=10):
@@ -79,6 +79,10 @@ def test_a_setting_that_cannot_be_is_refused_by_name_in_one_line(wrong):
     with pytest.raises(UsageError) as caught:
         Settings(**wrong)
     assert next(iter(wrong)) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_models_that_can_be_chosen_are_those_that_highlevel_builds():
+    assert tuple(highlevel.MODELS) == MODELS
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

@@ -1,11 +1,16 @@
 """The program as a user runs it, and the loop: what is printed, left behind, and refused."""
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -154,6 +159,22 @@ def test_what_cannot_be_run_is_refused_in_one_line_with_its_exit_status(options,
     assert len([line for line in said if line]) == 1, done.stderr
 
 
+def test_a_terminal_sees_a_bar_with_examples_and_loss_and_a_file_does_not():
+    command = [sys.executable, str(SCRIPT), *SYNTHETIC, "--gpus", "2", "--limit", "20000", "--epochs", "1"]
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # 24 lines of 120 characters
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # where the other end is closed
+        while part := os.read(main, 65536):
+            shown += part
+    os.close(main)
+    assert process.wait() == 0 and b"test acc" in process.communicate()[0]
+    assert re.search(rb"epoch 1: +\d+%.*/20\.0k .*examples/s, loss \d\.\d{3}", shown), shown
+    assert train(*SYNTHETIC, "--gpus", 2, "--limit", 600, "--epochs", 1).stderr == ""
+
+
 def test_a_recipe_is_run_with_its_options_and_those_given_beside_it_win(tmp_path):
     options = ("--dataset", "synthetic", "--limit", 600, "--epochs", 1, "--device", "cpu")
     done = train("--recipe", "gluon-lenet-mnist-4gpu", *options, "--out", tmp_path)
@@ -212,15 +233,16 @@ def test_a_second_run_into_one_folder_is_refused_and_changes_nothing(tmp_path):
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_says_so(impl):
     done = train(*SYNTHETIC, "--impl", impl, "--gpus", 2, "--lr", 1e37, "--limit", 5000, "--epochs", 3)
     assert done.returncode == 1
-    assert re.search(
-        r"^error: .*not (a number|numbers).*, first seen (at|after) epoch 1.*--lr may help$", done.stderr
-    ), done.stderr
+    assert re.search(r"^error: .*not (a number|numbers).*, first seen (at|in) epoch 1.*--lr may help$", done.stderr), (
+        done.stderr
+    )
     assert "epoch" not in done.stdout
 
 
 def test_a_folder_of_a_run_that_left_no_checkpoint_can_be_used_again(tmp_path):
     options = (*SYNTHETIC, "--limit", 600, "--epochs", 1, "--out", tmp_path)
     assert train(*options, "--lr", 1e37).returncode == 1
+    assert not list(tmp_path.iterdir())
     assert train(*options).returncode == 0
 
 

@@ -257,7 +257,7 @@ class TestSharesAuto:
             def forward_backward(self, X, y, shares):
                 cold = shares not in self.seen
                 self.seen.add(shares)
-                return [Ready(0.01), Ready(0.3 if cold else 0.01)]
+                return [Ready(0.1), Ready(0.5 if cold else 0.1)]
 
         class Ready:
             def __init__(self, seconds):
@@ -276,4 +276,4 @@ class TestSharesAuto:
         scratch.train(2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
         chosen = json.loads((tmp_path / "config.json").read_text())["shares"]
         assert chosen[0] > chosen[1]
-        assert records.options(tmp_path)["shares"] == chosen
+        assert records.options(tmp_path)["shares"] == tuple(chosen)
