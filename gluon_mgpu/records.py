@@ -5,6 +5,7 @@ alone, which holds the settings and the history too. While a run writes there, t
 """
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -24,7 +25,7 @@ VELOCITY = "velocity/"  # before a parameter's name: what momentum remembers of 
 IMPLS = ("scratch", "highlevel")
 SETTINGS = tuple(f.name for f in fields(Settings))
 MAY_CHANGE = ("impl", "devices", "threads", "shares", "hybridize")  # on resume
-MOST_SHARE_DRAWING = 0.01  # of the time of training
+MOST_SHARE_DRAWING = 0.005  # of the time of training
 
 
 class Epoch(NamedTuple):
@@ -78,7 +79,7 @@ class Run:
         self.locked = self.writer = None
         self.begun = False
         self.training = 0.0  # seconds since the last picture
-        self.drawing = 0.5  # seconds that it took; matplotlib has to load for the first
+        self.drawing = 0.05  # seconds that it took
 
     def __enter__(self):
         if self.folder and self.folder.is_dir():
@@ -156,6 +157,7 @@ class Run:
             self._lock()
         for name in FILES:
             checkpoint.remove_half_written(self.folder / name)  # by a run that was killed
+        draw_curves([], io.BytesIO())  # loads matplotlib now, rather than within the first epochs
         self.begun = True
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         if self.resumed:
@@ -185,7 +187,7 @@ class Run:
 
     def end(self, position):
         """After the last epoch."""
-        if self.folder and position.history:
+        if self.folder and (self.training or self.resumed):  # else the last picture has it all
             self._metrics(position)
             self._draw(position)
 
@@ -292,7 +294,8 @@ def draw_curves(history, file):
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure = Figure(figsize=(8, 3.2))
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.15, top=0.95, wspace=0.25)
     panels = (("training loss", [e.train_loss for e in history]), ("test accuracy", [e.test_accuracy for e in history]))
     for axes, (title, values) in zip(figure.subplots(1, 2), panels):
         axes.plot([e.epoch for e in history], values, marker="o")
