@@ -70,9 +70,16 @@ def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings
     with tqdm(total=len(RUNS) * checked.epochs, unit="epoch", leave=False, disable=not sys.stderr.isatty()) as bar:
         for r in RUNS:
             bar.set_description(str(r))
-            where = "resume" if (out / r.folder / "config.json").exists() else "out"
-            own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, where: out / r.folder}
-            _train(str(r), {**common, **own}, bar.update, **environment)
+            again = (out / r.folder / "config.json").exists()
+            where = {"resume" if again else "out": out / r.folder}
+            own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, **where}
+            try:
+                _train(str(r), {**common, **own}, bar.update, **environment)
+            except UsageError as error:
+                raise UsageError(f"{error}; give another --out than {out}" if again else str(error)) from None
+            except KeyboardInterrupt:
+                tqdm.write("gluon_mgpu: the same command goes on from here", file=sys.stderr)
+                raise
     results = [_result(r, out / r.folder) for r in RUNS]
     checkpoint.write_whole(out / PICTURE, lambda file: draw(results, file))
     return results

@@ -29,7 +29,7 @@ BATCH_SIZE = {"lenet": 256, "resnet18": 64}
 WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
 STEPS_PER_STEP = {"lenet": 1, "resnet18": 0.1}  # ResNet-18 computes some 80 times as much a step
 WORKER_SECONDS = 300
-ENGINE_SETTINGS = ("OMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")
+ENGINE_SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")
 
 
 class Subject(NamedTuple):

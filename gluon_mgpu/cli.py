@@ -163,7 +163,8 @@ Examples:
     "--resume",
     type=click.Path(),
     metavar="DIR",
-    help="Go on with a run from its checkpoint, with its own settings; more --epochs or other --gpus may be given.",
+    help="Go on with a run from its checkpoint, with its own settings; other --gpus, --shares or --impl may be given, "
+    "and more --epochs, but to a cosine schedule.",
 )
 @click.option("--tensorboard", is_flag=True, help="Write for TensorBoard too, into the run's folder.")
 @click.option(

@@ -14,6 +14,9 @@ import numpy as np
 from gluon_mgpu.errors import Error
 
 TEMP_COPIES = 64  # for several contexts: each copy can grow to the largest temporary space of a step
+SPINS = (
+    "20000"  # how often an OpenMP thread looks for work before it sleeps; libgomp's own number starves a busy machine
+)
 ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
 # mallopt's parameters (malloc.h) with the variable by which a user sets the same thing.
@@ -101,6 +104,8 @@ def _set_threads(contexts):
         asked = _users("OMP_NUM_THREADS")
         if asked is None or not asked.strip().isdecimal() or int(asked) == 0:
             _put("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))), "since it is no number of threads")
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         return
     why = f"since {fewer[0]} is set" if alone else "since several CPU contexts can hang with more"
     for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):

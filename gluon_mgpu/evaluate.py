@@ -36,7 +36,7 @@ class Trained(NamedTuple):
     replicas: Any  # `scratch.Replicas` or `highlevel.Replicas`
     settings: Settings
     parameters: dict  # {name: NumPy array}
-    title: str  # what it is: "runs/first: lenet (scratch) after 4 epochs and 0 steps, on [cpu(0)]"
+    title: str  # what it is: "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
 
 
 def load(folder, impl=None, gpus=1, device="auto"):
@@ -180,7 +180,7 @@ def exported_files(prefix):
 
 
 def export(trained, prefix, images):
-    """Leave Gluon's PREFIX-symbol.json and PREFIX-0000.params, both or none; returns a line that says so.
+    """Leave Gluon's PREFIX-symbol.json and PREFIX-0000.params, both or none; returns two lines that say so.
 
     The files are first loaded back with SymbolBlock.imports, and their scores of images, uint8 (n, 1, 28, 28), compared
     with the run's. Raises UsageError as `exported_files`, Error for files that cannot be written or whose scores differ
@@ -221,5 +221,6 @@ def export(trained, prefix, images):
         raise Error(f"--export {prefix}: cannot be written ({reason}): give another prefix") from None
     return (
         f"exported to {files[0]} and {files[1]}: on {len(images)} test images, scores of up to "
-        f"{np.abs(expected).max():.3g} differ from the run's by at most {difference:.2g}"
+        f"{np.abs(expected).max():.3g} differ from the run's by at most {difference:.2g}\n"
+        f"load: gluon.SymbolBlock.imports('{files[0]}', ['data'], '{files[1]}')"
     )

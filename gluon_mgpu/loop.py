@@ -45,9 +45,8 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
     not a number, KeyboardInterrupt on Ctrl-C, between two steps, once the checkpoint is left.
     """
     if settings.batch_size < len(ctx):
-        raise UsageError(
-            f"a batch of {settings.batch_size} on {len(ctx)} devices: give a batch of {len(ctx)} or fewer devices"
-        )
+        size = settings.batch_size
+        raise UsageError(f"a batch of {size} on {len(ctx)} devices: give a larger batch, or {size} devices at most")
     if isinstance(settings.shares, tuple) and len(settings.shares) != len(ctx):
         raise UsageError(
             f"shares {joined(settings.shares)}: {len(settings.shares)} for {len(ctx)} devices; give one for each"
@@ -242,22 +241,21 @@ class BetweenSteps(KeyboardInterrupt):
 
 
 class CtrlC:
-    """Holds Ctrl-C back until a step is issued whole: half a step would leave replicas that differ.
+    """Holds Ctrl-C, or SIGTERM, back until a step is issued whole: half a step would leave replicas that differ.
 
-    A second Ctrl-C is not held back. Where no step is left, the run is finished and ends as such. Outside the main
-    thread, where Python delivers no signal, this does nothing.
+    A second one is not held back. Where no step is left, the run is finished and ends as such. Outside the main thread,
+    where Python delivers no signal, this does nothing.
     """
 
     def __enter__(self):
         self.asked = self.stopped = False
-        self.main = threading.current_thread() is threading.main_thread()
-        if self.main:
-            self.before = signal.signal(signal.SIGINT, self._hold)
+        main = threading.current_thread() is threading.main_thread()
+        self.before = {s: signal.signal(s, self._hold) for s in (signal.SIGINT, signal.SIGTERM) if main}
         return self
 
     def __exit__(self, *_):
-        if self.main:
-            signal.signal(signal.SIGINT, self.before)
+        for which, handler in self.before.items():
+            signal.signal(which, handler)
 
     def _hold(self, *_):
         if self.asked:

@@ -49,7 +49,8 @@ class Position:
     seconds: float = 0.0  # that these steps took
 
     def __str__(self):
-        return f"{len(self.history)} epochs and {self.steps} steps"
+        done = [(len(self.history), "epoch"), (self.steps, "step")]
+        return " and ".join(f"{n} {what}{'s'[: n != 1]}" for n, what in done if n) or "no step"
 
     def ended(self, examples, test_accuracy, learning_rate):
         """The epoch is done and evaluated."""
@@ -124,13 +125,21 @@ class Run:
         free = {"epochs", "shares"} if recorded.schedule != "cosine" else {"shares"}
         for name in SETTINGS:
             given, kept = getattr(settings, name), getattr(recorded, name)
+            if name == "epochs" and given != kept and name not in free:
+                raise UsageError(f"{self.asked}: its cosine schedule ends with its {kept} epochs, which cannot change")
             if given != kept and name not in free and not (name == "seed" and given is None):
                 raise UsageError(f"{self.asked}: the run has {name} {kept}, not {given}, and goes on with its own")
         if settings.epochs < len(position.history):
             raise UsageError(f"{self.asked}: epochs {settings.epochs}: {len(position.history)} are done already")
         print(f"gluon_mgpu: resuming {self.folder} after {position}", file=sys.stderr)
         if len(position.history) == settings.epochs:
-            print(f"gluon_mgpu: all {settings.epochs} epochs are done; --epochs gives it more", file=sys.stderr)
+            more = "; --epochs gives it more" * ("epochs" in free)
+            print(f"gluon_mgpu: all {settings.epochs} epochs are done{more}", file=sys.stderr)
+        if (self.folder / "tensorboard").exists() and not self.Writer:
+            try:
+                self.Writer = _tensorboard_writer()
+            except UsageError as error:
+                print(f"gluon_mgpu: {self.folder / 'tensorboard'} is not written to: {error}", file=sys.stderr)
         return replace(settings, seed=recorded.seed), arrays, position
 
     def restore(self, replicas, arrays):
@@ -164,10 +173,11 @@ class Run:
             self._checkpoint(replicas, position)  # so that it is resumed with what was changed
 
     def _say_what_changed(self, config):
-        was = {name: self.config.get(name) for name in MAY_CHANGE}
-        changed = [name for name in MAY_CHANGE if config.get(name) != was[name]]
+        was, both = self.config, self.config.keys() & config.keys()
+        changed = [name for name in MAY_CHANGE if name in both and config[name] != was[name]]
         if changed:
-            said = ", ".join(f"{name} {config.get(name)} where the run had {was[name]}" for name in changed)
+            shown = [["even" if c[name] is None else c[name] for c in (config, was)] for name in changed]
+            said = ", ".join(f"{name} {now} where the run had {then}" for name, (now, then) in zip(changed, shown))
             bits = "the same to rounding, not bit for bit"
             if config["model"] == "resnet18" and {"devices", "shares"} & set(changed):
                 bits = "not the same result, since batch normalization is of each device's shard"
@@ -179,7 +189,7 @@ class Run:
             return
         self._checkpoint(replicas, position)
         self._metrics(position)
-        if self.Writer or (self.folder / "tensorboard").exists():
+        if self.Writer:
             self._scalars(position)
         self.training += position.history[-1].train_seconds
         if self.drawing < MOST_SHARE_DRAWING * self.training:
@@ -214,8 +224,8 @@ class Run:
         if self.writer:
             epochs = position.history[-1:]
         else:  # with what an earlier part of the run may not have written
-            epochs, Writer = position.history, self.Writer or _tensorboard_writer()
-            self.writer = Writer(str(self.folder / "tensorboard"))
+            epochs = position.history
+            self.writer = self.Writer(str(self.folder / "tensorboard"))
         for epoch in epochs:
             for name, value in epoch._asdict().items():
                 if name != "epoch":
@@ -235,6 +245,8 @@ def last(folder):
     """(arrays, config, Settings, Position) of the run in a folder, of its checkpoint; before the first one arrays is
     None. Raises UsageError where no run is, Error for a file that is cut off, altered, or not of this version."""
     path = Path(folder) / "checkpoint.npz"
+    if Path(folder).is_file():
+        raise UsageError(f"{folder} is a file: give the folder of a run, such as {Path(folder).parent}")
     arrays, position = None, Position()
     if path.exists():
         arrays, facts = checkpoint.load(path)

@@ -68,6 +68,8 @@ class Settings:
         )
         _require(1 <= self.accumulate <= self.batch_size, "accumulate", self.accumulate, f"give 1 to {self.batch_size}")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"choose one of {', '.join(SCHEDULES)}")
+        if bool(self.step_epochs) != (self.schedule == "step"):
+            raise UsageError("schedule step and step_epochs go together: after which epochs the learning rate steps")
         grow = all(isinstance(e, int) for e in self.step_epochs) and list(self.step_epochs) == sorted(
             {*self.step_epochs}
         )
@@ -75,10 +77,8 @@ class Settings:
             grow and all(1 <= e < self.epochs for e in self.step_epochs),
             "step_epochs",
             joined(self.step_epochs),
-            f"give growing epochs from 1 to {self.epochs - 1}, such as 2,3",
+            f"give growing epochs, from 1 to less than all {self.epochs}",
         )
-        if bool(self.step_epochs) != (self.schedule == "step"):
-            raise UsageError("schedule step and step_epochs go together: after which epochs the learning rate steps")
         _require(0 < self.step_factor < 1, "step_factor", self.step_factor, "give a number between 0 and 1")
         _require(
             0 <= self.warmup_epochs < self.epochs,

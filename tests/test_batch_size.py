@@ -149,7 +149,7 @@ def test_ctrl_c_ends_the_run_that_is_going_on_which_had_one_thread_and_leaves_wh
         began = time.monotonic()
         process.send_signal(signal.SIGINT)  # to it alone, as `kill -INT` does
         _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (130, "\ninterrupted\n")
+        assert (process.returncode, errors) == (130, "gluon_mgpu: the same command goes on from here\n\ninterrupted\n")
         # A user waits for this. It takes about a second; the bound only tells it from an epoch.
         assert time.monotonic() - began < 10
     finally:

@@ -153,6 +153,20 @@ def test_what_the_user_set_is_kept_where_it_is_safe(contexts, setting, shown):
     assert python(SHOW.format(contexts=contexts), **setting).stdout.strip() == shown
 
 
+@pytest.mark.parametrize(
+    "contexts, setting, spins",
+    [
+        (1, {}, "20000"),
+        (1, {"GOMP_SPINCOUNT": "5"}, "5"),
+        (1, {"OMP_WAIT_POLICY": "active"}, "None"),
+        (2, {}, "None"),
+    ],
+)
+def test_waiting_openmp_threads_spin_briefly_unless_the_user_says_how(contexts, setting, spins):
+    code = f"import os, gluon_mgpu; gluon_mgpu.configure({contexts}); print(os.environ.get('GOMP_SPINCOUNT'))"
+    assert python(code, **setting).stdout.strip() == spins
+
+
 OVERLAP = """
     import json, sys, gluon_mgpu
     gluon_mgpu.configure(2)

@@ -219,7 +219,9 @@ np.save(out, block(mx.nd.array(np.load(images) / 255.0)).asnumpy())
 def test_what_is_exported_gives_stock_mxnet_the_same_scores(run, runs, data, tmp_path):
     done = script("evaluate.py", runs / run, "--gpus", 2, "--device", "cpu", "--export", tmp_path / "net")
     assert done.returncode == 0 and done.stderr == ""
-    assert float(re.search(r"differ from the run's by at most (\S+)$", done.stdout)[1]) < 1e-4
+    assert float(re.search(r"differ from the run's by at most (\S+)\n", done.stdout)[1]) < 1e-4
+    files = f"'{tmp_path}/net-symbol.json', ['data'], '{tmp_path}/net-0000.params'"
+    assert done.stdout.endswith(f"load: gluon.SymbolBlock.imports({files})\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net-0000.params", "net-symbol.json"]
     images, out = tmp_path / "images.npy", tmp_path / "out.npy"
     np.save(images, data.test_images)

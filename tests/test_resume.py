@@ -26,14 +26,14 @@ def train(impl, devices=2, **options):
     return IMPLS[impl].train(devices, 64, 0.1, **{**SIZE, **options})
 
 
-def interrupt(monkeypatch, impl, at_step):
-    """Ctrl-C while the step is issued that is at_step'th from now, once."""
+def interrupt(monkeypatch, impl, at_step, by=signal.SIGINT):
+    """Ctrl-C, or another signal, while the step is issued that is at_step'th from now, once."""
     original, taken = IMPLS[impl].Replicas.train_batch, []
 
     def train_batch(self, X, y, lr):
         taken.append(lr)
         if len(taken) == at_step:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(by)
         return original(self, X, y, lr)
 
     monkeypatch.setattr(IMPLS[impl].Replicas, "train_batch", train_batch)
@@ -86,6 +86,15 @@ def test_a_run_interrupted_at_any_step_and_resumed_ends_with_the_bits_of_a_whole
     assert len(facts["history"]) * 10 + facts["steps"] == at_step
     train(impl, resume=tmp_path, **options)
     assert_same_bits(left(tmp_path), whole[impl, beyond])
+
+
+def test_a_run_that_is_asked_to_terminate_leaves_its_checkpoint_too(whole, monkeypatch, tmp_path):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        interrupt(patched, "scratch", 13, by=signal.SIGTERM)
+        train("scratch", out=tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    train("scratch", resume=tmp_path)
+    assert_same_bits(left(tmp_path), whole["scratch", False])
 
 
 def test_a_run_interrupted_again_and_again_ends_with_the_bits_of_a_whole_one(whole, monkeypatch, tmp_path):
@@ -272,9 +281,21 @@ def test_tensorboard_goes_on_with_every_epoch(begun):
     assert {e.step for e in events.Tensors("train_loss")} == {1, 2, 3}
 
 
+def test_a_run_goes_on_without_tensorboard_where_its_package_is_gone_and_says_so_first(begun, monkeypatch, capsys):
+    (begun / "tensorboard").mkdir()
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)  # as if it were not installed
+    assert len(train("scratch", resume=begun, epochs=2)) == 2
+    assert "tensorboard is not written to: --tensorboard needs the tensorboard package" in capsys.readouterr().err
+
+
+def test_a_file_in_place_of_a_runs_folder_is_refused_with_the_folder(begun):
+    with pytest.raises(UsageError, match=f"is a file: give the folder of a run, such as {begun}"):
+        records.last(begun / "checkpoint.npz")
+
+
 def test_another_number_of_epochs_is_refused_where_the_schedule_depends_on_it(tmp_path):
     train("scratch", out=tmp_path, epochs=1, schedule="cosine")
-    with pytest.raises(UsageError, match="the run has epochs 1, not 2"):
+    with pytest.raises(UsageError, match="its cosine schedule ends with its 1 epochs"):
         train("scratch", resume=tmp_path, epochs=2, schedule="cosine")
 
 
