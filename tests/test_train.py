@@ -270,7 +270,8 @@ def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(aft
     assert status == 130 and errors.endswith("\ninterrupted\n")
     assert seconds < 10, "a user waits for this"  # takes about half a second; the bound only tells it from an epoch
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
-    assert f"checkpoint.npz holds the parameters after {epochs} epochs and {facts['steps']} steps" in errors
+    done = "1 epoch and " * epochs + f"{facts['steps']} step{'s'[: facts['steps'] != 1]}"
+    assert f"checkpoint.npz holds the parameters after {done}; --resume {tmp_path} goes on" in errors
     assert len(facts["history"]) == epochs == printed.count("test acc") and 0 < facts["steps"] < 79
     assert not list(tmp_path.glob(".*")), "a temporary file was left"
 
