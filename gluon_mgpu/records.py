@@ -95,7 +95,7 @@ class Run:
         if self.writer:
             self.writer.close()
         if self.begun and not self.resumed and kind and issubclass(kind, Error) and not self._holds("checkpoint.npz"):
-            (self.folder / "config.json").unlink()  # nothing came of it: the folder can be used again
+            (self.folder / "config.json").unlink(missing_ok=True)  # nothing came of it: the folder can be used again
         if self.locked is not None:
             os.close(self.locked)
 
