@@ -5,11 +5,7 @@ of contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -17,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from gluon_mgpu import checkpoint, datasets
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu import checkpoint, datasets, own_process
+from gluon_mgpu.errors import UsageError
 from gluon_mgpu.records import Epoch
-from gluon_mgpu.settings import Settings, joined
+from gluon_mgpu.settings import Settings
 
 PICTURE = "batch-size.png"
-SECONDS_TO_END = 10
 
 
 class Run(NamedTuple):
@@ -64,7 +59,11 @@ def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings
     checked, *_ = [Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings) for r in RUNS]
     datasets.load(checked.dataset, data_dir, checked.limit, seed)  # fetched, where it has to be, with its progress
     trial = {"dataset": "synthetic", "limit": 2, "batch_size": 2, "epochs": 1}  # says which devices there are
-    device = "gpu" if "gpu(0)" in _train("2 devices", {"impl": impl, "gpus": 2, "device": device, **trial}) else "cpu"
+    device = (
+        "gpu"
+        if "gpu(0)" in own_process.train("2 devices", {"impl": impl, "gpus": 2, "device": device, **trial})
+        else "cpu"
+    )
     environment = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     common = {"impl": impl, "device": device, "data_dir": data_dir, "seed": seed, **settings}
     with tqdm(total=len(RUNS) * checked.epochs, unit="epoch", leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -74,7 +73,7 @@ def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings
             where = {"resume" if again else "out": out / r.folder}
             own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, **where}
             try:
-                _train(str(r), {**common, **own}, bar.update, **environment)
+                own_process.train(str(r), {**common, **own}, bar.update, **environment)
             except UsageError as error:
                 raise UsageError(f"{error}; give another --out than {out}" if again else str(error)) from None
             except KeyboardInterrupt:
@@ -132,38 +131,3 @@ def _result(r, folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     epochs = [Epoch(**json.loads(line)) for line in lines]
     return Result(r, json.loads((folder / "config.json").read_text()), epochs)
-
-
-def _train(name, options, on_epoch=lambda: None, **environment):
-    """`train` in a process of its own; returns what it said. Its notices go to standard error at once.
-
-    Ctrl-C ends it as it ends any run, between two steps and with whole files: it gets that from here alone.
-    """
-    flags = {f"--{option.replace('_', '-')}": value for option, value in options.items()}
-    given = [
-        flag if value is True else f"{flag}={joined(value) if isinstance(value, tuple) else value}"
-        for flag, value in flags.items()
-        if value is not None and value is not False
-    ]
-    command = [sys.executable, "-m", "gluon_mgpu", "train", *given]
-    said, streams = [], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    streams["start_new_session"] = True  # a terminal would send Ctrl-C to it too, and the second one is not held back
-    with subprocess.Popen(command, env={**os.environ, **environment}, **streams) as child:
-        try:
-            for line in child.stdout:
-                said.append(line)
-                if line.startswith("epoch "):
-                    on_epoch()
-                if line.startswith("gluon_mgpu: "):
-                    tqdm.write(line, file=sys.stderr, end="")
-        except KeyboardInterrupt:
-            child.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(SECONDS_TO_END)
-            child.kill()
-            raise
-    if child.returncode:
-        last = (said or [""])[-1].strip()
-        why = last[len("error: ") :] if last.startswith("error: ") else f"ended with {child.returncode}: {last}"
-        raise (UsageError if child.returncode == 2 else Error)(f"{name}: {why}")
-    return "".join(said)

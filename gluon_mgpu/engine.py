@@ -32,7 +32,11 @@ FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 # These bind the workers of all contexts to the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
+# What `configure` may set or remove.
+TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", *BINDING)
+
 _configured = False
+_users_own = {}  # TOUCHED as the user gave them, or None
 _set = {}  # what this module put into the environment, so that it is not taken for the user's
 
 
@@ -55,6 +59,8 @@ def configure(contexts=None):
         if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
             _say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns, not run side by side")
     else:
+        for name in TOUCHED:
+            _users_own.setdefault(name, os.environ.get(name))
         _restore_numpy_names()
         if importlib.util.find_spec("mxnet") is None:
             raise Error("MXNet is not installed: run `make install`, or `pip install mxnet==1.9.1`")
@@ -71,6 +77,12 @@ def check(ctx):
     ctx: a list of mxnet contexts. GPU contexts are always well.
     """
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
+
+
+def users_environment():
+    """The environment as the user gave it, for another process: that one settles its own."""
+    own = {name: value for name, value in _users_own.items() if value is not None}
+    return {**{name: value for name, value in os.environ.items() if name not in _users_own}, **own}
 
 
 def openmp_threads():
