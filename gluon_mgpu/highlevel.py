@@ -219,9 +219,13 @@ class Replicas:
     def evaluate_accuracy(self, data_iter):
         return evaluate_accuracy(data_iter, self.net, self.ctx, self.settings.shares)
 
-    def parameters(self):
-        """{name: NumPy array}: what the net computes with."""
-        return {name: p.data(self.ctx[0]).asnumpy() for name, p in self.named.items()}
+    def parameters(self, device=0):
+        """{name: NumPy array}: what the net computes with, on that device of ctx."""
+        return {name: p.data(self.ctx[device]).asnumpy() for name, p in self.named.items()}
+
+    def gradients(self, device=0):
+        """{name: NumPy array}: the gradients on that device of ctx."""
+        return {name: p.grad(self.ctx[device]).asnumpy() for name, p in self.trained.items()}
 
     def velocities(self):
         """{name: NumPy array}: what momentum remembers; empty without momentum."""

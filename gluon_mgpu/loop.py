@@ -82,7 +82,7 @@ def _epoch(replicas, data, settings, position, ctrl_c):
     number, size, examples = len(position.history) + 1, settings.batch_size, len(data.train_labels)
     steps_an_epoch = -(-examples // size)
     before = (number - 1) * steps_an_epoch
-    order = np.random.default_rng([settings.seed, number]).permutation(examples)
+    order = shuffled(examples, settings.seed, number)
 
     def train_batch(X, y):
         lr = settings.learning_rate(before + position.steps, steps_an_epoch)
@@ -134,6 +134,11 @@ def measured_shares(make_replicas, ctx, settings, data, rounds=3, steps=5):
             shares = tuple(shard_sizes(max(100, 10 * len(ctx)), len(ctx), tuple(speeds)))
     print(f"gluon_mgpu: --shares auto measured the devices and chose {joined(shares)}", file=sys.stderr)
     return shares
+
+
+def shuffled(examples, seed, epoch):
+    """The order in which an epoch takes the examples: their indices."""
+    return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
 def batches(images, labels, batch_size, order=None):

@@ -1,9 +1,14 @@
-"""The notebooks' experiments by name: options of train.py, where they come from, the accuracies printed there."""
+"""What the notebooks ran and printed: their experiments by name as options of train.py, with the accuracies and times
+recorded there, the values they printed on the way, and what the lecture on them claims.
+
+Times are of the authors' GPUs in 2019 and no target here.
+"""
 
 from typing import NamedTuple
 
 SCRATCH = '"Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019)'
 GLUON = '"Training on multiple GPUs with gluon" (The Straight Dope)'
+PYTORCH = '"Multi-GPU training" (Dive into Deep Learning, in PyTorch)'
 CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learning)'
 
 
@@ -11,16 +16,17 @@ class Recipe(NamedTuple):
     source: str
     options: dict  # of train.py
     test_accuracy: tuple = ()  # after each epoch, as printed there; where the source prints none: empty
+    train_seconds: tuple = ()  # of each epoch, on the authors' GPUs
 
 
-def _scratch(gpus, accuracy):
+def _scratch(gpus, accuracy, seconds):
     options = {"impl": "scratch", "model": "lenet", "dataset": "fashion-mnist", "gpus": gpus}
-    return Recipe(SCRATCH, {**options, "batch_size": 256, "lr": 0.2, "epochs": 4}, accuracy)
+    return Recipe(SCRATCH, {**options, "batch_size": 256, "lr": 0.2, "epochs": 4}, accuracy, seconds)
 
 
-def _gluon(gpus, batch_size, accuracy):
+def _gluon(gpus, batch_size, accuracy, seconds):
     options = {"impl": "highlevel", "model": "lenet-max", "dataset": "mnist", "gpus": gpus}
-    return Recipe(GLUON, {**options, "batch_size": batch_size, "lr": 0.3, "epochs": 5}, accuracy)
+    return Recipe(GLUON, {**options, "batch_size": batch_size, "lr": 0.3, "epochs": 5}, accuracy, seconds)
 
 
 def _resnet18(gpus, batch_size, lr):
@@ -29,12 +35,29 @@ def _resnet18(gpus, batch_size, lr):
 
 
 RECIPES = {
-    "scratch-lenet-fashion-mnist-1gpu": _scratch("1", (0.10, 0.66, 0.75, 0.71)),
-    "scratch-lenet-fashion-mnist-2gpu": _scratch("2", (0.10, 0.61, 0.75, 0.76)),
-    "gluon-lenet-mnist-1gpu": _gluon("1", 64, (0.9685, 0.9814, 0.9862, 0.9848, 0.9853)),
-    "gluon-lenet-mnist-4gpu": _gluon("4", 256, (0.9488, 0.9693, 0.9763, 0.9801, 0.9844)),
+    "scratch-lenet-fashion-mnist-1gpu": _scratch("1", (0.10, 0.66, 0.75, 0.71), (2.7, 2.2, 2.2, 2.2)),
+    "scratch-lenet-fashion-mnist-2gpu": _scratch("2", (0.10, 0.61, 0.75, 0.76), (2.5, 2.2, 2.2, 2.2)),
+    "gluon-lenet-mnist-1gpu": _gluon("1", 64, (0.9685, 0.9814, 0.9862, 0.9848, 0.9853), (3.6, 3.5, 3.5, 3.4, 3.5)),
+    "gluon-lenet-mnist-4gpu": _gluon("4", 256, (0.9488, 0.9693, 0.9763, 0.9801, 0.9844), (2.4, 2.3, 2.4, 2.4, 2.3)),
     "gluon-resnet18-fashion-mnist-1gpu": _resnet18("1", 256, 0.1),
     "gluon-resnet18-fashion-mnist-2gpu": _resnet18("2", 512, 0.2),
+}
+
+
+# Values that SCRATCH and PYTORCH print, a list a device.
+ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
+SPLIT = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # of arange(24), on 2 devices
+SCATTER = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # of arange(20), on 4 devices
+COPIED_BIAS = [0] * 20  # b1, and its gradient, on the device they were copied to
+
+# Seconds for 50 products of 4000 x 4000 float32 on a device, that PYTORCH printed of 4 GPUs.
+ASYNCHRONOUS = {
+    "one device, until the calls return": 0.240,
+    "one device, until they are done": 0.493,
+    "four devices, one after another": 2.000,
+    "four devices at once": 0.497,
+    "copies to the host, once all are done": 2.445,
+    "products and copies, each as soon as it can": 0.737,
 }
 
 

@@ -181,9 +181,13 @@ class Replicas:
     def evaluate_accuracy(self, data_iter):
         return evaluate_accuracy(data_iter, self.device_params, self.ctx, self.settings.shares)
 
-    def parameters(self):
-        """{name: NumPy array}: what the net computes with."""
-        return {name: p.asnumpy() for name, p in zip(checkpoint.LENET, self.device_params[0])}
+    def parameters(self, device=0):
+        """{name: NumPy array}: what the net computes with, on that device of ctx."""
+        return {name: p.asnumpy() for name, p in zip(checkpoint.LENET, self.device_params[device])}
+
+    def gradients(self, device=0):
+        """{name: NumPy array}: the gradients on that device of ctx."""
+        return {name: p.grad.asnumpy() for name, p in zip(checkpoint.LENET, self.device_params[device])}
 
     def velocities(self):
         """{name: NumPy array}: what momentum remembers; empty without momentum."""
