@@ -36,7 +36,10 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", *BINDING)
 
 _configured = False
-_users_own = {}  # TOUCHED as the user gave them, or None
+_before, _after = (
+    {},
+    {},
+)  # TOUCHED as the user gave them and as `configure` left them, where that differs; None: not set
 _set = {}  # what this module put into the environment, so that it is not taken for the user's
 
 
@@ -59,14 +62,16 @@ def configure(contexts=None):
         if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
             _say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns, not run side by side")
     else:
-        for name in TOUCHED:
-            _users_own.setdefault(name, os.environ.get(name))
+        given = {name: _before.get(name, os.environ.get(name)) for name in TOUCHED}
         _restore_numpy_names()
         if importlib.util.find_spec("mxnet") is None:
             raise Error("MXNet is not installed: run `make install`, or `pip install mxnet==1.9.1`")
         _set_threads(contexts)
         if contexts != 1:
             os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
+        for name in TOUCHED:
+            if os.environ.get(name) != given[name]:
+                _before[name], _after[name] = given[name], os.environ.get(name)
         _set_allocator()
     _configured = True
 
@@ -80,9 +85,9 @@ def check(ctx):
 
 
 def users_environment():
-    """The environment as the user gave it, for another process: that one settles its own."""
-    own = {name: value for name, value in _users_own.items() if value is not None}
-    return {**{name: value for name, value in os.environ.items() if name not in _users_own}, **own}
+    """The environment without what `configure` changed, for another process: that one settles its own."""
+    own = {name: value for name, value in _before.items() if os.environ.get(name) == _after[name]}
+    return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
 
 
 def openmp_threads():

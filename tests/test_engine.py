@@ -264,3 +264,22 @@ def test_configure_knows_the_number_of_contexts_from_an_earlier_call():
     done = python(code, OMP_NUM_THREADS="2")
     assert done.stdout == "2\n" and done.returncode == 1
     assert "2 CPU contexts can hang" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "true"}])
+def test_another_process_gets_the_users_environment_and_not_what_configure_made_of_it(users):
+    done = python(
+        """
+        import os
+        from gluon_mgpu import engine
+        users = dict(os.environ)
+        engine.configure(1)
+        engine.configure(2)
+        assert os.environ != users
+        assert engine.users_environment() == users
+        os.environ["OMP_NUM_THREADS"] = "7"
+        assert engine.users_environment() == {**users, "OMP_NUM_THREADS": "7"}
+        """,
+        **users,
+    )
+    assert done.returncode == 0, done.stderr
