@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: train test test-slow bench lint install clean
+.PHONY: train test test-slow parity parity-quick bench lint install clean
 .DELETE_ON_ERROR:
 
 train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
@@ -15,8 +15,14 @@ test: install  ## the suite
 test-slow: install  ## the suite and the proofs that take minutes
 	$(BIN)/python -m pytest
 
+parity: install  ## everything held against what the notebooks printed
+	$(BIN)/python scripts/parity.py
+
+parity-quick: install
+	$(BIN)/python scripts/parity.py --quick
+
 bench: install  ## speed and memory beside the notebook's own code
-	$(BIN)/python scripts/bench.py
+	$(BIN)/python scripts/bench.py steps
 
 lint: install
 	$(BIN)/ruff check .

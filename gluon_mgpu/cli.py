@@ -1,87 +1,14 @@
-"""The command line: options and one call. Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted."""
+"""The command line: a command is its options and one call."""
 
 import importlib
-import sys
-import traceback
 
 import click
 from click.core import ParameterSource
 
-from gluon_mgpu import __version__, datasets, devices, engine, recipes, records
-from gluon_mgpu.errors import Error, UsageError
-from gluon_mgpu.settings import MODELS, SCHEDULES, SGD, Settings
-
-
-class OneLineErrors:
-    """Ends with one line and the right exit status instead of a traceback, which --debug shows."""
-
-    def main(self, *args, **kwargs):
-        debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
-        try:
-            super().main(*args, **{**kwargs, "standalone_mode": False})
-            status = 0
-        except (Exception, KeyboardInterrupt) as error:
-            if debug:
-                traceback.print_exc()
-            status = _report(error)
-        sys.exit(status)
-
-
-class Command(OneLineErrors, click.Command):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
-
-
-class Group(OneLineErrors, click.Group):
-    pass
-
-
-def _report(error):
-    """One line on standard error; returns the exit status."""
-    if isinstance(error, click.exceptions.Exit):
-        return error.exit_code
-    if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        click.echo("interrupted", err=True)
-        return 130
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
-    if isinstance(error, Error):
-        click.echo(f"error: {error}", err=True)
-        return error.exit_status
-    lines = str(error).strip().splitlines() or [""]
-    click.echo(f"error: {type(error).__name__}: {lines[-1]} (--debug shows where)", err=True)
-    return 1
-
-
-def _setting(*names, kind, help=None, metavar=None, flag=False):
-    """An option for a field of Settings, with its default; Settings checks the value."""
-    default = getattr(SGD, names[0][2:].replace("-", "_"))
-    shown = default not in (None, False, ())
-    options = {"is_flag": True} if flag else {"type": kind, "metavar": metavar}
-    return click.option(*names, default=default, show_default=shown, help=help, **options)
-
-
-def _gpus(default="1", help="How many devices, or which."):
-    return click.option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
-
-
-IMPLS = click.Choice(records.IMPLS)
-_impl = click.option("--impl", type=IMPLS, default="scratch", show_default=True, help="NDArray alone, or Gluon.")
-_device = click.option(
-    "--device",
-    type=click.Choice(devices.DEVICES),
-    default="auto",
-    show_default=True,
-    help="auto: GPUs where there are any, else as many CPU contexts.",
-)
-_data_dir = click.option(
-    "--data-dir",
-    type=click.Path(),
-    metavar="DIR",
-    help="Where the data is; else GLUON_MGPU_DATA, the usual folders, a download.",
-)
+from gluon_mgpu import __version__, commands, datasets, devices, engine, recipes, records
+from gluon_mgpu.bench.cli import bench
+from gluon_mgpu.errors import UsageError
+from gluon_mgpu.settings import MODELS, SCHEDULES, Settings
 
 
 class Numbers(click.ParamType):
@@ -99,6 +26,28 @@ class Numbers(click.ParamType):
             self.fail(f"{value}: give numbers with commas between them{''.join(f', or {w}' for w in self.words)}")
 
 
+class Seeds(click.ParamType):
+    """3 is the seeds 1, 2 and 3; 4,7 is these two."""
+
+    name = "seeds"
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple):
+            return value
+        many = value.partition(",")[1]
+        try:
+            numbers = [int(part) for part in value.removesuffix(",").split(",")]
+        except ValueError:
+            numbers = []
+        if (
+            not numbers
+            or not all(1 - bool(many) <= number < 2**31 for number in numbers)
+            or len({*numbers}) < len(numbers)
+        ):
+            self.fail(f"{value}: give how many seeds (3) or which ones (4,7)")
+        return tuple(numbers) if many else tuple(range(1, numbers[0] + 1))
+
+
 def _list_recipes(ctx, _, asked):
     if asked and not ctx.resilient_parsing:
         click.echo(recipes.table())
@@ -106,7 +55,7 @@ def _list_recipes(ctx, _, asked):
 
 
 @click.command(
-    cls=Command,
+    cls=commands.Command,
     epilog="""\b
 Examples:
   train.py --impl scratch --gpus 2
@@ -125,34 +74,40 @@ Examples:
     callback=_list_recipes,
     help="Print these and their sources.",
 )
-@_impl
-@_setting("--model", kind=click.Choice(MODELS), help="lenet-max has max pooling; it and resnet18 are highlevel's only.")
-@_setting("--dataset", kind=click.Choice(datasets.NAMES))
-@_gpus()
-@_device
-@_setting("--batch-size", kind=int, help="Examples a step, over all devices together.")
-@_setting(
+@commands.impl
+@commands.setting(
+    "--model", kind=click.Choice(MODELS), help="lenet-max has max pooling; it and resnet18 are highlevel's only."
+)
+@commands.setting("--dataset", kind=click.Choice(datasets.NAMES))
+@commands.gpus()
+@commands.device
+@commands.setting("--batch-size", kind=int, help="Examples a step, over all devices together.")
+@commands.setting(
     "--shares", kind=Numbers(float, "auto"), metavar="A,B,...|auto", help="Parts of a batch for unequal devices: 80,20."
 )
-@_setting("--lr", kind=float, help="Learning rate.")
-@_setting("--scale-lr", kind=bool, flag=True, help="--lr is for a batch of 256: scale it to this one.")
-@_setting("--schedule", kind=click.Choice(SCHEDULES), help="How the learning rate goes on.")
-@_setting("--step-epochs", kind=Numbers(int), metavar="E,F,...", help="After which epochs --schedule step steps.")
-@_setting("--step-factor", kind=float, help="What --schedule step multiplies the learning rate by.")
-@_setting("--warmup-epochs", kind=float, help="The learning rate first grows from 0 for so long.")
-@_setting("--momentum", kind=float, help="Part of the last update that the next one repeats, such as 0.9.")
-@_setting("--weight-decay", kind=float, help="Part of every parameter that is taken off a step, times --lr.")
-@_setting("--clip-norm", kind=float, metavar="NORM", help="Scale a gradient of a larger norm down to this one.")
-@_setting("--accumulate", kind=int, metavar="K", help="Compute a batch's gradient in K pieces: needs less memory.")
-@_setting("--epochs", kind=int)
-@_setting("--seed", kind=int, metavar="N", help="Makes a run on CPU repeatable bit for bit.")
-@_setting(
+@commands.setting("--lr", kind=float, help="Learning rate.")
+@commands.setting("--scale-lr", kind=bool, flag=True, help="--lr is for a batch of 256: scale it to this one.")
+@commands.setting("--schedule", kind=click.Choice(SCHEDULES), help="How the learning rate goes on.")
+@commands.setting(
+    "--step-epochs", kind=Numbers(int), metavar="E,F,...", help="After which epochs --schedule step steps."
+)
+@commands.setting("--step-factor", kind=float, help="What --schedule step multiplies the learning rate by.")
+@commands.setting("--warmup-epochs", kind=float, help="The learning rate first grows from 0 for so long.")
+@commands.setting("--momentum", kind=float, help="Part of the last update that the next one repeats, such as 0.9.")
+@commands.setting("--weight-decay", kind=float, help="Part of every parameter that is taken off a step, times --lr.")
+@commands.setting("--clip-norm", kind=float, metavar="NORM", help="Scale a gradient of a larger norm down to this one.")
+@commands.setting(
+    "--accumulate", kind=int, metavar="K", help="Compute a batch's gradient in K pieces: needs less memory."
+)
+@commands.setting("--epochs", kind=int)
+@commands.setting("--seed", kind=int, metavar="N", help="Makes a run on CPU repeatable bit for bit.")
+@commands.setting(
     "--limit",
     kind=int,
     metavar="N",
     help="Train on the first N examples, evaluate on the first N/6 of the test set (at least 100).",
 )
-@_data_dir
+@commands.data_dir
 @click.option(
     "--out",
     type=click.Path(),
@@ -199,65 +154,23 @@ def train(context, recipe, **options):
 
 
 @click.command(
-    cls=Command,
-    epilog="""\b
-Examples:
-  bench.py
-  bench.py --rounds 5 --steps 200
-  bench.py --what engine""",
-)
-@click.option(
-    "--what",
-    type=click.Choice(["step", "evaluate", "resnet18", "overhead", "engine", "profile", "main-job"]),
-    multiple=True,
-    default=("step", "evaluate", "resnet18", "main-job"),
-    show_default=True,
-    help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. overhead: what "
-    "the bar and the folder of a run cost. engine: each setting left out in turn. profile: where a step's time goes, "
-    "by operator. main-job: a whole run and its memory.",
-)
-@click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
-@click.option(
-    "--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run; ResNet-18's: a tenth."
-)
-def bench(what, rounds, steps):
-    """Time and memory a step, ours and the notebook's code, each in its own processes, taken in turn."""
-    from gluon_mgpu import bench as benchmark
-
-    if "step" in what:
-        click.echo(benchmark.step_table(benchmark.measure(benchmark.STEP, rounds, steps)))
-    for name, subjects in (("evaluate", benchmark.EVALUATE), ("resnet18", benchmark.RESNET18)):
-        if name in what:
-            click.echo(benchmark.speedup_table(benchmark.measure(subjects, rounds, steps)))
-    if "overhead" in what:
-        click.echo(benchmark.overhead())
-    if "engine" in what:
-        click.echo(benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)))
-    if "profile" in what:
-        click.echo(benchmark.profile())
-    if "main-job" in what:
-        printed, peak = benchmark.main_job()
-        click.echo(f"The main job, scratch on 2 CPU contexts: peak memory {peak:.0f} MB\n{printed}", nl=False)
-
-
-@click.command(
-    cls=Command,
+    cls=commands.Command,
     epilog="""\b
 Examples:
   batch_size.py
   batch_size.py --impl highlevel --epochs 10 --out runs/batch-size-10
   batch_size.py --dataset synthetic --limit 12000""",
 )
-@_impl
-@_setting("--dataset", kind=click.Choice(datasets.NAMES))
-@_device
-@_setting("--lr", kind=float, help="Learning rate at batch 256.")
-@_setting("--epochs", kind=int)
+@commands.impl
+@commands.setting("--dataset", kind=click.Choice(datasets.NAMES))
+@commands.device
+@commands.setting("--lr", kind=float, help="Learning rate at batch 256.")
+@commands.setting("--epochs", kind=int)
 @click.option(
     "--seed", type=int, default=1, show_default=True, help="Of all four; early epochs differ much between seeds."
 )
-@_setting("--limit", kind=int, metavar="N", help="Train on the first N examples, as train.py does.")
-@_data_dir
+@commands.setting("--limit", kind=int, metavar="N", help="Train on the first N examples, as train.py does.")
+@commands.data_dir
 @click.option(
     "--out",
     type=click.Path(),
@@ -276,19 +189,19 @@ def batch_size(out, **options):
 
 
 @click.command(
-    cls=Command,
+    cls=commands.Command,
     epilog="""\b
 Examples:
   walkthrough.py
   walkthrough.py --impl highlevel --gpus 2
   walkthrough.py --dataset synthetic --gpus 0,2 --device cpu""",
 )
-@_impl
-@_setting("--dataset", kind=click.Choice(datasets.NAMES))
-@_gpus("4", "How many devices, or which; GPUs that are not there are left out.")
-@_device
+@commands.impl
+@commands.setting("--dataset", kind=click.Choice(datasets.NAMES))
+@commands.gpus("4", "How many devices, or which; GPUs that are not there are left out.")
+@commands.device
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Of the parameters.")
-@_data_dir
+@commands.data_dir
 def walkthrough(impl, gpus, **options):
     """The notebooks' inspection cells: what lies on which device during a training step, and what is equal where."""
     indices = devices.parse(gpus)
@@ -299,7 +212,7 @@ def walkthrough(impl, gpus, **options):
 
 
 @click.command(
-    cls=Command,
+    cls=commands.Command,
     epilog="""\b
 Examples:
   evaluate.py runs/first
@@ -326,12 +239,12 @@ Examples:
 )
 @click.option(
     "--impl",
-    type=IMPLS,
+    type=commands.IMPLS,
     help="NDArray alone, or Gluon; default the run's own. Both can read lenet.",
 )
-@_gpus()
-@_device
-@_data_dir
+@commands.gpus()
+@commands.device
+@commands.data_dir
 def evaluate(run, files, images, export, impl, gpus, device, data_dir):
     """Test accuracy and confusion table of RUN, a folder that train.py --out left."""
     if files and not images:
@@ -355,11 +268,53 @@ def evaluate(run, files, images, export, impl, gpus, device, data_dir):
         click.echo(evaluation.export(trained, export, test_images))
 
 
-@click.group(cls=Group)
+@click.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  parity.py --quick
+  parity.py --seeds 10 --out runs/parity-10
+  parity.py --seeds 4,7 --device gpu""",
+)
+@click.option("--quick", is_flag=True, help="In 3 minutes: one training of two recipes, and no batch-size experiment.")
+@click.option(
+    "--seeds",
+    type=Seeds(),
+    default="3",
+    show_default=True,
+    metavar="N|I,J,...",
+    help="Of how many seeds each recipe is trained, or of which.",
+)
+@commands.device
+@commands.data_dir
+@click.option(
+    "--out",
+    type=click.Path(),
+    default="runs/parity",
+    show_default=True,
+    metavar="DIR",
+    help="Leave parity.json, parity.html and a folder a training there; what is there is not trained again.",
+)
+@click.pass_context
+def parity(context, quick, seeds, out, **options):
+    """Hold this port against what the notebooks printed: accuracies, values, claims. Exit status 0 when all holds, 1
+    when something does not, which the first line names."""
+    if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
+        raise UsageError("--quick trains with one seed: leave --seeds away")
+    engine.configure(4)  # as many contexts as the largest recipe has, before mxnet is imported
+    from gluon_mgpu.parity import run as whole
+
+    result = whole.run(out, seeds=seeds, quick=quick, **options)
+    click.echo(whole.table(result))
+    click.echo(f"\n{out}/parity.html shows it.")
+    context.exit(0 if result["holds"] else 1)
+
+
+@click.group(cls=commands.Group)
 @click.version_option(__version__)
 def main():
     """Data-parallel training with MXNet, from scratch and with Gluon."""
 
 
-for command in (train, walkthrough, batch_size, evaluate, bench):
+for command in (train, walkthrough, batch_size, evaluate, parity, bench):
     main.add_command(command)

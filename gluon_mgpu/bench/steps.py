@@ -1,6 +1,7 @@
 """Speed and memory of the training step beside the notebook's own code: separate processes, taken in turn, medians.
 
-A worker, `python -m gluon_mgpu.bench time SUBJECT STEPS`, works on synthetic data; its subject and results are JSON.
+A worker, `python -m gluon_mgpu.bench.steps time SUBJECT STEPS`, works on synthetic data; its subject and its results
+are JSON.
 """
 
 import contextlib
@@ -8,28 +9,25 @@ import importlib
 import io
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
-from importlib.metadata import version
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import datasets, engine
+from gluon_mgpu.bench import machine
 from gluon_mgpu.errors import Error
 
 BATCH_SIZE = {"lenet": 256, "resnet18": 64}
 WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
 STEPS_PER_STEP = {"lenet": 1, "resnet18": 0.1}  # ResNet-18 computes some 80 times as much a step
 WORKER_SECONDS = 300
-ENGINE_SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")
 
 
 class Subject(NamedTuple):
@@ -207,8 +205,7 @@ def _table(results, columns):
     first = next(iter(results))
     size, title = BATCH_SIZE[first.model], {"lenet": "LeNet", "resnet18": "ResNet-18"}[first.model]
     lines = [
-        f"{title}, {first.work}, batch {size}, medians; {len(os.sched_getaffinity(0))} cores of {_cpu()}; "
-        f"Python {platform.python_version()}, MXNet {version('mxnet')}, NumPy {np.__version__}",
+        f"{title}, {first.work}, batch {size}, medians; {machine.line()}",
         f"{'':42}ms/step    (min-max)  examples/s  {'  '.join(columns)}  peak MB",
     ]
     for subject, runs in results.items():
@@ -227,9 +224,9 @@ def _ratio(slow, fast):
 
 
 def _in_own_process(subject, steps, mode="time"):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ENGINE_SETTINGS)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
     environment.update(subject.settings)
-    command = [sys.executable, "-m", "gluon_mgpu.bench", mode, json.dumps(subject._asdict()), str(steps)]
+    command = [sys.executable, "-m", "gluon_mgpu.bench.steps", mode, json.dumps(subject._asdict()), str(steps)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WORKER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -298,12 +295,6 @@ def _worker(mode, subject, steps):
         return
     step_ms = work(steps * size) / steps * 1000
     print(json.dumps({"step_ms": step_ms, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
-
-
-def _cpu():
-    with open("/proc/cpuinfo") as file:
-        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""What the commands have in common: errors as one line, exit statuses, options.
+
+Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted.
+"""
+
+import sys
+import traceback
+
+import click
+
+from gluon_mgpu import devices, records
+from gluon_mgpu.errors import Error
+from gluon_mgpu.settings import SGD
+
+
+class OneLineErrors:
+    """Ends with one line and the right exit status instead of a traceback, which --debug shows."""
+
+    def main(self, *args, **kwargs):
+        debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
+        try:
+            super().main(*args, **{**kwargs, "standalone_mode": False})
+            status = 0
+        except (Exception, KeyboardInterrupt) as error:
+            if debug:
+                traceback.print_exc()
+            status = _report(error)
+        sys.exit(status)
+
+
+class Command(OneLineErrors, click.Command):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
+
+
+class Group(OneLineErrors, click.Group):
+    pass
+
+
+def _report(error):
+    """One line on standard error; returns the exit status."""
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        click.echo("interrupted", err=True)
+        return 130
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, Error):
+        click.echo(f"error: {error}", err=True)
+        return error.exit_status
+    lines = str(error).strip().splitlines() or [""]
+    click.echo(f"error: {type(error).__name__}: {lines[-1]} (--debug shows where)", err=True)
+    return 1
+
+
+def setting(*names, kind, help=None, metavar=None, flag=False):
+    """An option for a field of Settings, with its default; Settings checks the value."""
+    default = getattr(SGD, names[0][2:].replace("-", "_"))
+    shown = default not in (None, False, ())
+    options = {"is_flag": True} if flag else {"type": kind, "metavar": metavar}
+    return click.option(*names, default=default, show_default=shown, help=help, **options)
+
+
+def gpus(default="1", help="How many devices, or which."):
+    return click.option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
+
+
+IMPLS = click.Choice(records.IMPLS)
+impl = click.option("--impl", type=IMPLS, default="scratch", show_default=True, help="NDArray alone, or Gluon.")
+device = click.option(
+    "--device",
+    type=click.Choice(devices.DEVICES),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs where there are any, else as many CPU contexts.",
+)
+data_dir = click.option(
+    "--data-dir",
+    type=click.Path(),
+    metavar="DIR",
+    help="Where the data is; else GLUON_MGPU_DATA, the usual folders, a download.",
+)
