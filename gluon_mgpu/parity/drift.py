@@ -1,0 +1,171 @@
+"""How far scratch, highlevel and the notebook's own code drift apart over 200 steps, against rounding alone.
+
+All three start from the same parameters and take the same batches on 2 contexts. What float32 rounding alone does is
+measured on the notebook's code: the same batches with their examples in another order, so that the same sums are added
+up in another order. Rounding grows: a ReLU that falls to the other side of 0 moves a gradient, and the next steps move
+more. So each step is also taken by itself, every time from the notebook's parameters.
+"""
+
+from typing import NamedTuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import nd
+
+from gluon_mgpu import checkpoint, datasets, highlevel, loop, notebook, recipes, scratch
+from gluon_mgpu.parity.finding import Finding
+
+STEPS = 200
+ORDERS = 3  # of the examples within each batch, beside the first
+SEED = 1
+OPTIONS = recipes.RECIPES["scratch-lenet-fashion-mnist-2gpu"].options
+CHECK = "drift"
+FACTOR = 20  # of what rounding alone does at most; docs/parity.md has how far it differs between orders
+STEP_FACTOR = 10
+
+
+class Drift(NamedTuple):
+    """Distances, relative: |a - b| / |b| over all parameters, or over a step's whole change of them."""
+
+    apart: dict  # {pair: (steps,)}, each running on from its own parameters
+    orders: np.ndarray  # (ORDERS, steps) the notebook's code from itself, by rounding alone
+    step_apart: dict  # {pair: (steps,)}, each step from the same parameters
+    step_orders: np.ndarray  # (steps,)
+
+
+class Notebook:
+    """The notebook's own code, with the methods of `Replicas` that are needed here."""
+
+    def __init__(self, ctx):
+        self.ctx, self.device_params = ctx, None
+
+    def load(self, parameters, velocities):
+        params = [nd.array(_turned(parameters[name])) for name in checkpoint.LENET]
+        self.device_params = [notebook.get_params(params, c) for c in self.ctx]
+
+    def train_batch(self, X, y, lr):
+        notebook.train_batch(X, y, self.device_params, self.ctx, lr)
+
+    def parameters(self, device=0):
+        return {name: _turned(p.asnumpy()) for name, p in zip(checkpoint.LENET, self.device_params[device])}
+
+
+class Reference(NamedTuple):
+    """What the notebook's code makes of the batches, on which nothing of ours but the batches has a part."""
+
+    start: dict  # {name: array}: the parameters before the first step
+    path: list  # the parameters, flat, after each step, with those of the start first
+    orders: np.ndarray  # (ORDERS, steps)
+    step_orders: np.ndarray  # (steps,)
+
+
+def reference(ctx, data_dir, steps=STEPS, progress=lambda: None):
+    """A Reference. ctx: 2 contexts. progress is called after each of (2 + ORDERS) * steps steps."""
+    mx.random.seed(SEED)
+    start = dict(zip(checkpoint.LENET, (p.asnumpy() for p in notebook.init_params())))
+    start = {name: _turned(array) for name, array in start.items()}
+    path = list(_path(Notebook(ctx), start, _batches(data_dir, steps), progress))
+    orders = [
+        _distances(list(_path(Notebook(ctx), start, _batches(data_dir, steps, order), progress)), path)
+        for order in range(1, ORDERS + 1)
+    ]
+    step_orders = _steps(Notebook(ctx), start, path, _batches(data_dir, steps, 1), progress)
+    return Reference(start, path, np.array(orders), step_orders)
+
+
+def measure(ctx, data_dir, against, progress=lambda: None):
+    """A Drift of our implementations from a Reference. progress is called after each of 4 * steps steps."""
+    steps = len(against.path) - 1
+    paths, by_step = {"the notebook's code": against.path}, {}
+    for name, module in (("scratch", scratch), ("highlevel", highlevel)):
+        paths[name] = list(_path(module.Replicas(ctx), against.start, _batches(data_dir, steps), progress))
+        by_step[name, "the notebook's code"] = _steps(
+            module.Replicas(ctx), against.start, against.path, _batches(data_dir, steps), progress
+        )
+    pairs = [("scratch", "highlevel"), ("scratch", "the notebook's code"), ("highlevel", "the notebook's code")]
+    apart = {pair: _distances(*(paths[name] for name in pair)) for pair in pairs}
+    return Drift(apart, against.orders, by_step, against.step_orders)
+
+
+def check(drift):
+    """A Finding for each pair that is compared."""
+    steps, limit = drift.orders.shape[1], FACTOR * drift.orders.max()
+    for (a, b), distances in drift.apart.items():
+        figure = f"{distances.max():.1e} at most; rounding alone {drift.orders.max():.1e}, limit {limit:.1e}"
+        yield Finding(CHECK, f"{a} and {b} over {steps} steps", bool(distances.max() <= limit), figure)
+    limit = STEP_FACTOR * drift.step_orders.max()
+    for (a, b), distances in drift.step_apart.items():
+        figure = f"{distances.max():.1e} at most; rounding alone {drift.step_orders.max():.1e}, limit {limit:.1e}"
+        yield Finding(CHECK, f"{a} and {b}, each step by itself", bool(distances.max() <= limit), figure)
+
+
+def as_json(drift):
+    """What parity.json keeps of it."""
+
+    def named(apart):
+        return {" and ".join(pair): distances.tolist() for pair, distances in apart.items()}
+
+    return {
+        "steps": drift.orders.shape[1],
+        "rounding": drift.orders.tolist(),
+        "apart": named(drift.apart),
+        "limit": float(FACTOR * drift.orders.max()),
+        "step_rounding": drift.step_orders.tolist(),
+        "step_apart": named(drift.step_apart),
+        "step_limit": float(STEP_FACTOR * drift.step_orders.max()),
+    }
+
+
+def _batches(data_dir, steps, order=0):
+    """So many batches of the recipe. order: 0, or in which other order the examples of each batch come."""
+    data = datasets.load(OPTIONS["dataset"], data_dir)
+    size = OPTIONS["batch_size"]
+    chosen = np.random.default_rng(SEED).permutation(len(data.train_labels))[: steps * size]
+    if order:
+        rng = np.random.default_rng([SEED, order])
+        chosen = np.concatenate([rng.permutation(chosen[i : i + size]) for i in range(0, len(chosen), size)])
+    return loop.batches(data.train_images, data.train_labels, size, chosen)
+
+
+def _path(replicas, start, batches, progress):
+    """The parameters before the first step and after every one, flat, of the last device."""
+    replicas.load(start, {})
+    yield _flat(replicas)
+    for X, y in batches:
+        replicas.train_batch(X, y, OPTIONS["lr"])
+        yield _flat(replicas)
+        progress()
+
+
+def _steps(replicas, start, path, batches, progress):
+    """(steps,): how far each step from the parameters of a path ends from the path's own, relative to its length."""
+    distances = []
+    for before, after, (X, y) in zip(path, path[1:], batches):
+        replicas.load(_named(before, start), {})
+        replicas.train_batch(X, y, OPTIONS["lr"])
+        distances.append(np.linalg.norm(_flat(replicas) - after) / np.linalg.norm(after - before))
+        progress()
+    return np.array(distances)
+
+
+def _flat(replicas):
+    """All parameters of the last device in one float64 vector: differences of them are exact."""
+    arrays = replicas.parameters(len(replicas.ctx) - 1).values()
+    return np.concatenate([array.ravel() for array in arrays]).astype(np.float64)
+
+
+def _named(flat, like):
+    ends = np.cumsum([array.size for array in like.values()])[:-1]
+    return {
+        name: part.reshape(array.shape).astype(np.float32)
+        for (name, array), part in zip(like.items(), np.split(flat, ends))
+    }
+
+
+def _distances(path, other):
+    return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(path[1:], other[1:])])
+
+
+def _turned(array):
+    """The notebook's dense weights are (inputs, outputs), ours (outputs, inputs)."""
+    return array.T if array.ndim == 2 else array

@@ -1,0 +1,132 @@
+"""Faults to plant in either implementation: what parity must catch.
+
+Each one is a function that breaks `scratch`, `highlevel` or the loop with `replace(owner, name, value)`, which
+monkeypatch.setattr is. `python tests/faults.py FAULT OPTION...` is `train` with a fault in it.
+"""
+
+import sys
+
+import gluon_mgpu
+
+gluon_mgpu.configure()
+
+import mxnet as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from mxnet import gluon  # noqa: E402
+
+from gluon_mgpu import highlevel, loop, scratch  # noqa: E402
+
+
+def gradients_not_summed(replace):
+    replace(scratch, "allreduce", lambda data: None)
+    replace(gluon.Trainer, "_allreduce_grads", lambda trainer: None)
+
+
+def gradients_averaged(replace):
+    """And then divided by the batch's size all the same."""
+    allreduce, allreduce_grads = scratch.allreduce, gluon.Trainer._allreduce_grads
+
+    def average(data):
+        allreduce(data)
+        for array in data:
+            array /= len(data)
+
+    def average_grads(trainer):
+        allreduce_grads(trainer)
+        for p in trainer._params:
+            for gradient in p.list_grad():
+                gradient /= len(p.list_grad())
+
+    replace(scratch, "allreduce", average)
+    replace(gluon.Trainer, "_allreduce_grads", average_grads)
+
+
+def divided_by_the_shards_size(replace):
+    sgd, step = scratch.sgd, gluon.Trainer.step
+    replace(scratch, "sgd", lambda params, lr, n, *rest: sgd(params, lr, n / 2, *rest))
+    replace(gluon.Trainer, "step", lambda trainer, n: step(trainer, n / 2))
+
+
+def one_shard_for_all(replace):
+    for module in (scratch, highlevel):
+
+        def first_for_all(data, ctx, shares=None, split_and_load=module.split_and_load):
+            shards = split_and_load(data, ctx, shares)
+            return [shards[0].as_in_context(c) for c, _ in zip(ctx, shards)]
+
+        replace(module, "split_and_load", first_for_all)
+
+
+def one_replica_not_copied_back(replace):
+    """The last device keeps its own gradients, and so its parameters go another way."""
+
+    def allreduce(data):
+        for i in range(1, len(data)):
+            data[0] += data[i].copyto(data[0].context)
+        for i in range(1, len(data) - 1):
+            data[0].copyto(data[i])
+
+    replace(scratch, "allreduce", allreduce)
+    allreduce_grads = gluon.Trainer._allreduce_grads
+
+    def all_but_the_last(trainer):
+        own = [p.list_grad()[-1].copy() for p in trainer._params]
+        allreduce_grads(trainer)
+        for p, gradient in zip(trainer._params, own):
+            gradient.copyto(p.list_grad()[-1])
+
+    replace(gluon.Trainer, "_allreduce_grads", all_but_the_last)
+
+
+def learning_rate_a_tenth(replace):
+    sgd, set_learning_rate = scratch.sgd, gluon.Trainer.set_learning_rate
+    replace(scratch, "sgd", lambda params, lr, *rest: sgd(params, lr / 10, *rest))
+    replace(gluon.Trainer, "set_learning_rate", lambda trainer, lr: set_learning_rate(trainer, lr / 10))
+
+
+def no_shuffling(replace):
+    replace(loop, "shuffled", lambda examples, seed, epoch: np.arange(examples))
+
+
+def initial_scale_ten_times_larger(replace):
+    init_params = scratch.init_params
+    replace(scratch, "init_params", lambda: init_params(scale=0.1))
+    larger = {"lenet": mx.init.Normal(0.1), "lenet-max": mx.init.Uniform(0.7), "resnet18": mx.init.Normal(0.1)}
+    replace(highlevel, "MODELS", {name: (highlevel.MODELS[name][0], init) for name, init in larger.items()})
+
+
+def biases_not_updated(replace):
+    def sgd(params, lr, *rest, whole=scratch.sgd):
+        whole(params[::2], lr, *rest)
+
+    replace(scratch, "sgd", sgd)
+    initialize = highlevel.initialize
+
+    def without_biases(net, *args, **kwargs):
+        initialize(net, *args, **kwargs)
+        for p in net.collect_params(".*bias").values():
+            p.lr_mult = 0
+
+    replace(highlevel, "initialize", without_biases)
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        gradients_not_summed,
+        gradients_averaged,
+        divided_by_the_shards_size,
+        one_shard_for_all,
+        one_replica_not_copied_back,
+        learning_rate_a_tenth,
+        no_shuffling,
+        initial_scale_ten_times_larger,
+        biases_not_updated,
+    )
+}
+
+if __name__ == "__main__":
+    from gluon_mgpu.cli import train
+
+    FAULTS[sys.argv[1]](setattr)
+    train(sys.argv[2:])
