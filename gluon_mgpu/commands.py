@@ -19,8 +19,7 @@ class OneLineErrors:
     def main(self, *args, **kwargs):
         debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
         try:
-            super().main(*args, **{**kwargs, "standalone_mode": False})
-            status = 0
+            status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0  # that of context.exit
         except (Exception, KeyboardInterrupt) as error:
             if debug:
                 traceback.print_exc()

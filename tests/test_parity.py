@@ -1,12 +1,22 @@
 """Parity's own checks: what they say of this code, of the notebooks' records, and of faults planted in either."""
 
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 
 import faults
 import mxnet as mx
+import numpy as np
 import pytest
 
-from gluon_mgpu.parity import claims, drift, examples
+from gluon_mgpu import cli, recipes
+from gluon_mgpu.parity import bands, claims, drift, examples
+from gluon_mgpu.parity import run as whole
 
 ROOT = Path(__file__).parents[1]
 CTX = [mx.cpu(i) for i in range(4)]
@@ -71,3 +81,164 @@ def test_a_planted_fault_is_caught_in_each_implementation(fault, small, referenc
         of_impl = [f for f in findings if f.claim.startswith(impl) or f.check == examples.FEED]
         print([f for f in of_impl if not f.holds])
         assert failed(of_impl) == CAUGHT[fault]
+
+
+def test_a_run_that_differs_from_one_implementation_alone_is_told_from_the_other(small, reference, monkeypatch):
+    def only_scratch(owner, name, value):
+        if owner is faults.scratch:
+            monkeypatch.setattr(owner, name, value)
+
+    faults.FAULTS["biases_not_updated"](only_scratch)
+    findings = list(drift.check(drift.measure(CTX[:2], None, reference)))
+    assert {f.claim.partition(" over")[0].partition(",")[0] for f in findings if not f.holds} == {
+        "scratch and highlevel",
+        "scratch and the notebook's code",
+    }
+
+
+def alarms(runs, recorded, earlier, digits=4):
+    return sum(not band.holds for band in bands.bands(runs, recorded, earlier, digits))
+
+
+def test_a_band_is_wide_where_runs_spread_and_narrow_where_they_agree():
+    rng = np.random.default_rng(0)
+    earlier = 0.5 + rng.standard_normal((17, 3)) * [0.1, 0.01, 0.0]
+    low, high = np.array([band[:2] for band in bands.bands(earlier[:3], (0.5,) * 3, earlier[3:], 4)]).T
+    assert (0.5 < (high - low)[0] < 1.0) and (0.05 < (high - low)[1] < 0.15)
+    assert (high - low)[2] == pytest.approx(0.0001)  # the last digit alone
+
+
+def test_runs_that_agree_by_chance_do_not_make_a_band_narrow_nor_do_wild_ones_widen_it_without_bound():
+    rng = np.random.default_rng(1)
+    earlier = 0.7 + 0.03 * rng.standard_normal((17, 1))
+
+    def width(runs):
+        (band,) = bands.bands(runs, (0.7,), earlier, 4)
+        return band.high - band.low
+
+    assert width([[0.7], [0.7], [0.7]]) > 0.9 * width(earlier[:3])
+    wild = [[0.1], [0.7], [0.9]]
+    assert width(wild) < 2 * bands.WIDTH * np.std(wild, ddof=1) / 2
+
+
+def test_normal_runs_raise_an_alarm_as_rarely_as_students_t_says():
+    rng = np.random.default_rng(2)
+    draws = rng.standard_normal((20000, 21)) / 10 + 0.5
+    found = sum(alarms(d[:3, None], d[3:4], d[4:, None]) for d in draws) / len(draws)
+    # Student's t of 18 degrees of freedom is beyond 4 with a chance of 0.0008, here of 16 in 20000 draws.
+    assert 2 <= 20000 * found <= 40
+
+
+def test_a_recorded_accuracy_may_be_off_by_half_its_last_digit():
+    runs, earlier = [[0.746], [0.746]], [[0.746]] * 5
+    assert alarms(runs, (0.75,), earlier, 2) == 0 and alarms(runs, (0.76,), earlier, 2) == 1
+    assert bands.decimals((0.1, 0.66)) == 2 and bands.decimals((0.9685, 0.98)) == 4
+
+
+@pytest.mark.parametrize("recipe", whole.RECORDED)
+def test_none_of_the_kept_runs_in_the_notebooks_place_raises_an_alarm(recipe):
+    kept = [np.array(accuracies) for accuracies in bands.kept(recipe).values()]
+    assert len(kept) == 17
+    for i, run in enumerate(kept):
+        others = kept[i + 1 :] + kept[:i]
+        assert alarms(others[:3], run, others[3:], bands.decimals(recipes.RECIPES[recipe].test_accuracy)) == 0
+
+
+@pytest.mark.parametrize("recipe", whole.RECORDED)
+def test_of_all_ways_to_draw_the_notebooks_run_and_todays_from_the_kept_ones_under_one_in_100_raises_an_alarm(recipe):
+    kept = np.array([*bands.kept(recipe).values()])
+    digits = bands.decimals(recipes.RECIPES[recipe].test_accuracy)
+    found, ways = 0, 0
+    for record in range(len(kept)):
+        others = [i for i in range(len(kept)) if i != record]
+        for today in itertools.combinations(others, 3):
+            left = [i for i in others if i not in today]
+            found += alarms(kept[list(today)], kept[record], kept[left], digits) > 0
+            ways += 1
+    print(f"{recipe}: {found} of {ways}")
+    assert found < ways / 100
+
+
+SMALL = recipes.Recipe(
+    "a test",
+    {"impl": "scratch", "model": "lenet", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "lr": 0.1}
+    | {"epochs": 2, "limit": 300},
+    (0.1, 0.1),
+)
+
+
+def shrink(replace, recorded=(0.1, 0.1)):
+    """Make parity a matter of seconds: two seeds of one small recipe, a few steps, synthetic data."""
+    load = examples.datasets.load
+    replace(examples.datasets, "load", lambda name, *_: load("synthetic", limit=6000))
+    replace(whole, "QUICK", ("small",))
+    replace(whole, "QUICK_SEEDS", (1, 2))
+    replace(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
+    replace(drift, "STEPS", 2)
+    recipes.RECIPES["small"] = SMALL._replace(test_accuracy=recorded)
+
+
+def parity(out, *options, recorded=(0.1, 0.1), **streams):
+    """The command in a process of its own, made small."""
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import gluon_mgpu
+        gluon_mgpu.configure(contexts=4)
+        import test_parity
+        test_parity.shrink(setattr, {recorded})
+        test_parity.cli.parity(["--quick", "--device", "cpu", "--out", {str(out)!r}])
+    """
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], text=True, **streams)
+
+
+def ended(process):
+    said, errors = process.communicate(timeout=120)
+    return process.returncode, said.splitlines(), errors
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+def test_parity_says_first_whether_all_holds_and_leaves_its_numbers_and_a_page(tmp_path):
+    status, lines, errors = ended(parity(tmp_path, **PIPES))
+    assert (status, errors) == (0, "")
+    result = json.loads((tmp_path / "parity.json").read_text())
+    assert lines[0] == result["verdict"] and lines[0].startswith("parity holds")
+    assert result["verdict"] in (tmp_path / "parity.html").read_text()
+    runs = result["accuracy"]["small"]["runs"]
+    (folder,) = tmp_path.glob("cpu-*/small")
+    for seed in ("1", "2"):
+        kept = [json.loads(line) for line in (folder / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()]
+        assert runs[seed] == [epoch["test_accuracy"] for epoch in kept]
+    trained = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    status, lines, errors = ended(parity(tmp_path, recorded=(0.1, 0.97), **PIPES))
+    assert (status, errors) == (1, "")
+    assert lines[0].startswith("parity FAILS: accuracy: small, epoch 2 (the notebook 0.97, outside ")
+    assert json.loads((tmp_path / "parity.json").read_text())["holds"] is False
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == trained
+
+
+def test_after_ctrl_c_parity_goes_on_without_repeating_a_training_that_was_done(tmp_path):
+    process = parity(tmp_path, **PIPES, start_new_session=True)
+    deadline = time.monotonic() + 100
+    while not [*tmp_path.glob("cpu-*/small/seed-2/config.json")]:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    status, lines, errors = ended(process)
+    assert (status, lines) == (130, []) and "the same command goes on from here" in errors
+    assert [path.name for path in tmp_path.glob("parity.*")] == []
+    first = next(tmp_path.glob("cpu-*/small/seed-1"))
+    trained = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    status, lines, errors = ended(parity(tmp_path, **PIPES))
+    assert status == 0 and "resuming" in errors
+    assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == trained
+
+
+@pytest.mark.parametrize("asked", ["0", "x", "3,3", "-1", ""])
+def test_seeds_that_cannot_be_are_refused_in_a_line(asked, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.parity(["--seeds", asked])
+    assert exit.value.code == 2 and "give how many seeds (3) or which ones (4,7)" in capsys.readouterr().err

@@ -23,11 +23,11 @@ CPU_IS_NOT_A_GPU = "CPU contexts share the cores that one context has alone, so 
 
 
 OF_BATCH_SIZE = (
-    "a batch of 256 on 2 devices: accuracies about those of 1",
-    "and little or no faster",
-    "a batch of 512 on 2 devices: faster, by less than 2",
-    "the larger batch learns more slowly",
-    "unless the learning rate grows with it",
+    "a batch of 256 learns about as well on 2 devices as on 1",
+    "and takes about as long",
+    "a batch of 512 on 2 devices makes an epoch shorter, though by less than 2 times",
+    "a batch of 512 learns more slowly than one of 256",
+    "and faster with its learning rate doubled than without",
 )
 
 
@@ -42,7 +42,7 @@ def placed(ctx):
         next(iter(named.values())).data(other)
         refused, said = False, "it answered"
     except RuntimeError as error:
-        refused, said = True, f"RuntimeError: {str(error).splitlines()[0]}"
+        refused, said = True, str(error).splitlines()[0]
     yield Finding(CHECK, f"asking for them on {other} raises RuntimeError", refused, said)
 
 
@@ -69,7 +69,7 @@ def shared_unevenly(ctx, data_dir):
         )
     kinds = {c.device_type for c in ctx}
     yield Finding(
-        CHECK, "which saves time where speeds differ", None, f"all devices here are of one kind ({kinds.pop()})"
+        CHECK, "uneven shards save time where speeds differ", None, f"all devices here are of one kind ({kinds.pop()})"
     )
 
 

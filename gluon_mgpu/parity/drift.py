@@ -59,7 +59,7 @@ class Reference(NamedTuple):
     step_orders: np.ndarray  # (steps,)
 
 
-def reference(ctx, data_dir, steps=STEPS, progress=lambda: None):
+def reference(ctx, data_dir, steps, progress=lambda: None):
     """A Reference. ctx: 2 contexts. progress is called after each of (2 + ORDERS) * steps steps."""
     mx.random.seed(SEED)
     start = dict(zip(checkpoint.LENET, (p.asnumpy() for p in notebook.init_params())))

@@ -21,10 +21,12 @@ import mxnet as mx  # noqa: E402
 from gluon_mgpu.parity import bands, claims, drift, examples, page  # noqa: E402
 from gluon_mgpu.parity.finding import Finding  # noqa: E402
 
+ACCURACY = "accuracy"
 DEVICES = 4  # that the largest recipe wants
 RECORDED = tuple(name for name, recipe in RECIPES.items() if recipe.test_accuracy)
 QUICK = ("scratch-lenet-fashion-mnist-2gpu", "gluon-lenet-mnist-4gpu")
 QUICK_SEEDS = (1,)
+CHECKS = (ACCURACY, examples.EXAMPLES, examples.INITIAL, examples.FEED, drift.CHECK, claims.CHECK)
 WORDS = {True: "holds", False: "FAILS", None: "not shown here"}
 
 
@@ -62,6 +64,7 @@ def run(out, *, seeds=(1, 2, 3), quick=False, device="auto", data_dir=None):
         findings += claims.batch_size(experiments, kind == "cpu")
     else:
         findings += [Finding(claims.CHECK, claim, None, "not asked with --quick") for claim in claims.OF_BATCH_SIZE]
+    findings = [f for check in CHECKS for f in findings if f.check == check]
     made_by = {
         "gluon_mgpu": __version__,
         "python": platform.python_version(),
@@ -100,8 +103,8 @@ def table(result):
     lines = [result["verdict"]]
     for recipe, found in result["accuracy"].items():
         lines.append(f"\n{recipe:36}" + "".join(f"{f'epoch {e}':>9}" for e in range(1, len(found["notebook"]) + 1)))
-        rows = {"the notebook": found["notebook"]}
-        rows.update({f"seed {seed}": accuracies for seed, accuracies in found["runs"].items()})
+        lines.append(f"    {'the notebook':32}" + "".join(f"{a:9.{found['decimals']}f}" for a in found["notebook"]))
+        rows = {f"seed {seed}": accuracies for seed, accuracies in found["runs"].items()}
         rows.update({"lowest it could have been": found["low"], "highest": found["high"]})
         lines += [f"    {name:32}" + "".join(f"{value:9.4f}" for value in row) for name, row in rows.items()]
     for check, group in itertools.groupby(result["findings"], lambda finding: finding["check"]):
@@ -120,7 +123,7 @@ def _contexts(device):
 
 def _drift(ctx, data_dir):
     with tqdm(total=drift.STEPS * (6 + drift.ORDERS), desc="drift", unit="step", **_quiet()) as bar:
-        return drift.measure(ctx, data_dir, drift.reference(ctx, data_dir, progress=bar.update), bar.update)
+        return drift.measure(ctx, data_dir, drift.reference(ctx, data_dir, drift.STEPS, bar.update), bar.update)
 
 
 def _accuracy(recipes, seeds, folder, kind, data_dir):
@@ -171,7 +174,7 @@ def _within(accuracy):
         ):
             place = f"{'within' if holds else 'outside'} {low:.4f} to {high:.4f}"
             figure = f"the notebook {recorded:.{found['decimals']}f}, {place}"
-            yield Finding("accuracy", f"{recipe}, epoch {epoch}", holds, figure)
+            yield Finding(ACCURACY, f"{recipe}, epoch {epoch}", holds, figure)
 
 
 def _experiments(seeds, folder, kind, data_dir):
