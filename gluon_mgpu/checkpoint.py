@@ -25,9 +25,11 @@ DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 def write_whole(path, write):
     """Put a file in place at once: write(file) fills a binary file beside it, which then takes its name.
 
-    Raises Error where that cannot be, as on a full disk; the file is then as it was.
+    Raises Error where that cannot be, as on a full disk or where no file is; what is there is then as it was.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which a file would replace
+        raise Error(f"{path} is no file: give the name of one")
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         try:

@@ -78,3 +78,13 @@ def test_a_full_disk_is_said_in_one_line_and_the_file_before_stays(path, monkeyp
     with pytest.raises(Error, match=r"c\.npz cannot be written \(No space left on device\)"):
         checkpoint.save(path, ARRAYS, FACTS)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        before = (tmp_path / name).stat()
+        with pytest.raises(Error, match=f"{name} is no file: give the name of one"):
+            checkpoint.write_whole(tmp_path / name, lambda file: file.write(b"new"))
+        assert (tmp_path / name).stat() == before
