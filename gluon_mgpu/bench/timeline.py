@@ -1,0 +1,141 @@
+"""Where the time of a training step goes on each context: the engine's own profile, in a process of its own.
+
+The worker, `python -m gluon_mgpu.bench.timeline WHAT FILE`, trains on synthetic data and leaves the trace in FILE; WHAT
+and what it prints are JSON.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from gluon_mgpu import checkpoint, datasets, engine
+from gluon_mgpu import timeline as recording
+from gluon_mgpu.bench import machine
+from gluon_mgpu.bench.steps import BATCH_SIZE, WORKER_SECONDS
+from gluon_mgpu.errors import Error, UsageError
+
+TRACE = "timeline.trace.json"
+TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
+UNRECORDED = 4  # times as many steps are timed without the profile
+
+
+def run(impl="scratch", model="lenet", contexts=2, batch_size=None, steps=recording.STEPS, out=None):
+    """Record `steps` training steps on CPU contexts; returns a dict for JSON, see `recording.summary`.
+
+    batch_size: of all contexts together; default the model's in `bench steps`. out: a folder to leave the trace in.
+    "unrecorded_step_ms" is the mean of steps of the same process that were not recorded. Raises UsageError for what
+    cannot be trained or recorded.
+    """
+    what = {"impl": impl, "model": model, "contexts": contexts, "batch_size": batch_size or BATCH_SIZE[model]}
+    what["steps"] = steps
+    if impl == "scratch" and model != "lenet":
+        raise UsageError(f"model {model}: scratch has lenet only; highlevel has the others")
+    if what["batch_size"] < contexts:
+        raise UsageError(
+            f"a batch of {what['batch_size']} on {contexts} contexts: give a larger batch, or fewer contexts"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        measured = _in_own_process(what, folder)
+        file = Path(folder) / TRACE
+        trace, content = recording.read(file), file.read_bytes()
+    result = {**what, **measured, **recording.summary(trace)}
+    if out:
+        kept = Path(out) / TRACE
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Error(f"--out {out}: cannot be written ({error.strerror}): give another folder") from None
+        checkpoint.write_whole(kept, lambda f: f.write(content))
+        result["trace"] = str(kept)
+    return result
+
+
+def table(result):
+    """Lines for a terminal: for each context the milliseconds of a step in each phase, and its idle share."""
+    steps, columns = len(result["step_ms"]), (*recording.PHASES, "idle")
+    lines = [
+        f"{result['about']}; {machine.line()}",
+        f"{f'ms a step, mean of {steps} recorded':32}" + "".join(f"{name:>10}" for name in columns) + "  idle share",
+    ]
+    for context, seconds in result["contexts"].items():
+        row = "".join(f"{1e3 * seconds[name] / steps:10.2f}" for name in columns)
+        lines.append(f"{context:32}{row}{100 * seconds['idle_share']:11.1f}%")
+    lines.append(_cost(result))
+    if len(result["contexts"]) > machine.facts()["cores"]:
+        lines.append("More contexts than cores: an operator that waits for a core counts as busy.")
+    if result["unknown"]:
+        lines.append(f"other holds operators that are in no phase: {', '.join(result['unknown'])}")
+    return "\n".join(lines)
+
+
+def draw(result, file):
+    """The trace of a result that was left in a folder, as a PNG picture. file: binary and open, or a path."""
+    recording.draw(recording.read(result["trace"]), file, _cost(result))
+
+
+def _cost(result):
+    return (
+        f"{recording.ONE_BY_ONE}: a step took {median(result['step_ms']):.1f} ms, "
+        f"and {result['unrecorded_step_ms']:.1f} ms where not recorded"
+    )
+
+
+def _in_own_process(what, folder):
+    """What the worker prints; it leaves the trace in the folder, and all that it writes for itself."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
+    command = [sys.executable, "-m", "gluon_mgpu.bench.timeline", json.dumps(what), os.path.join(folder, TRACE)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**environment, "TMPDIR": folder}, **streams) as worker:
+        try:
+            printed, said = worker.communicate(timeout=WORKER_SECONDS)
+        except BaseException as error:
+            worker.kill()
+            worker.wait()  # it may be writing into the folder still
+            if isinstance(error, subprocess.TimeoutExpired):
+                advice = "give fewer steps, or a smaller batch"
+                raise Error(f"timeline was not done after {WORKER_SECONDS} s: {advice}") from None
+            raise
+    if worker.returncode:
+        last = (said.strip().splitlines() or ["no message"])[-1]
+        raise UsageError(last) if worker.returncode == UsageError.exit_status else Error(f"timeline failed: {last}")
+    return json.loads(printed.splitlines()[-1])
+
+
+def _worker(impl, model, contexts, batch_size, steps, file):
+    engine.configure(contexts)
+    module = importlib.import_module(f"gluon_mgpu.{impl}")
+    import mxnet as mx
+
+    from gluon_mgpu import loop
+    from gluon_mgpu.settings import Settings
+
+    mx.random.seed(0)
+    replicas = module.Replicas([mx.cpu(i) for i in range(contexts)], Settings(batch_size, model=model))
+    recorded, timed = recording.WARM_UP + steps + recording.AROUND, UNRECORDED * steps
+    data = datasets.synthetic(max(recorded, timed) * batch_size, 100, seed=0)
+
+    def train(steps):
+        examples = steps * batch_size
+        start = time.perf_counter()
+        data_iter = loop.batches(data.train_images[:examples], data.train_labels[:examples], batch_size)
+        loop.train_epoch(lambda X, y: replicas.train_batch(X, y, 0.01), data_iter, examples, impl)
+        return time.perf_counter() - start
+
+    about = f"{TITLE[model]}, {impl}, {contexts} context{'s'[: contexts > 1]}, batch {batch_size}"
+    try:
+        with recording.recorded(file, replicas, about, recorded, recorded, steps=steps):
+            train(recorded)
+    except Error as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_status)
+    print(json.dumps({"about": about, "unrecorded_step_ms": 1e3 * train(timed) / timed}))
+
+
+if __name__ == "__main__":
+    _worker(**json.loads(sys.argv[1]), file=sys.argv[2])
