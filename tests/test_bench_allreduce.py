@@ -102,9 +102,9 @@ def test_the_bytes_of_our_own_ways_are_those_of_the_operators_that_they_call(k, 
         assert not summed_on or set(summed_on) == wanted, way
 
 
-def test_the_bytes_of_the_stores_are_those_of_the_operators_in_the_engines_profile():
+def test_the_bytes_of_the_stores_are_those_of_the_operators_in_the_engines_profile(tmp_path):
     code = """
-        import json, os
+        import json, sys
         import gluon_mgpu; gluon_mgpu.configure(3)
         import mxnet as mx
         from gluon_mgpu.bench import allreduce
@@ -113,14 +113,14 @@ def test_the_bytes_of_the_stores_are_those_of_the_operators_in_the_engines_profi
                 arrays = [[mx.nd.ones((10,), mx.cpu(i)) for i in range(k)] for _ in range(4)]
                 sum_all = allreduce.ways(arrays)[way]
                 sum_all(), mx.nd.waitall()
-                mx.profiler.set_config(profile_imperative=True, aggregate_stats=True, filename=os.devnull)
+                mx.profiler.set_config(profile_imperative=True, aggregate_stats=True, filename=sys.argv[1])
                 mx.profiler.set_state("run"); sum_all(); mx.nd.waitall(); mx.profiler.set_state("stop")
                 operators = json.loads(mx.profiler.dumps(reset=True, format="json"))["Time"]["operator"]
                 counts = {name: spent["Count"] for name, spent in operators.items()}
                 print(json.dumps([k, way, counts, allreduce.moved(way, k)]))
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "t.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(said) == 4, done.stderr

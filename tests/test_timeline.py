@@ -317,20 +317,23 @@ def test_what_cannot_be_recorded_is_refused_before_a_step(name, total, an_epoch,
         pytest.fail("a step would be trained")
 
 
-def test_mxnet_ends_the_process_at_a_context_beyond_its_lanes_and_recording_refuses_it_before():
+def test_mxnet_ends_the_process_at_a_context_beyond_its_lanes_and_recording_refuses_it_before(tmp_path):
     lanes = len(os.sched_getaffinity(0)) + 2
     code = """
         import os, sys, gluon_mgpu
         gluon_mgpu.configure(2)
         import mxnet as mx
-        mx.profiler.set_config(profile_imperative=True, filename=os.devnull)
+        mx.profiler.set_config(profile_imperative=True, filename=sys.argv[2])
         mx.profiler.set_state("run")
         print(mx.nd.ones(3, mx.cpu(int(sys.argv[1]))).sum().asscalar(), flush=True)
         mx.profiler.set_state("stop")
         os._exit(0)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    last, beyond = (subprocess.run([*command, str(i)], capture_output=True, text=True) for i in (lanes - 1, lanes))
+    last, beyond = (
+        subprocess.run([*command, str(i), str(tmp_path / "t.json")], capture_output=True, text=True)
+        for i in (lanes - 1, lanes)
+    )
     assert (last.returncode, last.stdout) == (0, "3.0\n"), last.stderr
     assert beyond.returncode == -signal.SIGABRT and "idx < DeviceCount()" in beyond.stderr
     assert timeline._lanes([mx.cpu(lanes - 1)]) == {lanes - 1: f"cpu({lanes - 1})"}

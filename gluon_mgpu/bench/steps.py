@@ -284,13 +284,15 @@ def _worker(mode, subject, steps):
 
     work(warm_up * size)
     if mode == "profile":
-        mx.profiler.set_config(
-            profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=os.devnull
-        )
-        mx.profiler.set_state("run")
-        work(steps * size)
-        mx.profiler.set_state("stop")
-        operators = json.loads(mx.profiler.dumps(format="json"))["Time"]["operator"]
+        with tempfile.TemporaryDirectory() as folder:  # the profiler removes its file, even /dev/null
+            unused = os.path.join(folder, "profile.json")
+            mx.profiler.set_config(
+                profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=unused
+            )
+            mx.profiler.set_state("run")
+            work(steps * size)
+            mx.profiler.set_state("stop")
+            operators = json.loads(mx.profiler.dumps(format="json"))["Time"]["operator"]
         print(json.dumps({name: spent["Total"] / steps for name, spent in operators.items()}))
         return
     step_ms = work(steps * size) / steps * 1000
