@@ -123,6 +123,13 @@ Examples:
 )
 @click.option("--tensorboard", is_flag=True, help="Write for TensorBoard too, into the run's folder.")
 @click.option(
+    "--profile",
+    type=click.Path(),
+    metavar="FILE",
+    help="Record what each device does during 5 steps, for chrome://tracing or Perfetto, and draw it beside FILE as "
+    ".png. The epoch that they are in takes a little longer.",
+)
+@click.option(
     "--hybridize/--no-hybridize",
     default=True,
     help="highlevel: run the net as one graph (default), or operator by operator.",

@@ -258,13 +258,14 @@ def train(
     out=None,
     resume=None,
     tensorboard=False,
+    profile=None,
     **settings,
 ):
     """The notebook's experiment with Gluon: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
-    hybridize: see `initialize`. data_dir, out, resume, tensorboard: see `loop.run`. settings: the fields of `Settings`:
-    model, epochs, momentum and so on. Returns a list of `records.Epoch`.
+    hybridize: see `initialize`. data_dir, out, resume, tensorboard, profile: see `loop.run`. settings: the fields of
+    `Settings`: model, epochs, momentum and so on. Returns a list of `records.Epoch`.
     """
     settings = Settings(batch_size, lr, **settings)
     ctx = devices.contexts(num_gpus, device)
@@ -277,4 +278,5 @@ def train(
         out=out,
         resume=resume,
         tensorboard=tensorboard,
+        profile=profile,
     )

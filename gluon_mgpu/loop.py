@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 import numpy as np
 from tqdm import tqdm
 
-from gluon_mgpu import datasets, engine, records
+from gluon_mgpu import datasets, engine, records, timeline
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import joined, shard_sizes
 
@@ -34,13 +34,14 @@ MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
 
-def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume=None, tensorboard=False):
+def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume=None, tensorboard=False, profile=None):
     """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `records.Epoch`.
 
     make_replicas: builds the replicas on ctx from settings, called once the random numbers are seeded. config: what
     config.json shall say of the implementation. data_dir: as in `datasets.load`. out: a folder to leave the run in.
     resume: such a folder, to go on from its checkpoint; the settings must be those of the run, except that there may be
     more epochs, and other devices and shares. tensorboard: write each epoch's numbers for TensorBoard there too.
+    profile: a file for the engine's profile of some steps (`timeline.recorded`).
     Raises UsageError for fewer examples in a batch than devices and for what cannot be resumed, Error when a loss is
     not a number, KeyboardInterrupt on Ctrl-C, between two steps, once the checkpoint is left.
     """
@@ -64,8 +65,15 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
             kept.restore(replicas, arrays)
         where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "data": data.source}
         kept.begin({**config, **asdict(settings), **where}, replicas, position)
-        print("running on:", ctx, flush=True)
-        with CtrlC() as ctrl_c:
+        steps_an_epoch = -(-len(data.train_labels) // settings.batch_size)
+        steps = (
+            settings.epochs * steps_an_epoch,
+            steps_an_epoch,
+            len(position.history) * steps_an_epoch + position.steps,
+        )
+        about = f"{settings.model}, {config['impl']}, {len(ctx)} devices, batch {settings.batch_size}"
+        with timeline.recorded(profile, replicas, about, *steps), CtrlC() as ctrl_c:
+            print("running on:", ctx, flush=True)
             try:
                 while len(position.history) < settings.epochs:
                     _epoch(replicas, data, settings, position, ctrl_c)

@@ -207,13 +207,23 @@ class Replicas:
 
 
 def train(
-    num_gpus, batch_size, lr, *, device="auto", data_dir=None, out=None, resume=None, tensorboard=False, **settings
+    num_gpus,
+    batch_size,
+    lr,
+    *,
+    device="auto",
+    data_dir=None,
+    out=None,
+    resume=None,
+    tensorboard=False,
+    profile=None,
+    **settings,
 ):
     """The notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
-    data_dir, out, resume, tensorboard: see `loop.run`. settings: the fields of `Settings`: epochs, dataset, momentum
-    and so on. Returns a list of `records.Epoch`.
+    data_dir, out, resume, tensorboard, profile: see `loop.run`. settings: the fields of `Settings`: epochs, dataset,
+    momentum and so on. Returns a list of `records.Epoch`.
     """
     settings = Settings(batch_size, lr, **settings)
     if settings.model != "lenet":
@@ -228,4 +238,5 @@ def train(
         out=out,
         resume=resume,
         tensorboard=tensorboard,
+        profile=profile,
     )

@@ -210,6 +210,29 @@ def test_tensorboard_without_a_folder_is_refused():
         run(Recorder, batch_size=50, tensorboard=True)
 
 
+@pytest.mark.parametrize("impl", ["scratch", "highlevel"])
+def test_a_run_that_is_profiled_leaves_a_timeline_and_ends_with_the_same_bits(impl, tmp_path):
+    options = ("--impl", impl, "--gpus", "2", "--device", "cpu", "--dataset", "synthetic", "--limit", "1300")
+    options += ("--batch-size", "64", "--epochs", "2", "--seed", "4")
+    for name, profile in (("plain", ()), ("profiled", ("--profile", tmp_path / "timeline.json"))):
+        done = train(*options, "--out", tmp_path / name, *profile)
+        assert (done.returncode, done.stderr) == (0, "")
+    plain, profiled = (checkpoint.load(tmp_path / name / "checkpoint.npz")[0] for name in ("plain", "profiled"))
+    assert plain.keys() == profiled.keys()
+    assert all(np.array_equal(plain[name], profiled[name]) for name in plain)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    convolutions = [e for e in events if e["ph"] == "X" and "_backward_Convolution" in e["name"]]
+    assert len(convolutions) >= 2 * 5  # contexts, steps; a hybridized net's bulk may hold both layers
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profile_of_too_few_steps_is_refused_before_training(tmp_path):
+    few = ("--gpus", "1", "--device", "cpu", "--dataset", "synthetic", "--limit", "300")
+    done = train(*few, "--profile", tmp_path / "timeline.json")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "8 steps to train, 2 an epoch" in done.stderr
+
+
 def test_the_installed_command_refuses_in_the_same_way():
     command = [sys.executable, "-m", "gluon_mgpu", "train", "--gpus", "0"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -3,11 +3,28 @@
 import click
 
 from gluon_mgpu import commands
+from gluon_mgpu.settings import MODELS
+
+ROUNDS = click.IntRange(min=3)
+
+
+def _out(name):
+    return click.option("--out", type=click.Path(), metavar="DIR", help=f"Leave {name}.json and {name}.png there.")
+
+
+def _show(benchmark, name, result, out):
+    """The table of a result and, with --out, its JSON and picture."""
+    from gluon_mgpu.bench import machine
+
+    click.echo(benchmark.table(result))
+    if out is not None:
+        machine.leave(out, name, result, benchmark.draw)
+        click.echo(f"{out}/{name}.png shows it.")
 
 
 @click.group(cls=commands.Group)
 def bench():
-    """Measure. Each subcommand prints a table."""
+    """Measure what asynchrony, copies, allreduce, and more devices buy. Each subcommand prints a table."""
 
 
 @bench.command(
@@ -51,3 +68,136 @@ def steps(what, rounds, steps):
     if "main-job" in what:
         printed, peak = benchmark.main_job()
         click.echo(f"The main job, scratch on 2 CPU contexts: peak memory {peak:.0f} MB\n{printed}", nl=False)
+
+
+def _products(gpus):
+    """The options of `async` and `copy`."""
+
+    def add(command):
+        for option in (
+            click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="After one that does not count."),
+            click.option(
+                "--products",
+                type=click.IntRange(min=1),
+                metavar="N",
+                help="Products on each device; default 50 on GPUs, 20 on CPU contexts.",
+            ),
+            click.option(
+                "--size",
+                type=click.IntRange(min=1, max=46340),
+                metavar="M",
+                help="Of M x M float32 matrices; default 4000 on GPUs, 1000 on CPU contexts. 4000 with 50 products is "
+                "the notebook's, whose seconds are then shown.",
+            ),
+            commands.device,
+            commands.gpus(gpus),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+@bench.command(
+    "async",
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  bench.py async
+  bench.py async --gpus 4 --device gpu --size 4000 --products 50""",
+)
+@_products("2")
+@_out("async")
+def asynchronous(out, **options):
+    """Products of matrices: when the calls return, when they are done; all devices one after another, or at once."""
+    from gluon_mgpu.bench import asynchrony
+
+    _show(asynchrony, "async", asynchrony.run("async", **options), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  bench.py copy
+  bench.py copy --size 2000 --out runs/bench""",
+)
+@_products("1")
+@_out("copy")
+def copy(out, **options):
+    """Products and the copies of them to the host: once all are done, or each as soon as it can."""
+    from gluon_mgpu.bench import asynchrony
+
+    _show(asynchrony, "copy", asynchrony.run("copy", **options), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  bench.py allreduce
+  bench.py allreduce --contexts 2 --contexts 4 --out runs/bench""",
+)
+@click.option(
+    "--contexts",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1, 2, 4, 8),
+    show_default=True,
+    help="How many CPU contexts; each number in a process of its own. 8 need 3.5 GB.",
+)
+@click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="Times each way is measured.")
+@_out("allreduce")
+def allreduce(contexts, rounds, out):
+    """Sums of arrays over CPU contexts, by size and by way, beside the memory's own copy rate."""
+    from gluon_mgpu.bench import allreduce as benchmark
+
+    _show(benchmark, "allreduce", benchmark.run(contexts, rounds), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  bench.py partition
+  bench.py partition --rounds 5 --out runs/bench""",
+)
+@click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each way.")
+@click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Timed steps a run.")
+@_out("partition")
+def partition(rounds, steps, out):
+    """The three ways to split LeNet over two devices: time, bytes moved, devices that wait."""
+    from gluon_mgpu.bench import partition as benchmark
+
+    _show(benchmark, "partition", benchmark.run(rounds, steps), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  bench.py timeline
+  bench.py timeline --impl highlevel --model resnet18 --out runs/bench""",
+)
+@commands.impl
+@commands.setting("--model", kind=click.Choice(MODELS), help="lenet-max and resnet18 are highlevel's only.")
+@click.option("--contexts", type=click.IntRange(min=1), default=2, show_default=True, help="CPU contexts.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Examples a step, over all contexts together; default 256, ResNet-18's 64.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps shown.")
+@click.option(
+    "--out",
+    type=click.Path(),
+    metavar="DIR",
+    help="Leave timeline.json, timeline.png and timeline.trace.json there; the last opens in chrome://tracing and "
+    "Perfetto.",
+)
+def timeline(out, **options):
+    """What each context does in a few steps, by the engine's profile: forward, backward, allreduce, update, idle."""
+    from gluon_mgpu.bench import timeline as benchmark
+
+    _show(benchmark, "timeline", benchmark.run(**options, out=out), out)
