@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from gluon_mgpu import checkpoint, datasets, own_process
+from gluon_mgpu import checkpoint, datasets, own_process, records
 from gluon_mgpu.errors import UsageError
 from gluon_mgpu.records import Epoch
 from gluon_mgpu.settings import Settings
@@ -70,6 +70,9 @@ def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings
         for r in RUNS:
             bar.set_description(str(r))
             again = (out / r.folder / "config.json").exists()
+            if again and _finished(r, out / r.folder, impl, seed, settings):
+                bar.update(checked.epochs)
+                continue
             where = {"resume" if again else "out": out / r.folder}
             own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, **where}
             try:
@@ -125,6 +128,18 @@ def draw(results, file):
 
 def _title(results):
     return "{model} on {dataset}, {impl}, seed {seed}".format(**results[0].config)
+
+
+def _finished(r, folder, impl, seed, settings):
+    """Whether a folder holds this run, and all of it."""
+    arrays, config, kept, position = records.last(folder)
+    wanted = Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings)
+    return (
+        arrays is not None
+        and (config["impl"], len(config["devices"]), kept) == (impl, r.devices, wanted)
+        and len(position.history) == wanted.epochs
+        and (folder / "metrics.jsonl").exists()
+    )
 
 
 def _result(r, folder):

@@ -313,7 +313,7 @@ def parity(context, quick, seeds, out, **options):
 
     result = whole.run(out, seeds=seeds, quick=quick, **options)
     click.echo(whole.table(result))
-    click.echo(f"\n{out}/parity.html shows it.")
+    click.echo(f"\n{whole.files(out, quick)[0]} shows it.")
     context.exit(0 if result["holds"] else 1)
 
 

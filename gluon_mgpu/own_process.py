@@ -36,12 +36,15 @@ def train(name, options, on_epoch=lambda: None, **environment):
                     on_epoch()
                 if line.startswith("gluon_mgpu: "):
                     tqdm.write(line, file=sys.stderr, end="")
+            child.wait()
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(SECONDS_TO_END)
-            child.kill()
             raise
+        finally:
+            if child.poll() is None:
+                child.kill()
     if child.returncode:
         last = (said or [""])[-1].strip()
         why = last[len("error: ") :] if last.startswith("error: ") else f"ended with {child.returncode}: {last}"

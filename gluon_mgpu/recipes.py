@@ -1,5 +1,5 @@
 """What the notebooks ran and printed: their experiments by name as options of train.py, with the accuracies and times
-recorded there, the values they printed on the way, and what the lecture on them claims.
+recorded there, and the values they printed on the way. What the lecture on them claims is in `parity.claims`.
 
 Times are of the authors' GPUs in 2019 and no target here.
 """

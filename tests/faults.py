@@ -42,9 +42,13 @@ def gradients_averaged(replace):
 
 
 def divided_by_the_shards_size(replace):
-    sgd, step = scratch.sgd, gluon.Trainer.step
-    replace(scratch, "sgd", lambda params, lr, n, *rest: sgd(params, lr, n / 2, *rest))
-    replace(gluon.Trainer, "step", lambda trainer, n: step(trainer, n / 2))
+    train_batch, step = scratch.train_batch, gluon.Trainer.step
+
+    def smaller(X, y, device_params, ctx, lr, *rest):  # what is divided by less is as if the learning rate were larger
+        return train_batch(X, y, device_params, ctx, lr * len(ctx), *rest)
+
+    replace(scratch, "train_batch", smaller)
+    replace(gluon.Trainer, "step", lambda trainer, n: step(trainer, n / len(trainer._contexts)))
 
 
 def one_shard_for_all(replace):

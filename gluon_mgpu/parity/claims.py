@@ -1,7 +1,7 @@
 """What the lecture on the notebooks claims, each claim checked as far as the devices here can show it.
 
-An accuracy can decide a claim; a time cannot, since times are a machine's: where one does not show what the lecture
-saw, the claim is not shown here. Source: the lecture "L14_6 Multi-GPU Training in Python".
+An accuracy can decide a claim. A time can show one, but not refute it, since times are a machine's: where one is not as
+the lecture saw it, the claim is not shown here. Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
 from statistics import mean, median
@@ -9,7 +9,7 @@ from statistics import mean, median
 import mxnet as mx
 import numpy as np
 
-from gluon_mgpu import datasets, highlevel, loop, scratch
+from gluon_mgpu import highlevel, loop, scratch
 from gluon_mgpu.parity import bands
 from gluon_mgpu.parity.finding import Finding
 from gluon_mgpu.settings import Settings
@@ -18,16 +18,16 @@ CHECK = "the lecture's claims"
 LIKE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
 EXAMPLES, SHARES = 100, (80, 20)
 ROUNDING = 1e-5  # of an update, relative: float32 has 6e-8, and sums of some hundred terms
-ENOUGH = 5  # seeds that all say no: by chance once in 32 times
+ENOUGH = 3  # seeds that all say the same: one of two equals does so once in 4 times, and a single seed always
 CPU_IS_NOT_A_GPU = "CPU contexts share the cores that one context has alone, so they cannot show what a GPU adds"
 
 
 OF_BATCH_SIZE = (
     "a batch of 256 learns about as well on 2 devices as on 1",
-    "and takes about as long",
+    "a batch of 256 takes about as long on 2 devices as on 1",
     "a batch of 512 on 2 devices makes an epoch shorter, though by less than 2 times",
     "a batch of 512 learns more slowly than one of 256",
-    "and faster with its learning rate doubled than without",
+    "a batch of 512 learns faster with its learning rate doubled",
 )
 
 
@@ -35,7 +35,7 @@ def placed(ctx):
     """The claim on ResNet-18: its parameters live on the contexts that it was initialized on, and on no other."""
     replicas = highlevel.Replicas(ctx, Settings(model="resnet18"))
     named = dict(replicas.net.collect_params())
-    right = all([array.context for array in p.list_data()] == ctx for p in named.values())
+    right = bool(named) and all([array.context for array in p.list_data()] == ctx for p in named.values())
     yield Finding(CHECK, f"ResNet-18's parameters live on each of {ctx}", right, f"{len(named)} arrays on each")
     other = mx.Context(ctx[0].device_type, len(ctx))
     try:
@@ -46,10 +46,9 @@ def placed(ctx):
     yield Finding(CHECK, f"asking for them on {other} raises RuntimeError", refused, said)
 
 
-def shared_unevenly(ctx, data_dir):
+def shared_unevenly(ctx, mnist):
     """The claim on devices of unequal speed: shards are of the sizes asked for, and the step is still the batch's."""
-    data = datasets.load("mnist", data_dir)
-    X, y = next(loop.batches(data.train_images[:EXAMPLES], data.train_labels[:EXAMPLES], EXAMPLES))
+    X, y = next(loop.batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
     for impl, module in (("scratch", scratch), ("highlevel", highlevel)):
         sizes = [shard.shape[0] for shard in module.split_and_load(X, ctx, SHARES)]
         after = []
@@ -67,10 +66,7 @@ def shared_unevenly(ctx, data_dir):
             sizes == list(SHARES) and apart < ROUNDING,
             f"shards of {sizes}; updates {apart:.1e} apart",
         )
-    kinds = {c.device_type for c in ctx}
-    yield Finding(
-        CHECK, "uneven shards save time where speeds differ", None, f"all devices here are of one kind ({kinds.pop()})"
-    )
+    yield Finding(CHECK, "uneven shards save time where speeds differ", None, "the devices here are taken for equals")
 
 
 def batch_size(experiments, cpu):
@@ -93,7 +89,7 @@ def batch_size(experiments, cpu):
     for claim, higher, lower in ((OF_BATCH_SIZE[3], 1, 2), (OF_BATCH_SIZE[4], 3, 2)):
         pairs = [(mean(curve[higher]), mean(curve[lower])) for curve in curves.values()]
         so = sum(a > b for a, b in pairs)
-        holds = True if so == len(pairs) else False if not so and len(pairs) >= ENOUGH else None
+        holds = so > 0 if so in (0, len(pairs)) and len(pairs) >= ENOUGH else None
         a, b = (mean(values) for values in zip(*pairs))
         figure = f"so with {so} of {len(pairs)} seeds; mean accuracy over the epochs {a:.2f} and {b:.2f}"
         yield Finding(CHECK, claim, holds, figure)

@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import nd
 
-from gluon_mgpu import checkpoint, datasets, highlevel, loop, notebook, recipes, scratch
+from gluon_mgpu import checkpoint, highlevel, loop, notebook, recipes, scratch
 from gluon_mgpu.parity.finding import Finding
 
 STEPS = 200
@@ -29,6 +29,7 @@ class Drift(NamedTuple):
 
     apart: dict  # {pair: (steps,)}, each running on from its own parameters
     orders: np.ndarray  # (ORDERS, steps) the notebook's code from itself, by rounding alone
+    moved: float  # how far the notebook's parameters are in the end from where they began
     step_apart: dict  # {pair: (steps,)}, each step from the same parameters
     step_orders: np.ndarray  # (steps,)
 
@@ -59,39 +60,43 @@ class Reference(NamedTuple):
     step_orders: np.ndarray  # (steps,)
 
 
-def reference(ctx, data_dir, steps, progress=lambda: None):
-    """A Reference. ctx: 2 contexts. progress is called after each of (2 + ORDERS) * steps steps."""
+def reference(ctx, data, steps, progress=lambda: None):
+    """A Reference. ctx: 2 contexts. data: the recipe's Dataset. progress: called after each of (2 + ORDERS) * steps."""
     mx.random.seed(SEED)
     start = dict(zip(checkpoint.LENET, (p.asnumpy() for p in notebook.init_params())))
     start = {name: _turned(array) for name, array in start.items()}
-    path = list(_path(Notebook(ctx), start, _batches(data_dir, steps), progress))
+    path = list(_path(Notebook(ctx), start, _batches(data, steps), progress))
     orders = [
-        _distances(list(_path(Notebook(ctx), start, _batches(data_dir, steps, order), progress)), path)
+        _distances(list(_path(Notebook(ctx), start, _batches(data, steps, order), progress)), path)
         for order in range(1, ORDERS + 1)
     ]
-    step_orders = _steps(Notebook(ctx), start, path, _batches(data_dir, steps, 1), progress)
+    step_orders = _steps(Notebook(ctx), start, path, _batches(data, steps, 1), progress)
     return Reference(start, path, np.array(orders), step_orders)
 
 
-def measure(ctx, data_dir, against, progress=lambda: None):
+def measure(ctx, data, against, progress=lambda: None):
     """A Drift of our implementations from a Reference. progress is called after each of 4 * steps steps."""
     steps = len(against.path) - 1
     paths, by_step = {"the notebook's code": against.path}, {}
     for name, module in (("scratch", scratch), ("highlevel", highlevel)):
-        paths[name] = list(_path(module.Replicas(ctx), against.start, _batches(data_dir, steps), progress))
+        paths[name] = list(_path(module.Replicas(ctx), against.start, _batches(data, steps), progress))
         by_step[name, "the notebook's code"] = _steps(
-            module.Replicas(ctx), against.start, against.path, _batches(data_dir, steps), progress
+            module.Replicas(ctx), against.start, against.path, _batches(data, steps), progress
         )
     pairs = [("scratch", "highlevel"), ("scratch", "the notebook's code"), ("highlevel", "the notebook's code")]
     apart = {pair: _distances(*(paths[name] for name in pair)) for pair in pairs}
-    return Drift(apart, against.orders, by_step, against.step_orders)
+    moved = np.linalg.norm(against.path[-1] - against.path[0]) / np.linalg.norm(against.path[0])
+    return Drift(apart, against.orders, float(moved), by_step, against.step_orders)
 
 
 def check(drift):
     """A Finding for each pair that is compared."""
     steps, limit = drift.orders.shape[1], FACTOR * drift.orders.max()
     for (a, b), distances in drift.apart.items():
-        figure = f"{distances.max():.1e} at most; rounding alone {drift.orders.max():.1e}, limit {limit:.1e}"
+        figure = (
+            f"{distances.max():.1e} at most; rounding alone {drift.orders.max():.1e}, limit {limit:.1e}; all moved by "
+            f"{drift.moved:.1e}"
+        )
         yield Finding(CHECK, f"{a} and {b} over {steps} steps", bool(distances.max() <= limit), figure)
     limit = STEP_FACTOR * drift.step_orders.max()
     for (a, b), distances in drift.step_apart.items():
@@ -106,6 +111,7 @@ def as_json(drift):
         return {" and ".join(pair): distances.tolist() for pair, distances in apart.items()}
 
     return {
+        "moved": drift.moved,
         "steps": drift.orders.shape[1],
         "rounding": drift.orders.tolist(),
         "apart": named(drift.apart),
@@ -116,10 +122,11 @@ def as_json(drift):
     }
 
 
-def _batches(data_dir, steps, order=0):
+def _batches(data, steps, order=0):
     """So many batches of the recipe. order: 0, or in which other order the examples of each batch come."""
-    data = datasets.load(OPTIONS["dataset"], data_dir)
     size = OPTIONS["batch_size"]
+    if steps * size > len(data.train_labels):
+        raise ValueError(f"{steps} batches of {size} from {len(data.train_labels)} images")
     chosen = np.random.default_rng(SEED).permutation(len(data.train_labels))[: steps * size]
     if order:
         rng = np.random.default_rng([SEED, order])

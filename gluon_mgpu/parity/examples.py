@@ -8,7 +8,6 @@ import contextlib
 import io
 from statistics import NormalDist
 
-import mxnet as mx
 import numpy as np
 from mxnet import nd
 
@@ -29,9 +28,8 @@ DISTRIBUTIONS = {
 }
 
 
-def check(ctx, data_dir):
-    """All findings. ctx: 4 contexts."""
-    mnist = datasets.load("mnist", data_dir)
+def check(ctx, mnist, data_dir):
+    """All findings. ctx: 4 contexts. mnist: its Dataset. data_dir: where the loop finds its own."""
     for impl in IMPLS:
         yield from printed(impl, ctx, mnist)
         yield from initial(impl, ctx)
@@ -47,7 +45,9 @@ def printed(impl, ctx, mnist):
 
     before, after = (recipes.ALLREDUCE[when] for when in ("before", "after"))
     summed = _allreduced(impl, ctx[:2], before)
-    yield finding(f"allreduce of {before} is {after}", _equal(summed, after), f"{_shown(summed)}")
+    yield finding(
+        f"allreduce of {before} is {after}", _equal(summed, after), str([array.asnumpy().tolist() for array in summed])
+    )
 
     for printed_of, numbers in ((recipes.SPLIT, 24), (recipes.SCATTER, 20)):
         data = np.arange(numbers, dtype=np.float32).reshape(printed_of["shape"])
@@ -61,13 +61,15 @@ def printed(impl, ctx, mnist):
     replicas = module.Replicas(ctx[:2], Settings(model=MODELS[impl][-1]))
     copied = [arrays(1)["b1"] for arrays in (replicas.parameters, replicas.gradients)]
     right = all(array.tolist() == recipes.COPIED_BIAS for array in copied)
-    yield finding("b1 and its gradient are 20 zeros on the second device", right, _shown([len(a) for a in copied]))
+    yield finding(
+        "b1 and its gradient are 20 zeros on the second device", right, f"{[len(array) for array in copied]} numbers"
+    )
 
     replicas = module.Replicas(ctx, Settings(model=MODELS[impl][-1]))
     X, y = next(loop.batches(mnist.train_images[:IMAGES], mnist.train_labels[:IMAGES], IMAGES))
     scores = [shard.shape for shard in replicas.predict(X)]
     n = IMAGES // len(ctx)
-    yield finding(f"{n} x 10 scores on each of {len(ctx)} devices", scores == [(n, 10)] * len(ctx), _shown(scores))
+    yield finding(f"{n} x 10 scores on each of {len(ctx)} devices", scores == [(n, 10)] * len(ctx), str(scores))
     start = replicas.parameters()
     yield finding(f"the parameters on all {len(ctx)} devices are equal", *_all_equal(replicas))
 
@@ -137,7 +139,7 @@ def fed(ctx, data_dir, epochs=2):
     data = datasets.load(settings.dataset, data_dir)
     listener = Listener()
     with contextlib.redirect_stdout(io.StringIO()):
-        loop.run(lambda _: listener, ctx, settings, config={}, data_dir=data_dir)
+        loop.run(lambda _: listener, ctx, settings, config={"impl": "parity"}, data_dir=data_dir)
     n, sizes = len(data.train_labels), [len(y) for _, y in listener.batches]
     lr_right = set(listener.rates) == {settings.lr}
     expected = ([settings.batch_size] * (n // settings.batch_size) + [n % settings.batch_size]) * epochs
@@ -187,7 +189,3 @@ def _all_equal(replicas):
     first, *others = [replicas.parameters(device) for device in range(len(replicas.ctx))]
     differ = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
     return not differ, f"{', '.join(sorted(differ))} differ" if differ else f"{len(first)} arrays, bit for bit"
-
-
-def _shown(values):
-    return str([v.asnumpy().tolist() if isinstance(v, mx.nd.NDArray) else v for v in values]).replace(".0", "")

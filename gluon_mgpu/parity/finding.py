@@ -8,3 +8,7 @@ class Finding(NamedTuple):
     claim: str
     holds: Optional[bool]  # None: cannot be shown here
     figure: str  # what was found
+
+    @property
+    def failed(self):
+        return self.holds is not None and not self.holds

@@ -1,17 +1,21 @@
 """The whole of parity: checks in this process, each training in one of its own, a table, parity.json and a page."""
 
 import datetime
+import fcntl
 import hashlib
 import itertools
 import json
+import os
 import platform
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import __version__, batch_size, checkpoint, datasets, devices, engine, own_process, records
+from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.recipes import RECIPES
 
 engine.configure()
@@ -34,63 +38,71 @@ def run(out, *, seeds=(1, 2, 3), quick=False, device="auto", data_dir=None):
     """Check everything, leave parity.json and parity.html in out, and return what parity.json holds.
 
     seeds: of each recipe's trainings and of the lecture's experiment. quick: one seed of QUICK's trainings, and without
-    the experiment. device, data_dir: as of `train`; auto takes GPUs only where there are DEVICES of them. Trainings
-    that are done, by the same code and libraries, are not repeated: each set of these has a folder of its own in out.
-    Raises what `devices.contexts` and `datasets.load` raise, before anything is trained, then what a training does.
+    the experiment; the files are then parity-quick.json and .html. device, data_dir: as of `train`; auto takes GPUs
+    only where there are DEVICES of them. Trainings that are done, by the same code and libraries, are not repeated:
+    each set of these has a folder of its own in out. A training that fails is a finding.
+    Raises, before anything is trained, UsageError for devices that cannot be and an out that another parity is writing
+    to, and Error where the data cannot be had.
     """
-    out = Path(out)
-    ctx = _contexts(device)
-    kind = ctx[0].device_type
-    for name in {RECIPES[recipe].options["dataset"] for recipe in RECORDED}:
-        datasets.load(name, data_dir)
-    seeds, recipes = (QUICK_SEEDS, QUICK) if quick else (tuple(seeds), RECORDED)
-    folder = out / f"{kind}-{_code()}"
-    mx.random.seed(seeds[0])
-    findings = [
-        *examples.check(ctx, data_dir),
-        *claims.placed(ctx[:2]),
-        *claims.shared_unevenly(ctx[:2], data_dir),
-    ]
-    drifted = _drift(ctx[:2], data_dir)
-    findings += drift.check(drifted)
-    try:
-        accuracy = _accuracy(recipes, seeds, folder, kind, data_dir)
-        experiments = {} if quick else _experiments(seeds, folder, kind, data_dir)
-    except KeyboardInterrupt:
-        print("gluon_mgpu: the same command goes on from here", file=sys.stderr)
-        raise
-    findings += _within(accuracy)
-    if experiments:
-        findings += claims.batch_size(experiments, kind == "cpu")
-    else:
-        findings += [Finding(claims.CHECK, claim, None, "not asked with --quick") for claim in claims.OF_BATCH_SIZE]
-    findings = [f for check in CHECKS for f in findings if f.check == check]
-    made_by = {
-        "gluon_mgpu": __version__,
-        "python": platform.python_version(),
-        "mxnet": mx.__version__,
-        "numpy": np.__version__,
-        "devices": {"cpu": "CPU contexts", "gpu": "GPUs"}[kind],
-        "seeds": list(seeds),
-        "quick": quick,
-        "date": datetime.date.today().isoformat(),
-    }
-    result = {
-        "verdict": verdict(findings),
-        "holds": all(finding.holds is not False for finding in findings),
-        "made_by": made_by,
-        "findings": [finding._asdict() for finding in findings],
-        "accuracy": accuracy,
-        "drift": drift.as_json(drifted),
-    }
-    for name, text in (("parity.json", json.dumps(result, indent=1)), ("parity.html", page.render(result))):
-        checkpoint.write_whole(out / name, lambda file, text=text: file.write(text.encode()))
-    return result
+    with _locked(out):
+        ctx = _contexts(device)
+        kind = ctx[0].device_type
+        data = {name: datasets.load(name, data_dir) for name in ("mnist", "fashion-mnist")}
+        seeds, recipes = (QUICK_SEEDS, QUICK) if quick else (tuple(seeds), RECORDED)
+        folder = Path(out) / f"{kind}-{_code()}"
+        mx.random.seed(seeds[0])
+        findings = [
+            *examples.check(ctx, data["mnist"], data_dir),
+            *claims.placed(ctx[:2]),
+            *claims.shared_unevenly(ctx[:2], data["mnist"]),
+        ]
+        drifted = _drift(ctx[:2], data["fashion-mnist"])
+        findings += drift.check(drifted)
+        trained, failed = _trainings(recipes, seeds, folder, kind, data_dir)
+        accuracy = {recipe: _held(recipe, runs) for recipe, runs in trained.items() if runs}
+        findings += [*failed, *_within(accuracy)]
+        if quick:
+            findings += [Finding(claims.CHECK, claim, None, "not asked with --quick") for claim in claims.OF_BATCH_SIZE]
+        else:
+            experiments = {
+                seed: batch_size.run(folder / "batch-size" / f"seed-{seed}", device=kind, data_dir=data_dir, seed=seed)
+                for seed in seeds
+            }
+            findings += claims.batch_size(experiments, kind == "cpu")
+        findings = [f for check in CHECKS for f in findings if f.check == check]
+        made_by = {
+            "gluon_mgpu": __version__,
+            "python": platform.python_version(),
+            "mxnet": mx.__version__,
+            "numpy": np.__version__,
+            "devices": {"cpu": "CPU contexts", "gpu": "GPUs"}[kind],
+            "seeds": list(seeds),
+            "quick": quick,
+            "trainings": folder.name,
+            "date": datetime.date.today().isoformat(),
+        }
+        result = {
+            "verdict": verdict(findings),
+            "holds": not any(finding.failed for finding in findings),
+            "made_by": made_by,
+            "findings": [finding._asdict() for finding in findings],
+            "accuracy": accuracy,
+            "drift": drift.as_json(drifted),
+        }
+        for file, text in zip(files(out, quick), (page.render(result), json.dumps(result, indent=1))):
+            checkpoint.write_whole(file, lambda f, text=text: f.write(text.encode()))
+        return result
+
+
+def files(out, quick):
+    """(page, numbers) that `run` leaves."""
+    name = "parity-quick" if quick else "parity"
+    return Path(out) / f"{name}.html", Path(out) / f"{name}.json"
 
 
 def verdict(findings):
     """One line: whether all holds, or what does not."""
-    failed = [finding for finding in findings if finding.holds is False]
+    failed = [finding for finding in findings if finding.failed]
     unshown = sum(finding.holds is None for finding in findings)
     if not failed:
         return f"parity holds: {len(findings) - unshown} of {len(findings)} claims, and {unshown} are not shown here"
@@ -113,6 +125,25 @@ def table(result):
     return "\n".join(lines)
 
 
+@contextmanager
+def _locked(out):
+    """The folder out, made, and locked while this is open."""
+    if not str(out):
+        raise UsageError("--out '': give a folder, such as runs/parity")
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror}): give another folder") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(f"--out {out}: another parity is writing there: let it end") from None
+    finally:
+        os.close(folder)
+
+
 def _contexts(device):
     """DEVICES contexts of one kind."""
     if device == "auto" and 0 < mx.context.num_gpus() < DEVICES:
@@ -121,33 +152,46 @@ def _contexts(device):
     return devices.contexts(DEVICES, device)
 
 
-def _drift(ctx, data_dir):
+def _drift(ctx, data):
     with tqdm(total=drift.STEPS * (6 + drift.ORDERS), desc="drift", unit="step", **_quiet()) as bar:
-        return drift.measure(ctx, data_dir, drift.reference(ctx, data_dir, drift.STEPS, bar.update), bar.update)
+        return drift.measure(ctx, data, drift.reference(ctx, data, drift.STEPS, bar.update), bar.update)
 
 
-def _accuracy(recipes, seeds, folder, kind, data_dir):
-    """{recipe: what the page shows of it}, trained where that is not done yet."""
-    runs = {recipe: {} for recipe in recipes}
+def _trainings(recipes, seeds, folder, kind, data_dir):
+    """({recipe: {seed: accuracy by epoch}}, a Finding for each training that failed), trained where not done yet."""
+    runs, failed = {recipe: {} for recipe in recipes}, []
     epochs = sum(RECIPES[recipe].options["epochs"] for recipe in recipes) * len(seeds)
     with tqdm(total=epochs, unit="epoch", **_quiet()) as bar:
         for seed, recipe in itertools.product(seeds, recipes):
             name = f"{recipe}, seed {seed}"
             bar.set_description(name)
-            options = {**RECIPES[recipe].options, "seed": seed, "device": kind, "data_dir": data_dir}
-            runs[recipe][seed] = _trained(name, folder / recipe / f"seed-{seed}", options, bar.update)
-    return {recipe: _held(recipe, runs[recipe]) for recipe in recipes}
+            options = {**RECIPES[recipe].options, "seed": seed, "device": kind}
+            try:
+                runs[recipe][seed] = _trained(name, folder / recipe / f"seed-{seed}", options, data_dir, bar.update)
+            except Error as error:
+                failed.append(Finding(ACCURACY, f"{name} trains to its end", False, str(error)))
+            except KeyboardInterrupt:
+                tqdm.write("gluon_mgpu: the same command goes on from here", file=sys.stderr)
+                raise
+            else:
+                shown = " ".join(f"{accuracy:.4f}" for accuracy in runs[recipe][seed])
+                tqdm.write(f"gluon_mgpu: {name}: test accuracy {shown}", file=sys.stderr)
+    return runs, failed
 
 
-def _trained(name, folder, options, on_epoch):
+def _trained(name, folder, options, data_dir, on_epoch):
     """Test accuracy after each epoch of a run in a folder, which is begun, or gone on with, where it is not done."""
     begun = (folder / "config.json").exists()
     done = len(records.last(folder)[-1].history) if begun else 0
     on_epoch(done)
     if done < options["epochs"]:
-        own_process.train(name, {**options, "resume" if begun else "out": folder}, on_epoch)
-    *_, position = records.last(folder)
-    return [epoch.test_accuracy for epoch in position.history]
+        own_process.train(name, {**options, "data_dir": data_dir, "resume" if begun else "out": folder}, on_epoch)
+    ran, history = records.options(folder), records.last(folder)[-1].history
+    wanted = {**options, "gpus": devices.parse(options["gpus"])}
+    other = [f"{option} {ran[option]}, not {value}" for option, value in wanted.items() if ran[option] != value]
+    if other or len(history) != options["epochs"]:
+        raise Error(f"{folder} holds another run ({', '.join(other) or f'{len(history)} epochs'}): remove it")
+    return [epoch.test_accuracy for epoch in history]
 
 
 def _held(recipe, runs):
@@ -167,29 +211,32 @@ def _held(recipe, runs):
 
 
 def _within(accuracy):
-    """A Finding for each epoch of each recipe."""
+    """A Finding for each epoch of each record, and one for each of today's runs beside the kept ones."""
     for recipe, found in accuracy.items():
         for epoch, (recorded, low, high, holds) in enumerate(
             zip(*(found[name] for name in ("notebook", "low", "high", "holds"))), 1
         ):
-            place = f"{'within' if holds else 'outside'} {low:.4f} to {high:.4f}"
-            figure = f"the notebook {recorded:.{found['decimals']}f}, {place}"
-            yield Finding(ACCURACY, f"{recipe}, epoch {epoch}", holds, figure)
+            figure = f"{recorded:.{found['decimals']}f}, {_place(low, high, holds)}"
+            yield Finding(ACCURACY, f"{recipe}, epoch {epoch}: the notebook's could be ours", holds, figure)
+        for seed, accuracies in found["runs"].items():
+            held = bands.among_kept(recipe, accuracies)
+            outside = [
+                f"epoch {epoch}: {band.recorded:.4f}, {_place(band.low, band.high, False)}"
+                for epoch, band in enumerate(held, 1)
+                if not band.holds
+            ]
+            figure = "; ".join(outside) or f"all {len(held)} epochs within the kept runs' bands"
+            yield Finding(ACCURACY, f"{recipe}, seed {seed}: learns as the kept runs did", not outside, figure)
 
 
-def _experiments(seeds, folder, kind, data_dir):
-    """{seed: what `batch_size.run` gives}."""
-    return {
-        seed: batch_size.run(folder / "batch-size" / f"seed-{seed}", device=kind, data_dir=data_dir, seed=seed)
-        for seed in seeds
-    }
+def _place(low, high, holds):
+    return f"{'within' if holds else 'outside'} {low:.4f} to {high:.4f}"
 
 
 def _code():
     """What the numbers of a training depend on beside its options, as 8 digits: our code and the libraries under it."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
-    for path in sources:
+    for path in sorted(Path(__file__).parents[1].glob("*.py")):  # not parity itself, nor what measures
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 
