@@ -14,7 +14,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 
-from gluon_mgpu import batch_size, cli, datasets, recipes, records
+from gluon_mgpu import batch_size, cli, datasets, recipes, records, scratch
+from gluon_mgpu.errors import Error
 from gluon_mgpu.parity import bands, claims, drift, examples
 from gluon_mgpu.parity import run as whole
 
@@ -251,6 +252,37 @@ def test_after_ctrl_c_parity_goes_on_without_repeating_a_training_that_was_done(
     assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == trained
 
 
+def test_a_training_that_fails_is_a_finding_and_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(recipes.RECIPES, "small", SMALL)
+    monkeypatch.setitem(recipes.RECIPES, "diverges", SMALL._replace(options={**SMALL.options, "lr": 1e30}))
+    runs, failed = whole._trainings(("diverges", "small"), (1,), tmp_path, "cpu", None)
+    assert runs["diverges"] == {} and len(runs["small"][1]) == 2
+    (finding,) = failed
+    assert finding.failed and "diverges, seed 1" in finding.claim and "training stopped" in finding.figure
+
+
+def test_a_folder_that_holds_another_run_is_not_taken_for_the_one_asked_for(tmp_path):
+    scratch.train(2, 64, 0.1, device="cpu", dataset="synthetic", limit=300, epochs=2, seed=1, out=tmp_path / "run")
+    asked = {**SMALL.options, "seed": 1, "device": "cpu"}
+    assert len(whole._trained("small", tmp_path / "run", asked, None, lambda done: None)) == 2
+    for changed, says in (({"lr": 0.2}, "lr 0.1, not 0.2"), ({"gpus": "1"}, r"gpus \[0, 1\], not \[0\]")):
+        with pytest.raises(Error, match=f"holds another run .{says}.: remove it"):
+            whole._trained("small", tmp_path / "run", {**asked, **changed}, None, lambda done: None)
+
+
+@pytest.mark.parametrize(
+    "out, says", [("", "give a folder"), ("a-file", "cannot be written"), ("locked", "let it end")]
+)
+def test_an_out_that_cannot_be_is_refused_before_anything_is_asked(out, says, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a-file").touch()
+    (tmp_path / "locked").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with whole._locked("locked"), pytest.raises(SystemExit) as exit:
+        cli.parity(["--out", out])
+    said = capsys.readouterr()
+    assert (exit.value.code, said.out, said.err.count("\n")) == (2, "", 1) and says in said.err
+
+
 @pytest.mark.parametrize("asked", ["0", "x", "3,3", "-1", ""])
 def test_seeds_that_cannot_be_are_refused_in_a_line(asked, capsys):
     with pytest.raises(SystemExit) as exit:
@@ -336,3 +368,12 @@ def test_the_bands_see_the_faults_that_change_much_how_well_a_recipe_learns(faul
         held = [band.holds for band in (*bands.of_recipe(recipe, {1: curve}), *bands.among_kept(recipe, curve))]
     print(fault, recipe, curve, done.stderr)
     assert (done.returncode or not all(held)) == (fault in OUTSIDE[recipe])
+
+
+def test_the_documents_table_of_faults_is_what_these_tests_find():
+    text = (Path(__file__).parents[1] / "docs" / "parity.md").read_text()
+    lines = text[text.index("| fault |") :].splitlines()[2:11]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    for fault, (_, caught, *outside) in zip(CAUGHT, rows):
+        assert set(caught.split(", ")) == CAUGHT[fault], fault
+        assert outside == ["yes" if fault in seen else "no" for seen in OUTSIDE.values()], fault
