@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: train test test-slow parity parity-quick bench lint install clean
+.PHONY: train test test-slow parity parity-quick bench bench-peers lint install clean
 .DELETE_ON_ERROR:
 
 train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
@@ -23,6 +23,10 @@ parity-quick: install
 
 bench: install  ## speed and memory beside the notebook's own code
 	$(BIN)/python scripts/bench.py steps
+
+bench-peers: install  ## the same beside PyTorch, which this installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,bench]'
+	$(BIN)/python scripts/bench.py peers
 
 lint: install
 	$(BIN)/ruff check .

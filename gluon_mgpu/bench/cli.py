@@ -201,3 +201,33 @@ def timeline(out, **options):
     from gluon_mgpu.bench import timeline as benchmark
 
     _show(benchmark, "timeline", benchmark.run(**options, out=out), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  bench.py peers
+  bench.py peers --model lenet --rounds 9 --out runs/bench
+  bench.py peers --model lenet --accuracy""",
+)
+@click.option(
+    "--model",
+    "models",
+    type=click.Choice(["lenet", "resnet18"]),
+    multiple=True,
+    default=("lenet", "resnet18"),
+    show_default=True,
+    help="LeNet at batch 256, ResNet-18 at 64.",
+)
+@click.option("--rounds", type=click.IntRange(min=5), default=5, show_default=True, help="Runs of each subject.")
+@click.option(
+    "--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run; ResNet-18's: a tenth."
+)
+@click.option("--accuracy", is_flag=True, help="Train LeNet on Fashion-MNIST for 4 epochs with each too.")
+@_out("peers")
+def peers(out, **options):
+    """The same network, data and batch here and in PyTorch, alone and with DistributedDataParallel, on the same cores."""
+    from gluon_mgpu.bench import peers as benchmark
+
+    _show(benchmark, "peers", benchmark.run(**options), out)
