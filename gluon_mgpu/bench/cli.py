@@ -227,7 +227,7 @@ Examples:
 @click.option("--accuracy", is_flag=True, help="Train LeNet on Fashion-MNIST for 4 epochs with each too.")
 @_out("peers")
 def peers(out, **options):
-    """The same network, data and batch here and in PyTorch, alone and with DistributedDataParallel, on the same cores."""
+    """The same network, data and batch here and in PyTorch, alone and distributed, on the same cores."""
     from gluon_mgpu.bench import peers as benchmark
 
     _show(benchmark, "peers", benchmark.run(**options), out)
