@@ -54,8 +54,8 @@ PAGE = """<!DOCTYPE html>
 <h1>Parity with the notebooks</h1>
 {verdict}
 <h2>Test accuracy by epoch</h2>
-<p>The band is where the accuracy of one more run would lie: around the mean of today's runs, as wide as today's and
-earlier runs differ between seeds. The notebook was one run: parity holds where its accuracy lies within the band.</p>
+<p>The band is where the accuracy of one more run would lie: around the mean of today's runs, as wide as the kept runs
+differ between seeds. The notebook was one run: parity holds where its accuracy lies within the band.</p>
 <div class="pictures">{accuracy}</div>
 <h2>Drift</h2>
 <p>How far apart the parameters come that are trained from one start on the same batches, over {steps} steps. Rounding
@@ -143,7 +143,7 @@ def _draw_accuracy(axes, facts):
     epochs = range(1, len(facts["notebook"]) + 1)
     axes.fill_between(epochs, facts["low"], facts["high"], color="#dbe7f3", linewidth=0, label="the band")
     for i, accuracies in enumerate(facts["earlier"].values()):
-        axes.plot(epochs, accuracies, color="0.7", linewidth=0.4, label="earlier runs" if i == 0 else None)
+        axes.plot(epochs, accuracies, color="0.7", linewidth=0.4, label="kept runs" if i == 0 else None)
     for i, (seed, accuracies) in enumerate(facts["runs"].items()):
         color = COLORS[i % len(COLORS)]
         axes.plot(epochs, accuracies, color=color, marker=".", markersize=4, linewidth=1.2, label=f"seed {seed}")
@@ -152,8 +152,10 @@ def _draw_accuracy(axes, facts):
         points = [(e, a) for e, a, holds in zip(epochs, facts["notebook"], facts["holds"]) if holds == kind]
         if points:
             axes.plot(*zip(*points), look, markersize=7 if kind else 10, markeredgecolor="white", zorder=3, label=label)
-    axes.margins(y=0, tight=False)
+    drawn = [a for curve in (*facts["earlier"].values(), *facts["runs"].values(), facts["notebook"]) for a in curve]
+    room = 0.1 * (max(drawn) - min(drawn)) + 0.01  # a band that goes far beyond them is cut off
     axes.set(xlabel="epoch", ylabel="test accuracy", xticks=epochs, xlim=(0.8, len(epochs) + 0.2))
+    axes.set_ylim(max(0, min(drawn) - room), min(1, max(drawn) + room))
 
 
 def _draw_drift(axes, pairs, rounding, apart, limit):
