@@ -51,8 +51,8 @@ OPERATORS = {
         *("square", "sum", "dot", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "min", "_ones"),
         "broadcast_mul",  # these clip by the norm
     ),
-    # Memory is freed; Python waits for an array, such as the losses; an array changes between oneDNN's layouts.
-    "other": ("DeleteVariable", "WaitForVar", "Reorder", "Reorder2Default"),
+    # Memory or a net is freed; Python waits for an array, such as the losses; an array changes between oneDNN's layouts.
+    "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
 PHASE = {operator: phase for phase, operators in OPERATORS.items() for operator in operators}
 # Where the net's own graph adds, and is not hybridized, these are its additions, and the store has ElementwiseSum.

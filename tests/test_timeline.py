@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ MODULES = {"scratch": scratch, "highlevel": highlevel}
 
 def train(impl, file, steps=NEEDED, hybridize=True, **settings):
     """Train as the loop does; returns the parameters on both devices."""
+    gc.collect()  # nets of other tests, or what frees them is recorded too
+    mx.nd.waitall()
     data = datasets.synthetic(steps * SIZE, 100, seed=0)
     mx.random.seed(0)
     own = {} if impl == "scratch" else {"hybridize": hybridize}
