@@ -51,7 +51,7 @@ OPERATORS = {
         *("square", "sum", "dot", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "min", "_ones"),
         "broadcast_mul",  # these clip by the norm
     ),
-    # Memory or a net is freed; Python waits for an array, such as the losses; an array changes between oneDNN's layouts.
+    # Memory or a net is freed; Python waits for an array, such as the losses; oneDNN changes an array's layout.
     "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
 PHASE = {operator: phase for phase, operators in OPERATORS.items() for operator in operators}
