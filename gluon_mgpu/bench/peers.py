@@ -300,6 +300,8 @@ def in_own_processes(subject, job, compiled):
     Raises Error, which names the subject, where one fails or is not done in WORKER_SECONDS.
     """
     workers, said, by = [], {}, time.monotonic() + WORKER_SECONDS
+    if subject.compiled:
+        compiled.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(subject.parts if subject.impl == "pytorch" else 1):
@@ -356,7 +358,11 @@ def _command(subject, job, folder, rank):
 def _environment(subject, compiled):
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*machine.SETTINGS, *TORCH_SETTINGS))}
     if subject.impl == "pytorch":
-        kept.update(GLOO_SOCKET_IFNAME="lo", TORCHINDUCTOR_CACHE_DIR=str(compiled))
+        kept["GLOO_SOCKET_IFNAME"] = "lo"
+        if (
+            subject.compiled
+        ):  # torch.compile keeps there what it makes, headers too; a compiler that is ended leaves files
+            kept["TMPDIR"] = str(compiled)
         if subject.threads > 1:  # as ours on one context: else a little other work on the cores slows it several times
             kept["GOMP_SPINCOUNT"] = engine.SPINS
     elif subject.parts == 1:
