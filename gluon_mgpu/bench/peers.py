@@ -359,9 +359,7 @@ def _environment(subject, compiled):
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*machine.SETTINGS, *TORCH_SETTINGS))}
     if subject.impl == "pytorch":
         kept["GLOO_SOCKET_IFNAME"] = "lo"
-        if (
-            subject.compiled
-        ):  # torch.compile keeps there what it makes, headers too; a compiler that is ended leaves files
+        if subject.compiled:  # where torch.compile keeps what it makes, and a compiler that is ended leaves files
             kept["TMPDIR"] = str(compiled)
         if subject.threads > 1:  # as ours on one context: else a little other work on the cores slows it several times
             kept["GOMP_SPINCOUNT"] = engine.SPINS
