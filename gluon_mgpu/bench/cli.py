@@ -6,6 +6,18 @@ from gluon_mgpu import commands
 from gluon_mgpu.settings import MODELS
 
 ROUNDS = click.IntRange(min=3)
+_models = click.option(
+    "--model",
+    "models",
+    type=click.Choice(["lenet", "resnet18"]),
+    multiple=True,
+    default=("lenet", "resnet18"),
+    show_default=True,
+    help="LeNet at batch 256, ResNet-18 at 64.",
+)
+_steps = click.option(
+    "--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run; ResNet-18's: a tenth."
+)
 
 
 def _out(name):
@@ -47,9 +59,7 @@ Examples:
     "by operator. main-job: a whole run and its memory.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
-@click.option(
-    "--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run; ResNet-18's: a tenth."
-)
+@_steps
 def steps(what, rounds, steps):
     """Time and memory a step, ours and the notebook's code, each in its own processes, taken in turn."""
     from gluon_mgpu.bench import steps as benchmark
@@ -176,6 +186,49 @@ def partition(rounds, steps, out):
     cls=commands.Command,
     epilog="""\b
 Examples:
+  bench.py scaling
+  bench.py scaling --model lenet --contexts 2 --contexts 16 --out runs/bench""",
+)
+@_models
+@click.option(
+    "--contexts",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1, 2, 4, 8),
+    show_default=True,
+    help="How many CPU contexts; 1 is always measured too.",
+)
+@click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each point.")
+@_steps
+@_out("scaling")
+def scaling(models, contexts, rounds, steps, out):
+    """More contexts: with the batch of all of them fixed (strong scaling), and with that of each (weak scaling)."""
+    from gluon_mgpu.bench import scaling as benchmark
+
+    _show(benchmark, "scaling", benchmark.run(models, contexts, rounds, steps), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
+  bench.py allreduce --out runs/bench && bench.py scaling --out runs/bench
+  bench.py model runs/bench
+  bench.py model runs/bench --out runs/bench""",
+)
+@click.argument("folder", type=click.Path())
+@_out("model")
+def model(folder, out):
+    """A cost model fitted to what `allreduce` and `scaling` left in FOLDER, and its prediction for clusters."""
+    from gluon_mgpu.bench import model as benchmark
+
+    _show(benchmark, "model", benchmark.run(folder), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
   bench.py timeline
   bench.py timeline --impl highlevel --model resnet18 --out runs/bench""",
 )
@@ -211,19 +264,9 @@ Examples:
   bench.py peers --model lenet --rounds 9 --out runs/bench
   bench.py peers --model lenet --accuracy""",
 )
-@click.option(
-    "--model",
-    "models",
-    type=click.Choice(["lenet", "resnet18"]),
-    multiple=True,
-    default=("lenet", "resnet18"),
-    show_default=True,
-    help="LeNet at batch 256, ResNet-18 at 64.",
-)
+@_models
 @click.option("--rounds", type=click.IntRange(min=5), default=5, show_default=True, help="Runs of each subject.")
-@click.option(
-    "--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run; ResNet-18's: a tenth."
-)
+@_steps
 @click.option("--accuracy", is_flag=True, help="Train LeNet on Fashion-MNIST for 4 epochs with each too.")
 @_out("peers")
 def peers(out, **options):

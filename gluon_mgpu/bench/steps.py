@@ -40,9 +40,14 @@ class Subject(NamedTuple):
     ahead: int = 0  # how many steps Python may run ahead; 0: what the loop allows
     model: str = "lenet"
     work: str = "train"  # or "evaluate"
+    batches: int = 1  # the batch is so many of BATCH_SIZE, and there are as many times fewer steps
 
     def __str__(self):
         return f"{self.name}, {self.contexts} context{'s'[: self.contexts > 1]}{', ' * bool(self.note)}{self.note}"
+
+    @property
+    def size(self):
+        return BATCH_SIZE[self.model] * self.batches
 
 
 ONE_THREAD = {"note": "1 thread", "settings": (("OMP_NUM_THREADS", "1"),)}
@@ -248,8 +253,8 @@ def _worker(mode, subject, steps):
         print(json.dumps(_overhead(subject, steps, int(mode.split()[1]))))
         return
     ctx = [mx.cpu(i) for i in range(subject.contexts)]
-    size, warm_up = BATCH_SIZE[subject.model], WARM_UP_STEPS[subject.model]
-    steps = max(5, round(steps * STEPS_PER_STEP[subject.model]))
+    size, warm_up = subject.size, WARM_UP_STEPS[subject.model]
+    steps = max(5, round(steps * STEPS_PER_STEP[subject.model] / subject.batches))
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
     mx.random.seed(0)
     if subject.name == "notebook":

@@ -83,7 +83,7 @@ def load(net, arrays):
 
 
 def _worker(subject, job, folder, rank):
-    """What `peers.work` gives, of one of the subject's processes; rank: which one."""
+    """Print what `peers.work` gives, of one of the subject's processes, and end it; rank: which one."""
     torch.set_num_threads(subject.threads)
     data, size = peers.dataset(job), job["batch_size"]
     net = network(job["model"], job["seed"])
@@ -124,19 +124,16 @@ def _worker(subject, job, folder, rank):
         net.train()
         return right / len(data.test_labels)
 
-    measured = peers.work(job, data, train, accuracy)
+    print(json.dumps(peers.work(job, data, train, accuracy)), flush=True)
     if subject.parts > 1:
-        dist.destroy_process_group()
-    return measured
+        dist.barrier()
+    # Not by way of destroy_process_group, nor of Python's end: there gloo's threads now and then hang or abort.
+    os._exit(0)
 
 
 if __name__ == "__main__":
     try:
-        found = _worker(
-            peers.Subject(**json.loads(sys.argv[1])), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-        )
+        _worker(peers.Subject(**json.loads(sys.argv[1])), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     except Exception as error:  # PyTorch's messages have many lines, and the last one is advice
         traceback.print_exc()
         sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # else, on a busy machine, gloo's threads now and then abort the process as it ends
