@@ -71,8 +71,7 @@ def held_back(program, seconds=10, **environment):
 
 def of_its_own(n=20, **changed):
     """The engine's settings of a worker on 2 contexts."""
-    names = ("OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY")
-    return {**{name: asynchrony.environment(2, n)[name] for name in names}, **changed}
+    return {**asynchrony.settings(2, n), **changed}
 
 
 def test_products_are_numpys():
@@ -303,18 +302,28 @@ def test_a_worker_gets_no_setting_of_the_users_and_a_temporary_space_for_each_pr
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("MXNET_ENGINE_TYPE", "NaiveEngine")
     monkeypatch.setenv("MXNET_CPU_TEMP_COPY", "4")
-    settings = asynchrony.environment("0,1,5", 50)
-    assert {n: v for n, v in settings.items() if n.startswith(("OMP_", "MXNET_"))} == {
+    started = []
+
+    class Worker:
+        def __init__(self, command, env, **streams):
+            started.append(env)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Worker)
+    with pytest.raises(KeyboardInterrupt):
+        asynchrony.run("async", "0,1,5", products=50)
+    (env,) = started
+    assert {n: v for n, v in env.items() if n.startswith(("OMP_", "MXNET_"))} == {
         "OMP_NUM_THREADS": "1",
         "MXNET_CPU_TEMP_COPY": "150",
     }
-    assert settings["PATH"] == os.environ["PATH"]
+    assert env["PATH"] == os.environ["PATH"]
 
 
 def test_a_worker_that_fails_says_why_in_one_line():
     with pytest.raises(UsageError, match="--device gpu: .*--device cpu"):
         asynchrony.run("async", 1, "gpu")
-    with pytest.raises(Error, match="^async failed: MXNetError: .*larger than 2.31 elements.*--size") as caught:
+    with pytest.raises(Error, match="^async failed: MXNetError: .*larger than 2.31 elements") as caught:
         asynchrony.run("async", 1, "cpu", 10**9, 1)
     assert "\n" not in str(caught.value)
 

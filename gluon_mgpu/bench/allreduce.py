@@ -6,12 +6,8 @@ turn; SIZES and MODELS are JSON, and so is each line that it prints.
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import engine
-from gluon_mgpu.bench import machine
+from gluon_mgpu.bench import machine, own_process
 from gluon_mgpu.errors import Error
 from gluon_mgpu.settings import Settings, shard_sizes
 
@@ -165,37 +161,15 @@ def run(contexts=CONTEXTS, rounds=5, sizes=SIZES, models=tuple(MODELS)):
     with tqdm(total=len(contexts) * points, unit="point", leave=False, disable=not sys.stderr.isatty()) as bar:
         for k in contexts:
             bar.set_description(_contexts(k))
-            settings, copy, *measured = _in_own_process(k, sizes, models, rounds, bar.update)
+            given = k, json.dumps(sizes), json.dumps(models), rounds
+            said, limit = [], ROUND_SECONDS * rounds
+            name, advice = f"allreduce on {_contexts(k)}", "give fewer contexts"
+            for line in own_process.lines(name, "gluon_mgpu.bench.allreduce", *given, seconds=limit, advice=advice):
+                said.append(line)
+                bar.update(len(said) > 2)  # the first two lines are no points
+            settings, copy, *measured = said
             workers.append({"contexts": k, "settings": settings, "copy_gb_s": copy, "points": measured})
     return {"rounds": rounds, "workers": workers}
-
-
-def _in_own_process(contexts, sizes, models, rounds, on_point):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
-    given = [str(contexts), json.dumps(sizes), json.dumps(models), str(rounds)]
-    command = [sys.executable, "-m", "gluon_mgpu.bench.allreduce", *given]
-    with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
-            too_late = threading.Timer(ROUND_SECONDS * rounds, worker.kill)
-            too_late.start()
-            try:
-                said = []
-                for line in worker.stdout:
-                    said.append(json.loads(line))
-                    on_point(len(said) > 2)  # the first two lines are no points
-                worker.wait()
-            except BaseException:
-                worker.kill()
-                raise
-            finally:
-                too_late.cancel()
-        if worker.returncode:
-            errors.seek(0)
-            killed = f"killed, for lack of memory or after {ROUND_SECONDS * rounds} s"
-            silent = killed if worker.returncode == -signal.SIGKILL else f"ended with {worker.returncode}"
-            why = (errors.read().strip().splitlines() or [silent])[-1]
-            raise Error(f"allreduce on {_contexts(contexts)}: {why.removeprefix('gluon_mgpu.errors.Error: ')}")
-    return said
 
 
 def _worker(contexts, sizes, models, rounds):

@@ -5,8 +5,6 @@
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 from functools import partial
@@ -16,8 +14,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from gluon_mgpu import devices, engine
-from gluon_mgpu.bench import machine
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.bench import machine, own_process
 from gluon_mgpu.recipes import ASYNCHRONOUS, PYTORCH
 
 NOTEBOOK = (4000, 50)  # size and products; also what a GPU gets where nothing is asked
@@ -198,44 +195,27 @@ def measure_copy(matrices, n, host):
     return multiplied, copied, multiplied + copied, copied_beside, multiplied + read, read_beside
 
 
-def environment(gpus, products=None):
-    """The environment of a worker: without the user's settings of the engine, and with what CPU contexts need.
+def settings(gpus, products=None):
+    """The engine's settings of a worker, as CPU contexts need them.
 
     One OpenMP thread each. And a temporary space for each product that can be waiting: nd.dot takes one, and a product
     that has to share one with another device's waits for that device.
     """
     spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * (products or ON_CPU[1]))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(machine.SETTINGS)}
-    return {**kept, "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": str(spaces)}
+    return {"OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": str(spaces)}
 
 
 def _in_own_process(options):
     """What the worker prints: the facts, once it is warm, then the seconds of each round."""
-    what, found, last = options["what"], [], "no message"
-    command = [sys.executable, "-m", "gluon_mgpu.bench.asynchrony", json.dumps(options)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    own = environment(options["gpus"], options["products"])
+    found, what, given = [], options["what"], json.dumps(options)
+    own = settings(options["gpus"], options["products"])
+    advice = "give a smaller --size or fewer --products"
     bar = tqdm(total=1 + options["rounds"], unit="round", desc=what, leave=False, disable=not sys.stderr.isatty())
-    with bar, subprocess.Popen(command, env=own, **streams) as worker:
-        try:
-            for line in worker.stdout:
-                if line.startswith("{"):
-                    found.append(json.loads(line))
-                    bar.update()
-                elif line.startswith("gluon_mgpu: "):
-                    tqdm.write(line, file=sys.stderr, end="")
-                elif line.strip():
-                    last = line.strip()
-        except BaseException:
-            worker.kill()
-            raise
-    if worker.returncode == 0:
-        return found
-    if last.startswith("error: "):
-        raise (UsageError if worker.returncode == UsageError.exit_status else Error)(last[len("error: ") :])
-    if worker.returncode < 0:
-        last = f"ended by signal {-worker.returncode} ({last})"
-    raise Error(f"{what} failed: {last}; where memory ran out, give a smaller --size or fewer --products")
+    with bar:
+        for line in own_process.lines(what, "gluon_mgpu.bench.asynchrony", given, settings=own, advice=advice):
+            found.append(line)
+            bar.update()
+    return found
 
 
 def _worker(what, gpus, device, size, products, rounds):
@@ -313,8 +293,4 @@ def _where(result):
 
 
 if __name__ == "__main__":
-    try:
-        _worker(**json.loads(sys.argv[1]))
-    except Error as error:
-        print(f"error: {error}")
-        sys.exit(error.exit_status)
+    _worker(**json.loads(sys.argv[1]))

@@ -5,8 +5,6 @@ are JSON.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,13 +17,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from gluon_mgpu import datasets, engine
-from gluon_mgpu.bench import machine
-from gluon_mgpu.errors import Error
+from gluon_mgpu.bench import machine, own_process
 
 BATCH_SIZE = 256
 WARM_UP_STEPS = 10
 PROFILED_STEPS = 20
-WORKER_SECONDS = 300
 LR = 0.2
 
 
@@ -176,16 +172,9 @@ def _covered(spans):
 
 
 def _in_own_process(mode, subject, steps):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
-    environment["OMP_NUM_THREADS"] = "1"  # also where one context could have more
-    command = [sys.executable, "-m", "gluon_mgpu.bench.partition", mode, json.dumps(subject._asdict()), str(steps)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WORKER_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise Error(f"{subject} was not done after {WORKER_SECONDS} s: try fewer --steps") from None
-    if done.returncode:
-        raise Error(f"{subject} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    given = mode, json.dumps(subject._asdict()), steps
+    one_thread = (("OMP_NUM_THREADS", "1"),)  # also where one context could have more
+    return own_process.last(str(subject), "gluon_mgpu.bench.partition", *given, settings=one_thread)
 
 
 def _worker(mode, subject, steps):

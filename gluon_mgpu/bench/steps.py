@@ -21,13 +21,12 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from gluon_mgpu import datasets, engine
-from gluon_mgpu.bench import machine
+from gluon_mgpu.bench import machine, own_process
 from gluon_mgpu.errors import Error
 
 BATCH_SIZE = {"lenet": 256, "resnet18": 64}
 WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
 STEPS_PER_STEP = {"lenet": 1, "resnet18": 0.1}  # ResNet-18 computes some 80 times as much a step
-WORKER_SECONDS = 300
 
 
 class Subject(NamedTuple):
@@ -229,18 +228,9 @@ def _ratio(slow, fast):
 
 
 def _in_own_process(subject, steps, mode="time"):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
-    environment.update(subject.settings)
-    command = [sys.executable, "-m", "gluon_mgpu.bench.steps", mode, json.dumps(subject._asdict()), str(steps)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WORKER_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise Error(
-            f"{subject} was not done after {WORKER_SECONDS} s: stock MXNet can hang on several contexts"
-        ) from None
-    if done.returncode:
-        raise Error(f"{subject} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    given = mode, json.dumps(subject._asdict()), steps
+    hangs = "stock MXNet can hang on several contexts"
+    return own_process.last(str(subject), "gluon_mgpu.bench.steps", *given, settings=subject.settings, advice=hangs)
 
 
 def _worker(mode, subject, steps):

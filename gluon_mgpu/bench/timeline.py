@@ -6,8 +6,6 @@ and what it prints are JSON.
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,8 +14,8 @@ from statistics import median
 
 from gluon_mgpu import checkpoint, datasets, engine
 from gluon_mgpu import timeline as recording
-from gluon_mgpu.bench import machine
-from gluon_mgpu.bench.steps import BATCH_SIZE, WORKER_SECONDS
+from gluon_mgpu.bench import machine, own_process
+from gluon_mgpu.bench.steps import BATCH_SIZE
 from gluon_mgpu.errors import Error, UsageError
 
 TRACE = "timeline.trace.json"
@@ -41,8 +39,11 @@ def run(impl="scratch", model="lenet", contexts=2, batch_size=None, steps=record
             f"a batch of {what['batch_size']} on {contexts} contexts: give a larger batch, or fewer contexts"
         )
     with tempfile.TemporaryDirectory() as folder:
-        measured = _in_own_process(what, folder)
         file = Path(folder) / TRACE
+        own = (("TMPDIR", folder),)  # for all that the worker writes, however it ends
+        advice = "give fewer steps, or a smaller batch"
+        given = json.dumps(what), file
+        measured = own_process.last("timeline", "gluon_mgpu.bench.timeline", *given, settings=own, advice=advice)
         trace, content = recording.read(file), file.read_bytes()
     result = {**what, **measured, **recording.summary(trace)}
     if out:
@@ -86,27 +87,6 @@ def _cost(result):
     )
 
 
-def _in_own_process(what, folder):
-    """What the worker prints; it leaves the trace in the folder, and all that it writes for itself."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
-    command = [sys.executable, "-m", "gluon_mgpu.bench.timeline", json.dumps(what), os.path.join(folder, TRACE)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**environment, "TMPDIR": folder}, **streams) as worker:
-        try:
-            printed, said = worker.communicate(timeout=WORKER_SECONDS)
-        except BaseException as error:
-            worker.kill()
-            worker.wait()  # it may be writing into the folder still
-            if isinstance(error, subprocess.TimeoutExpired):
-                advice = "give fewer steps, or a smaller batch"
-                raise Error(f"timeline was not done after {WORKER_SECONDS} s: {advice}") from None
-            raise
-    if worker.returncode:
-        last = (said.strip().splitlines() or ["no message"])[-1]
-        raise UsageError(last) if worker.returncode == UsageError.exit_status else Error(f"timeline failed: {last}")
-    return json.loads(printed.splitlines()[-1])
-
-
 def _worker(impl, model, contexts, batch_size, steps, file):
     engine.configure(contexts)
     module = importlib.import_module(f"gluon_mgpu.{impl}")
@@ -128,12 +108,8 @@ def _worker(impl, model, contexts, batch_size, steps, file):
         return time.perf_counter() - start
 
     about = f"{TITLE[model]}, {impl}, {contexts} context{'s'[: contexts > 1]}, batch {batch_size}"
-    try:
-        with recording.recorded(file, replicas, about, recorded, recorded, steps=steps):
-            train(recorded)
-    except Error as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_status)
+    with recording.recorded(file, replicas, about, recorded, recorded, steps=steps):
+        train(recorded)
     print(json.dumps({"about": about, "unrecorded_step_ms": 1e3 * train(timed) / timed}))
 
 
