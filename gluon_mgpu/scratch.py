@@ -5,13 +5,16 @@ Copy the parameters to each device, split a batch, forward and backward on each,
 Parallelism" (Dive into Deep Learning, 2019).
 """
 
+from itertools import accumulate
+from math import prod
+
 from gluon_mgpu import engine
 
 engine.configure()
 
 from mxnet import autograd, nd  # noqa: E402
 
-from gluon_mgpu import checkpoint, devices, loop  # noqa: E402
+from gluon_mgpu import blocking, checkpoint, devices, loop  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
@@ -30,13 +33,13 @@ def lenet(X, params):
     """LeNet with average pooling: images (n, 1, 28, 28) in [0, 1] to scores (n, 10)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     # nd.Activation is oneDNN's ReLU, and faster than nd.relu: docs/engine.md.
-    h1_conv = nd.Convolution(data=X, weight=W1, bias=b1, kernel=(3, 3), num_filter=20)  # (n, 20, 26, 26)
+    h1_conv = nd.Convolution(data=X, weight=W1, bias=b1, kernel=(3, 3), num_filter=W1.shape[0])  # (n, 20, 26, 26)
     h1_activation = nd.Activation(h1_conv, act_type="relu")
     h1 = nd.Pooling(data=h1_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))  # (n, 20, 13, 13)
-    h2_conv = nd.Convolution(data=h1, weight=W2, bias=b2, kernel=(5, 5), num_filter=50)  # (n, 50, 9, 9)
+    h2_conv = nd.Convolution(data=h1, weight=W2, bias=b2, kernel=(5, 5), num_filter=W2.shape[0])  # (n, 50, 9, 9)
     h2_activation = nd.Activation(h2_conv, act_type="relu")
     h2 = nd.Pooling(data=h2_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))  # (n, 50, 4, 4)
-    h3_linear = nd.FullyConnected(nd.flatten(h2), W3, b3, num_hidden=128)  # (n, 800) -> (n, 128)
+    h3_linear = nd.FullyConnected(nd.flatten(blocking.narrowed(h2, W3)), W3, b3, num_hidden=128)  # (n, 800) -> (n, 128)
     h3 = nd.Activation(h3_linear, act_type="relu")
     return nd.FullyConnected(h3, W4, b4, num_hidden=10)  # (n, 10)
 
@@ -55,6 +58,28 @@ def get_params(params, ctx, grad_req="write"):
     for p in new_params:
         p.attach_grad(grad_req)
     return new_params
+
+
+class Replica(list):
+    """What `get_params` gives, in one array: `flat` holds the parameters and `flat.grad` their gradients, of both of
+    which the list's arrays are parts. So one allreduce and one update do for all parameters."""
+
+    def __init__(self, params, ctx, grad_req="write"):
+        self.shapes = [p.shape for p in params]
+        self.flat = nd.concat(*[p.reshape(-1) for p in params], dim=0).copyto(ctx)
+        self.flat.attach_grad()
+        super().__init__(self.parts(self.flat))
+        autograd.mark_variables(self, self.parts(self.flat.grad), grad_req)
+
+    def parts(self, flat):
+        """An array like `flat` as arrays of the parameters' shapes, in the same memory."""
+        ends = list(accumulate(map(prod, self.shapes)))
+        return [flat[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, self.shapes)]
+
+
+def arrays(params):
+    """What allreduce and update have to go through: every parameter, or of a `Replica` the one array that holds all."""
+    return [params.flat] if isinstance(params, Replica) else params
 
 
 def allreduce(data):
@@ -88,7 +113,7 @@ def forward_backward(device_params, Xs, ys):
 
 def zero_gradients(device_params):
     for params in device_params:
-        for p in params:
+        for p in arrays(params):
             p.grad[:] = 0
 
 
@@ -127,9 +152,10 @@ def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=No
     for X_piece, y_piece in loop.pieces(X, y, settings.accumulate):
         Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
         losses += forward_backward(device_params, Xs, ys)
-    for grads in zip(*([p.grad for p in params] for params in device_params)):
+    device_arrays = [arrays(params) for params in device_params]
+    for grads in zip(*([p.grad for p in params] for params in device_arrays)):
         allreduce(list(grads))
-    for params, velocities in zip(device_params, device_velocities or [None] * len(ctx)):
+    for params, velocities in zip(device_arrays, device_velocities or [None] * len(ctx)):
         if settings.clip_norm:  # of the mean over the batch; the gradients are sums
             clip_gradients(params, settings.clip_norm * n)
         # the same update on each device keeps the replicas equal
@@ -139,7 +165,9 @@ def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=No
 
 def predict(X, device_params, ctx, shares=None):
     """Scores (n, 10) of a batch, in one shard a device, still being computed."""
-    return [lenet(X_shard, params) for X_shard, params in zip(split_and_load(X, ctx, shares), device_params)]
+    # Outside of it, oneDNN would lay the weights out anew, each for itself, and those of a `Replica` are parts of one.
+    with autograd.train_mode():
+        return [lenet(X_shard, params) for X_shard, params in zip(split_and_load(X, ctx, shares), device_params)]
 
 
 def evaluate_accuracy(data_iter, device_params, ctx, shares=None):
@@ -161,10 +189,12 @@ class Replicas:
         engine.check(ctx)
         self.ctx, self.settings = ctx, settings
         params = params or init_params()
-        self.device_params = [get_params(params, c, "add" if settings.accumulate > 1 else "write") for c in ctx]
+        self.shapes = [p.shape for p in params]
+        params = [nd.array(p) for p in blocking.widened([p.asnumpy() for p in params])]
+        self.device_params = [Replica(params, c, "add" if settings.accumulate > 1 else "write") for c in ctx]
         self.device_velocities = None
         if settings.momentum:
-            self.device_velocities = [[nd.zeros_like(p) for p in params] for params in self.device_params]
+            self.device_velocities = [[nd.zeros_like(replica.flat)] for replica in self.device_params]
 
     def train_batch(self, X, y, lr):
         return train_batch(X, y, self.device_params, self.ctx, lr, self.settings, self.device_velocities)
@@ -183,27 +213,34 @@ class Replicas:
 
     def parameters(self, device=0):
         """{name: NumPy array}: what the net computes with, on that device of ctx."""
-        return {name: p.asnumpy() for name, p in zip(checkpoint.LENET, self.device_params[device])}
+        return self._named(self.device_params[device])
 
     def gradients(self, device=0):
         """{name: NumPy array}: the gradients on that device of ctx."""
-        return {name: p.grad.asnumpy() for name, p in zip(checkpoint.LENET, self.device_params[device])}
+        return self._named([p.grad for p in self.device_params[device]])
 
     def velocities(self):
         """{name: NumPy array}: what momentum remembers; empty without momentum."""
         if not self.device_velocities:
             return {}
-        return {name: v.asnumpy() for name, v in zip(checkpoint.LENET, self.device_velocities[0])}
+        return self._named(self.device_params[0].parts(*self.device_velocities[0]))
+
+    def _named(self, arrays):
+        return {
+            name: p.asnumpy()[tuple(map(slice, shape))] for name, p, shape in zip(checkpoint.LENET, arrays, self.shapes)
+        }
 
     def load(self, parameters, velocities):
         """Go on from arrays that `parameters` and `velocities` gave, of the same names and shapes."""
         pairs = [(parameters, self.device_params)]
         if velocities:
-            pairs.append((velocities, self.device_velocities))
-        for arrays, replicas in pairs:
+            flats = zip(self.device_params, self.device_velocities)
+            pairs.append((velocities, [replica.parts(*flat) for replica, flat in flats]))
+        for named, replicas in pairs:
+            wide = blocking.widened([named[name] for name in checkpoint.LENET])
             for replica in replicas:
-                for name, array in zip(checkpoint.LENET, replica):
-                    array[:] = arrays[name]
+                for array, values in zip(replica, wide):
+                    array[:] = values
 
 
 def train(

@@ -40,10 +40,8 @@ def replicas(impl, ctx, params, **options):
 
 def values(made, what="data"):
     """[[array of each parameter] of each device]"""
-    if isinstance(made, scratch.Replicas):
-        return [[(p if what == "data" else p.grad).asnumpy() for p in W] for W in made.device_params]
-    parameters = made.net.collect_params().values()
-    return [[getattr(p, what)(c).asnumpy() for p in parameters] for c in made.ctx]
+    of = made.parameters if what == "data" else made.gradients
+    return [list(of(device).values()) for device in range(len(made.ctx))]
 
 
 IMPLS = ["scratch", "highlevel"]

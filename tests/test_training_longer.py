@@ -94,9 +94,7 @@ def test_scratch_and_highlevel_take_the_same_steps_and_remember_the_same_velocit
 
 
 def on_each(made, ctx):
-    if isinstance(made, scratch.Replicas):
-        return [[p.asnumpy() for p in params] for params in made.device_params]
-    return [[p.data(c).asnumpy() for p in made.named.values()] for c in ctx]
+    return [list(made.parameters(device).values()) for device in range(len(ctx))]
 
 
 @pytest.mark.parametrize("module", IMPLS)

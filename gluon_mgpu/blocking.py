@@ -1,0 +1,127 @@
+"""LeNet on CPU contexts in the shapes in which they compute it fastest: the same scores and gradients, to rounding.
+
+Channels in blocks of 16: oneDNN's direct convolutions take no others, and LeNet's 20 and 50 go through matrix products
+at half the rate. Channels of zeros are added, and left out again where the dense layers begin. Batches in pieces of 32:
+what one layer leaves, the next finds in the cache. docs/performance.md has the measurements. Only where the processor
+has AVX-512, on which they were made, and MXNet has no GPU.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from gluon_mgpu import engine
+
+engine.configure()
+
+import mxnet as mx  # noqa: E402
+from mxnet import nd  # noqa: E402
+from mxnet.gluon import HybridBlock, nn  # noqa: E402
+
+CHANNELS, EXAMPLES = 16, 64
+
+
+def _avx512():
+    try:
+        with open("/proc/cpuinfo") as file:
+            return any(line.startswith("flags") and " avx512f " in line for line in file)
+    except OSError:
+        return False
+
+
+USED = _avx512() and not mx.context.num_gpus()
+
+
+def rounded(channels):
+    """The channels, and those added. An image's one channel has a kernel of its own."""
+    return -(-channels // CHANNELS) * CHANNELS if USED and channels > 1 else channels
+
+
+def widened(params):
+    """NumPy arrays, a layer's weight and bias after another's: those of convolutions, (outputs, inputs, h, w) and
+    (outputs,), with zeros for the channels added; others as they are.
+
+    Trained, they stay zeros: a channel of zeros gives zeros, and gets gradients of 0.
+    """
+    wide, of_convolution = [], False
+    for p in params:
+        of_convolution = p.ndim == 4 or (of_convolution and p.ndim == 1)
+        more = [(0, rounded(n) - n) if of_convolution and axis < 2 else (0, 0) for axis, n in enumerate(p.shape)]
+        wide.append(np.pad(p, more))
+    return wide
+
+
+def narrowed(h, weight):
+    """h (n, channels, h, w) without the channels that a dense layer's weight (outputs, inputs) has no inputs for."""
+    channels = weight.shape[1] // (h.shape[2] * h.shape[3])
+    return h if channels == h.shape[1] else nd.slice_axis(h, axis=1, begin=0, end=channels)
+
+
+def pieces(F, X, count):
+    """X (n, ...) along its first axis in so many pieces of EXAMPLES, of which the last may be smaller."""
+    if count == 1:
+        return [X]
+    ends = [*range(EXAMPLES, count * EXAMPLES, EXAMPLES), None]
+    return [F.slice_axis(X, axis=0, begin=i * EXAMPLES, end=end) for i, end in enumerate(ends)]
+
+
+def count(X):
+    """In how many pieces a batch X (n, ...) should be computed: 1 where this module does nothing."""
+    return max(1, -(-X.shape[0] // EXAMPLES)) if USED else 1
+
+
+class Conv2D(nn.Conv2D):
+    """Gluon's, which gives `rounded` channels. Its parameters are those of Gluon's."""
+
+    def hybrid_forward(self, F, x, weight, bias):
+        outputs, inputs, kernel = self._channels, self._in_channels, self._kwargs["kernel"]
+        wide = rounded(outputs)
+        zeros = F.zeros if F is mx.sym else partial(F.zeros, ctx=weight.context)
+        if rounded(inputs) > inputs:
+            weight = F.concat(weight, zeros((outputs, rounded(inputs) - inputs, *kernel)), dim=1)
+        if wide > outputs:
+            weight = F.concat(weight, zeros((wide - outputs, rounded(inputs), *kernel)), dim=0)
+            bias = F.concat(bias, zeros((wide - outputs,)), dim=0)
+        y = F.Convolution(x, weight, bias, **{**self._kwargs, "num_filter": wide})
+        return self.act(y) if self.act else y
+
+
+class First(HybridBlock):
+    """The first channels of (n, more channels, h, w)."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.channels = channels
+
+    def hybrid_forward(self, F, x):
+        return F.slice_axis(x, axis=1, begin=0, end=self.channels)
+
+
+class InPieces(nn.HybridSequential):
+    """Gluon's, which, hybridized, takes a batch in pieces within one graph. No layer may look at other examples."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.graphs = {}
+
+    def forward(self, x, *args):
+        parts = count(x) if self._active and isinstance(x, nd.NDArray) else 1
+        if parts == 1:
+            return super().forward(x, *args)
+        if parts not in self.graphs:
+            flags = dict(self._flags)  # of this net's own hybridize
+            graph = _Pieces(self, parts)
+            graph.hybridize(**flags)
+            self.graphs[parts] = graph.__call__  # a block here would look to Gluon like a forgotten child
+        return self.graphs[parts](x)
+
+
+class _Pieces(HybridBlock):
+    """A net's graph for so many pieces of a batch."""
+
+    def __init__(self, net, parts):
+        super().__init__()
+        self.net, self.parts = net, parts
+
+    def hybrid_forward(self, F, x):
+        return F.concat(*[self.net(piece) for piece in pieces(F, x, self.parts)], dim=0)
