@@ -40,6 +40,7 @@ SEPARATOR = ","  # between the operators of a hybridized net's bulk, which the p
 OPERATORS = {
     "forward": (
         *("Convolution", "BatchNorm", "Activation", "Pooling", "Flatten", "FullyConnected", "elemwise_add"),
+        *("slice_axis", "_zeros"),  # channels added to blocks, and taken away
         *("log_softmax", "pick", "_mul_scalar", "mean"),  # the loss
     ),
     "backward": ("SetValueOp", "_full", "zeros_like", "reset_arrays"),  # what it begins from: ones, and gradients of 0

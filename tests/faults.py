@@ -100,10 +100,15 @@ def initial_scale_ten_times_larger(replace):
 
 
 def biases_not_updated(replace):
-    def sgd(params, lr, *rest, whole=scratch.sgd):
-        whole(params[::2], lr, *rest)
+    def without(replicas, *args, train_batch=scratch.Replicas.train_batch):
+        biases = [[(p, p.copy()) for p in params[1::2]] for params in replicas.device_params]
+        losses = train_batch(replicas, *args)
+        for before in biases:
+            for p, values in before:
+                p[:] = values
+        return losses
 
-    replace(scratch, "sgd", sgd)
+    replace(scratch.Replicas, "train_batch", without)
     initialize = highlevel.initialize
 
     def without_biases(net, *args, **kwargs):

@@ -164,7 +164,7 @@ def test_a_way_that_leaves_one_context_without_the_sum_is_refused():
 
 
 def test_a_worker_that_fails_is_an_error_of_one_line_with_its_reason():
-    with pytest.raises(Error, match=r"^allreduce on 2 contexts: KeyError: 'vgg'$"):
+    with pytest.raises(Error, match=r"^allreduce on 2 contexts failed: KeyError: 'vgg'$"):
         allreduce.run(contexts=(2,), rounds=1, sizes=(), models=("vgg",))
 
 

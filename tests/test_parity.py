@@ -89,7 +89,7 @@ def test_a_planted_fault_is_caught_in_each_implementation(fault, small, referenc
 
 def test_a_run_that_differs_from_one_implementation_alone_is_told_from_the_other(small, reference, monkeypatch):
     def only_scratch(owner, name, value):
-        if owner is faults.scratch:
+        if owner is faults.scratch.Replicas:
             monkeypatch.setattr(owner, name, value)
 
     faults.FAULTS["biases_not_updated"](only_scratch)

@@ -71,26 +71,29 @@ def test_parameters_after_recorded_steps_are_those_without_bit_for_bit(run):
             np.testing.assert_array_equal(recorded[name], values, err_msg=name)
 
 
-def test_operators_are_as_many_as_the_network_has_layers_on_each_context_and_step(run):
+def test_operators_are_as_many_as_the_network_has_layers_on_each_context_and_step(run, tmp_path):
     impl, file, _ = run
+    if impl == "highlevel":  # the name of a hybridized net's bulk is cut off
+        file = tmp_path / "profile.json"
+        train(impl, file, hybridize=False)
     for c in CTX:
         found = counts(file, str(c))
         for layer, number in {"Convolution": 2, "Pooling": 2, "Activation": 3, "FullyConnected": 2}.items():
             assert found[layer] == number * RECORDED, (c, layer)
         for layer in ("Convolution", "FullyConnected"):
             assert found[f"_backward_{layer}"] == 2 * RECORDED, (c, layer)
-        # 8 arrays, of which Gluon updates 4 at a time
-        assert (
-            found["sgd_update" if impl == "scratch" else "multi_sgd_update"] == (8, 2)[impl == "highlevel"] * RECORDED
-        )
+        if impl == "scratch":  # one array holds all
+            assert found["sgd_update"] == RECORDED
+        else:  # 8 arrays, of which Gluon updates 4 at a time
+            assert found["multi_sgd_update"] == 2 * RECORDED
 
 
-def test_allreduce_copies_and_adds_each_of_the_eight_gradients(run):
+def test_allreduce_copies_and_adds_what_each_implementation_sums(run):
     impl, file, _ = run
     first, second = (counts(file, str(c)) for c in CTX)
-    if impl == "scratch":  # to the first device, where it is added, and back; X and y of the second one's shard
-        assert (first["broadcast_add"], second["broadcast_add"]) == (8 * RECORDED, 0)
-        assert (first["CopyCPU2CPU"], second["CopyCPU2CPU"]) == ((8 + 2) * RECORDED, 8 * RECORDED)
+    if impl == "scratch":  # all gradients, one array: to the first device, where it is added, and back; X, y of a shard
+        assert (first["broadcast_add"], second["broadcast_add"]) == (RECORDED, 0)
+        assert (first["CopyCPU2CPU"], second["CopyCPU2CPU"]) == ((1 + 2) * RECORDED, RECORDED)
     else:  # the store copies from both into its own arrays, adds there, and copies to both
         assert first["ElementwiseSum"] + second["ElementwiseSum"] == 8 * RECORDED
         assert first["CopyCPU2CPU"] + second["CopyCPU2CPU"] == (16 + 16 + 2) * RECORDED
@@ -176,6 +179,8 @@ def test_operators_of_one_engine_thread_do_not_overlap(run):
     _, file, _ = run
     ends = {}
     for event in sorted(events(file), key=lambda e: (e["ts"], e["dur"])):
+        if event["name"] == "DeleteVariable":  # an operator that is the last to hold its input frees it before it ends
+            continue
         assert event["ts"] >= ends.get((event["pid"], event["tid"]), 0)
         ends[event["pid"], event["tid"]] = event["ts"] + event["dur"]
 
