@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gluon_mgpu import datasets, devices, engine, loop, records
+from gluon_mgpu import blocks, datasets, devices, engine, loop, records
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import Settings
 
@@ -190,10 +190,11 @@ def export(trained, prefix, images):
 
     files = exported_files(prefix)
     images, ctx = images[:CHECKED], trained.replicas.ctx[0]
-    net = highlevel.Replicas([mx.cpu()], trained.settings, hybridize=False)
-    net.load(trained.parameters, {})
-    net.net.hybridize()
-    net.net(nd.zeros((1, 1, 28, 28)))  # makes the graph that is exported
+    with blocks.as_written():
+        net = highlevel.Replicas([mx.cpu()], trained.settings, hybridize=False)
+        net.load(trained.parameters, {})
+        net.net.hybridize()
+        net.net(nd.zeros((1, 1, 28, 28)))  # makes the graph that is exported
     expected = scores(trained, images)
     try:
         with tempfile.TemporaryDirectory(prefix=".export-", dir=files[0].parent) as folder:

@@ -14,7 +14,7 @@ engine.configure()
 
 from mxnet import autograd, nd  # noqa: E402
 
-from gluon_mgpu import blocking, checkpoint, devices, loop  # noqa: E402
+from gluon_mgpu import blocks, checkpoint, devices, loop  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
@@ -32,6 +32,7 @@ def init_params(scale=0.01):
 def lenet(X, params):
     """LeNet with average pooling: images (n, 1, 28, 28) in [0, 1] to scores (n, 10)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
+    # The shapes are the lesson's. `Replicas` adds channels of zeros, `narrowed` takes them away: see `blocks`.
     # nd.Activation is oneDNN's ReLU, and faster than nd.relu: docs/engine.md.
     h1_conv = nd.Convolution(data=X, weight=W1, bias=b1, kernel=(3, 3), num_filter=W1.shape[0])  # (n, 20, 26, 26)
     h1_activation = nd.Activation(h1_conv, act_type="relu")
@@ -39,7 +40,7 @@ def lenet(X, params):
     h2_conv = nd.Convolution(data=h1, weight=W2, bias=b2, kernel=(5, 5), num_filter=W2.shape[0])  # (n, 50, 9, 9)
     h2_activation = nd.Activation(h2_conv, act_type="relu")
     h2 = nd.Pooling(data=h2_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))  # (n, 50, 4, 4)
-    h3_linear = nd.FullyConnected(nd.flatten(blocking.narrowed(h2, W3)), W3, b3, num_hidden=128)  # (n, 800) -> (n, 128)
+    h3_linear = nd.FullyConnected(nd.flatten(blocks.narrowed(h2, W3)), W3, b3, num_hidden=128)  # (n, 800) -> (n, 128)
     h3 = nd.Activation(h3_linear, act_type="relu")
     return nd.FullyConnected(h3, W4, b4, num_hidden=10)  # (n, 10)
 
@@ -62,7 +63,11 @@ def get_params(params, ctx, grad_req="write"):
 
 class Replica(list):
     """What `get_params` gives, in one array: `flat` holds the parameters and `flat.grad` their gradients, of both of
-    which the list's arrays are parts. So one allreduce and one update do for all parameters."""
+    which the list's arrays are parts. So one allreduce and one update do for all parameters.
+
+    `lenet` may take it only in train mode: in the other one oneDNN lays weights out anew where they are, and MXNet then
+    stops with an error, or ends, where they are parts of an array.
+    """
 
     def __init__(self, params, ctx, grad_req="write"):
         self.shapes = [p.shape for p in params]
@@ -164,8 +169,8 @@ def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=No
 
 
 def predict(X, device_params, ctx, shares=None):
-    """Scores (n, 10) of a batch, in one shard a device, still being computed."""
-    # Outside of it, oneDNN would lay the weights out anew, each for itself, and those of a `Replica` are parts of one.
+    """Scores (n, 10) of a batch, in one shard a device, still being computed. In train mode for the sake of `Replica`;
+    LeNet computes the same in both."""
     with autograd.train_mode():
         return [lenet(X_shard, params) for X_shard, params in zip(split_and_load(X, ctx, shares), device_params)]
 
@@ -190,7 +195,7 @@ class Replicas:
         self.ctx, self.settings = ctx, settings
         params = params or init_params()
         self.shapes = [p.shape for p in params]
-        params = [nd.array(p) for p in blocking.widened([p.asnumpy() for p in params])]
+        params = [nd.array(p) for p in blocks.widened([p.asnumpy() for p in params])]
         self.device_params = [Replica(params, c, "add" if settings.accumulate > 1 else "write") for c in ctx]
         self.device_velocities = None
         if settings.momentum:
@@ -225,9 +230,9 @@ class Replicas:
             return {}
         return self._named(self.device_params[0].parts(*self.device_velocities[0]))
 
-    def _named(self, arrays):
+    def _named(self, params):
         return {
-            name: p.asnumpy()[tuple(map(slice, shape))] for name, p, shape in zip(checkpoint.LENET, arrays, self.shapes)
+            name: p.asnumpy()[tuple(map(slice, shape))] for name, p, shape in zip(checkpoint.LENET, params, self.shapes)
         }
 
     def load(self, parameters, velocities):
@@ -237,7 +242,7 @@ class Replicas:
             flats = zip(self.device_params, self.device_velocities)
             pairs.append((velocities, [replica.parts(*flat) for replica, flat in flats]))
         for named, replicas in pairs:
-            wide = blocking.widened([named[name] for name in checkpoint.LENET])
+            wide = blocks.widened([named[name] for name in checkpoint.LENET])
             for replica in replicas:
                 for array, values in zip(replica, wide):
                     array[:] = values

@@ -56,9 +56,12 @@ OPERATORS = {
     "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
 PHASE = {operator: phase for phase, operators in OPERATORS.items() for operator in operators}
-# Where the net's own graph adds, and is not hybridized, these are its additions, and the store has ElementwiseSum.
-ADDS_BACKWARD = "_backward_broadcast_add"
-OWN_ADDS = {"broadcast_add": "forward", "add_n": "backward"}
+# Where a net that is not hybridized has such operators itself, their gradients show it: {gradient: phases of them}. Its
+# additions are then these, and the store has ElementwiseSum; or it has no running statistics.
+OWN = {
+    "_backward_broadcast_add": {"broadcast_add": "forward", "add_n": "backward"},
+    "_backward_Concat": {"Concat": "forward"},
+}
 
 
 @contextmanager
@@ -163,16 +166,16 @@ def _read_raw(path):
     return json.loads(text)["traceEvents"]
 
 
-def phase(operator, adds_in_graph=False):
+def phase(operator, own=()):
     """The phase of an operator, or of a hybridized net's bulk of them, by its name; "other" for an unknown one.
 
-    adds_in_graph: the net adds outside of a hybridized graph. Copies are all counted as allreduce, those that bring a
-    device its shard too: on CPU contexts they have one name.
+    own: phases of operators that are the net's own here, {operator: phase}. Copies are all counted as
+    allreduce, those that bring a device its shard too: on CPU contexts they have one name.
     """
     if SEPARATOR in operator:
         return "backward" if "_backward_" in operator else "forward"
-    if adds_in_graph and operator in OWN_ADDS:
-        return OWN_ADDS[operator]
+    if operator in own:
+        return own[operator]
     if operator.startswith("_backward_"):
         return "backward"
     if operator.endswith("_update"):
@@ -191,7 +194,8 @@ def chrome_trace(raw, lanes, steps, about=""):
     spans = sorted(  # MXNet writes the end of an operator right after its beginning
         ((b["ts"], e["ts"], b["pid"], b["tid"], b["name"]) for b, e in zip(marks[::2], marks[1::2])),
     )
-    adds_in_graph = any(name == ADDS_BACKWARD for *_, name in spans)
+    names = {name for *_, name in spans}
+    own = {operator: phase for gradient in OWN.keys() & names for operator, phase in OWN[gradient].items()}
     start = spans[0][0] if spans else 0
     processes, threads, events = {process: i for i, process in enumerate(lanes)}, {}, []
     updates = {process: [] for process in lanes}
@@ -201,7 +205,7 @@ def chrome_trace(raw, lanes, steps, about=""):
         pid = processes.setdefault(process, len(processes))  # the host's, where that does not train
         tid = threads.setdefault((process, thread), len([p for p, _ in threads if p == process]))
         span = {"ph": "X", "ts": begin - start, "dur": end - begin, "pid": pid, "tid": tid}
-        events.append({"name": name, "cat": phase(name, adds_in_graph), **span})
+        events.append({"name": name, "cat": phase(name, own), **span})
     ends = _step_ends({lanes[process]: sorted(times) for process, times in updates.items()}, steps)
     for i, (begin, end) in enumerate(zip(ends, ends[1:-1]), 1):
         span = {"ph": "X", "ts": begin, "dur": end - begin, "pid": len(processes), "tid": 0}

@@ -1,4 +1,11 @@
-from gluon_mgpu.bench import steps
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from gluon_mgpu.bench import own_process, steps
+from gluon_mgpu.errors import Error
 
 
 def test_ratios_are_of_runs_of_one_round_and_medians_of_those():
@@ -17,7 +24,8 @@ def test_ratios_are_of_runs_of_one_round_and_medians_of_those():
 
 
 def test_every_subject_trains_in_a_process_of_its_own_and_says_how_long_a_step_took():
-    subjects = (steps.Subject("notebook", 2), steps.Subject("highlevel", 2), steps.EVALUATE[2], steps.RESNET18[2])
+    named = (steps.Subject("notebook", 2), steps.Subject("highlevel", 2), steps.Subject("highlevel", 2, without="both"))
+    subjects = (*named, steps.EVALUATE[2], steps.RESNET18[2])
     results = steps.measure(subjects, rounds=1, steps=10)
     for (run,) in results.values():
         assert 1 < run["step_ms"] < 10000 and 50 < run["peak_mb"] < 5000
@@ -34,3 +42,54 @@ def test_speed_ups_are_against_one_context_with_one_thread_of_the_same_implement
     rows = steps.speedup_table(results).splitlines()
     # 30/10, 40/20, 20/20 -> 2; 9/3 -> 3
     assert [row.split()[-2] for row in rows[2:]] == ["1.00", "2.00", "2.00", "1.00", "1.80", "3.00"]
+
+
+def test_a_worker_that_is_not_done_in_time_is_ended_and_named():
+    start = time.perf_counter()
+    with pytest.raises(Error, match="^serving was not done after 0.5 s: wait longer$"):
+        own_process.last("serving", "http.server", 0, seconds=0.5, advice="wait longer")
+    assert time.perf_counter() - start < 60
+
+
+@pytest.mark.parametrize(
+    "program, message",
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "it failed: ended by signal 9: no message"),
+        ("print('12 pears', flush=True); import time; time.sleep(60)", "it failed: it printed '12 pears'"),
+        ("import sys; sys.stdout.buffer.write(bytes([255]))", "it failed: it printed '\ufffd'"),
+        ("", "it failed: no message"),
+        ("print(1); import sys; sys.exit('gone')", "it failed: gone"),
+        ("from gluon_mgpu.errors import UsageError; raise UsageError('give 2')", "it: give 2"),
+    ],
+)
+def test_a_worker_that_fails_leaves_one_line_and_no_process(program, message, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "failing.py").write_text(program)
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    with pytest.raises(Error) as caught:
+        list(own_process.lines("it", "failing"))
+    assert str(caught.value) == message
+    assert started[0].returncode is not None
+
+
+def test_a_worker_ends_where_its_lines_are_not_read_any_more(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "endless.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    lines = own_process.lines("it", "endless")
+    pid = next(lines)
+    assert Path(f"/proc/{pid}").exists()
+    lines.close()  # as Ctrl-C does
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_worker_gets_the_settings_it_is_given_and_none_of_the_users(monkeypatch, tmp_path):
+    for name, value in (("OMP_NUM_THREADS", "7"), ("MXNET_ENGINE_TYPE", "NaiveEngine"), ("UNRELATED", "kept")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = "import json, os; print(json.dumps(1)); print(json.dumps(dict(os.environ)))"
+    (tmp_path / "environment_shown.py").write_text(program)
+    first, found = own_process.lines("it", "environment_shown", settings={"OMP_NUM_THREADS": "3"})
+    assert first == 1 and found["OMP_NUM_THREADS"] == "3" and found["UNRELATED"] == "kept"
+    assert "MXNET_ENGINE_TYPE" not in found

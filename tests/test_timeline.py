@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mxnet import nd
 
-from gluon_mgpu import datasets, highlevel, loop, scratch, timeline
+from gluon_mgpu import blocks, datasets, highlevel, loop, scratch, timeline
 from gluon_mgpu.bench import timeline as bench
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import Settings
@@ -76,6 +76,8 @@ def test_operators_are_as_many_as_the_network_has_layers_on_each_context_and_ste
     if impl == "highlevel":  # the name of a hybridized net's bulk is cut off
         file = tmp_path / "profile.json"
         train(impl, file, hybridize=False)
+        joined = Counter(event["cat"] for event in events(file) if event["name"] == "Concat")
+        assert joined.keys() <= {"forward"} and (joined or not blocks.USED)  # channels of zeros, to weights and biases
     for c in CTX:
         found = counts(file, str(c))
         for layer, number in {"Convolution": 2, "Pooling": 2, "Activation": 3, "FullyConnected": 2}.items():
@@ -121,6 +123,16 @@ def test_no_setting_has_an_operator_without_a_phase(impl, settings, tmp_path):
         settings = {**settings, "model": "lenet"}
     train(impl, tmp_path / "profile.json", **settings)
     assert timeline.summary(timeline.read(tmp_path / "profile.json"))["unknown"] == []
+
+
+def test_a_net_in_pieces_has_its_phases_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "USED", True)
+    monkeypatch.setattr(blocks, "EXAMPLES", SIZE // 4)
+    train("highlevel", tmp_path / "profile.json")
+    found = events(tmp_path / "profile.json")
+    assert timeline.summary(timeline.read(tmp_path / "profile.json"))["unknown"] == []
+    assert not [e["name"] for e in found if e["cat"] == "allreduce" and e["name"] in ("Concat", "slice_axis")]
+    assert any("slice_axis,slice_axis" in e["name"] and e["cat"] == "forward" for e in found)
 
 
 @pytest.mark.parametrize("hybridize", [True, False])

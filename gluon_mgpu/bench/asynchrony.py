@@ -19,6 +19,7 @@ from gluon_mgpu.recipes import ASYNCHRONOUS, PYTORCH
 
 NOTEBOOK = (4000, 50)  # size and products; also what a GPU gets where nothing is asked
 ON_CPU = (1000, 20)  # some half a second of work for one core
+SECONDS = 900  # a worker that needs more in each round is taken to hang
 RECORDED_ON = {"async": "4 GPUs of 2019", "copy": "a GPU of 2019"}
 
 
@@ -209,10 +210,12 @@ def _in_own_process(options):
     """What the worker prints: the facts, once it is warm, then the seconds of each round."""
     found, what, given = [], options["what"], json.dumps(options)
     own = settings(options["gpus"], options["products"])
-    advice = "give a smaller --size or fewer --products"
+    advice, limit = "give a smaller --size or fewer --products", SECONDS * (1 + options["rounds"])
     bar = tqdm(total=1 + options["rounds"], unit="round", desc=what, leave=False, disable=not sys.stderr.isatty())
     with bar:
-        for line in own_process.lines(what, "gluon_mgpu.bench.asynchrony", given, settings=own, advice=advice):
+        for line in own_process.lines(
+            what, "gluon_mgpu.bench.asynchrony", given, settings=own, seconds=limit, advice=advice
+        ):
             found.append(line)
             bar.update()
     return found

@@ -40,6 +40,7 @@ class Subject(NamedTuple):
     model: str = "lenet"
     work: str = "train"  # or "evaluate"
     batches: int = 1  # the batch is so many of BATCH_SIZE, and there are as many times fewer steps
+    without: str = ""  # what of `blocks`: "blocks" of channels, "pieces" of batches, or "both"
 
     def __str__(self):
         return f"{self.name}, {self.contexts} context{'s'[: self.contexts > 1]}{', ' * bool(self.note)}{self.note}"
@@ -85,7 +86,11 @@ ENGINE = tuple(
         Subject(name, 2, "512 temporary spaces", (("MXNET_CPU_TEMP_COPY", "512"),)),
         Subject(name, 2, "glibc's own malloc", GLIBC),
         Subject(name, 2, "1 step ahead", ahead=1),
+        Subject(name, 2, "no blocks", without="blocks"),
     )
+) + (
+    Subject("highlevel", 2, "no pieces", without="pieces"),
+    Subject("highlevel", 2, "no blocks, no pieces", without="both"),
 )
 
 
@@ -156,28 +161,47 @@ def profile(steps=50):
 
 
 def overhead(epochs=4):
-    """Lines for a terminal: what the progress bar and the folder of a run cost beside its training."""
-    lines = ["seconds an epoch of 60000 examples, Gluon on 2 contexts, and what showing and keeping it takes"]
-    for model, examples in (("lenet", 60000), ("resnet18", 640)):
-        spent = _in_own_process(Subject("highlevel", 2, model=model), epochs, f"overhead {examples}")
-        training, bar = (spent[name] * 60000 / examples for name in ("training", "bar"))
-        share = 100 * (bar + spent["folder"]) / training
+    """Lines for a terminal: what of an epoch is not computation on the contexts, for Gluon with one thread a context.
+
+    Contexts wait: the share of their time in which they compute nothing, whatever they wait for. Python's thread: all
+    that it does, which costs no time where a core is free for it. Then what showing and keeping a run takes of that.
+    """
+    lines = [
+        "Epochs with a terminal's bar, a folder and TensorBoard: training, evaluation, and all that is around them",
+        f"{'':24}s/epoch  contexts wait  Python's thread  of that bar  and folder; {machine.line()}",
+    ]
+    for model, contexts, examples in (("lenet", 1, 60000), ("lenet", 2, 60000), ("resnet18", 2, 640)):
+        settings = ONE_THREAD["settings"] if contexts == 1 else ()
+        subject = Subject("highlevel", contexts, model=model, settings=settings)
+        spent = _in_own_process(subject, epochs, f"overhead {examples}")
+        share = {name: f"{100 * spent[name] / spent['epoch']:.2f}%" for name in ("python", "bar", "folder")}
+        waits = f"{100 * (1 - spent['workers'] / contexts / spent['epoch']):.1f}%"
+        title = f"{model}, {contexts} context{'s'[: contexts > 1]}"
         lines.append(
-            f"{model}: {training:.1f}; bar {bar:.3f}, checkpoint, metrics, TensorBoard and picture "
-            f"{spent['folder']:.3f}: {share:.2f}%"
+            f"{title:24}{spent['epoch']:7.2f}{waits:>15}{share['python']:>17}{share['bar']:>13}{share['folder']:>12}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "ResNet-18's epochs are of 640 examples, and the folder's time is of each epoch."])
 
 
 def _overhead(subject, epochs, examples):
-    """Train as on a terminal, with a folder and TensorBoard: {"training", "bar", "folder": seconds an epoch}."""
+    """Train as on a terminal, with a folder and TensorBoard: {"epoch", "python", "workers", "bar", "folder": seconds an
+    epoch}: python and workers are CPU time, of Python's thread and of all others, but for the folder's, which is all
+    Python's."""
     from gluon_mgpu import highlevel, loop, records
 
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    times = {"bar": 0.0, "folder": 0.0}
+    times, clocks = {"bar": 0.0, "folder": 0.0}, (time.perf_counter, time.thread_time, time.process_time)
+    of_epochs = []
+
+    def epoch(*args, whole=loop._epoch):
+        before = [clock() for clock in clocks]
+        whole(*args)
+        of_epochs.append([clock() - start for clock, start in zip(clocks, before)])
+
+    loop._epoch = epoch
 
     def timed(owner, method, name):
         original = getattr(owner, method)
@@ -198,11 +222,18 @@ def _overhead(subject, epochs, examples):
     settings = {"dataset": "synthetic", "limit": examples, "epochs": epochs, "seed": 0, "model": subject.model}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
         with contextlib.redirect_stdout(io.StringIO()):
-            history = highlevel.train(
-                2, BATCH_SIZE[subject.model], 0.01, device="cpu", out=folder, tensorboard=True, **settings
+            highlevel.train(
+                subject.contexts, subject.size, 0.01, device="cpu", out=folder, tensorboard=True, **settings
             )
-    per_epoch = {name: seconds / epochs for name, seconds in times.items()}
-    return {"training": median(epoch.train_seconds for epoch in history), **per_epoch}
+    bar, kept = (seconds / epochs for seconds in times.values())
+    seconds, python, process = map(median, zip(*of_epochs[1:]))  # the first one is cold
+    return {
+        "epoch": seconds + kept,
+        "python": python + kept,
+        "workers": process - python,
+        "bar": bar,
+        "folder": kept,
+    }
 
 
 def _table(results, columns):
@@ -229,8 +260,8 @@ def _ratio(slow, fast):
 
 def _in_own_process(subject, steps, mode="time"):
     given = mode, json.dumps(subject._asdict()), steps
-    hangs = "stock MXNet can hang on several contexts"
-    return own_process.last(str(subject), "gluon_mgpu.bench.steps", *given, settings=subject.settings, advice=hangs)
+    advice = "stock MXNet can hang on several contexts" if subject.name == "notebook" else "give fewer steps"
+    return own_process.last(str(subject), "gluon_mgpu.bench.steps", *given, settings=subject.settings, advice=advice)
 
 
 def _worker(mode, subject, steps):
@@ -262,9 +293,13 @@ def _worker(mode, subject, steps):
             module.train_epoch(train_iter, device_params, ctx, lr=0.2)
             return time.perf_counter() - start
     else:
-        from gluon_mgpu import loop
+        from gluon_mgpu import blocks, loop
         from gluon_mgpu.settings import Settings
 
+        if subject.without in ("blocks", "both"):
+            blocks.CHANNELS = 1
+        if subject.without in ("pieces", "both"):
+            blocks.EXAMPLES = subject.size
         loop.MOST_STEPS_AHEAD = subject.ahead or loop.MOST_STEPS_AHEAD
         replicas = module.Replicas(ctx, Settings(model=subject.model))
 

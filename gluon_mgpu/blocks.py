@@ -1,11 +1,12 @@
 """LeNet on CPU contexts in the shapes in which they compute it fastest: the same scores and gradients, to rounding.
 
 Channels in blocks of 16: oneDNN's direct convolutions take no others, and LeNet's 20 and 50 go through matrix products
-at half the rate. Channels of zeros are added, and left out again where the dense layers begin. Batches in pieces of 32:
+at half the rate. Channels of zeros are added, and left out again where the dense layers begin. Batches in pieces of 64:
 what one layer leaves, the next finds in the cache. docs/performance.md has the measurements. Only where the processor
-has AVX-512, on which they were made, and MXNet has no GPU.
+has AVX-512, on which they were made, and MXNet is built without CUDA.
 """
 
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,18 @@ def _avx512():
         return False
 
 
-USED = _avx512() and not mx.context.num_gpus()
+USED = _avx512() and not mx.runtime.Features().is_enabled("CUDA")
+
+
+@contextmanager
+def as_written():
+    """Nets that are made, and first computed, within this are computed as they are written."""
+    global USED
+    before, USED = USED, False
+    try:
+        yield
+    finally:
+        USED = before
 
 
 def rounded(channels):
@@ -57,21 +69,19 @@ def narrowed(h, weight):
     return h if channels == h.shape[1] else nd.slice_axis(h, axis=1, begin=0, end=channels)
 
 
-def pieces(F, X, count):
-    """X (n, ...) along its first axis in so many pieces of EXAMPLES, of which the last may be smaller."""
-    if count == 1:
-        return [X]
-    ends = [*range(EXAMPLES, count * EXAMPLES, EXAMPLES), None]
-    return [F.slice_axis(X, axis=0, begin=i * EXAMPLES, end=end) for i, end in enumerate(ends)]
-
-
-def count(X):
+def parts(X):
     """In how many pieces a batch X (n, ...) should be computed: 1 where this module does nothing."""
     return max(1, -(-X.shape[0] // EXAMPLES)) if USED else 1
 
 
+def pieces(F, X, count):
+    """X (n, ...) along its first axis in so many pieces of EXAMPLES, of which the last may be smaller."""
+    ends = [*range(EXAMPLES, count * EXAMPLES, EXAMPLES), None]
+    return [F.slice_axis(X, axis=0, begin=i * EXAMPLES, end=end) for i, end in enumerate(ends)]
+
+
 class Conv2D(nn.Conv2D):
-    """Gluon's, which gives `rounded` channels. Its parameters are those of Gluon's."""
+    """Gluon's, with its parameters, which gives `rounded` channels. Needs in_channels, a bias, one group, float32."""
 
     def hybrid_forward(self, F, x, weight, bias):
         outputs, inputs, kernel = self._channels, self._in_channels, self._kwargs["kernel"]
@@ -94,7 +104,8 @@ class First(HybridBlock):
         self.channels = channels
 
     def hybrid_forward(self, F, x):
-        return F.slice_axis(x, axis=1, begin=0, end=self.channels)
+        added = rounded(self.channels) > self.channels
+        return F.slice_axis(x, axis=1, begin=0, end=self.channels) if added else x
 
 
 class InPieces(nn.HybridSequential):
@@ -102,26 +113,29 @@ class InPieces(nn.HybridSequential):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.graphs = {}
+        self.graphs = {}  # by number of pieces
 
-    def forward(self, x, *args):
-        parts = count(x) if self._active and isinstance(x, nd.NDArray) else 1
-        if parts == 1:
-            return super().forward(x, *args)
-        if parts not in self.graphs:
-            flags = dict(self._flags)  # of this net's own hybridize
-            graph = _Pieces(self, parts)
-            graph.hybridize(**flags)
-            self.graphs[parts] = graph.__call__  # a block here would look to Gluon like a forgotten child
-        return self.graphs[parts](x)
+    def forward(self, x):
+        count = parts(x) if self._active and isinstance(x, nd.NDArray) else 1
+        if count == 1:
+            return super().forward(x)
+        if count not in self.graphs:
+            # A block here would look to Gluon like a forgotten child.
+            self.graphs[count] = _Pieces(self, count, self._flags).__call__
+        return self.graphs[count](x)
+
+    def _clear_cached_op(self):  # as when it is hybridized in another way, or cast
+        super()._clear_cached_op()
+        self.graphs = {}
 
 
 class _Pieces(HybridBlock):
     """A net's graph for so many pieces of a batch."""
 
-    def __init__(self, net, parts):
+    def __init__(self, net, count, flags):
         super().__init__()
-        self.net, self.parts = net, parts
+        self.net, self.count = net, count
+        self._active, self._flags = True, list(flags)  # hybridize would have the net, its child, forget its graphs
 
     def hybrid_forward(self, F, x):
-        return F.concat(*[self.net(piece) for piece in pieces(F, x, self.parts)], dim=0)
+        return F.concat(*[self.net(piece) for piece in pieces(F, x, self.count)], dim=0)

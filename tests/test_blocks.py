@@ -1,19 +1,23 @@
-"""What `blocking` changes is how LeNet is computed, not what: held against the same network without it."""
+"""What `blocks` changes is how LeNet is computed, not what: held against the same network without it."""
 
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon, nd
 
-from gluon_mgpu import blocking, highlevel, scratch
+from gluon_mgpu import blocks, highlevel, scratch
 from gluon_mgpu.settings import Settings
 
-pytestmark = pytest.mark.skipif(not blocking.USED, reason="this processor has no AVX-512, or MXNet has GPUs")
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch):
+    """As on a processor with AVX-512."""
+    monkeypatch.setattr(blocks, "USED", True)
 
 
 def trained(module, ctx, used, monkeypatch, sizes=(256, 130, 7), **settings):
-    """(parameters, gradients, scores) after steps on batches of these sizes, with `blocking` or without."""
-    monkeypatch.setattr(blocking, "USED", used)
+    """(parameters, gradients, scores) after steps on batches of these sizes, with `blocks` or without."""
+    monkeypatch.setattr(blocks, "USED", used)
     mx.random.seed(3)
     replicas = module.Replicas(ctx, Settings(256, **settings))
     rng = np.random.default_rng(5)
@@ -48,7 +52,7 @@ def test_max_pooling_is_left_as_it_is_too(monkeypatch):
         np.testing.assert_allclose(blocked[0][name], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-def test_the_channels_added_stay_zeros_and_their_gradients_zeros(monkeypatch):
+def test_the_channels_added_stay_zeros_and_their_gradients_zeros():
     replicas = scratch.Replicas([mx.cpu(0), mx.cpu(1)], Settings(64, momentum=0.9, weight_decay=1e-3))
     rng = np.random.default_rng(0)
     for _ in range(3):
@@ -73,7 +77,7 @@ def test_a_net_in_pieces_gives_every_examples_scores_in_their_order(examples):
 
 
 def test_a_convolution_keeps_gluons_parameters_and_gives_gluons_channels_first():
-    ours = blocking.Conv2D(channels=20, in_channels=3, kernel_size=3, activation="relu", strides=2, padding=1)
+    ours = blocks.Conv2D(channels=20, in_channels=3, kernel_size=3, activation="relu", strides=2, padding=1)
     gluons = gluon.nn.Conv2D(channels=20, in_channels=3, kernel_size=3, activation="relu", strides=2, padding=1)
     for layer in (ours, gluons):
         layer.initialize(ctx=mx.cpu(1))
@@ -89,10 +93,42 @@ def test_a_convolution_keeps_gluons_parameters_and_gives_gluons_channels_first()
 
 
 def test_without_avx512_or_beside_gpus_nothing_is_added(monkeypatch):
-    monkeypatch.setattr(blocking, "USED", False)
+    monkeypatch.setattr(blocks, "USED", False)
     replicas = scratch.Replicas([mx.cpu()])
     assert [p.shape for p in replicas.device_params[0][:3]] == [(20, 1, 3, 3), (20,), (50, 20, 5, 5)]
     net = highlevel.lenet()
     highlevel.initialize(net, [mx.cpu()])
     net(nd.zeros((200, 1, 28, 28)))
     assert not net.graphs
+
+
+def test_a_net_that_is_hybridized_anew_or_made_as_written_forgets_its_graphs_or_has_none():
+    net, X = highlevel.lenet(), nd.random.uniform(shape=(200, 1, 28, 28))
+    highlevel.initialize(net, [mx.cpu()])
+    scores = net(X).asnumpy()
+    (graph,) = net.graphs.values()
+    net(X[:130])
+    assert list(net.graphs) == [4, 3] and net.graphs[4] is graph
+    net.hybridize(False)
+    assert not net.graphs
+    np.testing.assert_allclose(net(X).asnumpy(), scores, rtol=0, atol=1e-5 * np.abs(scores).max())
+    with blocks.as_written():
+        written = highlevel.lenet()
+        highlevel.initialize(written, [mx.cpu()])
+        written(X)
+    assert not written.graphs and blocks.USED
+
+
+def test_a_replicas_velocities_are_lenets_and_go_on(monkeypatch):
+    X, y = nd.random.uniform(shape=(64, 1, 28, 28)), nd.floor(nd.random.uniform(0, 10, shape=64))
+    made = scratch.Replicas([mx.cpu(0), mx.cpu(1)], Settings(64, momentum=0.9))
+    made.train_batch(X, y, 0.1)
+    kept, velocities = made.parameters(), made.velocities()
+    assert {name: v.shape for name, v in velocities.items()} == {name: p.shape for name, p in kept.items()}
+    made.train_batch(X, y, 0.1)
+    for module in (scratch, highlevel):
+        other = module.Replicas([mx.cpu(0), mx.cpu(1)], Settings(64, momentum=0.9))
+        other.load(kept, velocities)
+        other.train_batch(X, y, 0.1)
+        for name, expected in made.parameters().items():
+            np.testing.assert_allclose(other.parameters()[name], expected, rtol=0, atol=1e-6 * np.abs(expected).max())
