@@ -1,4 +1,4 @@
-"""LeNet on CPU contexts in the shapes in which they compute it fastest: the same scores and gradients, to rounding.
+"""Gluon's LeNet on CPU contexts in the shapes that they compute fastest: the same scores and gradients, to rounding.
 
 Channels in blocks of 16: oneDNN's direct convolutions take no others, and LeNet's 20 and 50 go through matrix products
 at half the rate. Channels of zeros are added, and left out again where the dense layers begin. Batches in pieces of 64:
@@ -8,8 +8,6 @@ has AVX-512, on which they were made, and MXNet is built without CUDA.
 
 from contextlib import contextmanager
 from functools import partial
-
-import numpy as np
 
 from gluon_mgpu import engine
 
@@ -47,26 +45,6 @@ def as_written():
 def rounded(channels):
     """The channels, and those added. An image's one channel has a kernel of its own."""
     return -(-channels // CHANNELS) * CHANNELS if USED and channels > 1 else channels
-
-
-def widened(params):
-    """NumPy arrays, a layer's weight and bias after another's: those of convolutions, (outputs, inputs, h, w) and
-    (outputs,), with zeros for the channels added; others as they are.
-
-    Trained, they stay zeros: a channel of zeros gives zeros, and gets gradients of 0.
-    """
-    wide, of_convolution = [], False
-    for p in params:
-        of_convolution = p.ndim == 4 or (of_convolution and p.ndim == 1)
-        more = [(0, rounded(n) - n) if of_convolution and axis < 2 else (0, 0) for axis, n in enumerate(p.shape)]
-        wide.append(np.pad(p, more))
-    return wide
-
-
-def narrowed(h, weight):
-    """h (n, channels, h, w) without the channels that a dense layer's weight (outputs, inputs) has no inputs for."""
-    channels = weight.shape[1] // (h.shape[2] * h.shape[3])
-    return h if channels == h.shape[1] else nd.slice_axis(h, axis=1, begin=0, end=channels)
 
 
 def parts(X):

@@ -14,7 +14,7 @@ engine.configure()
 
 from mxnet import autograd, nd  # noqa: E402
 
-from gluon_mgpu import blocks, checkpoint, devices, loop  # noqa: E402
+from gluon_mgpu import checkpoint, devices, loop  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
@@ -32,15 +32,14 @@ def init_params(scale=0.01):
 def lenet(X, params):
     """LeNet with average pooling: images (n, 1, 28, 28) in [0, 1] to scores (n, 10)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
-    # The shapes are the lesson's. `Replicas` adds channels of zeros, `narrowed` takes them away: see `blocks`.
     # nd.Activation is oneDNN's ReLU, and faster than nd.relu: docs/engine.md.
-    h1_conv = nd.Convolution(data=X, weight=W1, bias=b1, kernel=(3, 3), num_filter=W1.shape[0])  # (n, 20, 26, 26)
+    h1_conv = nd.Convolution(data=X, weight=W1, bias=b1, kernel=(3, 3), num_filter=20)  # (n, 20, 26, 26)
     h1_activation = nd.Activation(h1_conv, act_type="relu")
     h1 = nd.Pooling(data=h1_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))  # (n, 20, 13, 13)
-    h2_conv = nd.Convolution(data=h1, weight=W2, bias=b2, kernel=(5, 5), num_filter=W2.shape[0])  # (n, 50, 9, 9)
+    h2_conv = nd.Convolution(data=h1, weight=W2, bias=b2, kernel=(5, 5), num_filter=50)  # (n, 50, 9, 9)
     h2_activation = nd.Activation(h2_conv, act_type="relu")
     h2 = nd.Pooling(data=h2_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))  # (n, 50, 4, 4)
-    h3_linear = nd.FullyConnected(nd.flatten(blocks.narrowed(h2, W3)), W3, b3, num_hidden=128)  # (n, 800) -> (n, 128)
+    h3_linear = nd.FullyConnected(nd.flatten(h2), W3, b3, num_hidden=128)  # (n, 800) -> (n, 128)
     h3 = nd.Activation(h3_linear, act_type="relu")
     return nd.FullyConnected(h3, W4, b4, num_hidden=10)  # (n, 10)
 
@@ -194,8 +193,6 @@ class Replicas:
         engine.check(ctx)
         self.ctx, self.settings = ctx, settings
         params = params or init_params()
-        self.shapes = [p.shape for p in params]
-        params = [nd.array(p) for p in blocks.widened([p.asnumpy() for p in params])]
         self.device_params = [Replica(params, c, "add" if settings.accumulate > 1 else "write") for c in ctx]
         self.device_velocities = None
         if settings.momentum:
@@ -231,9 +228,7 @@ class Replicas:
         return self._named(self.device_params[0].parts(*self.device_velocities[0]))
 
     def _named(self, params):
-        return {
-            name: p.asnumpy()[tuple(map(slice, shape))] for name, p, shape in zip(checkpoint.LENET, params, self.shapes)
-        }
+        return {name: p.asnumpy() for name, p in zip(checkpoint.LENET, params)}
 
     def load(self, parameters, velocities):
         """Go on from arrays that `parameters` and `velocities` gave, of the same names and shapes."""
@@ -242,10 +237,9 @@ class Replicas:
             flats = zip(self.device_params, self.device_velocities)
             pairs.append((velocities, [replica.parts(*flat) for replica, flat in flats]))
         for named, replicas in pairs:
-            wide = blocks.widened([named[name] for name in checkpoint.LENET])
             for replica in replicas:
-                for array, values in zip(replica, wide):
-                    array[:] = values
+                for name, array in zip(checkpoint.LENET, replica):
+                    array[:] = named[name]
 
 
 def train(

@@ -86,9 +86,9 @@ ENGINE = tuple(
         Subject(name, 2, "512 temporary spaces", (("MXNET_CPU_TEMP_COPY", "512"),)),
         Subject(name, 2, "glibc's own malloc", GLIBC),
         Subject(name, 2, "1 step ahead", ahead=1),
-        Subject(name, 2, "no blocks", without="blocks"),
     )
 ) + (
+    Subject("highlevel", 2, "no blocks", without="blocks"),
     Subject("highlevel", 2, "no pieces", without="pieces"),
     Subject("highlevel", 2, "no blocks, no pieces", without="both"),
 )
