@@ -12,7 +12,7 @@ import mxnet as mx  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 
-from gluon_mgpu import blocks, checkpoint, devices, loop  # noqa: E402
+from gluon_mgpu import blocks, checkpoint, devices, loop, shared_memory  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
@@ -182,9 +182,8 @@ class Replicas:
                 p.grad_req = "add"
         # The store sums the gradients; each device then updates its own replica, as in `scratch`.
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
-        self.trainer = gluon.Trainer(
-            list(self.trained.values()), "sgd", rule, kvstore="device", update_on_kvstore=False
-        )
+        store = shared_memory.Store() if shared_memory.serves(ctx) else "device"
+        self.trainer = gluon.Trainer(list(self.trained.values()), "sgd", rule, kvstore=store, update_on_kvstore=False)
 
     def train_batch(self, X, y, lr):
         self.trainer.set_learning_rate(lr)

@@ -14,7 +14,7 @@ engine.configure()
 
 from mxnet import autograd, nd  # noqa: E402
 
-from gluon_mgpu import checkpoint, devices, loop  # noqa: E402
+from gluon_mgpu import checkpoint, devices, loop, shared_memory  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
@@ -157,8 +157,9 @@ def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=No
         Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
         losses += forward_backward(device_params, Xs, ys)
     device_arrays = [arrays(params) for params in device_params]
+    sum_up = shared_memory.allreduce if shared_memory.serves(ctx) else allreduce
     for grads in zip(*([p.grad for p in params] for params in device_arrays)):
-        allreduce(list(grads))
+        sum_up(list(grads))
     for params, velocities in zip(device_arrays, device_velocities or [None] * len(ctx)):
         if settings.clip_norm:  # of the mean over the batch; the gradients are sums
             clip_gradients(params, settings.clip_norm * n)

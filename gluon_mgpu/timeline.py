@@ -45,8 +45,8 @@ OPERATORS = {
     ),
     "backward": ("SetValueOp", "_full", "zeros_like", "reset_arrays"),  # what it begins from: ones, and gradients of 0
     "allreduce": (
-        *("broadcast_add", "ElementwiseSum"),  # of scratch and of Gluon's store
-        *("Concat", "add_n"),  # of running statistics
+        *("add_n", "broadcast_add", "ElementwiseSum"),  # on CPU contexts; on GPUs scratch's, and that of Gluon's store
+        "Concat",  # of running statistics
     ),
     "update": (
         *("square", "sum", "dot", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "min", "_ones"),
@@ -57,7 +57,8 @@ OPERATORS = {
 }
 PHASE = {operator: phase for phase, operators in OPERATORS.items() for operator in operators}
 # Where a net that is not hybridized has such operators itself, their gradients show it: {gradient: phases of them}. Its
-# additions are then these, and the store has ElementwiseSum; or it has no running statistics.
+# additions are then these, and the sums of gradients, which have the same name, count with them; or it has no running
+# statistics.
 OWN = {
     "_backward_broadcast_add": {"broadcast_add": "forward", "add_n": "backward"},
     "_backward_Concat": {"Concat": "forward"},

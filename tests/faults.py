@@ -14,31 +14,27 @@ import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet import gluon  # noqa: E402
 
-from gluon_mgpu import highlevel, loop, scratch  # noqa: E402
+from gluon_mgpu import highlevel, loop, scratch, shared_memory  # noqa: E402
 
 
 def gradients_not_summed(replace):
-    replace(scratch, "allreduce", lambda data: None)
-    replace(gluon.Trainer, "_allreduce_grads", lambda trainer: None)
+    for module in (
+        scratch,
+        shared_memory,
+    ):  # the lesson's first form, and what both implementations have on CPU contexts
+        replace(module, "allreduce", lambda data: None)
 
 
 def gradients_averaged(replace):
     """And then divided by the batch's size all the same."""
-    allreduce, allreduce_grads = scratch.allreduce, gluon.Trainer._allreduce_grads
+    for module in (scratch, shared_memory):
 
-    def average(data):
-        allreduce(data)
-        for array in data:
-            array /= len(data)
+        def average(data, allreduce=module.allreduce):
+            allreduce(data)
+            for array in data:
+                array /= len(data)
 
-    def average_grads(trainer):
-        allreduce_grads(trainer)
-        for p in trainer._params:
-            for gradient in p.list_grad():
-                gradient /= len(p.list_grad())
-
-    replace(scratch, "allreduce", average)
-    replace(gluon.Trainer, "_allreduce_grads", average_grads)
+        replace(module, "allreduce", average)
 
 
 def divided_by_the_shards_size(replace):
@@ -62,7 +58,7 @@ def one_shard_for_all(replace):
 
 
 def one_replica_not_copied_back(replace):
-    """The last device keeps its own gradients, and so its parameters go another way."""
+    """One device keeps its own gradients, and so its parameters go another way."""
 
     def allreduce(data):
         for i in range(1, len(data)):
@@ -70,16 +66,8 @@ def one_replica_not_copied_back(replace):
         for i in range(1, len(data) - 1):
             data[0].copyto(data[i])
 
-    replace(scratch, "allreduce", allreduce)
-    allreduce_grads = gluon.Trainer._allreduce_grads
-
-    def all_but_the_last(trainer):
-        own = [p.list_grad()[-1].copy() for p in trainer._params]
-        allreduce_grads(trainer)
-        for p, gradient in zip(trainer._params, own):
-            gradient.copyto(p.list_grad()[-1])
-
-    replace(gluon.Trainer, "_allreduce_grads", all_but_the_last)
+    for module in (scratch, shared_memory):
+        replace(module, "allreduce", allreduce)
 
 
 def learning_rate_a_tenth(replace):

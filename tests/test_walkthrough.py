@@ -8,9 +8,8 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon
 
-from gluon_mgpu import datasets, devices, scratch, walkthrough
+from gluon_mgpu import datasets, devices, scratch, shared_memory, walkthrough
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "walkthrough.py"
 IMPLS = ["scratch", "highlevel"]
@@ -120,8 +119,8 @@ def test_only_the_gradients_before_the_update_differ_between_the_contexts(impl, 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_replicas_that_are_updated_without_allreduce_are_said_to_differ(impl, tour, monkeypatch):
-    monkeypatch.setattr(scratch, "allreduce", lambda data: None)
-    monkeypatch.setattr(gluon.Trainer, "_allreduce_grads", lambda self: None)
+    for module in (scratch, shared_memory):
+        monkeypatch.setattr(module, "allreduce", lambda data: None)
     text = tour(impl, 2)[4]
     assert "all 8 gradients: the same on all 2 contexts: False" in text
     assert "all 8 parameters: the same on all 2 contexts: False" in text
