@@ -3,7 +3,9 @@
 Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted.
 """
 
+import signal
 import sys
+import threading
 import traceback
 
 import click
@@ -17,6 +19,10 @@ class OneLineErrors:
     """Ends with one line and the right exit status instead of a traceback, which --debug shows."""
 
     def main(self, *args, **kwargs):
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # SIGTERM ends a command, and what it started, as Ctrl-C
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0  # that of context.exit

@@ -342,9 +342,11 @@ def children(pid):
     return found
 
 
-def test_ctrl_c_ends_the_worker_too():
-    code = "from gluon_mgpu.bench import asynchrony; asynchrony.run('copy', 2, 'cpu', 1000, 1000)"
-    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_ctrl_c_and_sigterm_end_the_worker_too(which):
+    options = ["--gpus", "2", "--device", "cpu", "--size", "1000", "--products", "1000"]
+    command = [sys.executable, "-m", "gluon_mgpu", "bench", "copy", *options]
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         for _ in range(200):
             workers = children(parent.pid)
@@ -352,8 +354,9 @@ def test_ctrl_c_ends_the_worker_too():
                 break
             time.sleep(0.1)
         (worker,) = workers
-        parent.send_signal(signal.SIGINT)  # to it alone
-        assert parent.communicate(timeout=20)[1].splitlines()[-1] == "KeyboardInterrupt"
+        parent.send_signal(which)  # to it alone
+        assert parent.communicate(timeout=20)[1].splitlines()[-1] == "interrupted"
+        assert parent.returncode == 130
     finally:
         parent.kill()
     assert not Path(f"/proc/{worker}").exists()

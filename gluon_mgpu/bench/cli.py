@@ -55,7 +55,7 @@ Examples:
     default=("step", "evaluate", "resnet18", "main-job"),
     show_default=True,
     help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. overhead: what "
-    "the bar and the folder of a run cost. engine: each setting left out in turn. profile: where a step's time goes, "
+    "of an epoch is not computation. engine: each setting left out in turn. profile: where a step's time goes, "
     "by operator. main-job: a whole run and its memory.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")

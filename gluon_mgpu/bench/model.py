@@ -87,8 +87,8 @@ def step_ms(contexts, batch_size, cores, context_ms, example_ms, shared_ms):
     """ms of a step of so many examples on contexts that share the cores of one machine.
 
     context_ms: what each context adds to a step whatever the batch, in a core's time: calls, its update, its part of
-    the sum. Measured alone, a sum would not overlap with other contexts' gradients, as in a step it does; and both of
-    the sums that steps use, the star and KVStore device, grow linearly with the contexts, as this term does.
+    the sum. Measured alone, a sum would not overlap with other contexts' gradients, as in a step it does; and the sum
+    that steps use on CPU contexts, `shared_memory.allreduce`, grows linearly with them, as this term does.
     example_ms: an example's time on a core when no other works; shared_ms: what each other core at work adds to that.
     """
     return float(_step_row(contexts, batch_size, cores) @ [context_ms, example_ms, shared_ms])
