@@ -82,12 +82,12 @@ def table(result):
     reached = []
     for (model, impl, kind), runs in _series(result).items():
         title = f"{TITLE[model]}, {impl}, {kind} scaling"
-        lines += ["", f"{title:33}{'batch':>7}{'ms/step':>22}{'examples/s':>12}{'efficiency':>19}{'peak MB':>9}"]
+        lines += ["", f"{title:37}{'batch':>5}{'ms/step':>24}{'examples/s':>12}{'efficiency':>19}{'peak MB':>9}"]
         for run in runs:
             k, ms = run["contexts"], run["step_ms"]
             of_it = efficiencies(runs[0], run, cores)
             lines.append(
-                f"{f'{k} context' + 's' * (k > 1):33}{run['batch_size']:7}{_spread(ms, 1):>22}"
+                f"{f'{k} context' + 's' * (k > 1):37}{run['batch_size']:5}{_spread(ms, 1):>24}"
                 f"{1000 * run['batch_size'] / median(ms):12.0f}{_spread(of_it, 2):>19}{median(run['peak_mb']):9.0f}"
             )
             if kind == "strong" and k == cores > 1:
