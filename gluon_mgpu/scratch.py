@@ -157,7 +157,8 @@ def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=No
         Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
         losses += forward_backward(device_params, Xs, ys)
     device_arrays = [arrays(params) for params in device_params]
-    sum_up = shared_memory.allreduce if shared_memory.serves(ctx) else allreduce
+    in_place = shared_memory.serves(ctx) and isinstance(device_params[0], Replica)
+    sum_up = shared_memory.allreduce if in_place else allreduce
     for grads in zip(*([p.grad for p in params] for params in device_arrays)):
         sum_up(list(grads))
     for params, velocities in zip(device_arrays, device_velocities or [None] * len(ctx)):
