@@ -19,10 +19,9 @@ class OneLineErrors:
     """Ends with one line and the right exit status instead of a traceback, which --debug shows."""
 
     def main(self, *args, **kwargs):
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # SIGTERM ends a command, and what it started, as Ctrl-C
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        main_thread = threading.current_thread() is threading.main_thread()
+        if main_thread:  # SIGTERM ends a command, and what it started, as Ctrl-C does
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0  # that of context.exit
@@ -30,6 +29,9 @@ class OneLineErrors:
             if debug:
                 traceback.print_exc()
             status = _report(error)
+        finally:
+            if main_thread:
+                signal.signal(signal.SIGTERM, before)
         sys.exit(status)
 
 
