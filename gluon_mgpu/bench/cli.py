@@ -20,6 +20,17 @@ _steps = click.option(
 )
 
 
+def _contexts(note):
+    return click.option(
+        "--contexts",
+        type=click.IntRange(min=1),
+        multiple=True,
+        default=(1, 2, 4, 8),
+        show_default=True,
+        help=f"How many CPU contexts; {note}",
+    )
+
+
 def _out(name):
     return click.option("--out", type=click.Path(), metavar="DIR", help=f"Leave {name}.json and {name}.png there.")
 
@@ -148,14 +159,7 @@ Examples:
   bench.py allreduce
   bench.py allreduce --contexts 2 --contexts 4 --out runs/bench""",
 )
-@click.option(
-    "--contexts",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1, 2, 4, 8),
-    show_default=True,
-    help="How many CPU contexts; each number in a process of its own. 8 need 3.5 GB.",
-)
+@_contexts("each number in a process of its own. 8 need 3.5 GB.")
 @click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="Times each way is measured.")
 @_out("allreduce")
 def allreduce(contexts, rounds, out):
@@ -190,14 +194,7 @@ Examples:
   bench.py scaling --model lenet --contexts 2 --contexts 16 --out runs/bench""",
 )
 @_models
-@click.option(
-    "--contexts",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1, 2, 4, 8),
-    show_default=True,
-    help="How many CPU contexts; 1 is always measured too.",
-)
+@_contexts("1 is always measured too.")
 @click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each point.")
 @_steps
 @_out("scaling")

@@ -153,7 +153,7 @@ def _contexts(device):
 
 
 def _drift(ctx, data):
-    with tqdm(total=drift.STEPS * (6 + drift.ORDERS), desc="drift", unit="step", **_quiet()) as bar:
+    with tqdm(total=drift.STEPS * (7 + drift.ORDERS), desc="drift", unit="step", **_quiet()) as bar:
         return drift.measure(ctx, data, drift.reference(ctx, data, drift.STEPS, bar.update), bar.update)
 
 
