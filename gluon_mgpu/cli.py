@@ -1,12 +1,14 @@
 """The command line: a command is its options and one call."""
 
 import importlib
+from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
 from gluon_mgpu import __version__, commands, datasets, devices, engine, recipes, records
 from gluon_mgpu.bench.cli import bench
+from gluon_mgpu.distributed import place, workers
 from gluon_mgpu.errors import UsageError
 from gluon_mgpu.settings import MODELS, SCHEDULES, Settings
 
@@ -81,6 +83,20 @@ Examples:
 @commands.setting("--dataset", kind=click.Choice(datasets.NAMES))
 @commands.gpus()
 @commands.device
+@click.option(
+    "--kvstore",
+    type=click.Choice(place.KVSTORES),
+    default="local",
+    show_default=True,
+    help="What sums gradients: this process, Horovod (start it with horovodrun), or MXNet's parameter servers (start "
+    "it with launch.py); docs/distributed.md.",
+)
+@click.option(
+    "--compress",
+    metavar="fp16|2bit:T",
+    help="Send gradients as 16-bit numbers (horovod), or in 2 bits: above T, below -T, or nothing, and the rest with a "
+    "later step (dist_sync).",
+)
 @commands.setting("--batch-size", kind=int, help="Examples a step, over all devices together.")
 @commands.setting(
     "--shares", kind=Numbers(float, "auto"), metavar="A,B,...|auto", help="Parts of a batch for unequal devices: 80,20."
@@ -139,11 +155,16 @@ Examples:
 def train(context, recipe, **options):
     """Train LeNet or ResNet-18 with data parallelism; prints time and test accuracy after each epoch."""
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    here = place.asked(options["kvstore"])
+    if here.role != "worker":
+        workers.serve(here)
+        return
+    place.check_compress(options["compress"], here)
     if recipe and options["resume"] is not None:
         raise UsageError("--recipe and --resume: a resumed run has its own settings")
     if recipe:
         options.update({k: v for k, v in recipes.RECIPES[recipe].options.items() if k not in given})
-    if options["resume"]:
+    if options["resume"] and (here.rank == 0 or Path(options["resume"]).is_dir()):
         of_run = records.options(options["resume"])
         options.update({k: v for k, v in of_run.items() if k not in given})
         if "shares" not in given and len(devices.parse(options["gpus"])) != len(of_run["gpus"]):

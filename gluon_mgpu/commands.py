@@ -3,6 +3,7 @@
 Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ import traceback
 import click
 
 from gluon_mgpu import devices, records
+from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error
 from gluon_mgpu.settings import SGD
 
@@ -29,6 +31,10 @@ class OneLineErrors:
             if debug:
                 traceback.print_exc()
             status = _report(error)
+            if place.started():  # operators that wait for another process may never end, and Python would wait for them
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
         finally:
             if main_thread:
                 signal.signal(signal.SIGTERM, before)
@@ -50,16 +56,16 @@ def _report(error):
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        click.echo("interrupted", err=True)
+        place.say("interrupted", prefix="")
         return 130
     if isinstance(error, click.ClickException):
         error.show()
         return error.exit_code
     if isinstance(error, Error):
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {place.who()}{error}", err=True)
         return error.exit_status
     lines = str(error).strip().splitlines() or [""]
-    click.echo(f"error: {type(error).__name__}: {lines[-1]} (--debug shows where)", err=True)
+    click.echo(f"error: {place.who()}{type(error).__name__}: {lines[-1]} (--debug shows where)", err=True)
     return 1
 
 

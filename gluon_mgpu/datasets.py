@@ -71,6 +71,13 @@ class Dataset(NamedTuple):
     test_labels: np.ndarray
     source: str  # the folder it was read from, or "synthetic, seed 0"
 
+    def checksum(self):
+        """CRC-32 of all arrays, in hexadecimal."""
+        checksum = 0
+        for array in self[1:5]:
+            checksum = zlib.crc32(array, checksum)
+        return f"{checksum:08x}"
+
 
 def load(name, data_dir=None, limit=None, seed=0):
     """Return the Dataset called `name`, one of NAMES, fetching it into the user's cache where it is nowhere yet.

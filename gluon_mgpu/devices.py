@@ -1,9 +1,9 @@
 """From `--gpus 2` or `--gpus 0,2` to MXNet contexts: on GPUs where there are any, else on as many CPU contexts."""
 
 import ctypes
-import sys
 
 from gluon_mgpu import engine
+from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error, UsageError
 
 DEVICES = ("auto", "gpu", "cpu")
@@ -63,7 +63,7 @@ def contexts(gpus, device="auto", fewer=False):
         ctx = [mx.cpu(i) for i in indices]
         engine.check(ctx)
         if device == "auto":
-            print(f"gluon_mgpu: {_why_no_gpu(mx)}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}", file=sys.stderr)
+            place.say(f"{_why_no_gpu(mx)}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
         return ctx
     if max(indices) >= count:
         has = "1 GPU, index 0" if count == 1 else f"{count} GPUs, indices 0 to {count - 1}"
@@ -71,7 +71,7 @@ def contexts(gpus, device="auto", fewer=False):
         there = [i for i in indices if i < count]
         if not (fewer and there):
             raise UsageError(f"{asked} asked for, and this machine has {has}; --device cpu takes any number")
-        print(f"gluon_mgpu: {asked} asked for, and this machine has {has}: going on with {len(there)}", file=sys.stderr)
+        place.say(f"{asked} asked for, and this machine has {has}: going on with {len(there)}")
         indices = there
     for index in indices:
         _refuse_gpu_without_kernels(index)

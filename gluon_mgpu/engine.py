@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 
+from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error
 
 TEMP_COPIES = 64  # for several contexts: each copy can grow to the largest temporary space of a step
@@ -120,7 +121,8 @@ def _set_threads(contexts):
     if alone and not fewer:
         asked = _users("OMP_NUM_THREADS")
         if asked is None or not asked.strip().isdecimal() or int(asked) == 0:
-            _put("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))), "since it is no number of threads")
+            cores = len(os.sched_getaffinity(0)) // place.place().local_workers
+            _put("OMP_NUM_THREADS", str(max(1, cores)), "since it is no number of threads")
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         return
@@ -164,4 +166,4 @@ def _set_allocator():
 
 
 def _say(line):
-    print(f"gluon_mgpu: {line}", file=sys.stderr)
+    place.say(line)

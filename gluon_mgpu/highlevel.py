@@ -13,6 +13,8 @@ from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 
 from gluon_mgpu import blocks, checkpoint, devices, loop, shared_memory  # noqa: E402
+from gluon_mgpu.distributed.store import Store  # noqa: E402
+from gluon_mgpu.distributed.workers import join  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
@@ -113,30 +115,32 @@ def forward_backward(net, Xs, ys):
     return losses
 
 
-def zero_gradients(net, X):
-    """Gradients of 0 on the device of X (n, 1, 28, 28), which has no example of its own: Trainer wants all computed."""
+def zero_gradients(net, ctx):
+    """Gradients of 0 on a device that has no example of its own: Trainer wants all computed."""
     with autograd.record():
-        scores = net(X)
+        scores = net(nd.zeros((1, 1, 28, 28), ctx=ctx))
     scores.backward(nd.zeros_like(scores))
 
 
-def train_batch(X, y, net, ctx, trainer, settings=SGD):
+def train_batch(X, y, net, ctx, trainer, settings=SGD, batch_size=None):
     """One step on a global batch: X (n, 1, 28, 28), y (n,).
 
-    settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". Returns the
-    losses of each shard, still being computed: nothing here waits for the engine.
+    settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". batch_size: of
+    the global batch where X and y are only this process's part of it, None where it has no part; the trainer's store
+    then sums over all processes. Returns the losses of each shard, still being computed: nothing here waits for the
+    engine.
     """
-    n = X.shape[0]
+    n = batch_size or X.shape[0]
     if settings.accumulate > 1:  # gradients add up
         net.collect_params().zero_grad()
     losses = []
-    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate):
+    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate) if X is not None else ():
         Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
         losses += forward_backward(net, Xs, ys)
     used = {shard_loss.context for shard_loss in losses}
     for c in ctx:
         if c not in used:  # a device without an example adds nothing to the sum
-            zero_gradients(net, X[:1].as_in_context(c))
+            zero_gradients(net, c)
     if not settings.clip_norm:
         trainer.step(n)  # allreduce, then the same update on each device
     else:
@@ -168,10 +172,10 @@ def evaluate_accuracy(data_iter, net, ctx, shares=None):
 class Replicas:
     """What `loop` drives: a net on every device, and its Trainer."""
 
-    def __init__(self, ctx, settings=SGD, hybridize=True):
+    def __init__(self, ctx, settings=SGD, hybridize=True, workers=None):
         engine.check(ctx)
         build, init = MODELS[settings.model]
-        self.ctx, self.settings, self.net = ctx, settings, build()
+        self.ctx, self.settings, self.workers, self.net = ctx, settings, workers, build()
         initialize(self.net, ctx, hybridize, init)
         named = self.net._collect_params_with_prefix()
         self.named = dict(zip(checkpoint.LENET, named.values())) if settings.model != "resnet18" else named
@@ -183,13 +187,15 @@ class Replicas:
         # The store sums the gradients; each device then updates its own replica, as in `scratch`.
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
         store = shared_memory.Store() if shared_memory.serves(ctx) else "device"
+        if workers:
+            store = Store(ctx, workers)
         self.trainer = gluon.Trainer(list(self.trained.values()), "sgd", rule, kvstore=store, update_on_kvstore=False)
 
-    def train_batch(self, X, y, lr):
+    def train_batch(self, X, y, lr, batch_size=None):
         self.trainer.set_learning_rate(lr)
-        losses = train_batch(X, y, self.net, self.ctx, self.trainer, self.settings)
-        if self.statistics and len(self.ctx) > 1:
-            self._average_statistics(losses, X.shape[0])
+        losses = train_batch(X, y, self.net, self.ctx, self.trainer, self.settings, batch_size)
+        if self.statistics and (len(self.ctx) > 1 or self.workers):
+            self._average_statistics(losses, batch_size or X.shape[0])
         return losses
 
     def forward_backward(self, X, y, shares):
@@ -209,6 +215,8 @@ class Replicas:
             for c, w, last in zip(self.ctx, weights, last_gradients)
         ]
         average = nd.add_n(*[x.as_in_context(self.ctx[0]) for x in weighted])
+        if self.workers:
+            self.workers.allreduce(average, "statistics")
         for c in self.ctx:
             here, start = average.as_in_context(c), 0
             for p in self.statistics:
@@ -255,6 +263,8 @@ def train(
     lr,
     *,
     device="auto",
+    kvstore="local",
+    compress=None,
     hybridize=True,
     data_dir=None,
     out=None,
@@ -266,19 +276,22 @@ def train(
     """The notebook's experiment with Gluon: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
-    hybridize: see `initialize`. data_dir, out, resume, tensorboard, profile: see `loop.run`. settings: the fields of
-    `Settings`: model, epochs, momentum and so on. Returns a list of `records.Epoch`.
+    kvstore, compress: see `distributed.workers.join`. hybridize: see `initialize`. data_dir, out, resume, tensorboard,
+    profile: see `loop.run`. settings: the fields of `Settings`: model, epochs, momentum and so on. Returns a list of
+    `records.Epoch`.
     """
     settings = Settings(batch_size, lr, **settings)
     ctx = devices.contexts(num_gpus, device)
-    return loop.run(
-        lambda settings: Replicas(ctx, settings, hybridize=hybridize),
-        ctx,
-        settings,
-        config={"impl": "highlevel", "hybridize": hybridize},
-        data_dir=data_dir,
-        out=out,
-        resume=resume,
-        tensorboard=tensorboard,
-        profile=profile,
-    )
+    with join(kvstore, compress) as workers:
+        return loop.run(
+            lambda settings: Replicas(ctx, settings, hybridize, workers if workers.count > 1 else None),
+            ctx,
+            settings,
+            config={"impl": "highlevel", "kvstore": kvstore, "compress": compress, "hybridize": hybridize},
+            data_dir=data_dir,
+            out=out,
+            resume=resume,
+            tensorboard=tensorboard,
+            profile=profile,
+            workers=workers,
+        )

@@ -18,8 +18,10 @@ import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import datasets, engine, records, timeline
+from gluon_mgpu.distributed import place
+from gluon_mgpu.distributed.workers import ALONE
 from gluon_mgpu.errors import Error, UsageError
-from gluon_mgpu.settings import joined, shard_sizes
+from gluon_mgpu.settings import Settings, joined, shard_sizes
 
 engine.configure()
 
@@ -34,36 +36,65 @@ MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
 
-def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume=None, tensorboard=False, profile=None):
+def run(
+    make_replicas,
+    ctx,
+    settings,
+    *,
+    config,
+    data_dir=None,
+    out=None,
+    resume=None,
+    tensorboard=False,
+    profile=None,
+    workers=ALONE,
+):
     """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `records.Epoch`.
 
     make_replicas: builds the replicas on ctx from settings, called once the random numbers are seeded. config: what
     config.json shall say of the implementation. data_dir: as in `datasets.load`. out: a folder to leave the run in.
     resume: such a folder, to go on from its checkpoint; the settings must be those of the run, except that there may be
     more epochs, and other devices and shares. tensorboard: write each epoch's numbers for TensorBoard there too.
-    profile: a file for the engine's profile of some steps (`timeline.recorded`).
+    profile: a file for the engine's profile of some steps (`timeline.recorded`). workers: of which this process is one,
+    with its own ctx; worker 0 alone prints and writes.
     Raises UsageError for fewer examples in a batch than devices and for what cannot be resumed, Error when a loss is
     not a number, KeyboardInterrupt on Ctrl-C, between two steps, once the checkpoint is left.
     """
-    if settings.batch_size < len(ctx):
+    devices = sum(workers.meet(len(ctx)))
+    if settings.batch_size < devices:
         size = settings.batch_size
-        raise UsageError(f"a batch of {size} on {len(ctx)} devices: give a larger batch, or {size} devices at most")
+        raise UsageError(f"a batch of {size} on {devices} devices: give a larger batch, or {size} devices at most")
     if isinstance(settings.shares, tuple) and len(settings.shares) != len(ctx):
         raise UsageError(
             f"shares {joined(settings.shares)}: {len(settings.shares)} for {len(ctx)} devices; give one for each"
         )
-    with records.Run(out, resume, tensorboard) as kept:
-        settings, arrays, position = kept.position(settings)
-        if settings.seed is None:
-            settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
+    if workers.count > 1:
+        if settings.shares:
+            raise UsageError(f"shares {settings.shares}: they are of one worker's devices: leave them away")
+        workers.agree({**config, "resume": bool(resume), **({} if resume else asdict(settings))})
+    first = workers.rank == 0
+    with records.Run(out, resume, tensorboard) if first else records.Run() as kept:
+        arrays, position = None, records.Position()
+        if first:
+            settings, arrays, position = kept.position(settings)
+            if settings.seed is None:
+                settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
+        if workers.count > 1:
+            decided = workers.gather([asdict(settings), position.as_json()])[0]  # by worker 0
+            settings, position = Settings(**decided[0]), records.Position.from_json(decided[1])
         data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
+        if workers.count > 1:
+            workers.agree({"data with checksum": data.checksum()})
         if settings.shares == "auto":
             settings = replace(settings, shares=measured_shares(make_replicas, ctx, settings, data))
         mx.random.seed(settings.seed)
         replicas = make_replicas(settings)
         if arrays is not None:
             kept.restore(replicas, arrays)
+        if workers.count > 1:
+            records.give(replicas, workers.broadcast(records.own(replicas)))
         where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "data": data.source}
+        where["workers"] = workers.count
         kept.begin({**config, **asdict(settings), **where}, replicas, position)
         steps_an_epoch = -(-len(data.train_labels) // settings.batch_size)
         steps = (
@@ -72,11 +103,12 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
             len(position.history) * steps_an_epoch + position.steps,
         )
         about = f"{settings.model}, {config['impl']}, {len(ctx)} devices, batch {settings.batch_size}"
-        with timeline.recorded(profile, replicas, about, *steps), CtrlC() as ctrl_c:
-            print("running on:", ctx, flush=True)
+        with timeline.recorded(profile if first else None, replicas, about, *steps), CtrlC(workers) as ctrl_c:
+            if first:
+                print("running on:", ctx, *workers.shown(), flush=True)
             try:
                 while len(position.history) < settings.epochs:
-                    _epoch(replicas, data, settings, position, ctrl_c)
+                    _epoch(replicas, data, settings, position, ctrl_c, workers)
                     kept.epoch(replicas, position)
             except BetweenSteps:  # a second Ctrl-C, perhaps within a step, leaves the checkpoint of the last epoch
                 kept.interrupted(replicas, position)
@@ -85,7 +117,7 @@ def run(make_replicas, ctx, settings, *, config, data_dir=None, out=None, resume
         return position.history
 
 
-def _epoch(replicas, data, settings, position, ctrl_c):
+def _epoch(replicas, data, settings, position, ctrl_c, workers):
     """What is left of an epoch: train, evaluate, print. Moves the position on; BetweenSteps on Ctrl-C."""
     number, size, examples = len(position.history) + 1, settings.batch_size, len(data.train_labels)
     steps_an_epoch = -(-examples // size)
@@ -93,24 +125,52 @@ def _epoch(replicas, data, settings, position, ctrl_c):
     order = shuffled(examples, settings.seed, number)
 
     def train_batch(X, y):
-        lr = settings.learning_rate(before + position.steps, steps_an_epoch)
+        step = position.steps
+        lr = settings.learning_rate(before + step, steps_an_epoch)
         position.steps += 1
-        return replicas.train_batch(X, y, lr)
+        if workers.count == 1:
+            return replicas.train_batch(X, y, lr)
+        return replicas.train_batch(X, y, lr, min(size, examples - step * size))
 
     start = time.perf_counter() - position.seconds
-    train_iter = batches(data.train_images, data.train_labels, size, order[position.steps * size :])
-    position.loss_sum = train_epoch(
-        train_batch, ctrl_c.until(train_iter), examples, f"epoch {number}", position.steps, size, position.loss_sum
+    train_iter = batches(data.train_images, data.train_labels, size, order[position.steps * size :], workers.part)
+    loss_sum = train_epoch(
+        train_batch,
+        ctrl_c.until(train_iter, lambda: position.steps),
+        examples,
+        f"epoch {number}",
+        position.steps,
+        size,
+        position.loss_sum if workers.rank == 0 else 0.0,
+        workers,
     )
+    position.loss_sum = sum(workers.gather(loss_sum))
     position.seconds = time.perf_counter() - start
     _refuse_broken(replicas.parameters(), number)
     if ctrl_c.stopped:
         raise BetweenSteps
-    test_iter = batches(data.test_images, data.test_labels, size)
-    test_acc = replicas.evaluate_accuracy(ctrl_c.between(test_iter))
+    test_acc = _evaluate(replicas, data, size, ctrl_c, workers)
     lr = settings.learning_rate(before + steps_an_epoch - 1, steps_an_epoch)
     position.ended(examples, test_acc, lr)
-    print(f"epoch {number}, time: {position.history[-1].train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
+    if workers.rank == 0:
+        seconds = position.history[-1].train_seconds
+        print(f"epoch {number}, time: {seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
+
+
+def _evaluate(replicas, data, size, ctrl_c, workers):
+    """The accuracy on the test set, of which each worker takes a part."""
+    own = np.arange(len(data.test_labels))[workers.part(len(data.test_labels))]
+    test_iter = batches(data.test_images, data.test_labels, size, own)
+    if workers.count == 1:
+        return replicas.evaluate_accuracy(ctrl_c.between(test_iter))
+    try:
+        right = round(replicas.evaluate_accuracy(ctrl_c.between(test_iter)) * len(own)) if len(own) else 0
+    except BetweenSteps:
+        right = None
+    rights = workers.gather(right)
+    if None in rights:
+        raise BetweenSteps
+    return sum(rights) / len(data.test_labels)
 
 
 def measured_shares(make_replicas, ctx, settings, data, rounds=3, steps=5):
@@ -140,7 +200,7 @@ def measured_shares(make_replicas, ctx, settings, data, rounds=3, steps=5):
             times = np.median([seconds() for _ in range(steps)], axis=0)
             speeds = np.array(shard_sizes(X.shape[0], len(ctx), shares)) / times
             shares = tuple(shard_sizes(max(100, 10 * len(ctx)), len(ctx), tuple(speeds)))
-    print(f"gluon_mgpu: --shares auto measured the devices and chose {joined(shares)}", file=sys.stderr)
+    place.say(f"--shares auto measured the devices and chose {joined(shares)}")
     return shares
 
 
@@ -149,14 +209,20 @@ def shuffled(examples, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
-def batches(images, labels, batch_size, order=None):
+def batches(images, labels, batch_size, order=None, part=None):
     """Batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last one may be smaller.
 
-    images, labels: uint8 arrays. order: the indices to take, in turn; default all of them as they lie.
+    images, labels: uint8 arrays. order: the indices to take, in turn; default all of them as they lie. part: from the
+    size of a batch to the slice of it that is wanted; where that is empty, the batch is (None, None).
     """
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
+        if part:
+            chosen = chosen[part(len(chosen))]
+        if not len(chosen):
+            yield None, None
+            continue
         (X, pixels), (y, classes) = _empty((len(chosen), *images.shape[1:])), _empty(chosen.shape)
         np.divide(images[chosen], 255, out=pixels, dtype=np.float32)
         classes[:] = labels[chosen]
@@ -176,7 +242,7 @@ def _empty(shape):
 
 def pieces(X, y, parts):
     """A batch in so many pieces, one after the other, as even as can be."""
-    if parts == 1:
+    if parts == 1 or X is None:
         yield X, y
         return
     start = 0
@@ -185,8 +251,9 @@ def pieces(X, y, parts):
         start += size
 
 
-def train_epoch(train_batch, train_iter, examples, title, steps=0, batch_size=0, loss_sum=0.0):
-    """Train on each batch once; returns the sum of the examples' losses, each at the step that trained on it.
+def train_epoch(train_batch, train_iter, examples, title, steps=0, batch_size=0, loss_sum=0.0, workers=ALONE):
+    """Train on each batch once; returns the sum of the examples' losses, each at the step that trained on it: of those
+    that this worker had.
 
     examples: how many the epoch has. steps: how many steps of batch_size came before, loss_sum: what they summed to.
     """
@@ -198,9 +265,13 @@ def train_epoch(train_batch, train_iter, examples, title, steps=0, batch_size=0,
         unit_scale=True,
         desc=title,
         leave=False,
-        disable=not sys.stderr.isatty(),
+        disable=workers.rank > 0 or not sys.stderr.isatty(),
     ) as bar:
         for step, losses in enumerate(read_behind(issued), steps + 1):
+            done = len(losses) if workers.count == 1 else min(batch_size, examples - (step - 1) * batch_size)
+            if not len(losses):  # this worker had no example of a last, small batch
+                bar.update(done)
+                continue
             loss = losses.mean(dtype=np.float64)
             loss_sum += loss * len(losses)
             if not np.isfinite(loss):
@@ -208,7 +279,7 @@ def train_epoch(train_batch, train_iter, examples, title, steps=0, batch_size=0,
                     f"the loss is not a number, first seen at {title}, step {step}: training stopped; "
                     "a smaller --lr may help"
                 )
-            bar.update(len(losses))
+            bar.update(done)
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
     nd.waitall()
     return loss_sum
@@ -236,12 +307,16 @@ def read_behind(issued):
         if len(ahead) >= allowed:
             burst = len(ahead) - allowed // 8
             for _ in range(burst):
-                yield np.concatenate([shard.asnumpy() for shard in ahead.popleft()])
+                yield _joined(ahead.popleft())
             now = time.perf_counter()
             allowed = int(np.clip(MOST_SECONDS_AHEAD * burst / (now - began), 1, MOST_STEPS_AHEAD))
             began = now
     for shards in ahead:
-        yield np.concatenate([shard.asnumpy() for shard in shards])
+        yield _joined(shards)
+
+
+def _joined(shards):
+    return np.concatenate([shard.asnumpy() for shard in shards] or [np.empty(0, np.float32)])
 
 
 def mean(issued):
@@ -257,8 +332,11 @@ class CtrlC:
     """Holds Ctrl-C, or SIGTERM, back until a step is issued whole: half a step would leave replicas that differ.
 
     A second one is not held back. Where no step is left, the run is finished and ends as such. Outside the main thread,
-    where Python delivers no signal, this does nothing.
+    where Python delivers no signal, this does nothing. Several workers stop at the same step, whichever was asked.
     """
+
+    def __init__(self, workers=ALONE):
+        self.workers = workers
 
     def __enter__(self):
         self.asked = self.stopped = False
@@ -282,10 +360,27 @@ class CtrlC:
         if self.stopped:
             raise BetweenSteps
 
-    def until(self, items):
-        """The items; none of those left, and `stopped`, once Ctrl-C was pressed."""
+    def until(self, items, steps=None):
+        """The items; none of those left, and `stopped`, once Ctrl-C was pressed.
+
+        steps: says how many steps were issued; then all workers take part, and go on to the step of the foremost.
+        """
+        if steps is None or self.workers.count == 1:
+            for item in items:
+                if self.asked:
+                    self.stopped = True
+                    return
+                yield item
+            return
+        last = None
         for item in items:
-            if self.asked:
+            if self.asked and not self.workers.stopping:
+                self.workers.ask_to_stop()
+            if last is None and (self.asked or self.workers.stopping):
+                last = max(self.workers.gather(steps()))
+            if last is not None and steps() >= last:
                 self.stopped = True
                 return
             yield item
+        if last is None:
+            self.workers.gather(steps())

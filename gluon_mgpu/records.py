@@ -9,13 +9,13 @@ import io
 import json
 import os
 import re
-import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from gluon_mgpu import __version__, checkpoint
+from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import Settings
 
@@ -24,7 +24,7 @@ FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 VELOCITY = "velocity/"  # before a parameter's name: what momentum remembers of it
 IMPLS = ("scratch", "highlevel")
 SETTINGS = tuple(f.name for f in fields(Settings))
-MAY_CHANGE = ("impl", "devices", "threads", "shares", "hybridize")  # on resume
+MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize")  # on resume
 MOST_SHARE_DRAWING = 0.005  # of the time of training
 
 
@@ -47,6 +47,15 @@ class Position:
     steps: int = 0  # of the epoch that is not done
     loss_sum: float = 0.0  # over the examples of these steps
     seconds: float = 0.0  # that these steps took
+
+    def as_json(self):
+        return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
+
+    @classmethod
+    def from_json(cls, facts):
+        """From what `as_json` gave, or a checkpoint's facts."""
+        history = [Epoch(**epoch) for epoch in facts["history"]]
+        return cls(history, facts["steps"], facts["loss_sum"], facts["seconds"])
 
     def __str__(self):
         done = [(len(self.history), "epoch"), (self.steps, "step")]
@@ -131,24 +140,23 @@ class Run:
                 raise UsageError(f"{self.asked}: the run has {name} {kept}, not {given}, and goes on with its own")
         if settings.epochs < len(position.history):
             raise UsageError(f"{self.asked}: epochs {settings.epochs}: {len(position.history)} are done already")
-        print(f"gluon_mgpu: resuming {self.folder} after {position}", file=sys.stderr)
+        place.say(f"resuming {self.folder} after {position}")
         if len(position.history) == settings.epochs:
             more = "; --epochs gives it more" * ("epochs" in free)
-            print(f"gluon_mgpu: all {settings.epochs} epochs are done{more}", file=sys.stderr)
+            place.say(f"all {settings.epochs} epochs are done{more}")
         if (self.folder / "tensorboard").exists() and not self.Writer:
             try:
                 self.Writer = _tensorboard_writer()
             except UsageError as error:
-                print(f"gluon_mgpu: {self.folder / 'tensorboard'} is not written to: {error}", file=sys.stderr)
+                place.say(f"{self.folder / 'tensorboard'} is not written to: {error}")
         return replace(settings, seed=recorded.seed), arrays, position
 
     def restore(self, replicas, arrays):
         """Give the replicas a checkpoint's arrays, which must be theirs by name and shape."""
-        expected = _arrays(replicas)
+        expected = own(replicas)
         if {n: a.shape for n, a in arrays.items()} != {n: a.shape for n, a in expected.items()}:
             raise Error(f"{self.folder / 'checkpoint.npz'} holds the parameters of another network")
-        velocities = {n[len(VELOCITY) :]: a for n, a in arrays.items() if n.startswith(VELOCITY)}
-        replicas.load({n: a for n, a in arrays.items() if not n.startswith(VELOCITY)}, velocities)
+        give(replicas, arrays)
 
     def begin(self, config, replicas, position):
         """When training begins: a run that never comes to that leaves nothing. config: what JSON can hold."""
@@ -181,7 +189,7 @@ class Run:
             bits = "the same to rounding, not bit for bit"
             if config["model"] == "resnet18" and {"devices", "shares"} & set(changed):
                 bits = "not the same result, since batch normalization is of each device's shard"
-            print(f"gluon_mgpu: {said}: {bits}", file=sys.stderr)
+            place.say(f"{said}: {bits}")
 
     def epoch(self, replicas, position):
         """After an epoch."""
@@ -208,14 +216,13 @@ class Run:
         self._checkpoint(replicas, position)
         self._metrics(position)
         path, again = self.folder / "checkpoint.npz", f"--resume {self.folder} goes on"
-        print(f"gluon_mgpu: {path} holds the parameters after {position}; {again}", file=sys.stderr)
+        place.say(f"{path} holds the parameters after {position}; {again}")
         if position.history:
             self._draw(position)
 
     def _checkpoint(self, replicas, position):
-        facts = {"format": FORMAT, "config": self.config, **vars(position)}
-        facts["history"] = [epoch._asdict() for epoch in position.history]
-        checkpoint.save(self.folder / "checkpoint.npz", _arrays(replicas), facts)
+        facts = {"format": FORMAT, "config": self.config, **position.as_json()}
+        checkpoint.save(self.folder / "checkpoint.npz", own(replicas), facts)
 
     def _metrics(self, position):
         self._write("metrics.jsonl", "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
@@ -252,8 +259,7 @@ def last(folder):
         arrays, facts = checkpoint.load(path)
         if facts.get("format") != FORMAT:
             raise Error(f"{path} is of another version of gluon_mgpu: use that one for it")
-        history = [Epoch(**epoch) for epoch in facts["history"]]
-        config, position = facts["config"], Position(history, facts["steps"], facts["loss_sum"], facts["seconds"])
+        config, position = facts["config"], Position.from_json(facts)
     else:
         path = Path(folder) / "config.json"
         try:
@@ -296,9 +302,16 @@ def _tensorboard_writer():
     return Writer
 
 
-def _arrays(replicas):
+def own(replicas):
+    """{name: NumPy array}: all that a checkpoint holds of the replicas."""
     velocities = {VELOCITY + name: array for name, array in replicas.velocities().items()}
     return {**replicas.parameters(), **velocities}
+
+
+def give(replicas, arrays):
+    """Have the replicas go on from what `own` gave."""
+    velocities = {n[len(VELOCITY) :]: a for n, a in arrays.items() if n.startswith(VELOCITY)}
+    replicas.load({n: a for n, a in arrays.items() if not n.startswith(VELOCITY)}, velocities)
 
 
 def draw_curves(history, file):

@@ -15,6 +15,7 @@ engine.configure()
 from mxnet import autograd, nd  # noqa: E402
 
 from gluon_mgpu import checkpoint, devices, loop, shared_memory  # noqa: E402
+from gluon_mgpu.distributed.workers import join  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
 
@@ -86,10 +87,15 @@ def arrays(params):
     return [params.flat] if isinstance(params, Replica) else params
 
 
-def allreduce(data):
-    """Sum arrays of one shape, one a device, in place: afterwards every device holds the sum."""
+def allreduce(data, workers=None, key=0):
+    """Sum arrays of one shape, one a device, in place: afterwards every device holds the sum.
+
+    workers: add the sums of the other processes too. key: which array of a step this is.
+    """
     for i in range(1, len(data)):
         data[0] += data[i].copyto(data[0].context)
+    if workers:
+        workers.allreduce(data[0], key)
     for i in range(1, len(data)):
         data[0].copyto(data[i])
 
@@ -143,24 +149,26 @@ def sgd(params, lr, batch_size, velocities=None, momentum=0.0, weight_decay=0.0)
             nd.sgd_mom_update(p, p.grad, v, out=p, momentum=momentum, **rule)
 
 
-def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=None):
+def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=None, workers=None, batch_size=None):
     """One step on a global batch: X (n, 1, 28, 28), y (n,), device_params a replica a device.
 
-    settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". Returns the
-    losses of each shard, still being computed: nothing here waits for the engine.
+    settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". workers: X and
+    y are this process's part of a batch of batch_size, None where it has no part. Returns the losses of each shard,
+    still being computed: nothing here waits for the engine.
     """
-    n = X.shape[0]
-    if settings.accumulate > 1 or n < len(ctx):  # gradients add up, or a device has no example to fill them from
+    own = 0 if X is None else X.shape[0]
+    n = batch_size if workers else own
+    if settings.accumulate > 1 or own < len(ctx):  # gradients add up, or a device has no example to fill them from
         zero_gradients(device_params)
     losses = []
-    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate):
+    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate) if own else ():
         Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
         losses += forward_backward(device_params, Xs, ys)
     device_arrays = [arrays(params) for params in device_params]
     in_place = shared_memory.serves(ctx) and isinstance(device_params[0], Replica)
     sum_up = shared_memory.allreduce if in_place else allreduce
-    for grads in zip(*([p.grad for p in params] for params in device_arrays)):
-        sum_up(list(grads))
+    for key, grads in enumerate(zip(*([p.grad for p in params] for params in device_arrays))):
+        sum_up(list(grads), workers, key)
     for params, velocities in zip(device_arrays, device_velocities or [None] * len(ctx)):
         if settings.clip_norm:  # of the mean over the batch; the gradients are sums
             clip_gradients(params, settings.clip_norm * n)
@@ -191,17 +199,18 @@ def evaluate_accuracy(data_iter, device_params, ctx, shares=None):
 class Replicas:
     """What `loop` drives: LeNet's parameters, drawn once and copied to every device."""
 
-    def __init__(self, ctx, settings=SGD, params=None):
+    def __init__(self, ctx, settings=SGD, params=None, workers=None):
         engine.check(ctx)
-        self.ctx, self.settings = ctx, settings
+        self.ctx, self.settings, self.workers = ctx, settings, workers
         params = params or init_params()
         self.device_params = [Replica(params, c, "add" if settings.accumulate > 1 else "write") for c in ctx]
         self.device_velocities = None
         if settings.momentum:
             self.device_velocities = [[nd.zeros_like(replica.flat)] for replica in self.device_params]
 
-    def train_batch(self, X, y, lr):
-        return train_batch(X, y, self.device_params, self.ctx, lr, self.settings, self.device_velocities)
+    def train_batch(self, X, y, lr, batch_size=None):
+        where = self.device_params, self.ctx
+        return train_batch(X, y, *where, lr, self.settings, self.device_velocities, self.workers, batch_size)
 
     def forward_backward(self, X, y, shares):
         """Gradients on each device alone; returns an array of each that is ready when the device is done."""
@@ -250,6 +259,8 @@ def train(
     lr,
     *,
     device="auto",
+    kvstore="local",
+    compress=None,
     data_dir=None,
     out=None,
     resume=None,
@@ -260,21 +271,23 @@ def train(
     """The notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
-    data_dir, out, resume, tensorboard, profile: see `loop.run`. settings: the fields of `Settings`: epochs, dataset,
-    momentum and so on. Returns a list of `records.Epoch`.
+    kvstore, compress: see `distributed.workers.join`. data_dir, out, resume, tensorboard, profile: see `loop.run`.
+    settings: the fields of `Settings`: epochs, dataset, momentum and so on. Returns a list of `records.Epoch`.
     """
     settings = Settings(batch_size, lr, **settings)
     if settings.model != "lenet":
         raise UsageError(f"model {settings.model}: scratch has lenet only; highlevel has the others")
     ctx = devices.contexts(num_gpus, device)
-    return loop.run(
-        lambda settings: Replicas(ctx, settings),
-        ctx,
-        settings,
-        config={"impl": "scratch"},
-        data_dir=data_dir,
-        out=out,
-        resume=resume,
-        tensorboard=tensorboard,
-        profile=profile,
-    )
+    with join(kvstore, compress) as workers:
+        return loop.run(
+            lambda settings: Replicas(ctx, settings, workers=workers if workers.count > 1 else None),
+            ctx,
+            settings,
+            config={"impl": "scratch", "kvstore": kvstore, "compress": compress},
+            data_dir=data_dir,
+            out=out,
+            resume=resume,
+            tensorboard=tensorboard,
+            profile=profile,
+            workers=workers,
+        )

@@ -12,13 +12,15 @@ def serves(ctx):
     return len(ctx) > 1 and all(c.device_type == "cpu" for c in ctx)
 
 
-def allreduce(data):
+def allreduce(data, workers=None, key=0):
     """Sum arrays of one shape, one a CPU context, in place: one sum of all where they lie, then copies of it.
 
     It reads and writes 3k - 1 times an array's bytes on k contexts, where copying all to the first one, to be added
-    there, takes 7k - 7, and MXNet's KVStore 5k + 1.
+    there, takes 7k - 7, and MXNet's KVStore 5k + 1. workers, key: as in `scratch.allreduce`.
     """
     nd.add_n(*data, out=data[0])
+    if workers:
+        workers.allreduce(data[0], key)
     for x in data[1:]:
         data[0].copyto(x)
 

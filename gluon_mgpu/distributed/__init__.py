@@ -1,0 +1,1 @@
+"""Training on several processes, on one machine or more."""

@@ -1,0 +1,112 @@
+"""Which process of a run this one is, by the environment that horovodrun or launch.py gave it. Imports no mxnet."""
+
+import os
+import sys
+from typing import NamedTuple, Optional
+
+from gluon_mgpu.errors import UsageError
+
+KVSTORES = ("local", "horovod", "dist_sync")
+
+
+class Place(NamedTuple):
+    kvstore: str  # one of KVSTORES
+    role: str  # "worker"; of dist_sync also "server" and "scheduler"
+    rank: int  # among those of this role, from 0
+    workers: int
+    servers: int
+    local_workers: int  # that share this machine's cores
+    root: Optional[str] = None  # dist_sync: the scheduler's host
+    port: int = 0  # and its port
+
+    def __str__(self):
+        return "the scheduler" if self.role == "scheduler" else f"{self.role} {self.rank}"
+
+
+LOCAL = Place("local", "worker", 0, 1, 0, 1)
+
+
+def place():
+    """This process's Place; LOCAL for one that runs alone. Raises UsageError for an environment that says no such."""
+    if "DMLC_ROLE" in os.environ:
+        role = os.environ["DMLC_ROLE"]
+        if role not in ("worker", "server", "scheduler"):
+            raise UsageError(f"DMLC_ROLE={role}: give worker, server or scheduler")
+        root = os.environ.get("DMLC_PS_ROOT_URI")
+        if not root:
+            raise UsageError("DMLC_PS_ROOT_URI is not set: give every process the scheduler's address")
+        workers, servers = _number("DMLC_NUM_WORKER", 1), _number("DMLC_NUM_SERVER", 1)
+        rank = 0 if role == "scheduler" else _number("DMLC_TASK_ID", 0, workers if role == "worker" else servers)
+        local = _number("GLUON_MGPU_LOCAL_WORKERS", 1, default=1)
+        # Its own watch listens one port above.
+        return Place("dist_sync", role, rank, workers, servers, local, root, _number("DMLC_PS_ROOT_PORT", 1, 65535))
+    if "HOROVOD_RANK" in os.environ:
+        workers = _number("HOROVOD_SIZE", 1)
+        local = _number("HOROVOD_LOCAL_SIZE", 1, default=1)
+        return Place("horovod", "worker", _number("HOROVOD_RANK", 0, workers), workers, 0, local)
+    return LOCAL
+
+
+def asked(kvstore):
+    """This process's Place, which must be of the kvstore that was asked for. Raises UsageError where it is not."""
+    here = place()
+    if kvstore == here.kvstore:
+        return here
+    if kvstore == "horovod":
+        raise UsageError("--kvstore horovod: start it with `horovodrun --gloo -np 2 python scripts/train.py …`")
+    if kvstore == "dist_sync":
+        raise UsageError(
+            "--kvstore dist_sync: start the processes with `python scripts/launch.py --workers 2 --servers 1 -- python "
+            "scripts/train.py …`, or on several machines as docs/distributed.md says"
+        )
+    raise UsageError(f"this is {here} of {here.workers}, started for {here.kvstore}: give --kvstore {here.kvstore}")
+
+
+def check_compress(compress, here):
+    """Raises UsageError for a --compress that the kvstore does not offer."""
+    if compress is None:
+        return
+    kind, _, threshold = compress.partition(":")
+    if (kind, here.kvstore) == ("2bit", "dist_sync"):
+        try:
+            right = 0 < float(threshold) < 1e30
+        except ValueError:
+            right = False
+        if not right:
+            raise UsageError(f"--compress {compress}: give a threshold above 0, such as 2bit:0.5")
+    elif (compress, here.kvstore) != ("fp16", "horovod"):
+        raise UsageError(
+            f"--compress {compress} --kvstore {here.kvstore}: fp16 is horovod's, and 2bit:THRESHOLD is dist_sync's"
+        )
+
+
+def started():
+    """Whether horovodrun, launch.py or the like started this process as one of several."""
+    return "HOROVOD_RANK" in os.environ or "DMLC_ROLE" in os.environ
+
+
+def who():
+    """What an error begins with, so that one knows whose it is."""
+    try:
+        return f"{place()}: " if started() else ""
+    except UsageError:
+        return ""
+
+
+def say(line, prefix="gluon_mgpu: "):
+    """A notice on standard error. Worker 0 speaks for all of them."""
+    if os.environ.get("HOROVOD_RANK", "0") == "0" and os.environ.get("DMLC_TASK_ID", "0") == "0":
+        print(f"{prefix}{line}", file=sys.stderr)
+
+
+def _number(name, least, end=None, default=None):
+    text = os.environ.get(name, default)
+    try:
+        number = int(text)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or number < least or (end is not None and number >= end):
+        allowed = f"{least} or more" if end is None else f"{least} to {end - 1}"
+        shown = "is not set" if text is None else f"is {text!r}"
+        raise UsageError(f"{name} {shown}: give a number, {allowed}")
+    return number

@@ -1,0 +1,277 @@
+"""Who of a run's processes is alive, and what its workers agree on. It carries lines of JSON, and no gradient.
+
+The Hub listens: in the scheduler's process, or with Horovod in worker 0's. Every process is a Member of it. A process
+whose connection ends, or that gives no sign of life for SILENCE seconds, is lost; then every other one says so in one
+line and ends, since MXNet's stores and Horovod would wait for it for ever.
+"""
+
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+
+from gluon_mgpu.errors import Error, UsageError
+
+BEAT = 1.0  # seconds between signs of life
+SILENCE = 10.0  # seconds without one: lost. Nothing in a worker holds Python's lock for so long
+PATIENCE = 300.0  # seconds within which all have to come
+WAITING_SAID = 5  # beats after which a process says for whom it waits
+LONGEST = 1 << 20  # bytes of a line
+
+
+class Hub:
+    """Listens on (host, port), port 0 for a free one, for the processes of a run, `expected` by name.
+
+    on_loss: called with what the others are told, once one is lost. Raises Error for a port that is taken and a host
+    that is not this machine's.
+    """
+
+    def __init__(self, host, port, expected, on_loss=lambda line: None):
+        self.expected, self.on_loss = list(expected), on_loss
+        self.workers = [name for name in self.expected if name.startswith("worker")]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise Error(f"the host {host} does not resolve ({error.strerror}): give a name or an address") from None
+        self.listener = socket.socket(family)
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.listener.bind(address)
+        except OSError as error:
+            self.listener.close()
+            raise Error(f"{host}, port {port} cannot be listened on ({error.strerror}): give another port") from None
+        self.listener.listen(128)
+        self.port = self.listener.getsockname()[1]
+        self.members = {}  # name: _Connection
+        self.ended, self.over = set(), False
+        self.gathering = {}
+        self.since = time.monotonic()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        """When all is done: the members that are left are let go."""
+        self.over = True
+        self.thread.join(2 * BEAT)
+
+    def _serve(self):
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.listener, selectors.EVENT_READ)
+            beat = time.monotonic()
+            while not self.over:
+                for key, _ in selector.select(BEAT / 4):
+                    if key.data is None:
+                        sock, address = self.listener.accept()
+                        selector.register(sock, selectors.EVENT_READ, _Connection(sock, address[0]))
+                    else:
+                        self._read(selector, key.data)
+                now = time.monotonic()
+                if now - beat > BEAT:
+                    beat = now
+                    self._tell({"missing": [name for name in self.expected if name not in self.members]})
+                    self._look(now)
+            self.listener.close()
+
+    def _read(self, selector, connection):
+        try:
+            messages = connection.messages()
+        except (OSError, ValueError):  # a reset, or no JSON: a stranger, where it has no name
+            messages = None
+        for message in messages or ():
+            self._take(connection, message)
+        if messages is None:
+            selector.unregister(connection.sock)
+            connection.sock.close()
+            if connection.name and connection.name not in self.ended:
+                self._lost(connection.name, "its connection ended")
+
+    def _take(self, connection, message):
+        if not connection.name:
+            name = message.get("name")
+            if name not in self.expected or name in self.members:
+                twice = f"{name} is there already" if name in self.members else f"this run has no {name}"
+                wanted = "each worker and each server needs a DMLC_TASK_ID of its own, from 0"
+                connection.send({"lost": f"{twice}: {wanted}", "status": UsageError.exit_status})
+                return
+            connection.name, connection.about = name, str(message.get("about"))
+            self.members[name] = connection
+            if len(self.members) == len(self.expected):
+                self._tell({"all": True})
+        elif "gather" in message:
+            values = self.gathering.setdefault(message["gather"], {})
+            values[connection.name] = message.get("value")
+            if len(values) == len(self.workers):
+                told = {"gathered": message["gather"], "values": [values[name] for name in self.workers]}
+                del self.gathering[message["gather"]]
+                self._tell(told)
+        elif "stop" in message:
+            self._tell({"stop": True})
+        elif "failed" in message:
+            self.ended.add(connection.name)
+            self._end(f"{connection.name}: {message['failed']}", message.get("status", 1))
+        elif "done" in message:
+            self.ended.add(connection.name)
+
+    def _look(self, now):
+        for name, connection in self.members.items():
+            if name not in self.ended and now - connection.heard > SILENCE:
+                return self._lost(name, f"it has given no sign of life for {SILENCE:.0f} s")
+        missing = [name for name in self.expected if name not in self.members]
+        if missing and now - self.since > PATIENCE:
+            late = ", ".join(missing)
+            self._end(f"{late} did not come within {PATIENCE:.0f} s: is it started, and with this address?")
+
+    def _lost(self, name, why):
+        self._end(f"{name} ({self.members[name].about}) was lost: {why}")
+
+    def _end(self, line, status=1):
+        if not self.over:
+            self.over = True
+            self._tell({"lost": line, "status": status})
+            self.on_loss(line)
+
+    def _tell(self, message):
+        for name, connection in self.members.items():
+            if name not in self.ended:
+                connection.send(message)
+
+
+class _Connection:
+    """Lines of JSON over a socket."""
+
+    def __init__(self, sock, about=""):
+        self.sock, self.about, self.name = sock, about, None
+        self.heard, self.rest = time.monotonic(), b""
+        self.sending = threading.Lock()
+        sock.settimeout(SILENCE)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message):
+        try:
+            with self.sending:
+                self.sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass  # whoever reads will see that it is gone
+
+    def messages(self):
+        """What has come, as dictionaries; None at the end. Raises OSError or ValueError for what is no such thing."""
+        received = self.sock.recv(1 << 16)
+        if not received:
+            return None
+        self.heard = time.monotonic()
+        *lines, self.rest = (self.rest + received).split(b"\n")
+        if len(self.rest) > LONGEST:
+            raise ValueError("too long")
+        found = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in found):
+            raise ValueError("no message")
+        return found
+
+
+class Member:
+    """A process's connection to the Hub at (host, port). Where another one is lost, it ends this process.
+
+    Raises Error for a host that does not resolve or that nobody answers at within PATIENCE seconds.
+    """
+
+    def __init__(self, host, port, name):
+        self.name = name
+        self.connection = _Connection(_connect(host, port))
+        self.own_address = self.connection.sock.getsockname()[0]
+        self.all_there, self.stopping = threading.Event(), threading.Event()
+        self.answers, self.answered = {}, threading.Condition()
+        self.gathers, self.missing = 0, []
+        self.over = False
+        self.connection.send({"name": name, "about": f"{socket.gethostname()}, process {os.getpid()}"})
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, daemon=True).start()
+        waited = 0
+        while not self.all_there.wait(BEAT):  # the hub loses patience, not we
+            waited += 1
+            if waited == WAITING_SAID and self.missing:
+                print(f"gluon_mgpu: {name}: waiting for {', '.join(self.missing)}", file=sys.stderr)
+
+    def gather(self, value):
+        """What every worker gave, by rank; waits for all. value: what JSON can hold."""
+        self.gathers += 1
+        number = self.gathers
+        self.connection.send({"gather": number, "value": value})
+        with self.answered:
+            while number not in self.answers:
+                self.answered.wait(BEAT)  # so that Ctrl-C is heard
+            return self.answers.pop(number)
+
+    def ask_to_stop(self):
+        """All workers will find `stopping` set."""
+        self.connection.send({"stop": True})
+
+    def failed(self, line, status):
+        """Tell the others why this process ends."""
+        self.over = True
+        self.connection.send({"failed": line, "status": status})
+
+    def done(self):
+        self.over = True
+        self.connection.send({"done": True})
+
+    def _beat(self):
+        while not self.over:
+            self.connection.send({"beat": True})
+            time.sleep(BEAT)
+
+    def _listen(self):
+        why = "its connection ended"
+        while True:
+            try:
+                messages = self.connection.messages()
+            except socket.timeout:
+                messages, why = None, f"it has given no sign of life for {SILENCE:.0f} s"
+            except (OSError, ValueError):
+                messages = None
+            for message in messages or ():
+                self._take(message)
+            if messages is None:
+                if not self.over:
+                    self._end(f"{self.hub_name()} was lost: {why}")
+                return
+
+    def hub_name(self):
+        return "worker 0" if self.name.startswith("worker") and "DMLC_ROLE" not in os.environ else "the scheduler"
+
+    def _take(self, message):
+        if "missing" in message:
+            self.missing = message["missing"]
+        elif "all" in message:
+            self.all_there.set()
+        elif "gathered" in message:
+            with self.answered:
+                self.answers[message["gathered"]] = message["values"]
+                self.answered.notify_all()
+        elif "stop" in message:
+            self.stopping.set()
+        elif "lost" in message and not self.over:
+            self._end(message["lost"], message.get("status", 1))
+
+    def _end(self, line, status=1):
+        sys.stdout.flush()
+        os.write(2, f"error: {self.name}: {line}\n".encode())
+        os._exit(status)  # what waits for the lost one, in MXNet's threads, cannot be called back
+
+
+def _connect(host, port):
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=SILENCE)
+        except socket.gaierror as error:
+            raise Error(f"the host {host} does not resolve ({error.strerror}): give a name or an address") from None
+        except OSError as error:  # it may only be starting
+            if time.monotonic() > give_up:
+                raise Error(
+                    f"nobody answers at {host}, port {port}, for {PATIENCE:.0f} s ({error.strerror or 'timed out'}): "
+                    "is the run's first process started, and is this its address?"
+                ) from None
+            time.sleep(BEAT / 4)
