@@ -159,7 +159,7 @@ def train(context, recipe, **options):
     if here.role != "worker":
         workers.serve(here)
         return
-    place.check_compress(options["compress"], here)
+    place.check_compress(options["compress"], here, options["model"])
     if recipe and options["resume"] is not None:
         raise UsageError("--recipe and --resume: a resumed run has its own settings")
     if recipe:

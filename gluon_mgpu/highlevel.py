@@ -282,7 +282,7 @@ def train(
     """
     settings = Settings(batch_size, lr, **settings)
     ctx = devices.contexts(num_gpus, device)
-    with join(kvstore, compress) as workers:
+    with join(kvstore, compress, settings.model) as workers:
         return loop.run(
             lambda settings: Replicas(ctx, settings, hybridize, workers if workers.count > 1 else None),
             ctx,

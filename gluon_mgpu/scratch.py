@@ -278,7 +278,7 @@ def train(
     if settings.model != "lenet":
         raise UsageError(f"model {settings.model}: scratch has lenet only; highlevel has the others")
     ctx = devices.contexts(num_gpus, device)
-    with join(kvstore, compress) as workers:
+    with join(kvstore, compress, settings.model) as workers:
         return loop.run(
             lambda settings: Replicas(ctx, settings, workers=workers if workers.count > 1 else None),
             ctx,

@@ -53,7 +53,9 @@ class Hub:
         self.thread.start()
 
     def close(self):
-        """When all is done: the members that are left are let go."""
+        """Wait until all members are done; then listen no more."""
+        while self.thread.is_alive() and self.ended != set(self.members):
+            time.sleep(BEAT / 20)
         self.over = True
         self.thread.join(2 * BEAT)
 

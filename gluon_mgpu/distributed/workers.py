@@ -5,13 +5,14 @@ Gradients go over Horovod or over MXNet's own parameter servers; all else over `
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from contextlib import contextmanager
 
 from gluon_mgpu import __version__, engine
 from gluon_mgpu.distributed import watch
-from gluon_mgpu.distributed.place import asked
+from gluon_mgpu.distributed.place import asked, check_compress
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import shard_sizes
 
@@ -143,7 +144,12 @@ class DistSync:
                 self.compressing = True
             self.known.add(name)
             self.kv.init(name, nd.zeros(array.shape, dtype=array.dtype))
-        self.kv.pushpull(name, array, out=array, priority=-key if isinstance(key, int) else 0)
+        priority = -key if isinstance(key, int) else 0
+        if not self.compressing:
+            self.kv.pushpull(name, array, out=array, priority=priority)
+        else:  # MXNet: "Compression not supported with PushPull"
+            self.kv.push(name, array, priority=priority)
+            self.kv.pull(name, out=array, priority=priority)
 
     def close(self):
         self.kv.__del__()  # waits for the other workers, and lets the servers go
@@ -151,14 +157,16 @@ class DistSync:
 
 
 @contextmanager
-def join(kvstore="local", compress=None):
+def join(kvstore="local", compress=None, model="lenet"):
     """This process as one of the Workers of a run, or ALONE for "local".
 
-    kvstore: "local", "horovod" or "dist_sync"; compress: what is sent of a gradient (`Settings.compress`). Waits until
-    all are there. Where one is lost later, this process ends with a line that names it.
+    kvstore: "local", "horovod" or "dist_sync". compress: what is sent of a gradient: "fp16" (horovod), or "2bit:0.5"
+    for above 0.5, below -0.5 or neither, what is left being sent with a later step (dist_sync). model: of `Settings`.
+    Waits until all are there. Where one is lost later, this process ends with a line that names it.
     Raises UsageError where the process was not started for that, Error where Horovod is missing or nobody answers.
     """
     here = asked(kvstore)
+    check_compress(compress, here, model)
     if kvstore == "local":
         yield ALONE
         return
@@ -183,7 +191,7 @@ def join(kvstore="local", compress=None):
         raise
     except Exception as error:
         time.sleep(NAMING)  # the watch may say who was lost, and end this process
-        member.failed(f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}", 1)
+        member.failed(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}", 1)
         raise
     store.close()
     member.done()
@@ -204,6 +212,8 @@ def _ps_lite(member):
 def serve(here):
     """What a server's and the scheduler's process do until the workers are done. here: a Place of dist_sync."""
     engine.configure(1)
+    for which in (signal.SIGINT, signal.SIGTERM):  # MXNet's loop would not come back to Python for them
+        signal.signal(which, signal.SIG_DFL)
     if here.role == "scheduler":
 
         def end(line):
