@@ -338,11 +338,34 @@ def parity(context, quick, seeds, out, **options):
     context.exit(0 if result["holds"] else 1)
 
 
+@click.command(
+    cls=commands.Command,
+    context_settings={"allow_interspersed_args": False},
+    epilog="""\b
+Examples:
+  launch.py --workers 2 --servers 1 -- python scripts/train.py --impl highlevel --kvstore dist_sync
+  launch.py --workers 4 --servers 2 --port 9091 -- python my_mxnet_program.py""",
+)
+@click.option("--workers", type=int, default=2, show_default=True, metavar="N", help="How many processes train.")
+@click.option("--servers", type=int, default=1, show_default=True, metavar="N", help="How many hold the parameters.")
+@click.option(
+    "--port", type=int, metavar="PORT", help="Where the scheduler listens, on PORT and the next one; else on free ones."
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.pass_context
+def launch(context, command, **options):
+    """Run an MXNet program on several processes of this machine, with MXNet's parameter servers: a scheduler, servers,
+    and workers, of which the first has the terminal. Where one fails, a line names it and all are ended."""
+    from gluon_mgpu.distributed import launch as launcher
+
+    context.exit(launcher.launch(command, **options))
+
+
 @click.group(cls=commands.Group)
 @click.version_option(__version__)
 def main():
     """Data-parallel training with MXNet, from scratch and with Gluon."""
 
 
-for command in (train, walkthrough, batch_size, evaluate, parity, bench):
+for command in (train, walkthrough, batch_size, evaluate, parity, bench, launch):
     main.add_command(command)

@@ -1,0 +1,380 @@
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gluon_mgpu import engine
+from gluon_mgpu.distributed import launch
+from gluon_mgpu.errors import UsageError
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "launch.py"
+PROMISED = 30  # seconds within which all have ended, whatever happens to one
+ALL = ["scheduler", "server0", "worker0", "worker1"]
+
+# What a process of a test runs in place of MXNet: it says who it is in a file, then does what the test gives as BODY.
+STAND_IN = """
+import json, os, signal, subprocess, sys, time
+
+folder, role = sys.argv[1], os.environ["DMLC_ROLE"]
+me = role + os.environ.get("DMLC_TASK_ID", "")
+
+def tell(name, what):
+    with open(f"{folder}/{name}.new", "w") as file:
+        json.dump(what, file)
+    os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
+
+got = []
+
+def note(which, _):
+    got.append(which)
+    tell(f"{me}.signals", got)
+
+def stay(seconds=60):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(0.02)
+
+def heard(which):
+    while which not in got:
+        time.sleep(0.02)
+
+def are_there(*names):
+    while not all(os.path.exists(f"{folder}/{name}") for name in names):
+        time.sleep(0.02)
+
+BODY
+"""
+THERE = 'tell(me, {"pid": os.getpid(), "session": os.getsid(0), "environment": dict(os.environ)})\n'
+
+# The command's work, with shorter times.
+SOONER = """
+import sys
+from gluon_mgpu.distributed import launch
+launch.SECONDS_TO_NOTICE = launch.SECONDS_TO_FINISH = launch.SECONDS_TO_INTERRUPT = 0.5
+launch.SECONDS_TO_TERMINATE = 0.3
+sys.exit(launch.launch(sys.argv[2:], 2, 1))
+"""
+
+
+class Run:
+    """launch.py on stand-ins that do `body`; however the test ends, none of its processes is left."""
+
+    def __init__(self, folder):
+        self.folder, self.process = folder, None
+
+    def start(self, body, *options, sooner=False, before=(), **streams):
+        program = self.folder / "stand_in.py"
+        program.write_text(STAND_IN.replace("BODY", THERE + textwrap.dedent(body)))
+        launcher = ["-c", SOONER] if sooner else [str(SCRIPT)]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+        streams.setdefault("env", engine.users_environment())
+        command = [*before, sys.executable, *launcher, *options, "--", sys.executable, "-S", program, self.folder]
+        self.process = subprocess.Popen(command, text=True, **streams)
+        return self
+
+    def told(self, name):
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def wait_for(self, *names):
+        until(lambda: all(self.told(name) for name in names))
+        return {name: self.told(name) for name in names}
+
+    def end(self):
+        """Exit status, standard output, lines of standard error."""
+        out, err = self.process.communicate(timeout=PROMISED)
+        return self.process.returncode, out, err.splitlines()
+
+    def left(self):
+        """Which of its processes still run."""
+        names = {p.name for p in self.folder.iterdir()} & {"scheduler", "grandchild"}
+        names |= {p.name for p in self.folder.iterdir() if p.name[:-1] in ("server", "worker")}
+        return {name for name in names if runs(self.told(name)["pid"])}
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition):
+    end = time.monotonic() + PROMISED
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path)
+    yield run
+    if run.process and run.process.poll() is None:
+        run.process.kill()  # what it started ends with it, as a test below shows
+        run.process.communicate()
+
+
+def test_every_role_gets_its_environment(run):
+    variables = {"PORT": "9777", "DMLC_USE_KUBERNETES": "1", "DMLC_TASK_ID": "7", "A_USERS_OWN": "x"}
+    run.start("", "--workers", "3", "--servers", "2", env={**engine.users_environment(), **variables})
+    assert run.end() == (0, "", [])
+    names = ["scheduler", "server0", "server1", "worker0", "worker1", "worker2"]
+    told = run.wait_for(*names)
+    expected = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_NODE_HOST": "127.0.0.1",
+        "DMLC_INTERFACE": "lo",
+        "DMLC_NUM_WORKER": "3",
+        "DMLC_NUM_SERVER": "2",
+        "GLUON_MGPU_LOCAL_WORKERS": "3",
+        "A_USERS_OWN": "x",
+    }
+    for name in names:
+        environment = told[name]["environment"]
+        assert expected.items() <= environment.items()
+        assert environment["DMLC_ROLE"] + environment.get("DMLC_TASK_ID", "") == name
+        assert not {"PORT", "DMLC_USE_KUBERNETES"} & environment.keys()
+    assert len({told[name]["environment"]["DMLC_PS_ROOT_PORT"] for name in names}) == 1
+    assert len({told[name]["session"] for name in names} | {os.getsid(0)}) == 7
+
+
+def test_the_port_found_and_the_next_one_can_be_listened_on(run):
+    listens = """
+    import socket
+    port = int(os.environ["DMLC_PS_ROOT_PORT"])
+    listeners = [socket.create_server(("127.0.0.1", p)) for p in (port, port + 1) if role == "scheduler"]
+    """
+    assert run.start(listens).end() == (0, "", [])
+
+
+def test_output_of_workers_alone_is_on_standard_output_and_the_first_has_standard_input(run):
+    says = """
+    os.write(sys.stdout.fileno(), f"{me} {sys.stdin.read()}\\n".encode())
+    """
+    run.start(says, stdin=subprocess.PIPE)
+    out, err = run.process.communicate("typed", timeout=PROMISED)
+    assert run.process.returncode == 0
+    assert sorted(out.splitlines()) == ["worker0 typed", "worker1 "]
+    assert sorted(err.splitlines()) == ["scheduler ", "server0 "]
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server0", "worker1"])
+def test_where_one_is_killed_one_line_names_it_and_all_end(run, name):
+    run.start("stay()", sooner=True)
+    pid = run.wait_for(*ALL)[name]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    shown = name.replace("0", " 0").replace("1", " 1")
+    assert run.end() == (1, "", [f"error: {shown} (process {pid}) was killed by SIGKILL"])
+    assert not run.left()
+
+
+def test_one_that_is_stopped_and_one_that_ignores_sigterm_end_too(run):
+    ignores = """
+    if me == "worker0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        tell("grandchild", {"pid": child.pid})
+    if me == "server0":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if me == "worker1":
+        are_there("server0", "grandchild")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    stay()
+    """
+    status, _, said = run.start(ignores).end()
+    (line,) = said
+    assert status == 1 and line.startswith("error: worker 1 ") and line.endswith(" was killed by SIGSEGV")
+    run.wait_for("grandchild", *ALL)
+    assert not run.left()
+
+
+@pytest.mark.parametrize(
+    "name, status, launchers",
+    [("worker1", 1, 1), ("worker0", 2, 2), ("worker1", 130, 130), ("worker1", 3, 1), ("server0", 2, 1)],
+)
+def test_the_exit_status_is_that_of_the_worker_that_failed_first(run, name, status, launchers):
+    fails = f"""
+    if me == "{name}":
+        tell("failed", True)
+        os._exit({status})
+    if role == "worker":
+        are_there("failed")
+        time.sleep(0.3)
+        sys.exit(1 if {status} == 2 else 2)
+    stay()
+    """
+    found, _, said = run.start(fails, sooner=True).end()
+    (line,) = said
+    assert found == launchers
+    assert line.startswith(f"error: {name[:-1]} {name[-1]} ") and line.endswith(f" ended with status {status}")
+
+
+def test_of_those_that_failed_since_the_last_look_the_one_that_was_killed_is_named():
+    def process(status):
+        return SimpleNamespace(status=status, ended=lambda: status is not None)
+
+    killed = process(-9)
+    assert launch._first_failed([process(1), process(None), killed, process(0), process(1)]) is killed
+    assert launch._first_failed([process(0), process(None)]) is None
+
+
+def test_servers_that_do_not_end_after_the_workers_are_ended_and_named(run):
+    status, _, said = run.start('if me == "server0": stay()', sooner=True).end()
+    (line,) = said
+    assert status == 0 and line.startswith("gluon_mgpu: server 0 (process ") and not run.left()
+
+
+def test_a_server_that_fails_after_the_workers_makes_the_run_fail(run):
+    fails = """
+    if me == "server0":
+        time.sleep(0.5)
+        sys.exit(1)
+    """
+    status, _, said = run.start(fails).end()
+    (line,) = said
+    assert status == 1 and line.startswith("error: server 0 ") and line.endswith(" ended with status 1")
+
+
+NOTES = """
+for which in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(which, note)
+tell(f"{me}.ready", True)
+"""
+READY = [f"{name}.ready" for name in ALL]
+ENDS_WELL = NOTES + textwrap.dedent("""
+    heard(signal.SIGINT if role == "worker" else signal.SIGTERM)
+    stay(0.5 if role == "worker" else 0)
+    sys.exit(130 if role == "worker" else 0)
+    """)
+
+
+def signals_by_name(run):
+    return {name: run.told(f"{name}.signals") for name in ALL}
+
+
+ONCE = {
+    "scheduler": [signal.SIGTERM],
+    "server0": [signal.SIGTERM],
+    "worker0": [signal.SIGINT],
+    "worker1": [signal.SIGINT],
+}
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_the_workers_alone_get_an_interrupt_once_and_the_others_end_after_them(run, which):
+    run.start(ENDS_WELL)
+    run.wait_for(*READY)
+    run.process.send_signal(which)
+    assert run.end() == (130, "", [])
+    assert signals_by_name(run) == ONCE and not run.left()
+
+
+def test_ctrl_c_on_a_terminal_reaches_each_worker_once_and_the_first_has_the_terminal(run):
+    parent, terminal = pty.openpty()
+    on_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    run.start(
+        'tell(f"{me}.tty", [fd for fd in (0, 1, 2) if os.isatty(fd)])' + ENDS_WELL,
+        before=[sys.executable, "-c", on_terminal],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+        start_new_session=True,
+    )
+    os.close(terminal)
+    try:
+        run.wait_for(*READY)
+        os.write(parent, b"\x03")
+        assert run.process.wait(PROMISED) == 130
+        assert signals_by_name(run) == ONCE and not run.left()
+        assert run.told("worker0.tty") == [0, 1, 2]
+    finally:
+        os.close(parent)
+
+
+def test_a_second_ctrl_c_ends_all_at_once(run):
+    run.start(NOTES + "stay()")
+    run.wait_for(*READY)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("worker0.signals", "worker1.signals")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == (130, "", [])
+    assert signals_by_name(run) == {**ONCE, "scheduler": None, "server0": None} and not run.left()
+
+
+def test_workers_that_do_not_heed_ctrl_c_are_named_and_ended(run):
+    run.start(NOTES + 'heard(signal.SIGINT)\nif me == "worker1": stay()', sooner=True)
+    run.wait_for(*READY)
+    run.process.send_signal(signal.SIGINT)
+    status, _, said = run.end()
+    (line,) = said
+    assert status == 130 and line.startswith("gluon_mgpu: worker 1 (process ") and not run.left()
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed(run):
+    run.start(NOTES + "stay()")
+    run.wait_for(*READY)
+    run.process.kill()
+    until(lambda: not run.left())
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_that_is_taken_is_refused_before_anything_starts(run, offset):
+    port = launch._free_port()
+    with socket.create_server(("127.0.0.1", port + offset)):
+        status, out, said = run.start("", "--port", str(port)).end()
+    (line,) = said
+    assert (status, out) == (2, "") and str(port) in line and str(port + offset) in line and "taken" in line
+    assert not run.told("scheduler")
+
+
+@pytest.mark.parametrize(
+    "command, workers, servers, port, wrong",
+    [
+        (["true"], 0, 1, None, "--workers 0"),
+        (["true"], 2, 129, None, "--servers 129"),
+        (["true"], 2, 1, 0, "--port 0"),
+        (["true"], 2, 1, 65535, "--port 65535"),
+        (["no-such-program", "x"], 2, 1, None, "no-such-program"),
+        (["/"], 2, 1, None, "/: "),
+        ([], 2, 1, None, "no command"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(command, workers, servers, port, wrong):
+    with pytest.raises(UsageError, match=wrong):
+        launch.launch(command, workers, servers, port)
+
+
+SUMS = """
+import gluon_mgpu
+gluon_mgpu.configure(contexts=1)
+import os
+import mxnet as mx
+
+store = mx.kv.create("dist_sync")
+store.init("x", mx.nd.zeros(3))
+total = mx.nd.zeros(3)
+for step in range(3):
+    store.push("x", mx.nd.array([1, 10, 100]) * (int(os.environ["DMLC_TASK_ID"]) + 1 + step))
+    store.pull("x", out=total)
+    os.write(1, f"{step} {store.num_workers} {total.asnumpy().tolist()}\\n".encode())
+"""
+
+
+def test_mxnets_own_store_sums_over_the_workers_and_all_end(tmp_path):
+    program = tmp_path / "sums.py"
+    program.write_text(SUMS)
+    command = [sys.executable, SCRIPT, "--workers", "2", "--servers", "1", "--", sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * PROMISED, env=engine.users_environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = [f"{step} 2 {[float((3 + 2 * step) * unit) for unit in (1, 10, 100)]}" for step in range(3)]
+    assert sorted(done.stdout.splitlines()) == sorted(2 * expected)
