@@ -31,8 +31,8 @@ SECONDS_TO_TERMINATE = 3  # between SIGTERM and SIGKILL
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
 
 # Run in each process before the command: it is killed when its parent, argv[1], ends, in whatever way (1 is
-# PR_SET_PDEATHSIG); what the command starts by itself is not. Not done between fork and exec, where Python code is unsafe
-# beside NumPy's threads.
+# PR_SET_PDEATHSIG); what the command starts by itself is not. Not done between fork and exec, where Python code
+# is unsafe beside NumPy's threads.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
