@@ -59,7 +59,8 @@ def _report(error):
         place.say("interrupted", prefix="")
         return 130
     if isinstance(error, click.ClickException):
-        error.show()
+        if place.speaks():  # all processes of a run have the same command
+            error.show()
         return error.exit_code
     if isinstance(error, Error):
         click.echo(f"error: {place.who()}{error}", err=True)

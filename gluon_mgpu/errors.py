@@ -11,3 +11,7 @@ class UsageError(Error):
     """The command was wrong: an option, or a value that this machine or data set cannot serve."""
 
     exit_status = 2
+
+
+class BetweenSteps(KeyboardInterrupt):
+    """Ctrl-C, held back until the replicas are whole, and with several workers all are at the same step."""

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from gluon_mgpu import datasets, engine, records, timeline
 from gluon_mgpu.distributed import place
 from gluon_mgpu.distributed.workers import ALONE
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.errors import BetweenSteps, Error, UsageError
 from gluon_mgpu.settings import Settings, joined, shard_sizes
 
 engine.configure()
@@ -322,10 +322,6 @@ def _joined(shards):
 def mean(issued):
     """The mean of all the results that `issued` gives, as `read_behind` reads them."""
     return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
-
-
-class BetweenSteps(KeyboardInterrupt):
-    """Ctrl-C, held back until the replicas are whole."""
 
 
 class CtrlC:

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import mxnet as mx
 import numpy as np
 import pytest
 import runs
@@ -24,10 +25,14 @@ def parameters(folder):
     return checkpoint.load(Path(folder) / "checkpoint.npz")[0]
 
 
-def furthest(found, expected):
-    """The largest difference, in parts of the largest of the array's own moves from where it began."""
+def apart(found, expected, impl):
+    """How far two runs ended from each other, in parts of how far training moved the second: 1 example of 1,569 is some
+    1e-3, rounding some 1e-6."""
+    mx.random.seed(OPTIONS["seed"])
+    start = MODULES[impl].Replicas([mx.cpu()]).parameters()
     assert found.keys() == expected.keys()
-    return max(np.abs(found[name] - expected[name]).max() / np.abs(expected[name]).max() for name in expected)
+    a, b, c = (np.concatenate([arrays[name].ravel() for name in expected]) for arrays in (found, expected, start))
+    return np.linalg.norm(a - b) / np.linalg.norm(b - c)
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +67,7 @@ def two(engine, impl, tmp_path_factory):
 
 def test_two_workers_of_one_context_end_with_the_parameters_of_one_process(two, impl, alone):
     for contexts in (1, 2):
-        assert furthest(parameters(two[0]), parameters(alone[impl, contexts])) < 1e-5
-
-
-def test_a_run_on_workers_moved_its_parameters_far_beyond_that_difference(two, impl):
-    start = MODULES[impl].Replicas([scratch.nd.zeros(1).context])
-    assert furthest(parameters(two[0]), start.parameters()) > 0.1
+        assert apart(parameters(two[0]), parameters(alone[impl, contexts]), impl) < 1e-4
 
 
 def test_loss_and_accuracy_are_of_all_examples_of_all_workers(two, impl, alone):
@@ -90,7 +90,7 @@ def test_two_workers_of_two_contexts_end_with_the_parameters_of_one_process(tmp_
     args = ["--impl", "highlevel", "--gpus", 2, "--device", "cpu", "--out", tmp_path / "run", *ARGS]
     status, _, err = runs.run("dist_sync", 2, *args, servers=2)
     assert status == 0, err
-    assert furthest(parameters(tmp_path / "run"), parameters(alone["highlevel", 1])) < 1e-5
+    assert apart(parameters(tmp_path / "run"), parameters(alone["highlevel", 1]), "highlevel") < 1e-4
 
 
 def test_a_run_of_two_workers_is_resumed_by_one_process_as_if_it_had_been_one(two, impl, tmp_path):
@@ -99,7 +99,7 @@ def test_a_run_of_two_workers_is_resumed_by_one_process_as_if_it_had_been_one(tw
     more = {**OPTIONS, "epochs": 2}
     module.train(1, BATCH, 0.2, device="cpu", resume=str(folder), **more)
     module.train(1, BATCH, 0.2, device="cpu", out=str(tmp_path / "whole"), **more)
-    assert furthest(parameters(folder), parameters(tmp_path / "whole")) < 1e-4
+    assert apart(parameters(folder), parameters(tmp_path / "whole"), impl) < 1e-4
 
 
 def test_a_run_of_one_process_is_resumed_by_three_workers(alone, tmp_path):
@@ -108,7 +108,7 @@ def test_a_run_of_one_process_is_resumed_by_three_workers(alone, tmp_path):
     assert status == 0, err
     assert "workers 3 where the run had 1" in err
     scratch.train(1, BATCH, 0.2, device="cpu", out=str(tmp_path / "whole"), **{**OPTIONS, "epochs": 2})
-    assert furthest(parameters(folder), parameters(tmp_path / "whole")) < 1e-4
+    assert apart(parameters(folder), parameters(tmp_path / "whole"), "scratch") < 1e-4
 
 
 def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_with_a_checkpoint(tmp_path):
@@ -125,7 +125,8 @@ def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_with_a_checkpoint(tmp_p
     assert process.returncode == 130, err
     _, _, settings, position = records.last(folder)
     whole = len(position.history) * -(-20000 // settings.batch_size) + position.steps
-    assert 0 < whole < 9 * 79 and not runs.lines(err)
+    assert 0 < whole < 9 * 79
+    assert [line for line in runs.lines(err) if "ended with status 130" not in line] == []  # that is launch.py's own
 
 
 def test_workers_with_another_batch_size_are_refused_with_both_values():

@@ -98,9 +98,15 @@ def who():
         return ""
 
 
+def speaks():
+    """Whether this process is worker 0, or alone."""
+    role, rank = os.environ.get("DMLC_ROLE", "worker"), os.environ.get("HOROVOD_RANK", "0")
+    return role == "worker" and rank == "0" and os.environ.get("DMLC_TASK_ID", "0") == "0"
+
+
 def say(line, prefix="gluon_mgpu: "):
     """A notice on standard error. Worker 0 speaks for all of them."""
-    if os.environ.get("HOROVOD_RANK", "0") == "0" and os.environ.get("DMLC_TASK_ID", "0") == "0":
+    if speaks():
         print(f"{prefix}{line}", file=sys.stderr)
 
 

@@ -260,7 +260,10 @@ class Member:
     def _end(self, line, status=1):
         sys.stdout.flush()
         os.write(2, f"error: {self.name}: {line}\n".encode())
-        os._exit(status)  # what waits for the lost one, in MXNet's threads, cannot be called back
+        time.sleep(BEAT / 2)  # so that a launcher sees the one that failed end first
+        os._exit(
+            status if self.name.startswith("worker") else 1
+        )  # what waits for the lost one, in MXNet's threads, cannot be called back
 
 
 def _connect(host, port):

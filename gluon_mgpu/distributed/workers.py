@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from gluon_mgpu import __version__, engine
 from gluon_mgpu.distributed import watch
 from gluon_mgpu.distributed.place import asked, check_compress
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.errors import BetweenSteps, Error, UsageError
 from gluon_mgpu.settings import shard_sizes
 
 NAMING = 5.0  # seconds within which a loss is named, where an operator noticed it first
@@ -183,11 +183,14 @@ def join(kvstore="local", compress=None, model="lenet"):
         member = watch.Member(here.root, here.port + 1, str(here))
         _ps_lite(member)
         store = DistSync(compress and float(compress.partition(":")[2]))
+    stopped = None
     try:
         yield Workers(store, member, here.rank, here.workers)
+    except BetweenSteps as error:  # as all workers do
+        stopped = error
     except (Error, KeyboardInterrupt) as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        member.failed("interrupted" if stopped else str(error), 130 if stopped else error.exit_status)
+        said = (str(error), error.exit_status) if isinstance(error, Error) else ("interrupted", 130)
+        member.failed(*said)
         raise
     except Exception as error:
         time.sleep(NAMING)  # the watch may say who was lost, and end this process
@@ -197,6 +200,8 @@ def join(kvstore="local", compress=None, model="lenet"):
     member.done()
     if hub:
         hub.close()
+    if stopped:
+        raise stopped
 
 
 def _names(here):
