@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,23 +17,21 @@ from gluon_mgpu import engine
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]
 HORIZON = 240  # seconds, on a busy machine
-HORVODRUN = str(Path(sys.executable).with_name("horovodrun"))
-ENGINES = [
-    "dist_sync",
-    pytest.param(
-        "horovod",
-        marks=pytest.mark.skipif(
-            not importlib.util.find_spec("horovod"), reason="Horovod is not installed: make horovod"
-        ),
+HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
+MARKS = {
+    "dist_sync": (),
+    "horovod": pytest.mark.skipif(
+        not importlib.util.find_spec("horovod"), reason="Horovod is not installed: make horovod"
     ),
-]
+}
+ENGINES = [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()]
 
 
 def command(kvstore, workers, *args, servers=1, program=None):
     """The command of a run. program: what each process runs, default train.py with this kvstore and args."""
     program = program or [*TRAIN, "--kvstore", kvstore, *map(str, args)]
     if kvstore == "horovod":
-        return [HORVODRUN, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *program]
+        return [HOROVODRUN, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *program]
     launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--workers", str(workers), "--servers", str(servers)]
     return [*launch, "--", *program]
 
@@ -62,10 +61,9 @@ def processes(mark):
         try:
             arguments = (folder / "cmdline").read_text().split("\0")
             environment = dict(e.partition("=")[::2] for e in (folder / "environ").read_text().split("\0"))
-            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             continue
-        if mark not in arguments or state == "Z" or "train.py" not in (arguments + ["", ""])[1]:
+        if mark not in arguments or _state(folder.name) == "Z" or "train.py" not in (arguments + ["", ""])[1]:
             continue
         if "HOROVOD_RANK" in environment:
             found[f"worker {environment['HOROVOD_RANK']}"] = int(folder.name)
@@ -74,6 +72,26 @@ def processes(mark):
         elif "DMLC_ROLE" in environment:
             found[f"{environment['DMLC_ROLE']} {environment['DMLC_TASK_ID']}"] = int(folder.name)
     return found
+
+
+def wait(done, seconds=HORIZON):
+    """Until done(); AssertionError where it is not within so many seconds."""
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def alive(pids):
+    """Those of the processes that have not ended."""
+    return [pid for pid in pids if _state(pid) not in (None, "Z")]
+
+
+def _state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return None
 
 
 def end(process):

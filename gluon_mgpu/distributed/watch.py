@@ -92,7 +92,7 @@ class Hub:
 
     def _take(self, connection, message):
         if not connection.name:
-            name = message.get("name")
+            name = str(message.get("name"))
             if name not in self.expected or name in self.members:
                 twice = f"{name} is there already" if name in self.members else f"this run has no {name}"
                 wanted = "each worker and each server needs a DMLC_TASK_ID of its own, from 0"

@@ -1,0 +1,190 @@
+"""The watch of who is alive: processes that do not come, are there twice, end or fall silent, and strangers."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import runs
+
+from gluon_mgpu import Error
+from gluon_mgpu.distributed import watch
+
+PAIR = ("worker 0", "worker 1")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT", 0.05)
+    monkeypatch.setattr(watch, "SILENCE", 1.0)
+
+
+def joined(hub, *names):
+    """A Member each, which wait for each other."""
+    made = {}
+    threads = [
+        threading.Thread(target=lambda name=name: made.update({name: watch.Member("127.0.0.1", hub.port, name)}))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return [made[name] for name in names]
+
+
+class Raw:
+    """A connection to the hub that speaks for itself."""
+
+    def __init__(self, hub):
+        self.socket = socket.create_connection(("127.0.0.1", hub.port), timeout=10)
+        self.file = self.socket.makefile()
+
+    def send(self, text):
+        self.socket.sendall(text.encode() + b"\n")
+
+    def hear(self, key):
+        return next(message for message in map(json.loads, self.file) if key in message)
+
+
+def test_what_workers_gather_is_what_each_gave_by_rank(quick):
+    hub = watch.Hub("127.0.0.1", 0, PAIR)
+    members = joined(hub, *PAIR)
+    got = {}
+
+    def gather(member):
+        got[member.name] = [member.gather([member.name, turn]) for turn in range(3)]
+
+    threads = [threading.Thread(target=gather, args=(member,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert got["worker 0"] == got["worker 1"] == [[["worker 0", i], ["worker 1", i]] for i in range(3)]
+    for member in members:
+        member.done()
+    hub.close()
+
+
+def test_one_worker_asks_to_stop_and_all_find_it(quick):
+    hub = watch.Hub("127.0.0.1", 0, PAIR)
+    first, second = joined(hub, *PAIR)
+    assert not first.stopping.is_set()
+    second.ask_to_stop()
+    assert first.stopping.wait(10) and second.stopping.wait(10)
+    first.done(), second.done()
+    hub.close()
+
+
+def keep_alive(connection):
+    with suppress(OSError):
+        while True:
+            connection.send("{}")
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("end", ["closes", "is silent"])
+def test_a_member_that_ends_or_falls_silent_is_named_to_the_others(quick, end):
+    lines = []
+    hub = watch.Hub("127.0.0.1", 0, PAIR, lines.append)
+    first, second = Raw(hub), Raw(hub)
+    first.send('{"name": "worker 0", "about": "here"}')
+    second.send('{"name": "worker 1", "about": "there"}')
+    first.hear("all")
+    if end == "closes":
+        second.socket.shutdown(socket.SHUT_RDWR)
+    else:
+        threading.Thread(target=keep_alive, args=(first,), daemon=True).start()
+    why = "its connection ended" if end == "closes" else "it has given no sign of life for 1 s"
+    assert first.hear("lost")["lost"] == f"worker 1 (there) was lost: {why}"
+    hub.thread.join(10)
+    assert lines == [f"worker 1 (there) was lost: {why}"]
+
+
+def test_a_member_that_is_done_may_go(quick):
+    lines = []
+    hub = watch.Hub("127.0.0.1", 0, PAIR, lines.append)
+    members = joined(hub, *PAIR)
+    for member in members:
+        member.done()
+        member.connection.sock.shutdown(socket.SHUT_RDWR)
+    hub.close()
+    assert not lines
+
+
+@pytest.mark.parametrize(
+    "said", ["GET / HTTP/1.1", "[1]", '{"name": "worker 7"}', '{"name": ["worker 0"]}', "x" * (2 << 20)]
+)
+def test_a_stranger_disturbs_nobody(quick, said):
+    lines = []
+    hub = watch.Hub("127.0.0.1", 0, PAIR, lines.append)
+    stranger = Raw(hub)
+    try:
+        stranger.send(said)
+    except OSError:
+        pass
+    members = joined(hub, *PAIR)
+    assert len(members) == 2 and not lines
+    for member in members:
+        member.done()
+    hub.close()
+
+
+def test_a_number_that_is_given_twice_is_refused_to_the_second_one(quick):
+    hub = watch.Hub("127.0.0.1", 0, PAIR)
+    first, second = Raw(hub), Raw(hub)
+    first.send('{"name": "worker 0"}')
+    first.hear("missing")
+    second.send('{"name": "worker 0"}')
+    assert second.hear("lost")["lost"].startswith("worker 0 is there already: each worker")
+
+
+def test_who_does_not_come_is_named(quick, monkeypatch):
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
+    hub = watch.Hub("127.0.0.1", 0, (*PAIR, "server 0"))
+    first = Raw(hub)
+    first.send('{"name": "worker 0"}')
+    assert first.hear("lost")["lost"].startswith("worker 1, server 0 did not come within 0 s")
+
+
+def test_a_taken_port_a_wrong_host_and_nobody_there_are_one_line_each(quick, monkeypatch):
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(
+            Error, match=f"127.0.0.1, port {taken.getsockname()[1]} cannot be listened on .Address already"
+        ):
+            watch.Hub("127.0.0.1", taken.getsockname()[1], PAIR)
+        free = taken.getsockname()[1]
+    with pytest.raises(Error, match=r"nobody answers at 127\.0\.0\.1, port .* for 0 s"):
+        watch.Member("127.0.0.1", free, "worker 0")
+    for made in (
+        lambda: watch.Hub("no.such.host.invalid", 0, PAIR),
+        lambda: watch.Member("no.such.host.invalid", 1, "worker 0"),
+    ):
+        with pytest.raises(Error, match="the host no.such.host.invalid does not resolve"):
+            made()
+
+
+WAITS = """
+import sys, time
+from gluon_mgpu.distributed import watch
+watch.BEAT, watch.SILENCE = 0.05, 1.0
+member = watch.Member("127.0.0.1", int(sys.argv[1]), "worker 1")
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_whose_hub_is_lost_ends_with_a_line_that_names_it(quick):
+    hub = watch.Hub("127.0.0.1", 0, ("worker 1",))
+    line = [sys.executable, "-c", WAITS, str(hub.port)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=runs.ROOT) as process:
+        assert process.stdout.readline() == "there\n"
+        hub.members["worker 1"].sock.shutdown(socket.SHUT_RDWR)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err == "error: worker 1: worker 0 was lost: its connection ended\n"
