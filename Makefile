@@ -3,20 +3,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: train test test-slow test-faults parity parity-quick bench bench-peers lint install clean
+.PHONY: train test test-slow test-faults test-cuda parity parity-quick bench bench-peers lint install clean
 .DELETE_ON_ERROR:
 
 train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --batch-size 256 --lr 0.2 --epochs 4
 
 test: install  ## the suite
-	$(BIN)/python -m pytest -m "not slow and not faults"
+	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: install  ## the suite and the proofs that take minutes
-	$(BIN)/python -m pytest -m "not faults"
+	$(BIN)/python -m pytest
 
 test-faults: install  ## processes of a run are killed, one by one: a table of what the others do
-	$(BIN)/python -m pytest -m faults -s tests/test_faults.py
+	$(BIN)/python -m pytest -m faults -s
+
+test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in an environment of their own: downloads 2.2 GB
+	$(BIN)/python -m pytest -m cuda_wheels
 
 parity: install  ## everything held against what the notebooks printed
 	$(BIN)/python scripts/parity.py

@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 
+from gluon_mgpu import cuda
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error
 
@@ -34,7 +35,7 @@ FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 # What `configure` may set or remove.
-TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", *BINDING)
+TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
 
 _configured = False
 _before, _after = (
@@ -49,8 +50,8 @@ def configure(contexts=None):
 
     contexts: how many contexts will compute side by side. None means that it is not known: several are assumed, unless
     an earlier call said how many. What the environment already sets is kept where it is safe; what is overruled is
-    named on standard error. Raises Error where MXNet is missing or cannot work with this NumPy, and where mxnet was
-    imported first with settings under which `contexts` CPU contexts can hang.
+    named on standard error. Raises Error where MXNet is missing or cannot work with this NumPy, where mxnet was
+    imported first with settings under which `contexts` CPU contexts can hang, and as cuda.prepare does.
     """
     global _configured
     if contexts is None and _configured:
@@ -68,6 +69,7 @@ def configure(contexts=None):
         if importlib.util.find_spec("mxnet") is None:
             raise Error("MXNet is not installed: run `make install`, or `pip install mxnet==1.9.1`")
         _set_threads(contexts)
+        cuda.prepare()  # after the threads: a library of the system's may load libgomp
         if contexts != 1:
             os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
         for name in TOUCHED:

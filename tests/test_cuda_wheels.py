@@ -1,0 +1,131 @@
+"""mxnet-cu112 with NVIDIA's own wheels, in an environment of its own, on a machine without a GPU: `make test-cuda`.
+
+Only the driver is a stand-in, compiled here. It downloads 2.2 GB, and takes 6 GB of temporary files meanwhile.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gluon_mgpu import cuda
+
+pytestmark = pytest.mark.cuda_wheels
+ROOT = Path(__file__).parents[1]
+
+# The driver of a machine without GPUs: a version, and CUDA_ERROR_NO_DEVICE to all else that libmxnet.so and
+# libcudart.so.11.0 call.
+DRIVER = """
+#include <string.h>
+#define NO_DEVICE(name) int name(void) { return 100; }
+NO_DEVICE(cuInit) NO_DEVICE(cuDeviceGet) NO_DEVICE(cuDevicePrimaryCtxRetain) NO_DEVICE(cuGetErrorString)
+NO_DEVICE(cuGraphKernelNodeGetParams) NO_DEVICE(cuGraphNodeGetType) NO_DEVICE(cuLaunchKernel)
+NO_DEVICE(cuModuleGetFunction) NO_DEVICE(cuModuleLoadData) NO_DEVICE(cuModuleLoadDataEx) NO_DEVICE(cuModuleUnload)
+int cuDriverGetVersion(int *version) { *version = 11080; return 0; }
+int cuGetProcAddress(const char *name, void **function, int version, unsigned long flags) {
+    *function = !strcmp(name, "cuGetProcAddress") ? (void *)cuGetProcAddress
+              : !strcmp(name, "cuDriverGetVersion") ? (void *)cuDriverGetVersion : (void *)cuInit;
+    return 0;
+}
+"""
+
+
+def library(folder, name, source):
+    """Compile a shared library of this name."""
+    folder.mkdir(exist_ok=True)
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / name), f"-Wl,-soname,{name}"]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def installed():
+    """The environment: folder, and run(*command, libraries=folders that the loader looks in first)."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        source = folder / "source"  # a copy: pip leaves build/ where it builds
+        source.mkdir()
+        for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source)
+        shutil.copytree(ROOT / "gluon_mgpu", source / "gluon_mgpu")
+        clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, env=clean)
+        pip = [folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+        subprocess.run([*pip, f"{source}[cu112]"], check=True, env=clean)
+        library(folder / "driver", "libcuda.so.1", DRIVER)
+
+        def run(*command, libraries=("driver",)):
+            return subprocess.run(
+                [folder / "venv/bin" / command[0], *command[1:]],
+                env={**clean, "LD_LIBRARY_PATH": ":".join(str(folder / name) for name in libraries)},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+
+        yield SimpleNamespace(folder=folder, run=run)
+
+
+TRAIN = ("gluon-mgpu", "train", "--dataset", "synthetic", "--gpus", "2", "--limit", "512", "--epochs", "1")
+
+
+def test_mxnet_imports_with_cuda_and_nccl_and_counts_no_gpu(installed):
+    code = """
+import gluon_mgpu; gluon_mgpu.configure(2)
+import ctypes, mxnet as mx
+print([mx.runtime.Features().is_enabled(name) for name in ("CUDA", "CUDNN", "NCCL")], mx.context.num_gpus())
+print(ctypes.CDLL("libcudart.so.11.0").cudaGetDeviceCount(ctypes.byref(ctypes.c_int())))
+"""
+    done = installed.run("python", "-c", code)
+    assert done.stdout == "[True, True, True] 0\n100\n", done.stderr  # cudaErrorNoDevice is 100
+
+
+@pytest.mark.parametrize("impl", ["scratch", "highlevel"])
+def test_it_trains_on_cpu_contexts(installed, impl):
+    done = installed.run(*TRAIN, "--impl", impl)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "running on: [cpu(0), cpu(1)]" and second.startswith("epoch 1, time: ")
+    assert done.stderr == "gluon_mgpu: this machine has no GPU that MXNet can see: using 2 CPU contexts\n"
+
+
+def test_a_gpu_that_is_asked_for_is_refused_in_one_line(installed):
+    done = installed.run(*TRAIN, "--device", "gpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: --device gpu: this machine has no GPU that MXNet can see; --device cpu trains on CPU contexts\n"
+    )
+
+
+def test_without_a_driver_training_ends_in_one_line(installed):
+    try:
+        ctypes.CDLL(cuda.DRIVER)
+    except OSError:
+        pass
+    else:
+        pytest.skip("this machine has the driver")
+    done = installed.run(*TRAIN, libraries=())
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("error: libcuda.so.1 is not there: mxnet-cu112 needs NVIDIA's driver")
+
+
+def test_other_cuda_libraries_that_the_loader_would_find_first_are_not_taken(installed):
+    for _, *names in cuda.LIBRARIES:
+        for name in names:
+            library(installed.folder / "others", name, "")
+    code = """
+import gluon_mgpu; gluon_mgpu.configure(2)
+import ctypes, mxnet
+cudnn = ctypes.CDLL("libcudnn.so.8")
+print(cudnn.cudnnGetVersion())
+cudnn.cudnnCreate(ctypes.byref(ctypes.c_void_p()))  # without the wheel's parts of cuDNN it ends the process
+print(len({line.split()[-1] for line in open("/proc/self/maps") if "/others/" in line}))
+"""
+    done = installed.run("python", "-c", code, libraries=("driver", "others"))
+    assert done.stdout == "8906\n0\n", done.stderr
