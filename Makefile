@@ -18,7 +18,7 @@ test-slow: install  ## the suite and the proofs that take minutes
 test-faults: install  ## processes of a run are killed, one by one: a table of what the others do
 	$(BIN)/python -m pytest -m faults -s
 
-test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in an environment of their own: downloads 2.2 GB
+test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in an environment of their own: downloads 2.1 GB
 	$(BIN)/python -m pytest -m cuda_wheels
 
 parity: install  ## everything held against what the notebooks printed

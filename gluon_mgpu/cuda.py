@@ -60,7 +60,7 @@ def refuse_two_wheels():
     names = list(wheels())
     if len(names) > 1:
         raise Error(
-            f"{' and '.join(names)} are both installed, and both are the folder mxnet: run "
+            f"{' and '.join(names)} are both installed, and both write the folder mxnet: run "
             f"`pip uninstall -y {' '.join(names)}`, then `pip install mxnet==1.9.1` or, for NVIDIA's GPUs, "
             "`pip install mxnet-cu112==1.9.1`"
         )

@@ -1,6 +1,6 @@
 """mxnet-cu112 with NVIDIA's own wheels, in an environment of its own, on a machine without a GPU: `make test-cuda`.
 
-Only the driver is a stand-in, compiled here. It downloads 2.2 GB, and takes 6 GB of temporary files meanwhile.
+Only the driver is a stand-in, compiled here. It downloads 2.1 GB, and takes 6 GB of temporary files meanwhile.
 """
 
 import ctypes
