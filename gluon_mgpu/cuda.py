@@ -37,6 +37,7 @@ LIBRARIES = (
     ),
     ("nvidia-nccl-cu11", "libnccl.so.2"),
 )
+AGAIN = "pip install --force-reinstall --no-deps"  # also where pip takes a wheel for installed whose files are gone
 CHECKS = "MXNET_CUDA_LIB_CHECKING"
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
@@ -102,12 +103,12 @@ def missing():
                 if _is_absent(library, error):
                     absent[library] = wheel
                 elif str(error).startswith(path):
-                    lines.append(f"{error}: run `pip install --force-reinstall --no-deps '{wheel}'`")
+                    lines.append(f"{error}: run `{AGAIN} '{wheel}'`")
                 else:
                     lines.append(f"{path} needs a library that this machine does not have: {error}")
     if absent:
         needed = " ".join(f"'{wheel}'" if "<" in wheel else wheel for wheel in dict.fromkeys(absent.values()))
-        lines.append(f"mxnet-cu112 needs {', '.join(absent)}, and nothing here has that: run `pip install {needed}`")
+        lines.append(f"mxnet-cu112 needs {', '.join(absent)}, and nothing here has that: run `{AGAIN} {needed}`")
     return lines
 
 

@@ -123,7 +123,9 @@ def test_missing_libraries_are_one_line_that_names_them_and_their_wheels(site):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     named = re.findall(r"lib\w+\.so[.\d]*", done.stderr)
     assert named == [library for library in ALL if "cudnn" in library or "nccl" in library]
-    assert done.stderr.endswith("run `pip install 'nvidia-cudnn-cu11<9' nvidia-nccl-cu11`\n")
+    assert done.stderr.endswith(
+        "run `pip install --force-reinstall --no-deps 'nvidia-cudnn-cu11<9' nvidia-nccl-cu11`\n"
+    )
 
 
 def test_a_library_that_no_wheel_brings_is_taken_from_the_system(site):
@@ -140,17 +142,17 @@ def test_a_library_that_no_wheel_brings_is_taken_from_the_system(site):
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_a_damaged_library_is_one_line_with_its_path_and_how_to_have_it_again(site):
+def test_a_library_that_was_cut_off_or_removed_is_one_line_with_how_to_have_it_again(site):
     site.install_mxnet()
     site.install_nvidia()
     cut, gone = (next(site.folder.glob(f"nvidia/*/lib/{name}")) for name in ("libcufft.so.10", "libcurand.so.10"))
     for path in (cut, gone):
         path.unlink()
     cut.write_bytes(b"\x7fELF")
-    lines = site.missing()
-    assert len(lines) == 2
-    for line, path, wheel in zip(lines, (cut, gone), ("nvidia-cufft-cu11", "nvidia-curand-cu11")):
-        assert line.startswith(f"{path}: ") and line.endswith(f"--force-reinstall --no-deps '{wheel}'`")
+    for line, path, wheel in zip(site.missing(), (cut, gone), ("nvidia-cufft-cu11", "nvidia-curand-cu11")):
+        assert path.name in line
+        assert re.search(f"run `pip install --force-reinstall --no-deps '?{wheel}'?`$", line)
+    assert len(site.missing()) == 2
 
 
 @pytest.mark.parametrize("other", ["mxnet-cu112", "mxnet-cu102", "mxnet-mkl"])
