@@ -8,7 +8,7 @@ from click.core import ParameterSource
 
 from gluon_mgpu import __version__, commands, datasets, devices, engine, recipes, records
 from gluon_mgpu.bench.cli import bench
-from gluon_mgpu.distributed import place, workers
+from gluon_mgpu.distributed import place, serve
 from gluon_mgpu.errors import UsageError
 from gluon_mgpu.settings import MODELS, SCHEDULES, Settings
 
@@ -157,7 +157,7 @@ def train(context, recipe, **options):
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     here = place.asked(options["kvstore"])
     if here.role != "worker":
-        workers.serve(here)
+        serve.serve(here)
         return
     place.check_compress(options["compress"], here, options["model"])
     if recipe and options["resume"] is not None:

@@ -13,7 +13,7 @@ from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 
 from gluon_mgpu import blocks, checkpoint, devices, loop, shared_memory  # noqa: E402
-from gluon_mgpu.distributed.store import Store  # noqa: E402
+from gluon_mgpu.distributed.stores import TrainersStore  # noqa: E402
 from gluon_mgpu.distributed.workers import join  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
@@ -188,7 +188,7 @@ class Replicas:
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
         store = shared_memory.Store() if shared_memory.serves(ctx) else "device"
         if workers:
-            store = Store(ctx, workers)
+            store = TrainersStore(ctx, workers)
         self.trainer = gluon.Trainer(list(self.trained.values()), "sgd", rule, kvstore=store, update_on_kvstore=False)
 
     def train_batch(self, X, y, lr, batch_size=None):

@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]
 HORIZON = 240  # seconds, on a busy machine
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
+HOROVOD = importlib.util.find_spec("horovod")
+NO_HOROVOD = "Horovod is not installed: make horovod"
 MARKS = {
     "dist_sync": (),
-    "horovod": pytest.mark.skipif(
-        not importlib.util.find_spec("horovod"), reason="Horovod is not installed: make horovod"
-    ),
+    "horovod": pytest.mark.skipif(not HOROVOD, reason=NO_HOROVOD),
 }
 ENGINES = [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()]
 

@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import runs
 
-from gluon_mgpu import UsageError, checkpoint, highlevel, records, scratch
+from gluon_mgpu import Error, UsageError, checkpoint, highlevel, records, scratch
 from gluon_mgpu.distributed import place, workers
 
 MODULES = {"scratch": scratch, "highlevel": highlevel}
@@ -31,7 +34,7 @@ def apart(found, expected, impl):
     mx.random.seed(OPTIONS["seed"])
     start = MODULES[impl].Replicas([mx.cpu()]).parameters()
     assert found.keys() == expected.keys()
-    a, b, c = (np.concatenate([arrays[name].ravel() for name in expected]) for arrays in (found, expected, start))
+    a, b, c = (np.concatenate([arrays[name].ravel() for name in start]) for arrays in (found, expected, start))
     return np.linalg.norm(a - b) / np.linalg.norm(b - c)
 
 
@@ -86,11 +89,84 @@ def test_worker_0_alone_prints_and_the_others_say_nothing(two):
     assert not runs.lines(err)
 
 
-def test_two_workers_of_two_contexts_end_with_the_parameters_of_one_process(tmp_path, alone):
-    args = ["--impl", "highlevel", "--gpus", 2, "--device", "cpu", "--out", tmp_path / "run", *ARGS]
+def test_two_workers_of_two_contexts_with_all_that_a_step_can_do_are_one_process_too(impl, tmp_path):
+    beyond = {"momentum": 0.9, "clip_norm": 0.1, "accumulate": 3, "weight_decay": 0.001}
+    more = [part for name, value in beyond.items() for part in (f"--{name.replace('_', '-')}", value)]
+    args = ["--impl", impl, "--gpus", 2, "--device", "cpu", "--out", tmp_path / "run", *ARGS, *more]
     status, _, err = runs.run("dist_sync", 2, *args, servers=2)
     assert status == 0, err
-    assert apart(parameters(tmp_path / "run"), parameters(alone["highlevel", 1]), "highlevel") < 1e-4
+    MODULES[impl].train(2, BATCH, 0.2, device="cpu", out=str(tmp_path / "alone"), **OPTIONS, **beyond)
+    assert apart(parameters(tmp_path / "run"), parameters(tmp_path / "alone"), impl) < 1e-4
+
+
+def test_resnet18_on_two_workers_is_resnet18_on_two_contexts_with_its_running_statistics(engine, tmp_path):
+    options = {"model": "resnet18", "dataset": "synthetic", "limit": 21, "epochs": 1, "seed": 3}
+    args = [part for name, value in options.items() for part in (f"--{name}", value)]
+    args += ["--impl", "highlevel", "--batch-size", 4, "--lr", 0.01, "--device", "cpu", "--out", tmp_path / "run"]
+    status, _, err = runs.run(engine, 2, *args)
+    assert status == 0, err
+    highlevel.train(2, 4, 0.01, device="cpu", out=str(tmp_path / "alone"), **options)
+    found, expected = parameters(tmp_path / "run"), parameters(tmp_path / "alone")
+    statistics = [name for name in expected if "running" in name]
+    assert len(statistics) == 34 and found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+EXCHANGE = """
+import json, sys
+from gluon_mgpu.distributed import place, serve, workers
+here = place.place()
+if here.role != "worker":
+    serve.serve(here)
+    sys.exit()
+kvstore, compress = sys.argv[1:]
+with workers.join(kvstore, compress) as group:
+    import numpy as np
+    from mxnet import nd
+    start = group.broadcast({"a": np.array([0.25, -3, 1e-3], np.float32) * (1 - group.rank)})["a"]
+    got = [start.tolist()]
+    for _ in range(4):
+        gradient = nd.array([0.3, -0.7, 1.1, 1 / 3]) * (group.rank + 1)
+        group.allreduce(gradient, 0)
+        got.append(gradient.asnumpy().tolist())
+    if group.rank == 0:
+        print("got", json.dumps(got))
+"""
+
+
+def exchanged(kvstore, compress, folder):
+    program = folder / "exchange.py"
+    program.write_text(EXCHANGE)
+    status, out, err = runs.run(kvstore, 2, program=[sys.executable, str(program), kvstore, compress])
+    assert status == 0, err
+    return json.loads(out.split("got ")[1])
+
+
+START = np.array([0.25, -3, 1e-3], np.float32)
+GRADIENTS = [np.array([0.3, -0.7, 1.1, 1 / 3], np.float32) * k for k in (1, 2)]
+
+
+def test_two_bits_send_the_threshold_or_nothing_and_keep_the_rest(tmp_path):
+    start, *sums = exchanged("dist_sync", "2bit:0.5", tmp_path)
+    np.testing.assert_array_equal(np.float32(start), START)
+    left = [np.zeros(4, np.float32) for _ in GRADIENTS]
+    for found in sums:
+        sent = []
+        for gradient, rest in zip(GRADIENTS, left):
+            rest += gradient
+            sent.append(np.where(rest >= 0.5, 0.5, np.where(rest <= -0.5, -0.5, 0)).astype(np.float32))
+            rest -= sent[-1]
+        np.testing.assert_array_equal(np.float32(found), sum(sent))
+
+
+@pytest.mark.skipif(not runs.HOROVOD, reason=runs.NO_HOROVOD)
+def test_fp16_sends_16_bit_numbers_of_gradients_alone(tmp_path):
+    start, *sums = exchanged("horovod", "fp16", tmp_path)
+    np.testing.assert_array_equal(np.float32(start), START)
+    expected = sum(gradient.astype(np.float16) for gradient in GRADIENTS)
+    for found in sums:
+        np.testing.assert_array_equal(np.float32(found), expected.astype(np.float32))
 
 
 def test_a_run_of_two_workers_is_resumed_by_one_process_as_if_it_had_been_one(two, impl, tmp_path):
@@ -186,6 +262,48 @@ def test_a_process_started_for_workers_does_not_train_alone(monkeypatch, environ
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=said):
         place.asked("local")
+
+
+@pytest.mark.parametrize(
+    "compress, kvstore, model, said",
+    [
+        ("fp16", "dist_sync", "lenet", "fp16 is horovod's"),
+        ("2bit:0.5", "local", "lenet", "2bit:THRESHOLD is dist_sync's"),
+        ("2bit:0", "dist_sync", "lenet", "give a threshold above 0"),
+        ("2bit", "dist_sync", "lenet", "give a threshold above 0"),
+        ("2bit:1", "dist_sync", "resnet18", "its running statistics would be sent in 2 bits too"),
+    ],
+)
+def test_a_compression_that_the_kvstore_does_not_offer_is_refused(compress, kvstore, model, said):
+    with pytest.raises(UsageError, match=said):
+        place.check_compress(compress, place.LOCAL._replace(kvstore=kvstore), model)
+
+
+def test_a_missing_horovod_is_one_line_that_says_how_to_get_it(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_SIZE", "1")
+    monkeypatch.setitem(sys.modules, "horovod.mxnet", None)
+    with pytest.raises(Error, match="Horovod is not installed for this MXNet .*: `make horovod` builds it"):
+        with workers.join("horovod"):
+            pass
+
+
+def test_a_scheduler_that_cannot_listen_says_so_before_training(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host, said in (
+            ("127.0.0.1", f"127.0.0.1, port {port} cannot be listened on"),
+            ("no.host.invalid", "does not"),
+        ):
+            environment = {
+                **os.environ,
+                **{"DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)},
+                **{"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"},
+            }
+            line = [*runs.TRAIN, "--kvstore", "dist_sync"]
+            ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=runs.HORIZON)
+            assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+            assert ended.stderr.startswith("error: the scheduler: ") and said in ended.stderr
 
 
 @pytest.mark.parametrize("kvstore", ["horovod", "dist_sync"])

@@ -19,6 +19,10 @@ class Place(NamedTuple):
     root: Optional[str] = None  # dist_sync: the scheduler's host
     port: int = 0  # and its port
 
+    def members(self):
+        """The names of all workers and servers of the run."""
+        return [f"worker {i}" for i in range(self.workers)] + [f"server {i}" for i in range(self.servers)]
+
     def __str__(self):
         return "the scheduler" if self.role == "scheduler" else f"{self.role} {self.rank}"
 
@@ -83,6 +87,13 @@ def check_compress(compress, here, model):
         raise UsageError(
             f"--compress {compress} --kvstore {here.kvstore}: fp16 is horovod's, and 2bit:THRESHOLD is dist_sync's"
         )
+
+
+def for_ps_lite(address):
+    """Set what ps-lite reads of the environment and a user cannot be expected to know. address: at which this process
+    is reached, where DMLC_NODE_HOST does not say."""
+    os.environ.setdefault("DMLC_NODE_HOST", address)
+    os.environ.pop("PORT", None)  # ps-lite would listen there, in every process
 
 
 def started():

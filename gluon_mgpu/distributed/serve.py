@@ -1,0 +1,45 @@
+"""What a server and the scheduler of dist_sync do: MXNet's own loop, in a process that the watch sees."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+from gluon_mgpu import engine
+from gluon_mgpu.distributed import place, watch
+
+
+def serve(here):
+    """What a server's and the scheduler's process do until the workers are done. here: a Place of dist_sync."""
+    engine.configure(1)
+    for which in (signal.SIGINT, signal.SIGTERM):  # MXNet's loop would not come back to Python for them
+        signal.signal(which, signal.SIG_DFL)
+    if here.role == "scheduler":
+
+        def end(line):
+            os.write(2, f"error: the scheduler: {line}\n".encode())
+            time.sleep(watch.BEAT)  # until the others have read it
+            os._exit(1)
+
+        watch.Hub(here.root, here.port, ()).close()  # refuses a port that is taken, where ps-lite would not say which
+        hub = watch.Hub(here.root, here.port + 1, here.members(), end)
+        address, done = hub.listener.getsockname()[0], hub.close
+    else:
+        member = watch.Member(here.root, here.port + 1, str(here))
+        address, done = member.own_address, member.done
+    place.for_ps_lite(address)
+    # MXNet, imported by a server, would serve at once, and unpickle what it is sent as an optimizer.
+    os.environ["DMLC_ROLE"] = "worker"
+    import mxnet as mx
+    from mxnet.base import _LIB, check_call
+
+    os.environ["DMLC_ROLE"] = here.role
+    kv = mx.kv.create("dist_sync")
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+    def no_command(which, body, _):
+        print(f"gluon_mgpu: {here}: a worker's command is ignored: servers sum, and update nothing", file=sys.stderr)
+
+    check_call(_LIB.MXKVStoreRunServer(kv.handle, no_command, None))
+    done()
