@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: train test test-slow test-faults test-cuda parity parity-quick bench bench-peers lint install clean
+.PHONY: train test test-slow test-faults test-cuda parity parity-quick bench bench-peers horovod lint install clean
 .DELETE_ON_ERROR:
 
 train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
@@ -33,6 +33,9 @@ bench: install  ## speed and memory beside the notebook's own code
 bench-peers: install  ## the same beside PyTorch, which this installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,bench]'
 	$(BIN)/python scripts/bench.py peers
+
+horovod: install  ## build Horovod for training on several machines, install it and check it
+	@$(BIN)/python scripts/build_horovod.py
 
 lint: install
 	$(BIN)/ruff check .
