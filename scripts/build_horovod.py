@@ -4,7 +4,6 @@ The wheel stays in the user's cache, so that each Python takes the minutes once.
 lines more, PATCHES below.
 """
 
-import contextlib
 import importlib.metadata
 import os
 import re
@@ -15,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import click
@@ -26,7 +26,7 @@ from gluon_mgpu.errors import Error
 
 HOROVOD = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of its sources
-MARK = "gluon.mgpu"  # the local part of our wheel's version
+MARK = "gluon.mgpu"  # the local part of our wheel's version: another one when PATCHES change
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
 PATCHES = (  # a file of the sources, where in it, what comes after that
     # Without it MXNet does not import beside today's NumPy: not in workers, and not in horovodrun, which asks it first.
@@ -102,7 +102,7 @@ def whole(path):
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except (FileNotFoundError, zipfile.BadZipFile):
+    except (FileNotFoundError, zipfile.BadZipFile, zlib.error):
         return False
 
 
@@ -125,6 +125,7 @@ def build(path):
             with open(log, "wb") as file:
                 built = compiled(Path(folder), file)
             checkpoint.write_whole(path, lambda file: file.write(built.read_bytes()))
+            path.with_suffix(".log").unlink(missing_ok=True)
         except subprocess.CalledProcessError:
             kept = shutil.copy(log, path.with_suffix(".log"))
             raise Error(f"Horovod does not build: {telling(log)} (the whole log: {kept})") from None
@@ -164,24 +165,22 @@ def compiled(folder, log):
 
 def run(command, log, environment=None, progress=False):
     """Run a command, its output into `log`; it ends with us. On a terminal, `make`'s percentage is shown."""
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     try:
         with tqdm(total=100, unit="%", desc="compiling", leave=False, disable=None if progress else True) as bar:
             for line in process.stdout:
                 log.write(line)
-                log.flush()
                 percent = re.match(rb"\s*\[ *(\d+)%\]", line)
                 if percent:
                     bar.update(int(percent[1]) - bar.n)
-        if process.wait():
-            raise subprocess.CalledProcessError(process.returncode, command)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # pip, CMake, make and the compilers
         process.wait()
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)
 
 
 def telling(log):

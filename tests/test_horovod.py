@@ -53,18 +53,18 @@ def test_where_the_tools_are_missing_one_line_names_their_packages_before_anythi
     assert not cache.exists()
 
 
-def test_a_built_wheel_is_used_again_and_one_that_was_cut_off_is_not(tmp_path):
+def test_a_built_wheel_is_used_again_and_one_that_was_cut_off_or_altered_is_not(tmp_path):
     nothing = folder_with(tmp_path)
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     name = f"horovod-0.28.1+gluon.mgpu-{python}-{python}-linux_x86_64.whl"
     built = tmp_path / "cache" / "gluon_mgpu" / "wheels" / "mxnet-1.9.1" / name
     built.parent.mkdir(parents=True)
-    with zipfile.ZipFile(built, "w") as archive:
-        archive.writestr("horovod/__init__.py", "x = 1\n" * 1000)
+    with zipfile.ZipFile(built, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("horovod/__init__.py", "\n".join(map(str, range(1000))))
     assert wheel(tmp_path / "cache", nothing) == str(built)  # without a compiler: it was not built
     whole = built.read_bytes()
-    for cut in (whole[:100], whole[:50] + b"?" + whole[51:]):
-        built.write_bytes(cut)
+    for damaged in (whole[:-1], whole[:100], whole[:400] + b"????" + whole[404:]):
+        built.write_bytes(damaged)
         assert "g++ and make cannot be found" in wheel(tmp_path / "cache", nothing)
 
 
