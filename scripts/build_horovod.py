@@ -5,6 +5,7 @@ lines more, PATCHES below.
 """
 
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -187,8 +188,8 @@ def telling(log):
     """The line of a build's log that says what is wrong: its first error, else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for number, line in enumerate(lines):
-        if line.startswith("CMake Error"):  # what is wrong stands on the next line
-            return " ".join(lines[number : number + 2])
+        if line.startswith("CMake Error"):  # what is wrong stands on the next lines
+            return " ".join(["CMake:", *itertools.takewhile(lambda x: "Call Stack" not in x, lines[number + 1 :][:4])])
         if re.search(r"\berror: |No space left", line, re.IGNORECASE):
             return line
     return lines[-1] if lines else "it said nothing"
