@@ -7,4 +7,5 @@ from gluon_mgpu.engine import configure
 from gluon_mgpu.errors import Error, UsageError
 
 __all__ = ["Error", "UsageError", "configure"]
+IMPLS = ("scratch", "highlevel")
 __version__ = "0.1.0"

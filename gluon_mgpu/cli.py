@@ -9,6 +9,7 @@ from click.core import ParameterSource
 from gluon_mgpu import __version__, commands, datasets, devices, engine, recipes, records
 from gluon_mgpu.bench.cli import bench
 from gluon_mgpu.distributed import place, serve
+from gluon_mgpu.doctor import doctor
 from gluon_mgpu.errors import UsageError
 from gluon_mgpu.settings import MODELS, SCHEDULES, Settings
 
@@ -367,5 +368,5 @@ def main():
     """Data-parallel training with MXNet, from scratch and with Gluon."""
 
 
-for command in (train, walkthrough, batch_size, evaluate, parity, bench, launch):
+for command in (train, walkthrough, batch_size, evaluate, parity, bench, launch, doctor):
     main.add_command(command)

@@ -1,6 +1,7 @@
 """What the commands have in common: errors as one line, exit statuses, options.
 
-Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted.
+Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted. What is imported here needs no NumPy, since
+`gluon_mgpu.doctor` must start where that is broken.
 """
 
 import os
@@ -11,10 +12,10 @@ import traceback
 
 import click
 
-from gluon_mgpu import devices, records
+import gluon_mgpu
+from gluon_mgpu import devices, engine
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error
-from gluon_mgpu.settings import SGD
 
 
 class OneLineErrors:
@@ -65,6 +66,10 @@ def _report(error):
     if isinstance(error, Error):
         click.echo(f"error: {place.who()}{error}", err=True)
         return error.exit_status
+    missing = engine.missing_libraries(str(error)) if isinstance(error, OSError) else None
+    if missing:
+        click.echo(f"error: {place.who()}{missing}", err=True)
+        return 1
     lines = str(error).strip().splitlines() or [""]
     click.echo(f"error: {place.who()}{type(error).__name__}: {lines[-1]} (--debug shows where)", err=True)
     return 1
@@ -72,6 +77,8 @@ def _report(error):
 
 def setting(*names, kind, help=None, metavar=None, flag=False):
     """An option for a field of Settings, with its default; Settings checks the value."""
+    from gluon_mgpu.settings import SGD
+
     default = getattr(SGD, names[0][2:].replace("-", "_"))
     shown = default not in (None, False, ())
     options = {"is_flag": True} if flag else {"type": kind, "metavar": metavar}
@@ -82,7 +89,7 @@ def gpus(default="1", help="How many devices, or which."):
     return click.option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
 
 
-IMPLS = click.Choice(records.IMPLS)
+IMPLS = click.Choice(gluon_mgpu.IMPLS)
 impl = click.option("--impl", type=IMPLS, default="scratch", show_default=True, help="NDArray alone, or Gluon.")
 device = click.option(
     "--device",

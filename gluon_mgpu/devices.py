@@ -9,6 +9,7 @@ from gluon_mgpu.errors import Error, UsageError
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # MXNet keeps tables by device index: a wild one would fill the memory
 KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 holds kernels for: docs/engine.md
+KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
 def parse(text):
@@ -89,7 +90,7 @@ def _refuse_gpu_without_kernels(index):
     if major not in KERNELS:
         raise Error(
             f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
-            f"{KERNELS[0]}.x to {KERNELS[-1]}.x only; --device cpu trains without it"
+            f"{KERNELS_FOR} only; --device cpu trains without it"
         )
 
 

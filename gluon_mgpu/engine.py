@@ -1,15 +1,15 @@
 """What must stand before libmxnet loads, because MXNet 1.9.1 reads it once. docs/engine.md has reasons and figures.
 
-NumPy's removed names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet.
+NumPy's removed names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet; NumPy is
+imported by `configure` alone, since `gluon_mgpu.doctor` must start where it is broken.
 """
 
 import ctypes
 import importlib.util
 import os
+import re
 import sys
 import threading
-
-import numpy as np
 
 from gluon_mgpu import cuda
 from gluon_mgpu.distributed import place
@@ -33,6 +33,14 @@ ALLOCATOR = (
 FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 # These bind the workers of all contexts to the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+
+# What the libmxnet.so of either wheel takes from the system, with Debian's package of it.
+LIBRARIES = {
+    "libgomp.so.1": "libgomp1",
+    "libquadmath.so.0": "libquadmath0",
+    "libstdc++.so.6": "libstdc++6",
+    "libgcc_s.so.1": "libgcc-s1",
+}
 
 # What `configure` may set or remove.
 TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
@@ -85,6 +93,35 @@ def check(ctx):
     ctx: a list of mxnet contexts. GPU contexts are always well.
     """
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
+
+
+def missing_libraries(loaders_message):
+    """The line for a message of the loader's that a library was not found; None for any other message.
+
+    The loader names the first that it misses. This names all that are missing of those that MXNet takes from the
+    system, with the packages that bring them. It loads the others: only for a process in which MXNet did not load.
+    """
+    found = re.match(r"(\S+\.so\S*): cannot open shared object file", loaders_message)
+    if not found:
+        return None
+    missing = {name: package for name, package in LIBRARIES.items() if not _loads(name)}
+    named = found[1]
+    if named == "libcuda.so.1":
+        return f"MXNet needs {named}, which the NVIDIA driver brings: install that, or the wheel without CUDA, mxnet"
+    if named not in missing:
+        return f"MXNet needs {named}, which this machine does not have: install the package that brings it"
+    return (
+        f"MXNet needs {' and '.join(missing)}, which this machine does not have: "
+        f"`apt install {' '.join(missing.values())}` (the names in Debian and Ubuntu)"
+    )
+
+
+def _loads(library):
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def users_environment():
@@ -152,6 +189,8 @@ def _put(name, value, why):
 
 def _restore_numpy_names():
     """MXNet reads np.bool, which NumPy 1.24 removed. A name that NumPy has is never replaced."""
+    import numpy as np
+
     if int(np.__version__.split(".")[0]) >= 2:
         raise Error(f"NumPy {np.__version__} is too new for MXNet 1.9.1: pip install 'numpy<2'")
     vars(np).setdefault("bool", bool)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from gluon_mgpu import __version__, checkpoint
+from gluon_mgpu import IMPLS, __version__, checkpoint
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import Settings
@@ -22,7 +22,6 @@ from gluon_mgpu.settings import Settings
 FORMAT = 1
 FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 VELOCITY = "velocity/"  # before a parameter's name: what momentum remembers of it
-IMPLS = ("scratch", "highlevel")
 SETTINGS = tuple(f.name for f in fields(Settings))
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize")  # on resume
 MOST_SHARE_DRAWING = 0.005  # of the time of training
