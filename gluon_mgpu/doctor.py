@@ -31,7 +31,16 @@ SECONDS = 120  # for a process that imports MXNet, on a busy machine
 SMI_SECONDS = 20  # nvidia-smi hangs where the driver does
 DATA_SIZE = 31 << 20  # what a data set's download takes at most, in bytes
 
-NUMPY = "import numpy; print(numpy.__version__)"
+# NumPy's own error is a page of advice; what went wrong is the first of the errors that led to it.
+NUMPY = """
+try:
+    import numpy
+except Exception as error:
+    while error.__context__:
+        error = error.__context__
+    raise SystemExit(f"{type(error).__name__}: {error}")
+print(numpy.__version__)
+"""
 MXNET = """
 import json, gluon_mgpu
 gluon_mgpu.configure(2)
@@ -79,7 +88,7 @@ def _checks(data_dir):
     yield _python()
     numpy = _numpy()
     yield numpy
-    mxnet, features, gpus = _mxnet()
+    mxnet, features, gpus = _mxnet(numpy[0] != "problem")
     yield mxnet
     yield _cores()
     yield from _gpus("CUDA" in features, gpus)
@@ -88,7 +97,7 @@ def _checks(data_dir):
     else:
         yield from _data(data_dir)
     yield _space(Path.cwd(), "the current folder", "--out must name another folder", "note")
-    yield _horovod(mxnet[0] != "problem")
+    yield _horovod(mxnet[0] == "ok")
 
 
 def _python():
@@ -102,17 +111,20 @@ def _python():
 
 
 def _numpy():
+    if importlib.util.find_spec("numpy") is None:
+        return "problem", "NumPy is not installed: `pip install 'numpy>=1.22'`"
     version, why = _python_says(NUMPY)
     if why:
-        return "problem", f"NumPy cannot be imported ({why}): pip install --force-reinstall 'numpy>=1.22'"
+        remedy = engine.missing_libraries(why) or "`pip install --force-reinstall 'numpy>=1.22'` may help"
+        return "problem", f"NumPy cannot be imported ({why}): {remedy}"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_NUMPY:
-        return "note", f"NumPy {version}: tried from 1.22 on; pip install --upgrade numpy"
+        return "note", f"NumPy {version}: tried from 1.22 on; `pip install --upgrade numpy`"
     return "ok", f"NumPy {version}"
 
 
-def _mxnet():
-    """(finding, features, number of GPUs that it sees)"""
+def _mxnet(numpy):
+    """(finding, features, number of GPUs that it sees). numpy: it can be imported."""
     if importlib.util.find_spec("mxnet") is None:
         remedy = "`make install`, or `pip install mxnet==1.9.1`"
         return ("problem", f"MXNet is not installed: {remedy}"), [], 0
@@ -121,13 +133,15 @@ def _mxnet():
         cuda.refuse_two_wheels()
     except Error as error:
         return ("problem", str(error)), [], 0
+    if not numpy:
+        return ("note", f"MXNet ({wheels}) was not tried, which needs NumPy"), [], 0
     said, why = _python_says(MXNET)
     if why:
-        kind, _, text = why.partition(": ")
-        if not kind.startswith("gluon_mgpu.errors."):
-            name = next(iter(cuda.wheels()), "mxnet")
-            text = engine.missing_libraries(text) or f"{why}: `pip install --force-reinstall {name}==1.9.1` may help"
-        return ("problem", f"MXNet ({wheels}) cannot be imported: {text}"), [], 0
+        name = next(iter(cuda.wheels()), "mxnet")
+        remedy = engine.missing_libraries(why) or f"{why}: `pip install --force-reinstall {name}==1.9.1` may help"
+        if why.startswith("gluon_mgpu."):  # an error of our own says what to do
+            remedy = why.partition(": ")[2]
+        return ("problem", f"MXNet ({wheels}) cannot be imported: {remedy}"), [], 0
     version, features, gpus = json.loads(said)
     cuda = f"with CUDA, which sees {gpus} GPU{'s'[: gpus != 1]}" if "CUDA" in features else "without CUDA"
     return ("ok", f"MXNet {version} ({wheels}) imports, built {cuda}"), features, gpus
@@ -189,7 +203,7 @@ def _gpus(cuda, seen):
             ),
         )
     elif status:
-        why = (said.splitlines() or [f"exit status {status}"])[0]
+        why = (said.strip().splitlines() or [f"exit status {status}"])[0]
         yield "note", f"nvidia-smi fails ({why.rstrip('. ')}): --device cpu trains without GPUs"
     else:
         for line in said.splitlines():
@@ -214,7 +228,7 @@ def _gpu(line, cuda):
     if int(major) not in devices.KERNELS:
         return "note", f"{what}: MXNet 1.9.1 has kernels for {devices.KERNELS_FOR} only; train with --device cpu"
     if not cuda:
-        remedy = "pip uninstall -y mxnet, then pip install '.[cu112]'"
+        remedy = "`pip uninstall -y mxnet`, then `pip install '.[cu112]'`"
         return "note", f"{what}: mxnet-cu112 has kernels for it, and this MXNet is built without CUDA: {remedy}"
     return "ok", f"{what}: MXNet has kernels for it"
 
@@ -223,7 +237,10 @@ def _data(data_dir):
     try:
         from gluon_mgpu import datasets
     except Exception as error:  # a library that it needs is missing or broken
-        yield "problem", f"data cannot be read ({type(error).__name__}: {error}): pip install --force-reinstall it"
+        yield (
+            "problem",
+            f"data cannot be read ({type(error).__name__}: {error}): install this package again, which brings what it needs",
+        )
         return
     missing = []
     for name, grave in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job's, and another
@@ -295,7 +312,9 @@ def _python_says(code):
 def _reason(status, errors):
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    return (errors.strip().splitlines() or [f"exit status {status}"])[-1].removeprefix("error: ")
+    lines = errors.strip().splitlines()
+    ours = [line for line in lines if line.startswith("error: ")]
+    return (ours or lines or [f"exit status {status}"])[-1].removeprefix("error: ")
 
 
 def _run(command, seconds):

@@ -101,26 +101,23 @@ def missing_libraries(loaders_message):
     The loader names the first that it misses. This names all that are missing of those that MXNet takes from the
     system, with the packages that bring them. It loads the others: only for a process in which MXNet did not load.
     """
-    found = re.match(r"(\S+\.so\S*): cannot open shared object file", loaders_message)
+    found = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", loaders_message)
     if not found:
         return None
-    missing = {name: package for name, package in LIBRARIES.items() if not _loads(name)}
-    named = found[1]
-    if named == "libcuda.so.1":
-        return f"MXNet needs {named}, which the NVIDIA driver brings: install that, or the wheel without CUDA, mxnet"
-    if named not in missing:
-        return f"MXNet needs {named}, which this machine does not have: install the package that brings it"
+    missing = {name: package for name, package in LIBRARIES.items() if not _found(name)}
+    if found[1] not in missing:
+        return f"MXNet needs {found[1]}, which this machine does not have: install the package that brings it"
     return (
         f"MXNet needs {' and '.join(missing)}, which this machine does not have: "
-        f"`apt install {' '.join(missing.values())}` (the names in Debian and Ubuntu)"
+        f"`apt install {' '.join(missing.values())}` (Debian's and Ubuntu's names)"
     )
 
 
-def _loads(library):
+def _found(library):
     try:
         ctypes.CDLL(library)
-    except OSError:
-        return False
+    except OSError as error:
+        return not str(error).startswith(f"{library}: cannot open shared object file")  # but one that it needs
     return True
 
 
