@@ -151,10 +151,13 @@ def _cores():
     allowed = len(os.sched_getaffinity(0))
     quota = cgroup_cores()
     if quota is None or quota >= allowed:
-        return "ok", f"{allowed} core{'s'[: allowed != 1]} for this process: --gpus {allowed} is a CPU context for each"
+        return (
+            "ok",
+            f"{allowed} core{'s'[: allowed != 1]} for this process: --gpus {allowed} has a CPU context for each",
+        )
     contexts = max(1, int(quota))
     return "note", (
-        f"{quota:g} of {allowed} cores by the control group's quota: --gpus {contexts} is a CPU context for each; "
+        f"{quota:g} of {allowed} cores by the control group's quota: --gpus {contexts} has a CPU context for each; "
         f"before --gpus 1, set OMP_NUM_THREADS={contexts}, or it starts {allowed} threads"
     )
 
@@ -239,7 +242,7 @@ def _data(data_dir):
     except Exception as error:  # a library that it needs is missing or broken
         yield (
             "problem",
-            f"data cannot be read ({type(error).__name__}: {error}): install this package again, which brings what it needs",
+            f"what reads data cannot be imported ({type(error).__name__}: {error}): install gluon_mgpu again",
         )
         return
     missing = []
