@@ -325,8 +325,10 @@ def _run(command, seconds):
 
     It and all that it started end with this call, on Ctrl-C too.
     """
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "HOROVOD_"))}  # no worker of a run
     child = subprocess.Popen(
         command,
+        env=alone,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
