@@ -22,6 +22,7 @@ from gluon_mgpu.errors import Error
 
 ROOT = Path(__file__).parents[1]
 MARKS = ("ok", "note", "problem")
+TINY = "--dataset=synthetic --limit=100 --epochs=1".split()
 
 
 def run(program, *arguments, python=sys.executable, **environment):
@@ -150,7 +151,7 @@ def test_both_wheels_at_once_are_a_problem_and_training_refuses_in_one_line(tmp_
     done = examine(PYTHONPATH=path)
     assert done.returncode == 1
     assert len(only(done, "problem")) == 1 and says in only(done, "problem")[0]
-    trained = run(["-m", "gluon_mgpu"], "train", "--dataset", "synthetic", PYTHONPATH=path)
+    trained = run(["-m", "gluon_mgpu"], "train", *TINY, PYTHONPATH=path)
     assert (trained.returncode, trained.stdout) == (1, "")
     assert trained.stderr.startswith(f"error: {says}") and trained.stderr.count("\n") == 1
     assert "`pip uninstall -y mxnet mxnet-cu112`" in trained.stderr
@@ -196,7 +197,7 @@ def test_libraries_that_the_loader_cannot_find_are_named_all_at_once_with_their_
     done = examine(**blind_loader(*libraries))
     assert done.returncode == 1
     assert len(only(done, "problem")) == 1 and says in only(done, "problem")[0]
-    trained = run(["-m", "gluon_mgpu"], "train", "--dataset", "synthetic", **blind_loader(*libraries))
+    trained = run(["-m", "gluon_mgpu"], "train", *TINY, **blind_loader(*libraries))
     assert (trained.returncode, trained.stdout) == (1, "")
     assert trained.stderr.startswith(f"error: {says}") and trained.stderr.count("\n") == 1
 
