@@ -137,14 +137,15 @@ def _mxnet(numpy):
         return ("note", f"MXNet ({wheels}) was not tried, which needs NumPy"), [], 0
     said, why = _python_says(MXNET)
     if why:
-        name = next(iter(cuda.wheels()), "mxnet")
-        remedy = engine.missing_libraries(why) or f"{why}: `pip install --force-reinstall {name}==1.9.1` may help"
         if why.startswith("gluon_mgpu."):  # an error of our own says what to do
             remedy = why.partition(": ")[2]
+        else:
+            name = next(iter(cuda.wheels()), "mxnet")
+            remedy = engine.missing_libraries(why) or f"{why}: `pip install --force-reinstall {name}==1.9.1` may help"
         return ("problem", f"MXNet ({wheels}) cannot be imported: {remedy}"), [], 0
     version, features, gpus = json.loads(said)
-    cuda = f"with CUDA, which sees {gpus} GPU{'s'[: gpus != 1]}" if "CUDA" in features else "without CUDA"
-    return ("ok", f"MXNet {version} ({wheels}) imports, built {cuda}"), features, gpus
+    built = f"with CUDA, which sees {gpus} GPU{'s'[: gpus != 1]}" if "CUDA" in features else "without CUDA"
+    return ("ok", f"MXNet {version} ({wheels}) imports, built {built}"), features, gpus
 
 
 def _cores():

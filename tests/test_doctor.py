@@ -133,12 +133,12 @@ def test_pythons_that_were_not_tried_are_noted(monkeypatch, version, mark):
     assert doctor._python()[0] == mark
 
 
-def both_wheels(folder):
-    """What pip leaves of two wheels in one folder: one mxnet, and the metadata of each."""
+def wheels(folder, *names):
+    """What pip leaves of wheels in one folder: one mxnet, which is the installed one, and the metadata of each."""
     import mxnet
 
     os.symlink(Path(mxnet.__file__).parent, folder / "mxnet")
-    for name in ("mxnet", "mxnet-cu112"):
+    for name in names:
         info = folder / f"{name.replace('-', '_')}-1.9.1.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.9.1\n")
@@ -146,7 +146,7 @@ def both_wheels(folder):
 
 
 def test_both_wheels_at_once_are_a_problem_and_training_refuses_in_one_line(tmp_path):
-    path = both_wheels(tmp_path)
+    path = wheels(tmp_path, "mxnet", "mxnet-cu112")
     says = "mxnet and mxnet-cu112 are both installed"
     done = examine(PYTHONPATH=path)
     assert done.returncode == 1
@@ -200,6 +200,12 @@ def test_libraries_that_the_loader_cannot_find_are_named_all_at_once_with_their_
     trained = run(["-m", "gluon_mgpu"], "train", *TINY, **blind_loader(*libraries))
     assert (trained.returncode, trained.stdout) == (1, "")
     assert trained.stderr.startswith(f"error: {says}") and trained.stderr.count("\n") == 1
+
+
+def test_the_wheel_for_gpus_without_a_driver_is_a_problem_that_names_the_driver(blind_loader, tmp_path):
+    done = examine(PYTHONPATH=wheels(tmp_path, "mxnet-cu112"), **blind_loader("libcuda.so.1"))
+    assert done.returncode == 1 and len(only(done, "problem")) == 1
+    assert only(done, "problem")[0].startswith("MXNet (mxnet-cu112 1.9.1) cannot be imported: libcuda.so.1 ")
 
 
 def test_every_library_that_the_wheel_takes_from_the_system_has_its_package_here():
