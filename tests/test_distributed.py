@@ -143,6 +143,36 @@ def exchanged(kvstore, compress, folder):
     return json.loads(out.split("got ")[1])
 
 
+PICKLED = """
+import pickle, sys
+from pathlib import Path
+from gluon_mgpu.distributed import place, serve, workers
+
+class Opened:
+    def __reduce__(self):
+        return Path.touch, (Path(sys.argv[1]),)
+
+here = place.place()
+if here.role != "worker":
+    serve.serve(here)
+    sys.exit()
+with workers.join("dist_sync") as group:
+    from mxnet import nd
+    group.store.kv._send_command_to_servers(0, pickle.dumps(Opened(), 0).decode())
+    ones = nd.ones(3)
+    group.allreduce(ones, 0)
+    print(ones.asnumpy().tolist())
+"""
+
+
+def test_a_server_does_not_unpickle_what_a_worker_sends_it(tmp_path):
+    program, opened = tmp_path / "send.py", tmp_path / "opened"
+    program.write_text(PICKLED)
+    status, out, err = runs.run("dist_sync", 1, program=[sys.executable, str(program), str(opened)])
+    assert (status, out) == (0, "[1.0, 1.0, 1.0]\n"), err
+    assert "server 0: a worker's command is ignored" in err and not opened.exists()
+
+
 START = np.array([0.25, -3, 1e-3], np.float32)
 GRADIENTS = [np.array([0.3, -0.7, 1.1, 1 / 3], np.float32) * k for k in (1, 2)]
 
