@@ -1,10 +1,18 @@
-# make train, make test: each sets up what it needs. PYTHON=python3.12 chooses the interpreter.
+# make train, make test: each sets up what it needs in .venv. PYTHON=python3.12 chooses the interpreter, NUMPY=2.1 the NumPy;
+# where .venv has others, it is made anew.
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.installed
+READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train test test-slow test-faults test-cuda parity parity-quick bench bench-peers horovod lint install clean
+.PHONY: train test test-slow test-faults test-cuda test-all parity parity-quick bench bench-peers horovod lint install clean
 .DELETE_ON_ERROR:
+
+ifdef PYTHON
+version = $(shell $(1) -c 'import sys; print(sys.version)' 2>/dev/null)
+ifneq ($(call version,"$$(PYTHON=$(PYTHON) scripts/find-python.sh)"),$(call version,$(BIN)/python))
+.PHONY: $(READY)
+endif
+endif
 
 train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --batch-size 256 --lr 0.2 --epochs 4
@@ -20,6 +28,9 @@ test-faults: install  ## processes of a run are killed, one by one: a table of w
 
 test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in an environment of their own: downloads 2.1 GB
 	$(BIN)/python -m pytest -m cuda_wheels
+
+test-all:  ## the suite with each Python there is: PYTHONS="3.9 3.12:2.1" chooses (and NumPy), TESTS=tests/test_step.py too
+	@scripts/test-all.sh
 
 parity: install  ## everything held against what the notebooks printed
 	$(BIN)/python scripts/parity.py
@@ -45,8 +56,9 @@ install: $(READY)
 
 $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable $(if $(NUMPY),'.[dev]' 'numpy==$(NUMPY).*','.[cpu,dev]')
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps mxnet==1.9.1  # docs/install.md: its pin of NumPy
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venvs build dist *.egg-info

@@ -1,6 +1,6 @@
 """What must stand before libmxnet loads, because MXNet 1.9.1 reads it once. docs/engine.md has reasons and figures.
 
-NumPy's removed names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet; NumPy is
+NumPy's dropped names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet; NumPy is
 imported by `configure` alone, since `gluon_mgpu.doctor` must start where it is broken.
 """
 
@@ -58,8 +58,8 @@ def configure(contexts=None):
 
     contexts: how many contexts will compute side by side. None means that it is not known: several are assumed, unless
     an earlier call said how many. What the environment already sets is kept where it is safe; what is overruled is
-    named on standard error. Raises Error where MXNet is missing or cannot work with this NumPy, where mxnet was
-    imported first with settings under which `contexts` CPU contexts can hang, and as cuda.prepare does.
+    named on standard error. Raises Error where MXNet is missing, where mxnet was imported first with settings under
+    which `contexts` CPU contexts can hang, and as cuda.prepare does.
     """
     global _configured
     if contexts is None and _configured:
@@ -73,9 +73,11 @@ def configure(contexts=None):
             _say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns, not run side by side")
     else:
         given = {name: _before.get(name, os.environ.get(name)) for name in TOUCHED}
-        _restore_numpy_names()
         if importlib.util.find_spec("mxnet") is None:
-            raise Error("MXNet is not installed: run `make install`, or `pip install mxnet==1.9.1`")
+            raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
+        from gluon_mgpu import numpy_names
+
+        numpy_names.lend()
         _set_threads(contexts)
         cuda.prepare()  # after the threads: a library of the system's may load libgomp
         if contexts != 1:
@@ -182,15 +184,6 @@ def _put(name, value, why):
     if asked is not None and asked != value:
         _say(f"{name}={asked} is overruled: {value}, {why} (docs/engine.md)")
     os.environ[name] = _set[name] = value
-
-
-def _restore_numpy_names():
-    """MXNet reads np.bool, which NumPy 1.24 removed. A name that NumPy has is never replaced."""
-    import numpy as np
-
-    if int(np.__version__.split(".")[0]) >= 2:
-        raise Error(f"NumPy {np.__version__} is too new for MXNet 1.9.1: pip install 'numpy<2'")
-    vars(np).setdefault("bool", bool)
 
 
 def _set_allocator():

@@ -1,11 +1,12 @@
 """The notebook's training step as it stands, operator for operator, on stock MXNet: what `bench` measures against.
 
-Nothing of the engine module is used but NumPy's lost name, without which MXNet does not import. Source: as `scratch`.
+Nothing of the engine's settings is used; NumPy's dropped names are, since MXNet does not import without them. Source:
+as `scratch`.
 """
 
-import numpy as np
+from gluon_mgpu import numpy_names
 
-vars(np).setdefault("bool", bool)
+numpy_names.lend()
 
 from mxnet import autograd, gluon, nd  # noqa: E402
 

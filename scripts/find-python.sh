@@ -1,12 +1,18 @@
 #!/bin/sh
-# Prints a Python that MXNet 1.9.1 runs on, 3.9 to 3.12, and that can make virtual environments; fails with one line.
-# PYTHON=/path/to/python in the environment is taken instead of searching.
-suits='import sys, venv, ensurepip; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))'
-for python in ${PYTHON:-python3.11 python3.12 python3.10 python3.9 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python}; do
+# Prints a Python that MXNet 1.9.1 runs on, 3.9 to 3.13, and that can make virtual environments; fails with one line.
+# PYTHON=python3.12, or a path, in the environment is taken instead of searching.
+suits='import sys, venv, ensurepip; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))'
+pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
+case ${PYTHON:-} in
+    "") set -- python3.11 python3.12 python3.10 python3.9 python3.13 python3 "$pyenv"/3.*/bin/python ;;
+    python3.*) set -- "$PYTHON" "$pyenv/${PYTHON#python}".*/bin/python ;;
+    *) set -- "$PYTHON" ;;
+esac
+for python; do
     if "$python" -c "$suits" >/dev/null 2>&1; then
         command -v "$python"
         exit 0
     fi
 done
-echo "no suitable Python${PYTHON:+ in PYTHON=$PYTHON}: install one of 3.9, 3.10, 3.11 and 3.12 with its venv module (Debian, Ubuntu: python3-venv)" >&2
+echo "no suitable Python${PYTHON:+ in PYTHON=$PYTHON}: install one of 3.9, 3.10, 3.11, 3.12 and 3.13 with its venv module (Debian, Ubuntu: python3-venv)" >&2
 exit 1

@@ -18,7 +18,7 @@ def test_where_no_python_suits_one_line_says_which_do(tmp_path):
     for environment in ({}, {"PYTHON": "python3"}):
         done = find(tmp_path, **environment)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-        assert "3.9, 3.10, 3.11 and 3.12" in done.stderr
+        assert "3.9, 3.10, 3.11, 3.12 and 3.13" in done.stderr
 
 
 def test_a_python_that_does_not_start_is_passed_over_for_one_that_suits(tmp_path):
@@ -27,3 +27,11 @@ def test_a_python_that_does_not_start_is_passed_over_for_one_that_suits(tmp_path
     broken.chmod(0o755)
     os.symlink(sys.executable, tmp_path / "python3.9")
     assert find(tmp_path).stdout == f"{tmp_path}/python3.9\n"
+
+
+def test_a_python_asked_for_by_its_version_is_found_among_pyenvs(tmp_path):
+    pyenv = tmp_path / "versions" / "3.12.1" / "bin"
+    pyenv.mkdir(parents=True)
+    os.symlink(sys.executable, pyenv / "python")
+    assert find(tmp_path, PYENV_ROOT=str(tmp_path), PYTHON="python3.12").stdout == f"{pyenv}/python\n"
+    assert find(tmp_path, PYENV_ROOT=str(tmp_path), PYTHON="python3.9").returncode == 1
