@@ -9,7 +9,7 @@ READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
 ifdef PYTHON
 version = $(shell $(1) -c 'import sys; print(sys.version)' 2>/dev/null)
-ifneq ($(call version,"$$(PYTHON=$(PYTHON) scripts/find-python.sh)"),$(call version,$(BIN)/python))
+ifneq ($(call version,"$$(PYTHON=$(PYTHON) scripts/find-python.sh 2>/dev/null)"),$(call version,$(BIN)/python))
 .PHONY: $(READY)
 endif
 endif

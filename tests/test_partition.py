@@ -111,7 +111,7 @@ def test_losses_and_gradients_agree_with_numerical_differentiation_in_float64(wa
     np.testing.assert_allclose(np.concatenate([part.asnumpy() for part in step(*batch(4))]), losses, rtol=1e-5)
     for found in whole(way, device_params, lambda p: p.grad):
         for (which, at), gradient in gradients.items():
-            largest = np.abs(found[which]).max()
+            largest = float(np.abs(found[which]).max())
             assert found[which][at] == pytest.approx(gradient, rel=1e-3, abs=1e-4 * largest)
 
 
