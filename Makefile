@@ -1,5 +1,5 @@
-# make train, make test: each sets up what it needs in .venv. PYTHON=python3.12 chooses the interpreter, NUMPY=2.1 the NumPy;
-# where .venv has others, it is made anew.
+# make train, make test: each sets up what it needs in .venv. PYTHON=python3.12 chooses the interpreter, NUMPY=2.1 the
+# NumPy; where .venv has others, it is made anew.
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
