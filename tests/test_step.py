@@ -182,7 +182,7 @@ def test_losses_and_gradients_agree_with_numerical_differentiation_in_float64(pa
                 sums.append(losses_float64(X, y, exact).sum())
             values_[at] = kept
             numerical = (sums[0] - sums[1]) / (2 * step)
-            assert gradient[at] == pytest.approx(numerical, rel=1e-3, abs=1e-4 * np.abs(gradient).max())
+            assert gradient[at] == pytest.approx(numerical, rel=1e-3, abs=1e-4 * float(np.abs(gradient).max()))
 
 
 def test_sgd_divides_the_summed_gradient_by_the_global_batch():
