@@ -62,8 +62,8 @@ def refuse_two_wheels():
     if len(names) > 1:
         raise Error(
             f"{' and '.join(names)} are both installed, and both write the folder mxnet: run "
-            f"`pip uninstall -y {' '.join(names)}`, then `pip install mxnet==1.9.1` or, for NVIDIA's GPUs, "
-            "`pip install mxnet-cu112==1.9.1`"
+            f"`pip uninstall -y {' '.join(names)}`, then `pip install --no-deps mxnet==1.9.1` or, for NVIDIA's GPUs, "
+            "`pip install --no-deps mxnet-cu112==1.9.1`"
         )
 
 
@@ -89,7 +89,7 @@ def missing():
         why = "is not there" if _is_absent(DRIVER, error) else f"cannot be opened ({error})"
         lines.append(
             f"{DRIVER} {why}: mxnet-cu112 needs NVIDIA's driver, on CPU contexts too. Install the driver, or the CPU "
-            "wheel: `pip uninstall -y mxnet-cu112 && pip install mxnet==1.9.1`"
+            "wheel: `pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
         )
     for wheel, *libraries in LIBRARIES:
         ours = _libraries_of(wheel)

@@ -111,7 +111,7 @@ def test_without_a_driver_training_ends_in_one_line_that_says_what_to_do(site):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: libcuda-not-there.so.1 is not there: mxnet-cu112 needs NVIDIA's driver, on CPU contexts too. Install "
-        "the driver, or the CPU wheel: `pip uninstall -y mxnet-cu112 && pip install mxnet==1.9.1`\n"
+        "the driver, or the CPU wheel: `pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`\n"
     )
 
 
