@@ -126,7 +126,7 @@ def _numpy():
 def _mxnet(numpy):
     """(finding, features, number of GPUs that it sees). numpy: it can be imported."""
     if importlib.util.find_spec("mxnet") is None:
-        remedy = "`make install`, or `pip install mxnet==1.9.1`"
+        remedy = "`make install`, or `pip install --no-deps mxnet==1.9.1`"
         return ("problem", f"MXNet is not installed: {remedy}"), [], 0
     wheels = " and ".join(f"{name} {version}" for name, version in cuda.wheels().items()) or "from no wheel"
     try:

@@ -89,7 +89,7 @@ def test_without_numpy_and_mxnet_it_runs_and_says_what_to_install(bare):
     assert (done.returncode, done.stderr) == (1, "")
     numpy, mxnet = only(done, "problem")
     assert numpy == "NumPy is not installed: `pip install 'numpy>=1.22'`"
-    assert mxnet == "MXNet is not installed: `make install`, or `pip install mxnet==1.9.1`"
+    assert mxnet == "MXNet is not installed: `make install`, or `pip install --no-deps mxnet==1.9.1`"
     assert "data was not looked for, which needs NumPy" in only(done, "note")
     assert done.stdout.endswith("cannot run train --impl scratch --gpus 2: 2 problems above\n")
 
