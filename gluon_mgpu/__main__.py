@@ -9,8 +9,15 @@ def main():
 
         doctor(sys.argv[2:], prog_name="gluon-mgpu doctor")
     else:
-        from gluon_mgpu import cli
+        try:
+            from gluon_mgpu import cli
+        except ImportError as error:  # NumPy 2 needs libstdc++ itself, and says so in a page
+            from gluon_mgpu import engine
 
+            line = engine.missing_libraries(str(error))
+            if line is None:
+                raise
+            sys.exit(f"error: {line}")
         cli.main(prog_name="gluon-mgpu")
 
 
