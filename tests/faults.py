@@ -22,14 +22,14 @@ def gradients_not_summed(replace):
         scratch,
         shared_memory,
     ):  # the lesson's first form, and what both implementations have on CPU contexts
-        replace(module, "allreduce", lambda data: None)
+        replace(module, "allreduce", lambda data, *_: None)
 
 
 def gradients_averaged(replace):
     """And then divided by the batch's size all the same."""
     for module in (scratch, shared_memory):
 
-        def average(data, allreduce=module.allreduce):
+        def average(data, *_, allreduce=module.allreduce):
             allreduce(data)
             for array in data:
                 array /= len(data)
@@ -60,7 +60,7 @@ def one_shard_for_all(replace):
 def one_replica_not_copied_back(replace):
     """One device keeps its own gradients, and so its parameters go another way."""
 
-    def allreduce(data):
+    def allreduce(data, *_):
         for i in range(1, len(data)):
             data[0] += data[i].copyto(data[0].context)
         for i in range(1, len(data) - 1):
