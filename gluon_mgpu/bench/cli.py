@@ -209,6 +209,41 @@ def scaling(models, contexts, rounds, steps, out):
     cls=commands.Command,
     epilog="""\b
 Examples:
+  bench.py distributed
+  bench.py distributed --model lenet --rounds 5 --out runs/bench
+  bench.py distributed --what compression --epochs 4 --out runs/bench""",
+)
+@click.option(
+    "--what",
+    type=click.Choice(["speed", "compression"]),
+    default="speed",
+    show_default=True,
+    help="compression: bytes sent and accuracy of LeNet on Fashion-MNIST, with and without it.",
+)
+@_models
+@click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each way; compression's seeds.")
+@_steps
+@click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True, help="compression's.")
+@click.option(
+    "--limit", type=click.IntRange(min=1, max=60000), metavar="N", help="compression's: the first N examples."
+)
+@click.option("--out", type=click.Path(), metavar="DIR", help="Leave distributed.json, or compression.json, and .png.")
+def distributed(what, models, rounds, steps, epochs, limit, out):
+    """2 processes of 1 context against 1 process of 2, over Horovod and MXNet's parameter servers."""
+    if what == "speed":
+        from gluon_mgpu.bench import distributed as benchmark
+
+        _show(benchmark, "distributed", benchmark.run(models, rounds, steps), out)
+    else:
+        from gluon_mgpu.bench import compression as benchmark
+
+        _show(benchmark, "compression", benchmark.run(rounds, epochs, limit), out)
+
+
+@bench.command(
+    cls=commands.Command,
+    epilog="""\b
+Examples:
   bench.py allreduce --out runs/bench && bench.py scaling --out runs/bench
   bench.py model runs/bench
   bench.py model runs/bench --out runs/bench""",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ def lines(name, module, *given, settings=(), seconds=SECONDS, advice="give fewer
             too_late.start()
             for line in worker.stdout:
                 printed += 1
+                line = _plain(line)
                 try:
                     yield json.loads(line)
                 except ValueError:
@@ -49,7 +51,7 @@ def lines(name, module, *given, settings=(), seconds=SECONDS, advice="give fewer
             worker.wait()
             worker.stdout.close()
         errors.seek(0)
-        said = errors.read().strip().splitlines() or ["no message"]
+        said = [_plain(line) for line in errors.read().strip().splitlines()] or ["no message"]
     for line in said:
         if line.startswith("gluon_mgpu: "):
             tqdm.write(line, file=sys.stderr)
@@ -57,12 +59,18 @@ def lines(name, module, *given, settings=(), seconds=SECONDS, advice="give fewer
         raise Error(f"{name} was not done after {seconds} s: {advice}")
     if worker.returncode == 0 and printed:
         return
-    for kind in (UsageError, Error):
-        before, own, message = said[-1].partition(f"{kind.__module__}.{kind.__name__}: ")
-        if own and not before:
-            raise kind(f"{name}: {message}")
+    for line in reversed(said):  # the last one, unless a launcher had more to say
+        for kind in (UsageError, Error):
+            before, own, message = line.partition(f"{kind.__module__}.{kind.__name__}: ")
+            if own and not before:
+                raise kind(f"{name}: {message}")
     ended = f"ended by signal {-worker.returncode}: " if worker.returncode < 0 else ""
     raise Error(f"{name} failed: {ended}{said[-1]}")
+
+
+def _plain(line):
+    """Without what horovodrun puts before a line of a process."""
+    return re.sub(r"^\[\d+\]<std(out|err)>:", "", line)
 
 
 def last(*args, **options):

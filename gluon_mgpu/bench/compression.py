@@ -1,0 +1,106 @@
+"""What compressed gradients save and what they cost: bytes sent a step, and the test accuracy that 2 workers reach.
+
+A worker, `python -m gluon_mgpu.bench.compression JOB`, takes part in a training that `launch` or horovodrun started.
+"""
+
+import contextlib
+import json
+import sys
+from functools import partial
+from statistics import median
+
+from gluon_mgpu import datasets
+from gluon_mgpu.bench import distributed, machine
+
+# The thresholds are of gradients summed over a worker's half of the batch: docs/performance.md.
+KINDS = {"horovod": (None, "fp16"), "dist_sync": (None, "2bit:0.1", "2bit:1")}
+SECONDS = 3600  # for a training
+
+
+def run(rounds=3, epochs=4, limit=None):
+    """Train LeNet on Fashion-MNIST with 2 workers, with each kind of compression: a dict for `table`, `draw` and JSON.
+
+    rounds: the seeds 1 to so many. limit: as in `Settings`. Raises Error where the data is missing or a worker fails.
+    """
+    datasets.find("fashion-mnist") or datasets.fetch("fashion-mnist")
+    kvstores, skipped = distributed.installed()
+    found = {(kvstore, compress): [] for kvstore in kvstores for compress in KINDS[kvstore]}
+    with distributed.progress(rounds * len(found)) as bar:
+        for seed in range(1, rounds + 1):
+            for (kvstore, compress), of_it in found.items():
+                name = f"{_kind(kvstore, compress)}, seed {seed}"
+                bar.set_description(name)
+                job = {"compress": compress, "epochs": epochs, "limit": limit, "seed": seed}
+                of_it.append(distributed.in_own_processes(name, kvstore, __name__, job, SECONDS))
+                bar.update()
+    runs = [
+        {"kvstore": kvstore, "compress": compress, **{name: [one[name] for one in of_it] for name in of_it[0]}}
+        for (kvstore, compress), of_it in found.items()
+    ]
+    return {"seeds": list(range(1, rounds + 1)), "epochs": epochs, "limit": limit, "skipped": skipped, "runs": runs}
+
+
+def table(result):
+    """Lines for a terminal: bytes sent a step and test accuracy by kind of compression."""
+    some = f"the first {result['limit']} examples of " if result["limit"] else ""
+    lines = [
+        f"LeNet, scratch, on {some}Fashion-MNIST, 2 workers, batch 256, lr 0.2, {result['epochs']} epochs;",
+        f"medians of {len(result['seeds'])} seeds (min-max); {machine.line()}",
+        "MB sent: what the machine sent to itself a step (Linux's counter of the loopback device).",
+        *result["skipped"],
+        f"{'':28}{'MB sent':>10}{'s/epoch':>20}  test accuracy",
+    ]
+    for run in result["runs"]:
+        seconds = [median(of_each) for of_each in run["seconds"]]
+        lines.append(
+            f"{_kind(run['kvstore'], run['compress']):28}{median(run['sent_bytes']) / 1e6:10.2f}"
+            f"{distributed.spread(seconds, 1):>20}  {distributed.spread(_reached(run), 3)}"
+        )
+    return "\n".join(lines)
+
+
+def draw(result, file):
+    """Test accuracy by bytes sent a step, a point a seed. PNG; file: binary and open, or a path."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for run, marker in zip(result["runs"], "osv^D"):
+        sent = [found / 1e6 for found in run["sent_bytes"]]
+        axes.plot(sent, _reached(run), marker, label=_kind(run["kvstore"], run["compress"]))
+    axes.set(xlabel="MB sent a step", ylabel=f"test accuracy after {result['epochs']} epochs")
+    axes.set_xlim(left=0)
+    axes.set_title("LeNet on Fashion-MNIST, 2 workers: a point a seed")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(file, format="png", dpi=100)
+
+
+def _kind(kvstore, compress):
+    return f"{kvstore}, {compress or 'no compression'}"
+
+
+def _reached(run):
+    """The test accuracy after the last epoch, of each seed."""
+    return [of_epochs[-1] for of_epochs in run["accuracy"]]
+
+
+def _train(kvstore, compress, epochs, limit, seed):
+    """Train as train.py does: {"accuracy", "seconds": [of each epoch], "sent_bytes": of all that is sent, by step}."""
+    from gluon_mgpu import scratch
+
+    before = distributed.sent()
+    options = {"device": "cpu", "kvstore": kvstore, "compress": compress, "epochs": epochs, "limit": limit}
+    with contextlib.redirect_stdout(sys.stderr):
+        history = scratch.train(1, 256, 0.2, seed=seed, **options)
+    steps = epochs * -(-(limit or 60000) // 256)
+    return {
+        "accuracy": [epoch.test_accuracy for epoch in history],
+        "seconds": [epoch.train_seconds for epoch in history],
+        "sent_bytes": (distributed.sent() - before) / steps,
+    }
+
+
+if __name__ == "__main__":
+    job = json.loads(sys.argv[1])
+    distributed.as_worker(job["kvstore"], partial(_train, **job))
