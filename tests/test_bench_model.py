@@ -447,6 +447,58 @@ def test_files_of_two_machines_are_refused(tmp_path):
         model.run(left(tmp_path, steps_=other))
 
 
+def processes():
+    """distributed.json of an engine that takes 0.5 ms an array and 2 ms a MB, and whose steps overlap none of it."""
+    sums = [{"kvstore": "ring", "bytes": n, "ms": [90.0, 0.5 + 2 * n / 1e6, 0.1]} for n in (4096, 10**6, 10**7)]
+    steps = [
+        {"kvstore": kvstore, "impl": "highlevel", "model": "lenet", "exchange": exchange, "step_ms": [ms] * 3}
+        for kvstore, exchange, ms in (
+            ("local", True, 25.0),
+            ("ring", False, 26.0),
+            ("ring", True, 26 + 8 * 0.5 + 2 * 3),
+        )
+    ]
+    counts = {"arrays": 8, "array_bytes": 3 * 10**6}
+    return {"machine": MACHINE, "sums": sums, "runs": [{**step, **counts} for step in steps]}
+
+
+def test_a_step_of_two_processes_is_modelled_by_the_one_without_the_exchange_and_the_sums_alone(tmp_path, result):
+    for overlapped in (0.0, 4.0):
+        found = processes()
+        found["runs"][-1]["step_ms"] = [36 - overlapped] * 3
+        (left(tmp_path) / "distributed.json").write_text(json.dumps(found))
+        (engine,) = model.run(tmp_path)["engines"]
+        assert engine["array_us"] == pytest.approx(500) and engine["gb_s"] == pytest.approx(0.5)
+        (step,) = engine["steps"]
+        assert step["modelled_ms"] == pytest.approx(36) and step["exchange_ms"] == pytest.approx(10 - overlapped)
+        assert step["error"] == pytest.approx(36 / (36 - overlapped) - 1)
+    text = model.table(model.run(tmp_path))
+    assert "32.0 ms measured, 6.0 of it the exchange; modelled 36.0 (+12%)" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+    without = {name: value for name, value in model.run(tmp_path).items() if name != "engines"}
+    assert without == {name: value for name, value in result.items() if name != "engines"} and not result["engines"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c["runs"].pop(1), "the steps over ring were not measured with and without the exchange"),
+        (lambda c: c["sums"][0].update(ms=[-1.0]), r"ms \[-1.0\] is not numbers above 0"),
+        (lambda c: c["runs"][1].update(exchange=2), "exchange 2 is not true or false"),
+        (lambda c: c["runs"][0].update(model="bert"), "a run of highlevel, bert is not known"),
+        (lambda c: c.update(machine={**MACHINE, "cpu": "Another"}), "it is of 2 cores of Another, not 2 cores of Some"),
+    ],
+)
+def test_a_measurement_of_processes_that_is_not_what_it_must_be_is_one_line(change, message, tmp_path):
+    found = processes()
+    change(found)
+    (left(tmp_path) / "distributed.json").write_text(json.dumps(found))
+    with pytest.raises(
+        UsageError, match=rf"^{tmp_path}/distributed.json: {message}.*: run `bench.py distributed --out"
+    ):
+        model.run(tmp_path)
+
+
 def test_the_model_needs_no_mxnet(tmp_path):
     code = "import sys; from gluon_mgpu.bench import model; model.table(model.run(sys.argv[1])); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, left(tmp_path)], capture_output=True, text=True, check=True)

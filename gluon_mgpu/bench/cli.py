@@ -251,7 +251,8 @@ Examples:
 @click.argument("folder", type=click.Path())
 @_out("model")
 def model(folder, out):
-    """A cost model fitted to what `allreduce` and `scaling` left in FOLDER, and its prediction for clusters."""
+    """A cost model fitted to what `allreduce` and `scaling` left in FOLDER, and its prediction for clusters; with what
+    `distributed` left there, held against steps of 2 processes too."""
     from gluon_mgpu.bench import model as benchmark
 
     _show(benchmark, "model", benchmark.run(folder), out)

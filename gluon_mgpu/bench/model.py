@@ -124,7 +124,8 @@ def run(folder):
     """Fit to allreduce.json and scaling.json in a folder; returns what `table` and `draw` show.
 
     The result has "machine", that of the files; "sums" and "steps", a list of fits with each point measured and
-    modelled; and "predicted". Raises UsageError, in one line, where a file is not there or is not what it must be.
+    modelled; "predicted"; and "engines", of distributed.json, empty where that is not there. Raises UsageError, in one
+    line, where a file is not what it must be, or one of the first two is not there.
     """
     sums, steps = _File(folder, "allreduce"), _File(folder, "scaling")
     here = sums.machine()
@@ -140,7 +141,55 @@ def run(folder):
         "steps": [_fit_step(steps, *key, runs, here["cores"]) for key, runs in _step_points(steps).items()],
     }
     result["predicted"] = _predict(result["steps"], sizes)
+    result["engines"] = []
+    if (Path(folder) / "distributed.json").exists():
+        distributed = _File(folder, "distributed")
+        if distributed.machine()["cpu"] != here["cpu"]:
+            raise distributed.error(f"it is of {_machine_line(distributed.machine())}, not {_machine_line(here)}")
+        result["engines"] = _engines(distributed)
     return result
+
+
+def _engines(file):
+    """Steps of 2 processes held against what the exchange should take by the sums alone: nothing is fitted to them."""
+    sums, alone, steps = {}, {}, {}
+    for found in file.take(file.content, "sums", "a list"):
+        point = {
+            "bytes": file.take(found, "bytes", "a whole number above 0"),
+            "measured_ms": median(file.take(found, "ms", "numbers above 0")),
+        }
+        sums.setdefault(file.take(found, "kvstore", "a line"), []).append(point)
+    for found in file.take(file.content, "runs", "a list"):
+        kvstore, impl, model = (file.take(found, key, "a line") for key in ("kvstore", "impl", "model"))
+        if impl not in IMPLS or model not in MODELS:
+            raise file.error(f"a run of {impl}, {model} is not known")
+        ms = median(file.take(found, "step_ms", "numbers above 0"))
+        if kvstore != "local":
+            of_it = (alone, steps)[file.take(found, "exchange", "true or false")]
+            counts = {key: file.take(found, key, "a whole number above 0") for key in ("arrays", "array_bytes")}
+            of_it[kvstore, impl, model] = {"impl": impl, "model": model, **counts, "measured_ms": ms}
+    engines = []
+    for kvstore, points in sums.items():
+        rows = np.array([[1, p["bytes"] / 1e6] for p in points])
+        x = fit(rows, np.array([p["measured_ms"] for p in points]))
+        _hold_against(points, rows @ x)
+        of_it = [(p, alone.get(key)) for key, p in steps.items() if key[0] == kvstore]
+        if not of_it or not all(without for _, without in of_it):
+            raise file.error(f"the steps over {kvstore} were not measured with and without the exchange")
+        for p, without in of_it:
+            exchange = np.array([p["arrays"], p["array_bytes"] / 1e6]) @ x
+            p["exchange_ms"] = p["measured_ms"] - without["measured_ms"]
+            _hold_against([p], [without["measured_ms"] + exchange])
+        engines.append(
+            {
+                "kvstore": kvstore,
+                "array_us": 1000 * float(x[0]),
+                "gb_s": 1 / float(x[1]) if x[1] else None,
+                "sums": points,
+                "steps": [p for p, _ in of_it],
+            }
+        )
+    return engines
 
 
 def _fit_sum(way, points):
@@ -266,6 +315,7 @@ _KINDS = {
     "a list": lambda value: isinstance(value, list) and bool(value),
     "a line": lambda value: isinstance(value, str) and value.isprintable(),
     "a whole number above 0": lambda value: _positive(value) and isinstance(value, int),
+    "true or false": lambda value: isinstance(value, bool),
     "numbers above 0": lambda value: isinstance(value, list) and bool(value) and all(map(_positive, value)),
 }
 
@@ -351,7 +401,29 @@ def table(result):
             f"{f'{alone:.0f}, {shared:.0f}':>35}{_spread(found['fitted_error']):>18}"
             f"{_spread(found['checked_error']):>16}   {_worst(found)}"
         )
-    return "\n".join([*lines, "", *_predicted_table(result["predicted"])])
+    return "\n".join([*lines, *_engines_table(result["engines"]), "", *_predicted_table(result["predicted"])])
+
+
+def _engines_table(engines):
+    if not engines:
+        return []
+    lines = [
+        "",
+        "HELD AGAINST STEPS OF 2 PROCESSES: the step without the exchange, and for that arrays x latency + bytes /",
+        "bandwidth, fitted to arrays summed alone, as if nothing overlapped; an engine that overlaps takes less",
+    ]
+    for engine in engines:
+        rate = f"{engine['gb_s']:.2f} GB/s" if engine["gb_s"] else "no limit"
+        errors = [abs(p["error"]) for p in engine["sums"]]
+        error = _spread({"median": median(errors), "largest": max(errors)})
+        lines.append(f"{engine['kvstore']:11}{engine['array_us']:.0f} us an array, {rate}; error of the sums {error}")
+        for p in engine["steps"]:
+            name = f"  {p['impl']}, {MODELS[p['model']]}, {p['arrays']} arrays of {p['array_bytes'] / 1e6:.2f} MB:"
+            lines.append(
+                f"{name:50}{p['measured_ms']:8.1f} ms measured, {p['exchange_ms']:.1f} of it the exchange; "
+                f"modelled {p['modelled_ms']:.1f} ({p['error']:+.0%})"
+            )
+    return lines
 
 
 def _predicted_table(predicted):
