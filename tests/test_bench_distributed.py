@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import runs
+from click.testing import CliRunner
 
+from gluon_mgpu import cli
 from gluon_mgpu.bench import compression, distributed
 from gluon_mgpu.errors import Error
 
@@ -135,6 +137,18 @@ def test_a_worker_that_fails_is_one_error():
     with pytest.raises(Error) as caught:
         distributed.in_own_processes("it", "dist_sync", "gluon_mgpu.bench.no_such", {})
     assert str(caught.value).startswith("it failed: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["--limit", "100"], "--limit --what speed: it is for --what compression only"),
+        (["--what", "compression", "--model", "lenet"], "--model --what compression: it is for --what speed only"),
+    ],
+)
+def test_an_option_of_the_other_measurement_is_refused(given, said):
+    done = CliRunner().invoke(cli.bench, ["distributed", *given])
+    assert done.exit_code == 2 and said in done.output
 
 
 def learned():

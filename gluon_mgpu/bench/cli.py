@@ -1,8 +1,10 @@
 """scripts/bench.py SUBCOMMAND: a subcommand is its options and one call."""
 
 import click
+from click.core import ParameterSource
 
 from gluon_mgpu import commands
+from gluon_mgpu.errors import UsageError
 from gluon_mgpu.settings import MODELS
 
 ROUNDS = click.IntRange(min=3)
@@ -228,8 +230,13 @@ Examples:
     "--limit", type=click.IntRange(min=1, max=60000), metavar="N", help="compression's: the first N examples."
 )
 @click.option("--out", type=click.Path(), metavar="DIR", help="Leave distributed.json, or compression.json, and .png.")
-def distributed(what, models, rounds, steps, epochs, limit, out):
+@click.pass_context
+def distributed(context, what, models, rounds, steps, epochs, limit, out):
     """2 processes of 1 context against 1 process of 2, over Horovod and MXNet's parameter servers."""
+    for name in ("epochs", "limit") if what == "speed" else ("models", "steps"):
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            other = "compression" if what == "speed" else "speed"
+            raise UsageError(f"--{name.replace('models', 'model')} --what {what}: it is for --what {other} only")
     if what == "speed":
         from gluon_mgpu.bench import distributed as benchmark
 
