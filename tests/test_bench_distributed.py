@@ -33,6 +33,7 @@ def result():
             "array_bytes": 516272,
             "step_ms": times,
             "sent_bytes": [2e6, 3e6, 1e6],
+            "received_bytes": [4e6, 6e6, 2e6],
             "cpu_ms": [{"worker 0": cpu, "server 0": cpu / 10} for cpu in (10.0, 30.0, 20.0)],
         }
         for (kvstore, exchange), times in ms.items()
@@ -49,7 +50,7 @@ def test_a_ratio_is_of_the_rates_of_one_round_and_is_held_against_what_was_wante
     lines = distributed.table(result()).splitlines()
     horovod, servers = row(lines, "Horovod, 2 workers"), row(lines, "dist_sync, 2 workers, 1 server")
     # 256 examples in the median's 30 ms
-    assert "30.0 (25.0-50.0)       8533  0.80 (0.80-1.00)     0.9     2.00" in horovod
+    assert "30.0 (25.0-50.0)       8533  0.80 (0.80-1.00)     0.9   2.00, 4.00  worker" in horovod
     assert horovod.endswith("worker 0 20.0, server 0 2.0  not reached")
     assert "0.80 (0.50-0.80)    0.75" in servers and servers.endswith("  reached")
     assert "1.00 (1.00-1.00)" in row(lines, "  without the exchange") and "Horovod is not there" in lines
@@ -64,7 +65,8 @@ def test_each_way_is_measured_once_a_round_and_two_processes_with_and_without_th
         asked.append((name, module))
         if name.startswith("sums"):
             return {"ms": [1.0] * len(distributed.SUMMED)}
-        return {"arrays": 1, "array_bytes": 4, "step_ms": 10.0, "sent_bytes": 1.0, "cpu_ms": {"worker 0": 1.0}}
+        counts = {"arrays": 1, "array_bytes": 4, "sent_bytes": 1.0, "received_bytes": 1.0}
+        return {**counts, "step_ms": 10.0, "cpu_ms": {"worker 0": 1.0}}
 
     monkeypatch.setattr(distributed.own_process, "last", last)
     monkeypatch.setattr(distributed, "installed", lambda: (("horovod", "dist_sync"), []))
@@ -83,13 +85,13 @@ def test_where_horovod_is_not_installed_a_line_says_so_and_the_rest_is_measured(
     assert kvstores == ("dist_sync",) and len(lines) == 1 and "make horovod" in lines[0]
 
 
-def test_a_step_over_dist_sync_sends_each_gradient_to_the_server_and_back_for_both_workers():
+def test_a_step_over_dist_sync_sends_each_gradient_to_the_server_once_and_back_once():
     subject = distributed.Subject("dist_sync", "scratch", "lenet")
     job = {"subject": subject._asdict(), "steps": 5}
     found = distributed.in_own_processes("it", "dist_sync", "gluon_mgpu.bench.distributed", job)
     assert found["arrays"] == 1 and found["array_bytes"] == 4 * (200 + 25050 + 102528 + 1290)  # LeNet's layers
-    # both ways, of 2 workers; what else uses the loopback device can only add to it
-    assert found["sent_bytes"] > 4 * found["array_bytes"]
+    for name in ("sent_bytes", "received_bytes"):
+        assert 1 < found[name] / found["array_bytes"] < 1.05, name
     assert set(found["cpu_ms"]) == {"worker 0", "worker 1", "server 0", "scheduler"}
     assert found["step_ms"] > 1 and found["cpu_ms"]["worker 0"] > 1
 
@@ -159,6 +161,7 @@ def learned():
             "accuracy": [[0.1, 0.5], [0.2, 0.7], [0.1, 0.6]],
             "seconds": [[9.0, 3.0], [9.0, 4.0], [9.0, 5.0]],
             "sent_bytes": [2e6, 3e6, 1e6],
+            "received_bytes": [4e6, 6e6, 2e6],
         }
         for kvstore, kinds in compression.KINDS.items()
         for compress in kinds
@@ -169,8 +172,8 @@ def learned():
 def test_accuracy_is_of_the_last_epoch_and_each_kind_of_compression_has_its_line():
     lines = compression.table(learned()).splitlines()
     for name in ("horovod, no compression", "horovod, fp16", "dist_sync, no compression", "dist_sync, 2bit:"):
-        # medians of 0.5, 0.7 and 0.6; of 2, 3 and 1 MB; of the epochs' medians 6, 6.5 and 7 s
-        assert row(lines, name).split()[-5:] == ["2.00", "6.5", "(6.0-7.0)", "0.600", "(0.500-0.700)"]
+        # medians of 0.5, 0.7 and 0.6; of 2, 3 and 1 MB sent; of the epochs' medians 6, 6.5 and 7 s
+        assert row(lines, name).split()[-6:] == ["2.00,", "4.00", "6.5", "(6.0-7.0)", "0.600", "(0.500-0.700)"]
     assert "the first 1000 examples of Fashion-MNIST" in lines[0]
 
 

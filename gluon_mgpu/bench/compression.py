@@ -1,4 +1,4 @@
-"""What compressed gradients save and what they cost: bytes sent a step, and the test accuracy that 2 workers reach.
+"""What compressed gradients save and what they cost: bytes a step, and the test accuracy that 2 workers reach.
 
 A worker, `python -m gluon_mgpu.bench.compression JOB`, takes part in a training that `launch` or horovodrun started.
 """
@@ -11,6 +11,7 @@ from statistics import median
 
 from gluon_mgpu import datasets
 from gluon_mgpu.bench import distributed, machine
+from gluon_mgpu.distributed import workers
 
 # The thresholds are of gradients summed over a worker's half of the batch: docs/performance.md.
 KINDS = {"horovod": (None, "fp16"), "dist_sync": (None, "2bit:0.1", "2bit:1")}
@@ -46,29 +47,31 @@ def table(result):
     lines = [
         f"LeNet, scratch, on {some}Fashion-MNIST, 2 workers, batch 256, lr 0.2, {result['epochs']} epochs;",
         f"medians of {len(result['seeds'])} seeds (min-max); {machine.line()}",
-        "MB sent: what the machine sent to itself a step (Linux's counter of the loopback device).",
+        "MB out, in: what worker 0 sends and receives a step, by the kernel's count of its connections.",
         *result["skipped"],
-        f"{'':28}{'MB sent':>10}{'s/epoch':>20}  test accuracy",
+        f"{'':28}{'MB out, in':>14}{'s/epoch':>20}  test accuracy",
     ]
     for run in result["runs"]:
         seconds = [median(of_each) for of_each in run["seconds"]]
         lines.append(
-            f"{_kind(run['kvstore'], run['compress']):28}{median(run['sent_bytes']) / 1e6:10.2f}"
+            f"{_kind(run['kvstore'], run['compress']):28}{distributed.moved(run):>14}"
             f"{distributed.spread(seconds, 1):>20}  {distributed.spread(_reached(run), 3)}"
         )
     return "\n".join(lines)
 
 
 def draw(result, file):
-    """Test accuracy by bytes sent a step, a point a seed. PNG; file: binary and open, or a path."""
+    """Test accuracy by bytes sent and received a step, a point a seed. PNG; file: binary and open, or a path."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for run, marker in zip(result["runs"], "osv^D"):
-        sent = [found / 1e6 for found in run["sent_bytes"]]
-        axes.plot(sent, _reached(run), marker, label=_kind(run["kvstore"], run["compress"]))
-    axes.set(xlabel="MB sent a step", ylabel=f"test accuracy after {result['epochs']} epochs")
+        moved = [(out + back) / 1e6 for out, back in zip(run["sent_bytes"], run["received_bytes"])]
+        axes.plot(moved, _reached(run), marker, label=_kind(run["kvstore"], run["compress"]))
+    axes.set(
+        xlabel="MB that a worker sends and receives a step", ylabel=f"test accuracy after {result['epochs']} epochs"
+    )
     axes.set_xlim(left=0)
     axes.set_title("LeNet on Fashion-MNIST, 2 workers: a point a seed")
     axes.grid(alpha=0.3)
@@ -86,10 +89,17 @@ def _reached(run):
 
 
 def _train(kvstore, compress, epochs, limit, seed):
-    """Train as train.py does: {"accuracy", "seconds": [of each epoch], "sent_bytes": of all that is sent, by step}."""
+    """Train as train.py does: {"accuracy", "seconds": [of each epoch], "sent_bytes", "received_bytes": of a step, with
+    all else that the run sends}."""
     from gluon_mgpu import scratch
 
-    before = distributed.sent()
+    moved, store = [], {"horovod": workers.Horovod, "dist_sync": workers.DistSync}[kvstore]
+
+    def close(self, close=store.close):
+        moved.extend(distributed.traffic())  # while there are connections
+        close(self)
+
+    store.close = close
     options = {"device": "cpu", "kvstore": kvstore, "compress": compress, "epochs": epochs, "limit": limit}
     with contextlib.redirect_stdout(sys.stderr):
         history = scratch.train(1, 256, 0.2, seed=seed, **options)
@@ -97,7 +107,8 @@ def _train(kvstore, compress, epochs, limit, seed):
     return {
         "accuracy": [epoch.test_accuracy for epoch in history],
         "seconds": [epoch.train_seconds for epoch in history],
-        "sent_bytes": (distributed.sent() - before) / steps,
+        "sent_bytes": moved[0] / steps,
+        "received_bytes": moved[1] / steps,
     }
 
 

@@ -9,6 +9,8 @@ import importlib
 import importlib.util
 import json
 import os
+import socket
+import struct
 import sys
 import time
 from functools import partial
@@ -39,10 +41,9 @@ STARTED_AS = {
 SUMMED = tuple(4**n for n in range(6, 13))  # bytes of the arrays that are summed alone: 4 KB to 16 MB
 
 NOTES = """\
-ratio: examples/s beside those of 1 process of 2 contexts in the same round. MB sent: what the machine sent to itself in
-a step (Linux's counter of the loopback device: with headers, acknowledgements and what else used it). CPU ms: of all
-threads of a process, a step. Without the exchange: 2 processes which sum nothing with each other, so that what the
-first line takes longer is the exchange."""
+ratio: examples/s beside those of 1 process of 2 contexts in the same round. MB out, in: what worker 0 sends and
+receives in a step, by the kernel's count of its connections. CPU ms: of all threads of a process, a step. Without the
+exchange: 2 processes that sum nothing with each other; what the line above takes longer is the exchange."""
 
 
 class Subject(NamedTuple):
@@ -90,7 +91,9 @@ def run(models=tuple(TITLE), rounds=3, steps=100):
             "batch_size": BATCH_SIZE[subject.model],
             "arrays": of_it[0]["arrays"],
             "array_bytes": of_it[0]["array_bytes"],
-            **{name: [found[name] for found in of_it] for name in ("step_ms", "sent_bytes", "cpu_ms")},
+            **{
+                name: [found[name] for found in of_it] for name in ("step_ms", "sent_bytes", "received_bytes", "cpu_ms")
+            },
         }
         for subject, of_it in measured.items()
     ]
@@ -144,7 +147,10 @@ def table(result):
     ]
     for (model, impl), runs in _series(result).items():
         title = f"{TITLE[model]}, {impl}, batch {runs[0]['batch_size']}"
-        lines += ["", f"{title:32}{'ms/step':>22}{'examples/s':>11}{'ratio':>18}{'wanted':>8}{'MB sent':>9}  CPU ms"]
+        lines += [
+            "",
+            f"{title:32}{'ms/step':>22}{'examples/s':>11}{'ratio':>18}{'wanted':>8}{'MB out, in':>13}  CPU ms",
+        ]
         for run in runs:
             of_it = ratios(runs[0], run)
             wanted, reached = LEAST.get((run["kvstore"], model)) if run["exchange"] else None, ""
@@ -153,7 +159,7 @@ def table(result):
             who = STARTED_AS[run["kvstore"]] if run["exchange"] else "  without the exchange"
             lines.append(
                 f"{who:32}{spread(run['step_ms'], 1):>22}{1000 * run['batch_size'] / median(run['step_ms']):11.0f}"
-                f"{spread(of_it, 2):>18}{wanted or '':>8}{median(run['sent_bytes']) / 1e6:9.2f}  {_cpu(run)}{reached}"
+                f"{spread(of_it, 2):>18}{wanted or '':>8}{moved(run):>13}  {_cpu(run)}{reached}"
             )
     for kvstore in dict.fromkeys(found["kvstore"] for found in result["sums"]):
         lines += ["", f"{'Arrays summed over 2 workers, ' + kvstore:44}{'ms':>24}{'MB/s':>9}"]
@@ -162,6 +168,11 @@ def table(result):
                 size, rate = f"{found['bytes'] / 1e3:.1f} KB", found["bytes"] / median(found["ms"]) / 1000
                 lines.append(f"{size:>44}{spread(found['ms'], 2):>24}{rate:9.0f}")
     return "\n".join(lines)
+
+
+def moved(run):
+    """Median MB that worker 0 sent and received a step."""
+    return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
 
 
 def _cpu(run):
@@ -216,13 +227,18 @@ def draw(result, file):
     figure.savefig(file, format="png", dpi=100)
 
 
-def sent():
-    """Bytes that the machine has sent to itself since it started."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        device, _, counters = line.partition(":")
-        if device.strip() == "lo":
-            return int(counters.split()[8])
-    return 0
+def traffic():
+    """(bytes sent, bytes received) over the TCP connections that this process now has, each since it was made, without
+    headers. Source: the kernel's struct tcp_info, tcpi_bytes_acked and tcpi_bytes_received (linux/tcp.h)."""
+    sent = received = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, none of TCP, or closed meanwhile
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(number))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                counted = struct.unpack_from("QQ", info, 120) if len(info) == 136 else (0, 0)
+                sent, received = sent + counted[0], received + counted[1]
+    return sent, received
 
 
 def _servers_seconds():
@@ -243,20 +259,20 @@ def _servers_seconds():
 def _measured(group, work):
     """Seconds, bytes and CPU seconds by process that work() takes, on all workers at the same time."""
     group.gather(None)
-    before = time.perf_counter(), sent(), _servers_seconds(), time.process_time()
+    before = time.perf_counter(), traffic(), _servers_seconds(), time.process_time()
     work()
     own, seconds = time.process_time() - before[3], time.perf_counter() - before[0]
     cpu = {f"worker {i}": spent for i, spent in enumerate(group.gather(own))}
     servers = _servers_seconds()
     return {
         "seconds": seconds,
-        "sent_bytes": sent() - before[1],
+        "traffic": [after - earlier for earlier, after in zip(before[1], traffic())],
         "cpu": {**cpu, **{name: servers[name] - before[2][name] for name in before[2]}},
     }
 
 
 def _train_steps(group, subject, steps):
-    """{"step_ms": ..., "sent_bytes": ..., "cpu_ms": {process: ...}}, of a step, and what it sums over all workers."""
+    """What worker 0 prints, of a step: ms, bytes, CPU ms of each process, and what it sums over all workers."""
     module = importlib.import_module(f"gluon_mgpu.{subject.impl}")
     import mxnet as mx
 
@@ -292,7 +308,8 @@ def _train_steps(group, subject, steps):
         "arrays": len(sizes),
         "array_bytes": sum(sizes.values()),
         "step_ms": 1000 * found["seconds"] / steps,
-        "sent_bytes": found["sent_bytes"] / steps,
+        "sent_bytes": found["traffic"][0] / steps,
+        "received_bytes": found["traffic"][1] / steps,
         "cpu_ms": {name: 1000 * spent / steps for name, spent in found["cpu"].items()},
     }
 
