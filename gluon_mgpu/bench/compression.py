@@ -11,7 +11,6 @@ from statistics import median
 
 from gluon_mgpu import datasets
 from gluon_mgpu.bench import distributed, machine
-from gluon_mgpu.distributed import workers
 
 # The thresholds are of gradients summed over a worker's half of the batch: docs/performance.md.
 KINDS = {"horovod": (None, "fp16"), "dist_sync": (None, "2bit:0.1", "2bit:1")}
@@ -92,8 +91,9 @@ def _train(kvstore, compress, epochs, limit, seed):
     """Train as train.py does: {"accuracy", "seconds": [of each epoch], "sent_bytes", "received_bytes": of a step, with
     all else that the run sends}."""
     from gluon_mgpu import scratch
+    from gluon_mgpu.distributed import stores
 
-    moved, store = [], {"horovod": workers.Horovod, "dist_sync": workers.DistSync}[kvstore]
+    moved, store = [], {"horovod": stores.Horovod, "dist_sync": stores.DistSync}[kvstore]
 
     def close(self, close=store.close):
         moved.extend(distributed.traffic())  # while there are connections

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from gluon_mgpu import datasets, engine
 from gluon_mgpu.bench import machine, own_process
 from gluon_mgpu.bench.steps import BATCH_SIZE, STEPS_PER_STEP, WARM_UP_STEPS
-from gluon_mgpu.distributed import place, workers
+from gluon_mgpu.distributed import place, serve, workers
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 TRAINED = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch has LeNet only
@@ -337,7 +337,7 @@ def as_worker(kvstore, work):
     """Serve, where this process is a server or the scheduler; else print what work() gives, where it is worker 0."""
     here = place.asked(kvstore)
     if here.role != "worker":
-        workers.serve(here)
+        serve.serve(here)
         return
     engine.configure(2 // here.workers)
     found = work()
