@@ -50,9 +50,8 @@ def test_a_ratio_is_of_the_rates_of_one_round_and_is_held_against_what_was_wante
     lines = distributed.table(result()).splitlines()
     horovod, servers = row(lines, "Horovod, 2 workers"), row(lines, "dist_sync, 2 workers, 1 server")
     # 256 examples in the median's 30 ms
-    assert "30.0 (25.0-50.0)       8533  0.80 (0.80-1.00)     0.9   2.00, 4.00  worker" in horovod
-    assert horovod.endswith("worker 0 20.0, server 0 2.0  not reached")
-    assert "0.80 (0.50-0.80)    0.75" in servers and servers.endswith("  reached")
+    assert "30.0 (25.0-50.0)       8533  0.80 (0.80-1.00)  0.9 not reached 2.00, 4.00  20.0, 2.0" in horovod
+    assert "  0.80 (0.50-0.80)  0.75 reached " in servers
     assert "1.00 (1.00-1.00)" in row(lines, "  without the exchange") and "Horovod is not there" in lines
     # 4096 bytes in the median's 2 ms
     assert row(lines, f"{'4.1 KB':>44}").split()[2:] == ["2.00", "(1.00-4.00)", "2"]

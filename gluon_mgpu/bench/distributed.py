@@ -42,8 +42,9 @@ SUMMED = tuple(4**n for n in range(6, 13))  # bytes of the arrays that are summe
 
 NOTES = """\
 ratio: examples/s beside those of 1 process of 2 contexts in the same round. MB out, in: what worker 0 sends and
-receives in a step, by the kernel's count of its connections. CPU ms: of all threads of a process, a step. Without the
-exchange: 2 processes that sum nothing with each other; what the line above takes longer is the exchange."""
+receives in a step, by the kernel's count of its connections. CPU ms: of each process a step: workers, scheduler,
+server. Without the exchange: 2 processes that sum nothing with each other; what the line above takes longer is the
+exchange."""
 
 
 class Subject(NamedTuple):
@@ -149,17 +150,17 @@ def table(result):
         title = f"{TITLE[model]}, {impl}, batch {runs[0]['batch_size']}"
         lines += [
             "",
-            f"{title:32}{'ms/step':>22}{'examples/s':>11}{'ratio':>18}{'wanted':>8}{'MB out, in':>13}  CPU ms",
+            f"{title:32}{'ms/step':>21}{'examples/s':>11}{'ratio':>18}  {'wanted':16}{'MB out, in':>10}  CPU ms",
         ]
         for run in runs:
             of_it = ratios(runs[0], run)
             wanted, reached = LEAST.get((run["kvstore"], model)) if run["exchange"] else None, ""
             if wanted:
-                reached = "  reached" if median(of_it) >= wanted else "  not reached"
+                reached = f"{wanted} {'' if median(of_it) >= wanted else 'not '}reached"
             who = STARTED_AS[run["kvstore"]] if run["exchange"] else "  without the exchange"
             lines.append(
-                f"{who:32}{spread(run['step_ms'], 1):>22}{1000 * run['batch_size'] / median(run['step_ms']):11.0f}"
-                f"{spread(of_it, 2):>18}{wanted or '':>8}{moved(run):>13}  {_cpu(run)}{reached}"
+                f"{who:32}{spread(run['step_ms'], 1):>21}{1000 * run['batch_size'] / median(run['step_ms']):11.0f}"
+                f"{spread(of_it, 2):>18}  {reached:16}{moved(run):>10}  {_cpu(run)}"
             )
     for kvstore in dict.fromkeys(found["kvstore"] for found in result["sums"]):
         lines += ["", f"{'Arrays summed over 2 workers, ' + kvstore:44}{'ms':>24}{'MB/s':>9}"]
@@ -176,8 +177,8 @@ def moved(run):
 
 
 def _cpu(run):
-    """Median CPU ms a step of each process: worker 0 12.3, worker 1 12.2, ..."""
-    return ", ".join(f"{who} {median(of_each[who] for of_each in run['cpu_ms']):.1f}" for who in run["cpu_ms"][0])
+    """Median CPU ms a step of each process, in the order that `table` names."""
+    return ", ".join(f"{median(of_each[who] for of_each in run['cpu_ms']):.1f}" for who in run["cpu_ms"][0])
 
 
 def _series(result):
