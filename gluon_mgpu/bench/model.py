@@ -418,7 +418,8 @@ def _engines_table(engines):
         error = _spread({"median": median(errors), "largest": max(errors)})
         lines.append(f"{engine['kvstore']:11}{engine['array_us']:.0f} us an array, {rate}; error of the sums {error}")
         for p in engine["steps"]:
-            name = f"  {p['impl']}, {MODELS[p['model']]}, {p['arrays']} arrays of {p['array_bytes'] / 1e6:.2f} MB:"
+            arrays = f"{p['arrays']} array{'s'[: p['arrays'] > 1]}, {p['array_bytes'] / 1e6:.2f} MB"
+            name = f"  {p['impl']}, {MODELS[p['model']]}, {arrays}:"
             lines.append(
                 f"{name:50}{p['measured_ms']:8.1f} ms measured, {p['exchange_ms']:.1f} of it the exchange; "
                 f"modelled {p['modelled_ms']:.1f} ({p['error']:+.0%})"
