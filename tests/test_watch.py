@@ -188,3 +188,17 @@ def test_a_process_whose_hub_is_lost_ends_with_a_line_that_names_it(quick):
         _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert err == "error: worker 1: worker 0 was lost: its connection ended\n"
+
+
+def test_a_server_that_does_not_end_by_itself_ends_once_all_workers_are_done(quick):
+    over = threading.Event()
+    hub = watch.Hub("127.0.0.1", 0, ("worker 0", "server 0"), on_over=over.set)
+    script = WAITS.replace('"worker 1"', '"server 0"').replace("= 0.05, 1.0", "= 0.05, 1.0; watch.LAST_WORDS = 0.1")
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(hub.port)], stdout=subprocess.PIPE, cwd=runs.ROOT
+    ) as server:
+        (worker,) = joined(hub, "worker 0")
+        server.stdout.readline()
+        assert server.poll() is None and not over.is_set()
+        worker.done()
+        assert server.wait(30) == 0 and over.wait(10)

@@ -23,7 +23,7 @@ def serve(here):
             os._exit(1)
 
         watch.Hub(here.root, here.port, ()).close()  # refuses a port that is taken, where ps-lite would not say which
-        hub = watch.Hub(here.root, here.port + 1, here.members(), end)
+        hub = watch.Hub(here.root, here.port + 1, here.members(), end, watch.end_soon)
         address, done = hub.listener.getsockname()[0], hub.close
     else:
         member = watch.Member(here.root, here.port + 1, str(here))

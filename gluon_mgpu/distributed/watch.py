@@ -18,6 +18,7 @@ from gluon_mgpu.errors import Error, UsageError
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 10.0  # seconds without one: lost. Nothing in a worker holds Python's lock for so long
 PATIENCE = 300.0  # seconds within which all have to come
+LAST_WORDS = 3.0  # seconds for a server to end once all workers are done
 WAITING_SAID = 5  # beats after which a process says for whom it waits
 LONGEST = 1 << 20  # bytes of a line
 
@@ -25,12 +26,12 @@ LONGEST = 1 << 20  # bytes of a line
 class Hub:
     """Listens on (host, port), port 0 for a free one, for the processes of a run, `expected` by name.
 
-    on_loss: called with what the others are told, once one is lost. Raises Error for a port that is taken and a host
-    that is not this machine's.
+    on_loss: called with what the others are told, once one is lost; on_over: once all workers are done. Raises Error
+    for a port that is taken and a host that is not this machine's.
     """
 
-    def __init__(self, host, port, expected, on_loss=lambda line: None):
-        self.expected, self.on_loss = list(expected), on_loss
+    def __init__(self, host, port, expected, on_loss=lambda line: None, on_over=lambda: None):
+        self.expected, self.on_loss, self.on_over = list(expected), on_loss, on_over
         self.workers = [name for name in self.expected if name.startswith("worker")]
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -116,6 +117,9 @@ class Hub:
             self._end(f"{connection.name}: {message['failed']}", message.get("status", 1))
         elif "done" in message:
             self.ended.add(connection.name)
+            if self.ended.issuperset(self.workers):
+                self._tell({"over": True})
+                self.on_over()
 
     def _look(self, now):
         for name, connection in self.members.items():
@@ -254,6 +258,8 @@ class Member:
                 self.answered.notify_all()
         elif "stop" in message:
             self.stopping.set()
+        elif "over" in message:
+            end_soon()
         elif "lost" in message and not self.over:
             self._end(message["lost"], message.get("status", 1))
 
@@ -264,6 +270,14 @@ class Member:
         os._exit(
             status if self.name.startswith("worker") else 1
         )  # what waits for the lost one, in MXNet's threads, cannot be called back
+
+
+def end_soon():
+    """All workers are done: end this process, where it does not by itself. A server and the scheduler were once seen to
+    stay in ps-lite for 10 s more."""
+    timer = threading.Timer(LAST_WORDS, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
 
 
 def _connect(host, port):
