@@ -136,7 +136,7 @@ def _epoch(replicas, data, settings, position, ctrl_c, workers):
     train_iter = batches(data.train_images, data.train_labels, size, order[position.steps * size :], workers.part)
     loss_sum = train_epoch(
         train_batch,
-        ctrl_c.until(train_iter, lambda: position.steps),
+        ctrl_c.until(train_iter, lambda: before + position.steps),
         examples,
         f"epoch {number}",
         position.steps,
@@ -144,10 +144,11 @@ def _epoch(replicas, data, settings, position, ctrl_c, workers):
         position.loss_sum if workers.rank == 0 else 0.0,
         workers,
     )
-    position.loss_sum = sum(workers.gather(loss_sum))
+    losses, stopping = zip(*workers.gather([loss_sum, workers.stopping]))
+    position.loss_sum = sum(losses)
     position.seconds = time.perf_counter() - start
     _refuse_broken(replicas.parameters(), number)
-    if ctrl_c.stopped:
+    if ctrl_c.stopped or any(stopping):
         raise BetweenSteps
     test_acc = _evaluate(replicas, data, size, ctrl_c, workers)
     lr = settings.learning_rate(before + steps_an_epoch - 1, steps_an_epoch)
@@ -167,7 +168,7 @@ def _evaluate(replicas, data, size, ctrl_c, workers):
         right = round(replicas.evaluate_accuracy(ctrl_c.between(test_iter)) * len(own)) if len(own) else 0
     except BetweenSteps:
         right = None
-    rights = workers.gather(right)
+    rights = workers.gather(None if workers.stopping else right)
     if None in rights:
         raise BetweenSteps
     return sum(rights) / len(data.test_labels)
@@ -356,27 +357,16 @@ class CtrlC:
         if self.stopped:
             raise BetweenSteps
 
-    def until(self, items, steps=None):
+    def until(self, items, step=None):
         """The items; none of those left, and `stopped`, once Ctrl-C was pressed.
 
-        steps: says how many steps were issued; then all workers take part, and go on to the step of the foremost.
+        step: says how many steps of the run were issued. With it, several workers stop together.
         """
-        if steps is None or self.workers.count == 1:
-            for item in items:
-                if self.asked:
-                    self.stopped = True
-                    return
-                yield item
-            return
-        last = None
+        several = step is not None and self.workers.count > 1
         for item in items:
-            if self.asked and not self.workers.stopping:
+            if several and self.asked and not self.workers.stopping:
                 self.workers.ask_to_stop()
-            if last is None and (self.asked or self.workers.stopping):
-                last = max(self.workers.gather(steps()))
-            if last is not None and steps() >= last:
+            if not self.workers.may_step(step()) if several else self.asked:
                 self.stopped = True
                 return
             yield item
-        if last is None:
-            self.workers.gather(steps())

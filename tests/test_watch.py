@@ -70,13 +70,15 @@ def test_what_workers_gather_is_what_each_gave_by_rank(quick):
     hub.close()
 
 
-def test_one_worker_asks_to_stop_and_all_find_it(quick):
-    hub = watch.Hub("127.0.0.1", 0, PAIR)
-    first, second = joined(hub, *PAIR)
-    assert not first.stopping.is_set()
+def test_once_one_asks_to_stop_all_go_on_to_the_step_of_the_foremost(quick):
+    hub = watch.Hub("127.0.0.1", 0, (*PAIR, "server 0"))
+    first, second, server = joined(hub, *PAIR, "server 0")
+    assert all(first.may_step(step) for step in range(10)) and all(second.may_step(step) for step in range(12))
     second.ask_to_stop()
-    assert first.stopping.wait(10) and second.stopping.wait(10)
-    first.done(), second.done()
+    assert first.stop_known.wait(10) and second.stop_known.wait(10)
+    assert [first.may_step(step) for step in (10, 11, 12)] == [True, True, False]
+    assert not second.may_step(12)
+    first.done(), server.done(), second.done()
     hub.close()
 
 

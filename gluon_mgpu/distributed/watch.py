@@ -48,7 +48,7 @@ class Hub:
         self.port = self.listener.getsockname()[1]
         self.members = {}  # name: _Connection
         self.ended, self.over = set(), False
-        self.gathering = {}
+        self.gathering, self.issued, self.stopping = {}, {}, False
         self.since = time.monotonic()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -103,15 +103,20 @@ class Hub:
             self.members[name] = connection
             if len(self.members) == len(self.expected):
                 self._tell({"all": True})
-        elif "gather" in message:
+        elif "gather" in message and connection.name in self.workers:
             values = self.gathering.setdefault(message["gather"], {})
             values[connection.name] = message.get("value")
             if len(values) == len(self.workers):
                 told = {"gathered": message["gather"], "values": [values[name] for name in self.workers]}
                 del self.gathering[message["gather"]]
                 self._tell(told)
-        elif "stop" in message:
-            self._tell({"stop": True})
+        elif "stop" in message and not self.stopping:
+            self.stopping = True
+            self._tell({"hold": True})
+        elif "issued" in message and connection.name in self.workers:
+            self.issued[connection.name] = message["issued"]
+            if len(self.issued) == len(self.workers):
+                self._tell({"stop at": max(self.issued.values())})
         elif "failed" in message:
             self.ended.add(connection.name)
             self._end(f"{connection.name}: {message['failed']}", message.get("status", 1))
@@ -187,7 +192,8 @@ class Member:
         self.name = name
         self.connection = _Connection(_connect(host, port))
         self.own_address = self.connection.sock.getsockname()[0]
-        self.all_there, self.stopping = threading.Event(), threading.Event()
+        self.all_there, self.stop_known = threading.Event(), threading.Event()
+        self.issued, self.stopping, self.stop_at, self.stepping = 0, False, 0, threading.Lock()
         self.answers, self.answered = {}, threading.Condition()
         self.gathers, self.missing = 0, []
         self.over = False
@@ -211,8 +217,19 @@ class Member:
             return self.answers.pop(number)
 
     def ask_to_stop(self):
-        """All workers will find `stopping` set."""
+        """All workers will stop at one step."""
         self.connection.send({"stop": True})
+
+    def may_step(self, step):
+        """Whether this worker may issue its step of that number, from 0. Once one asked to stop, all go on to the step
+        that the foremost has issued: it may be waiting for it, and cannot be asked to go back."""
+        with self.stepping:
+            if not self.stopping:
+                self.issued = step + 1
+                return True
+        while not self.stop_known.wait(BEAT):
+            pass
+        return step < self.stop_at
 
     def failed(self, line, status):
         """Tell the others why this process ends."""
@@ -256,8 +273,14 @@ class Member:
             with self.answered:
                 self.answers[message["gathered"]] = message["values"]
                 self.answered.notify_all()
-        elif "stop" in message:
-            self.stopping.set()
+        elif "hold" in message:
+            with self.stepping:  # what is said is what will be, whatever the main thread waits for
+                self.stopping = True
+                issued = self.issued
+            self.connection.send({"issued": issued})
+        elif "stop at" in message:
+            self.stop_at = message["stop at"]
+            self.stop_known.set()
         elif "over" in message:
             end_soon()
         elif "lost" in message and not self.over:

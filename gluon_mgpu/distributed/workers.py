@@ -18,7 +18,7 @@ NAMING = 5.0  # seconds within which a loss is named, where an operator noticed 
 class Alone:
     """One process, which has nobody to ask."""
 
-    rank, count = 0, 1
+    rank, count, stopping = 0, 1, False
 
     def meet(self, devices):
         return [devices]
@@ -41,7 +41,7 @@ class Workers:
 
     def __init__(self, store, member, rank, count):
         self.store, self.member, self.rank, self.count = store, member, rank, count
-        self.gather, self.ask_to_stop = member.gather, member.ask_to_stop
+        self.gather, self.ask_to_stop, self.may_step = member.gather, member.ask_to_stop, member.may_step
 
     def meet(self, devices):
         """How many devices each worker has. devices: how many this one has."""
@@ -72,7 +72,7 @@ class Workers:
     @property
     def stopping(self):
         """Whether one of the workers asked to stop."""
-        return self.member.stopping.is_set()
+        return self.member.stopping
 
     def allreduce(self, array, key):
         """Sum an NDArray over all workers, in place and behind Python, as any operator. key: its number, the same in
