@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train test test-slow test-faults test-cuda test-all parity parity-quick bench bench-peers horovod lint install clean
+.PHONY: train test test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod lint install clean
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -25,6 +25,10 @@ test-slow: install  ## the suite and the proofs that take minutes
 
 test-faults: install  ## processes of a run are killed, one by one: a table of what the others do
 	$(BIN)/python -m pytest -m faults -s
+
+test-network: install  ## workers on machines of their own, network namespaces: needs root, ip and tc
+	@cd tests && ../$(BIN)/python -c "import machines, sys; sys.exit(machines.missing())"
+	$(BIN)/python -m pytest -m network -rs
 
 test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in an environment of their own: downloads 2.1 GB
 	$(BIN)/python -m pytest -m cuda_wheels

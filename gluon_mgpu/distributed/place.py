@@ -1,12 +1,16 @@
 """Which process of a run this one is, by the environment that horovodrun or launch.py gave it. Imports no mxnet."""
 
+import fcntl
 import os
+import socket
+import struct
 import sys
 from typing import NamedTuple, Optional
 
 from gluon_mgpu.errors import UsageError
 
 KVSTORES = ("local", "horovod", "dist_sync")
+DIVIDED = 10_000  # numbers: an array of so many is divided among the servers. By itself MXNet begins at 1,000,000
 
 
 class Place(NamedTuple):
@@ -89,10 +93,28 @@ def check_compress(compress, here, model):
         )
 
 
+def own_address():
+    """Where Horovod's other workers reach this one: the address of its interface. To itself, a machine's own name may
+    be 127.0.1.1. Raises UsageError where there is no such interface, for which Horovod would end the process."""
+    interface = os.environ.get("HOROVOD_GLOO_IFACE")
+    if not interface:
+        return os.environ.get("HOROVOD_HOSTNAME", "localhost")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking, 0x8915, struct.pack("256s", interface.encode()))  # netdevice(7), SIOCGIFADDR
+        except OSError as error:
+            raise UsageError(
+                f"HOROVOD_GLOO_IFACE={interface}: no such interface with an IPv4 address here ({error.strerror}): give "
+                "one by which the other machines reach this one"
+            ) from None
+    return socket.inet_ntoa(found[20:24])
+
+
 def for_ps_lite(address):
     """Set what ps-lite reads of the environment and a user cannot be expected to know. address: at which this process
     is reached, where DMLC_NODE_HOST does not say."""
     os.environ.setdefault("DMLC_NODE_HOST", address)
+    os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED))
     os.environ.pop("PORT", None)  # ps-lite would listen there, in every process
 
 

@@ -25,6 +25,13 @@ def serve(here):
         watch.Hub(here.root, here.port, ()).close()  # refuses a port that is taken, where ps-lite would not say which
         hub = watch.Hub(here.root, here.port + 1, here.members(), end, watch.end_soon)
         address, done = hub.listener.getsockname()[0], hub.close
+        if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
+            print(
+                f"gluon_mgpu: the scheduler: {here.root} is {address} to this machine, where no other one reaches it: "
+                "give its address in the network as DMLC_PS_ROOT_URI",
+                file=sys.stderr,
+                flush=True,
+            )
     else:
         member = watch.Member(here.root, here.port + 1, str(here))
         address, done = member.own_address, member.done

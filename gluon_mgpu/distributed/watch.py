@@ -190,7 +190,7 @@ class Member:
 
     def __init__(self, host, port, name):
         self.name = name
-        self.connection = _Connection(_connect(host, port))
+        self.connection = _Connection(_connect(host, port, name))
         self.own_address = self.connection.sock.getsockname()[0]
         self.all_there, self.stop_known = threading.Event(), threading.Event()
         self.issued, self.stopping, self.stop_at, self.stepping = 0, False, 0, threading.Lock()
@@ -303,17 +303,23 @@ def end_soon():
     timer.start()
 
 
-def _connect(host, port):
-    give_up = time.monotonic() + PATIENCE
+def _connect(host, port, name):
+    began, said = time.monotonic(), False
     while True:
         try:
             return socket.create_connection((host, port), timeout=SILENCE)
         except socket.gaierror as error:
             raise Error(f"the host {host} does not resolve ({error.strerror}): give a name or an address") from None
         except OSError as error:  # it may only be starting
-            if time.monotonic() > give_up:
-                raise Error(
-                    f"nobody answers at {host}, port {port}, for {PATIENCE:.0f} s ({error.strerror or 'timed out'}): "
-                    "is the run's first process started, and is this its address?"
-                ) from None
+            waited, why = time.monotonic() - began, error.strerror or "timed out"
+            asked = "is the run's first process started, and is this its address?"
+            if waited > PATIENCE:
+                raise Error(f"nobody answers at {host}, port {port}, for {PATIENCE:.0f} s ({why}): {asked}") from None
+            if waited > WAITING_SAID * BEAT and not said:
+                said = True
+                print(
+                    f"gluon_mgpu: {name}: nobody answers at {host}, port {port} ({why}), asked for {PATIENCE:.0f} s: "
+                    f"{asked}",
+                    file=sys.stderr,
+                )
             time.sleep(BEAT / 4)

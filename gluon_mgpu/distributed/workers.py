@@ -3,7 +3,6 @@
 Gradients go over Horovod or over MXNet's own parameter servers; all else over `watch`.
 """
 
-import os
 import time
 from contextlib import contextmanager
 
@@ -110,11 +109,11 @@ def join(kvstore="local", compress=None, model="lenet"):
 
     hub = None
     if kvstore == "horovod":
+        own = place.own_address()
         store = stores.Horovod(compress)
         if here.rank == 0:
-            host = os.environ.get("HOROVOD_HOSTNAME", "localhost")
-            hub = watch.Hub(host, 0, here.members())
-        host, port = store.from_worker_0(f"{host} {hub.port}" if hub else "").split()
+            hub = watch.Hub(own, 0, here.members())
+        host, port = store.from_worker_0(f"{own} {hub.port}" if hub else "").split()
         member = watch.Member(host, int(port), str(here))
     else:
         member = watch.Member(here.root, here.port + 1, str(here))

@@ -1,0 +1,179 @@
+"""Machines for the tests: each a network namespace with a name, an address and a cable of its own, on one switch.
+
+A process holds each one, and reads a pipe of ours. When we end, in whatever way, it ends, and with it, since it is
+the first of its process namespace, all that runs there; then the kernel takes the namespaces and the links away. So
+there is nothing to clean up. No link leads out of them.
+
+As a program, `python tests/machines.py PORT...` is the switch that delays, for kernels without netem.
+"""
+
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+NEEDED = ("ip", "tc", "unshare", "nsenter")  # Debian: iproute2, util-linux
+BITS, DELAY = 100e6, 1e-3  # of a slow cable: bits a second each way, and seconds to the switch and on
+PIECE = 16384  # bytes that a slow cable carries as one
+HOLD = 'hostname "$1" && mount --bind "$2" /etc/hosts && read pid rest < /proc/self/stat && echo $pid && exec cat'
+
+
+def missing():
+    """What this machine lacks for it, as one line, or None."""
+    lacks = [f"`{program}`" for program in NEEDED if not shutil.which(program)]
+    if os.geteuid() != 0:
+        lacks.insert(0, "root")
+    if lacks:
+        return f"make test-network needs {', '.join(lacks)} (Debian: iproute2, util-linux)"
+    return None
+
+
+class Machine:
+    """One with a name, and a file as its /etc/hosts."""
+
+    def __init__(self, name, hosts):
+        self.name, self.started = name, []
+        self.holder = subprocess.Popen(
+            "unshare --net --mount --uts --pid --fork --kill-child sh -c".split() + [HOLD, "sh", name, str(hosts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        pid = self.holder.stdout.readline().strip()
+        if not pid:
+            self.holder.wait()
+            raise OSError("no namespaces: root is needed, with CAP_SYS_ADMIN and CAP_NET_ADMIN")
+        self.enter = ["nsenter", "-t", pid, "-n", "-m", "-u", "-p", "--"]
+        self.pid = pid
+
+    def run(self, *command, **options):
+        return subprocess.run([*self.enter, *command], check=True, text=True, capture_output=True, **options).stdout
+
+    def ip(self, *lines):
+        self.run("ip", "-batch", "-", input="\n".join(lines) + "\n")
+
+    def start(self, command, environment):
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.started.append(subprocess.Popen([*self.enter, *map(str, command)], env=environment, **streams))
+        return self.started[-1]
+
+    def bytes(self, interface="eth0"):
+        """(sent, received) by one of its interfaces since it is there."""
+        counted = json.loads(self.run("ip", "-json", "-s", "link", "show", interface))[0]["stats64"]
+        return counted["tx"]["bytes"], counted["rx"]["bytes"]
+
+    def end(self):
+        self.holder.stdin.close()
+        self.holder.wait()
+        for process in self.started:
+            process.communicate()
+
+
+class Network:
+    """n machines named node0, node1, ... with the addresses 10.99.0.1, 10.99.0.2, ...
+
+    As Debian has it, a machine's own name is 127.0.1.1 to itself, and as a machine may have it, its first interface is
+    one by which nobody is reached (10.98.0.x). slow: cables of BITS and DELAY.
+    """
+
+    def __init__(self, n, folder, slow=False):
+        self.machines, self.switch = [], None
+        try:
+            self._build(n, Path(folder), slow)
+        except BaseException:
+            self.end()
+            raise
+
+    def _build(self, n, folder, slow):
+        names, self.addresses = [f"node{i}" for i in range(n)], [f"10.99.0.{i + 1}" for i in range(n)]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n")
+        self.switch = Machine("switch", folder / "hosts")
+        self.how = "free"
+        for i, name in enumerate(names):
+            others = [f"{self.addresses[j]} {names[j]}" for j in range(n) if j != i]
+            hosts = folder / f"hosts.{name}"
+            hosts.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {name}", *others, ""]))
+            machine = Machine(name, hosts)
+            self.machines.append(machine)
+            (folder / f"pid.{name}").write_text(machine.pid)
+            machine.ip(
+                "link set lo up",
+                "link add idle type veth peer name idle-end",
+                f"addr add 10.98.0.{i + 1}/24 dev idle",
+                "link set idle up",
+                "link set idle-end up",
+            )
+            self.switch.ip(f"link add port{i} type veth peer name eth0 netns /proc/{machine.pid}/ns/net")
+            machine.ip(f"addr add {self.addresses[i]}/24 dev eth0", "link set eth0 up")
+        ports = [f"port{i}" for i in range(n)]
+        self.switch.ip(*(f"link set {port} up" for port in ports))
+        if not slow or not self._slow(ports):
+            self.switch.ip("link add bridge type bridge", "link set bridge up")
+            self.switch.ip(*(f"link set {port} master bridge" for port in ports))
+
+    def _slow(self, ports):
+        """Returns whether it has made the switch, too."""
+        rate = f"tbf rate {BITS / 1e6:.0f}mbit burst {PIECE + 1600} limit 16mb".split()
+        ends = [*((m, "eth0") for m in self.machines), *((self.switch, port) for port in ports)]
+        for machine, interface in ends:
+            machine.ip(f"link set {interface} gso_max_size {PIECE} gso_max_segs 64")
+            machine.run("tc", "qdisc", "add", "dev", interface, "root", "handle", "1:", *rate)
+        try:
+            for machine in self.machines:
+                netem = f"tc qdisc add dev eth0 parent 1: netem delay {DELAY * 1e3}ms limit 10000"
+                machine.run(*netem.split())
+        except subprocess.CalledProcessError as error:
+            if "unknown" not in error.stderr:
+                raise
+            self.how = "tbf, and a switch that delays (this kernel has no netem)"
+            self.switch.start([sys.executable, __file__, *ports], None)
+            return True
+        self.how = "tbf and netem"
+        return False
+
+    def pull(self, i):
+        """The cable of machine i."""
+        self.switch.ip(f"link set port{i} down")
+
+    def pids(self):
+        return [machine.pid for machine in (*self.machines, self.switch)]
+
+    def end(self):
+        for machine in (*self.machines, *([self.switch] if self.switch else [])):
+            machine.end()
+
+
+def switch(ports):
+    """Pass frames on between the ports, each one DELAY after it came. Linux's packet(7); with the header of virtio_net,
+    so that frames of several packets, and checksums that the sender left to its card, stay as they are."""
+    sockets = []
+    for port in ports:
+        made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))  # ETH_P_ALL
+        made.setsockopt(263, 15, 1)  # SOL_PACKET, PACKET_VNET_HDR
+        made.setsockopt(263, 23, 1)  # PACKET_IGNORE_OUTGOING
+        made.setsockopt(socket.SOL_SOCKET, 33, 16 << 20)  # SO_RCVBUFFORCE
+        made.setsockopt(socket.SOL_SOCKET, 32, 16 << 20)  # SO_SNDBUFFORCE: as long as the queue
+        made.bind((port, 0))
+        sockets.append(made)
+    waiting, known = deque(), {}
+    while True:
+        left = max(0, waiting[0][0] - time.monotonic()) if waiting else None
+        for made in select.select(sockets, [], [], left)[0]:
+            frame = made.recv(1 << 17)
+            known[frame[16:22]] = made  # its sender, after 10 bytes of virtio_net and the address it goes to
+            waiting.append((time.monotonic() + DELAY, frame, made))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, frame, came = waiting.popleft()
+            to = known.get(frame[10:16])
+            for made in [to] if to else [s for s in sockets if s is not came]:
+                made.send(frame)
+
+
+if __name__ == "__main__":
+    switch(sys.argv[1:])
