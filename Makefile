@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train test test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod lint install clean
+.PHONY: train test test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick lint install clean
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -52,6 +52,14 @@ bench-peers: install  ## the same beside PyTorch, which this installs
 horovod: install  ## build Horovod for training on several machines, install it and check it
 	@$(BIN)/python scripts/build_horovod.py
 
+docs: install  ## the site, in build/docs; every code cell is run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	rm -rf build/docs docs/api
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
+docs-quick: export GLUON_MGPU_DOCS_QUICK = 1
+docs-quick: docs  ## the same, with the long cells shown and not run
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,4 +73,4 @@ $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venvs build dist *.egg-info
+	rm -rf $(VENV) .venvs build dist docs/api *.egg-info

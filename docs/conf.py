@@ -1,0 +1,138 @@
+"""The site: `make docs` runs every code cell of these pages on CPU contexts, and fails where one fails."""
+
+import inspect
+import os
+import re
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
+
+import gluon_mgpu
+from gluon_mgpu import cli
+
+gluon_mgpu.configure()  # before autodoc imports the modules, and so mxnet
+
+project = "gluon_mgpu"
+version = release = gluon_mgpu.__version__
+copyright = "the gluon_mgpu authors, Apache-2.0"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode"]
+exclude_patterns = []
+templates_path = ["_templates"]
+nitpicky = True
+nitpick_ignore_regex = [("py:obj", ".*")]  # `names` in docstrings: a link where there is one
+
+# Pages are plain Markdown: a reader on a code host has headings' anchors and relative links too.
+myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]  # what commands() writes
+
+# Every page has a kernel of its own, which settles MXNet's engine before it imports mxnet, as any program must.
+nb_execution_mode = "force"  # outputs follow the package, which a cache would not see
+nb_execution_timeout = 120  # seconds a cell
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_merge_streams = True
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's bars need no widgets here
+ipython = tempfile.TemporaryDirectory()  # the user's own settings of IPython stay out of the pages
+os.environ["IPYTHONDIR"] = ipython.name
+(Path(ipython.name) / "profile_default").mkdir()
+(Path(ipython.name) / "profile_default/ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 40")
+QUICK = "GLUON_MGPU_DOCS_QUICK" in os.environ  # cells with the tag "long" are shown and not run
+
+autosummary_generate_overwrite = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_inherit_docstrings = False  # MXNet's own are not ours
+default_role = "py:obj"
+
+html_theme = "furo"
+html_title = "gluon_mgpu"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "native"
+
+
+class LinksOutOfDocs(SphinxTransform):
+    """A link to a module's file becomes one to its page of the API, and one to the README one to the index."""
+
+    default_priority = 500
+
+    def apply(self):
+        links = self.document.findall(lambda node: isinstance(node, (addnodes.download_reference, addnodes.pending_xref)))
+        for node in list(links):
+            module = re.fullmatch(r"(?:\.\./)*(gluon_mgpu/.*)\.py", node["reftarget"])
+            if module:
+                name = module[1].replace("/", ".")
+                new = addnodes.pending_xref(refdomain="py", reftype="mod", reftarget=name, refdoc=node["refdoc"])
+                new += nodes.inline("", node.astext())
+                node.replace_self(new)
+            elif node.get("refdomain") == "doc" and Path(node["reftarget"]).name == "README":
+                node["reftarget"] = "index"
+
+
+class Recorded(click.HelpFormatter):
+    """The sections of a command's help, {heading: [(names, help)]}, in place of lines of text."""
+
+    def __init__(self):
+        super().__init__()
+        self.sections, self.heading = {}, None
+
+    @contextmanager
+    def section(self, name):
+        self.heading = name
+        yield
+
+    def write_dl(self, rows, *args, **kwargs):
+        self.sections[self.heading] = list(rows)
+
+
+def commands(command, path=("gluon-mgpu",)):
+    """The help of a command, and of the commands under it, as Markdown."""
+    context = click.Context(command, info_name=" ".join(path))
+    yield f"\n{'#' * min(len(path) + 1, 3)} {' '.join(path)}\n\n{inspect.cleandoc(command.help)}\n"
+    yield f"\n```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
+    help = Recorded()
+    command.format_options(context, help)
+    for heading, rows in help.sections.items():
+        if heading != "Commands":  # they come below
+            yield f"\n**{heading}**\n\n" + "\n".join(f"`{names}`\n: {text}\n" for names, text in rows)
+    if command.epilog:
+        title, *lines = inspect.cleandoc(command.epilog.replace("\b", "")).strip().splitlines()
+        yield f"\n**{title.rstrip(':')}**\n\n```text\n{inspect.cleandoc(chr(10).join(lines))}\n```\n"
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from commands(sub, (*path, name))
+
+
+def before_parsing(app, docname, source):
+    if docname == "cli":
+        source[0] += "".join(commands(cli.main))
+    if docname == "index":
+        for page in ("install", "distributed"):  # TODO: when both are there, this is not needed
+            if not (Path(app.srcdir) / f"{page}.md").exists():
+                source[0] = source[0].replace(f"\n{page}\n", "\n")
+    if QUICK:
+        source[0] = re.sub(r"```\{code-cell\}[^\n]*\n:tags: \[long\]\n", "```python\n", source[0])
+
+
+def plain_docstring(app, what, name, obj, options, lines):
+    """Docstrings are plain text: stars and bars stand for themselves."""
+    lines[:] = [re.sub(r"([*|])", r"\\\1", line) for line in lines]
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """The fields of named tuples stand in their signature."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", plain_docstring)
+    app.connect("autodoc-skip-member", skip_fields)
+    app.add_transform(LinksOutOfDocs)
+    app.connect("source-read", before_parsing)
