@@ -65,7 +65,9 @@ class LinksOutOfDocs(SphinxTransform):
     default_priority = 500
 
     def apply(self):
-        links = self.document.findall(lambda node: isinstance(node, (addnodes.download_reference, addnodes.pending_xref)))
+        links = self.document.findall(
+            lambda node: isinstance(node, (addnodes.download_reference, addnodes.pending_xref))
+        )
         for node in list(links):
             module = re.fullmatch(r"(?:\.\./)*(gluon_mgpu/.*)\.py", node["reftarget"])
             if module:
