@@ -1,14 +1,20 @@
-"""The pages that follow the code do: every message a user can meet is explained, every module and checksum is there."""
+"""The pages that follow the code do: every message a user can meet is explained, every module and checksum is there, and
+what is shown beside PyTorch is what runs."""
 
 import ast
+import importlib.util
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import mxnet as mx
+import numpy as np
 import pytest
 
 import gluon_mgpu
-from gluon_mgpu import datasets
+from gluon_mgpu import datasets, engine, loop, scratch
 
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGE = Path(gluon_mgpu.__file__).parent
@@ -112,3 +118,100 @@ def test_every_module_has_a_page_of_the_api():
 def test_the_checksums_on_the_page_are_those_that_are_checked():
     shown = re.findall(r"^\| (\S+-ubyte) \| `(\w{64})` \|$", (DOCS / "datasets.md").read_text(), re.MULTILINE)
     assert shown == [file for files in datasets.SHA256.values() for file in files.items()]
+
+
+def twins():
+    """(the code on the left, the code on the right) of docs/pytorch.md, a list of blocks each."""
+    text = (DOCS / "pytorch.md").read_text()
+    blocks = re.findall(r"<td>\n\n```python\n(.*?)```\n\n</td>", text, re.DOTALL)
+    return blocks[::2], blocks[1::2]
+
+
+def functions(code):
+    """{name: what it does} of the functions of a module, whatever its layout, comments and docstrings."""
+    found = {}
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.FunctionDef):
+            if ast.get_docstring(node):
+                del node.body[0]
+            found[node.name] = ast.dump(node)
+    return found
+
+
+def test_the_functions_beside_their_twins_are_those_of_scratch():
+    ours, shown = functions((PACKAGE / "scratch.py").read_text()), {}
+    for block in twins()[0]:
+        shown.update({name: done for name, done in functions(block).items() if name != "train_batch"})  # shortened
+    assert shown.keys() > {"lenet", "get_params", "allreduce", "split_and_load", "forward_backward"}
+    assert shown == {name: ours[name] for name in shown}
+
+
+def test_the_shortened_step_beside_its_twin_is_that_of_scratch():
+    shown = dict(vars(scratch))
+    exec(next(block for block in twins()[0] if "def train_batch(X, y, device_params" in block), shown)
+    params, ctx = scratch.init_params(0.1), [mx.cpu(0), mx.cpu(1)]
+    X, y = mx.nd.random.uniform(shape=(11, 1, 28, 28)), mx.nd.arange(11) % 10
+    both = [[scratch.get_params(params, c) for c in ctx] for _ in range(2)]
+    for train_batch, replicas in zip((shown["train_batch"], scratch.train_batch), both):
+        train_batch(X, y, replicas, ctx, 0.2)
+    for a, b in zip(sum(both[0], []), sum(both[1], [])):
+        assert np.array_equal(a.asnumpy(), b.asnumpy())
+    assert not np.array_equal(both[0][0][0].asnumpy(), params[0].asnumpy())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: bench")
+def test_the_twins_in_pytorch_take_the_same_step(tmp_path):
+    """From scratch on two replicas, and as two processes of DistributedDataParallel."""
+    mx.random.seed(1)
+    params = scratch.init_params(0.1)
+    data = datasets.synthetic(101, 100, seed=1)
+    X, y = next(loop.batches(data.train_images, data.train_labels, 101))
+    np.savez(tmp_path / "given.npz", *[p.asnumpy() for p in params], X=X.asnumpy(), y=y.asnumpy())
+    ours = [scratch.get_params(params, mx.cpu(i)) for i in range(2)]
+    for _ in range(3):
+        scratch.train_batch(X, y, ours, [mx.cpu(0), mx.cpu(1)], 0.2)
+    script = tmp_path / "twins.py"
+    script.write_text("\n".join([TORCH, *twins()[1], STEPS]))
+    workers = [
+        subprocess.Popen([sys.executable, script, str(rank)], cwd=tmp_path, env=engine.users_environment())
+        for rank in range(2)
+    ]
+    assert [worker.wait(120) for worker in workers] == [0, 0]
+    for rank in range(2):
+        theirs = np.load(tmp_path / f"rank{rank}.npz")
+        for i, p in enumerate(ours[rank]):
+            expected = p.asnumpy()
+            moved = np.abs(expected - params[i].asnumpy()).max()
+            for way in ("scratch", "ddp"):
+                assert np.abs(theirs[f"{way}{i}"] - expected).max() < 1e-3 * moved, (way, i)
+
+
+TORCH = """
+import sys
+from pathlib import Path
+import numpy as np, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+"""
+STEPS = """
+rank, given = int(sys.argv[1]), np.load("given.npz")
+params = [torch.from_numpy(given[f"arr_{i}"]) for i in range(8)]
+X, y = torch.from_numpy(given["X"]), torch.from_numpy(given["y"]).long()
+devices = [torch.device("cpu")] * 2
+replicas = [get_params(params, d) for d in devices]
+dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=rank, world_size=2)
+with torch.no_grad():
+    for p, value in zip(net.parameters(), params):
+        p.copy_(value)
+net = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+for _ in range(3):
+    train_batch(X, y, replicas, devices, 0.2)
+    train_batch_ddp(X, y, net, optimizer)
+assert [p.shape for p in init_params()] == [p.shape for p in params]
+ways = {"scratch": replicas[rank], "ddp": list(net.parameters())}
+arrays = {f"{way}{i}": p.detach().numpy() for way, of_way in ways.items() for i, p in enumerate(of_way)}
+np.savez(f"rank{rank}.npz", **arrays)
+dist.destroy_process_group()
+"""
