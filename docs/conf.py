@@ -32,7 +32,7 @@ myst_enable_extensions = ["deflist"]  # what commands() writes
 
 # Every page has a kernel of its own, which settles MXNet's engine before it imports mxnet, as any program must.
 nb_execution_mode = "force"  # outputs follow the package, which a cache would not see
-nb_execution_timeout = 120  # seconds a cell
+nb_execution_timeout = 600  # seconds a cell: on a machine that others use too
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_merge_streams = True
@@ -48,6 +48,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_inherit_docstrings = False  # MXNet's own are not ours
 default_role = "py:obj"
+autodoc_preserve_defaults = True
+smartquotes = False  # options begin with two dashes
 
 html_theme = "furo"
 html_title = "gluon_mgpu"
@@ -95,16 +97,21 @@ class Recorded(click.HelpFormatter):
         self.sections[self.heading] = list(rows)
 
 
+def plain(text):
+    """Text that Markdown leaves as it is."""
+    return re.sub(r"([*_<\[\]])", r"\\\1", text)
+
+
 def commands(command, path=("gluon-mgpu",)):
     """The help of a command, and of the commands under it, as Markdown."""
     context = click.Context(command, info_name=" ".join(path))
-    yield f"\n{'#' * min(len(path) + 1, 3)} {' '.join(path)}\n\n{inspect.cleandoc(command.help)}\n"
+    yield f"\n{'#' * min(len(path) + 1, 3)} {' '.join(path)}\n\n{plain(inspect.cleandoc(command.help))}\n"
     yield f"\n```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
     help = Recorded()
     command.format_options(context, help)
     for heading, rows in help.sections.items():
         if heading != "Commands":  # they come below
-            yield f"\n**{heading}**\n\n" + "\n".join(f"`{names}`\n: {text}\n" for names, text in rows)
+            yield f"\n**{heading}**\n\n" + "".join(f"`{names}`\n: {plain(text)}\n\n" for names, text in rows)
     if command.epilog:
         title, *lines = inspect.cleandoc(command.epilog.replace("\b", "")).strip().splitlines()
         yield f"\n**{title.rstrip(':')}**\n\n```text\n{inspect.cleandoc(chr(10).join(lines))}\n```\n"

@@ -1,5 +1,5 @@
-"""The pages that follow the code do: every message a user can meet is explained, every module and checksum is there, and
-what is shown beside PyTorch is what runs."""
+"""The pages that follow the code do: every message is explained, every module and checksum is there, and what is shown
+beside PyTorch is what runs."""
 
 import ast
 import importlib.util
@@ -123,7 +123,7 @@ def test_the_checksums_on_the_page_are_those_that_are_checked():
 def twins():
     """(the code on the left, the code on the right) of docs/pytorch.md, a list of blocks each."""
     text = (DOCS / "pytorch.md").read_text()
-    blocks = re.findall(r"<td>\n\n```python\n(.*?)```\n\n</td>", text, re.DOTALL)
+    blocks = re.findall(r"<td>\n\n\w+\n\n```python\n(.*?)```\n\n</td>", text, re.DOTALL)
     return blocks[::2], blocks[1::2]
 
 
@@ -190,9 +190,8 @@ def test_the_twins_in_pytorch_take_the_same_step(tmp_path):
 TORCH = """
 import sys
 from pathlib import Path
-import numpy as np, torch, torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
+
+import numpy as np
 """
 STEPS = """
 rank, given = int(sys.argv[1]), np.load("given.npz")
