@@ -43,7 +43,6 @@ os.environ["IPYTHONDIR"] = ipython.name
 (Path(ipython.name) / "profile_default/ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 40")
 QUICK = "GLUON_MGPU_DOCS_QUICK" in os.environ  # cells with the tag "long" are shown and not run
 
-autosummary_generate_overwrite = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_inherit_docstrings = False  # MXNet's own are not ours
@@ -123,7 +122,7 @@ def before_parsing(app, docname, source):
     if docname == "cli":
         source[0] += "".join(commands(cli.main))
     if docname == "index":
-        for page in ("install", "distributed"):  # TODO: when both are there, this is not needed
+        for page in ("install", "distributed"):  # a checkout may lack one
             if not (Path(app.srcdir) / f"{page}.md").exists():
                 source[0] = source[0].replace(f"\n{page}\n", "\n")
     if QUICK:
