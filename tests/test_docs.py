@@ -19,13 +19,13 @@ from gluon_mgpu import datasets, engine, loop, scratch
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGE = Path(gluon_mgpu.__file__).parent
 # A call of one of these names is a message, in its first argument; in the last one of _require, which names the value.
-SAYING = ("Error", "UsageError", "kind", "_say", "fail", "error")
+SAYING = ("Error", "UsageError", "kind", "say", "_say", "fail", "error")
 NAMED = ast.parse("f'{name} {value}: '", mode="eval").body  # what _require puts before its last argument
 NOTICE = "gluon_mgpu: "
 # Modules without a page: the command line, which has its own; what starts processes; what imports PyTorch.
 INSIDE = {
     *("__main__", "cli", "commands", "own_process", "bench", "bench.cli", "bench.machine", "bench.own_process"),
-    *("bench.torch_peers", "parity", "parity.finding", "parity.page"),
+    *("bench.torch_peers", "parity", "distributed", "parity.finding", "parity.page"),
 }
 
 
@@ -59,9 +59,8 @@ def messages_of(tree):
             for argument in arguments:
                 for case in (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,):
                     found.add(tuple(fixed(case) or ""))
-    said = {tuple(part.strip("\n") for part in parts) for parts in found}
-    # what `_say` puts before its line is no message, and neither is one that is a value as a whole
-    return {parts for parts in said if "".join(parts) != NOTICE and re.search(r"[a-z]{2}", "".join(parts))}
+    said = {tuple(part.strip("\n").removeprefix(NOTICE) for part in parts) for parts in found}
+    return {parts for parts in said if re.search(r"[a-z]{2}", "".join(parts))}  # not what is a value as a whole
 
 
 def package_messages():
@@ -75,7 +74,7 @@ def package_messages():
 def explained():
     """The messages in the first column of the page's tables."""
     rows = re.findall(r"^\| (`+)(.+?)\1 \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
-    return [text.strip() for _, text in rows]
+    return [text.strip().removeprefix(NOTICE) for _, text in rows]
 
 
 def is_of(message, parts):
@@ -101,8 +100,8 @@ def test_every_message_explained_is_one_of_the_package():
     [
         ("raise Error(f'{x} is wrong: ' f'give {y}')", ("", " is wrong: give ", "")),
         ("_require(x > 0, 'x', x, f'give {y}')", ("", " ", ": give ", "")),
-        ("os.write(2, b'\\ngluon_mgpu: going on\\n')", ("gluon_mgpu: going on",)),
-        ("print(f'gluon_mgpu: {x} is left')", ("gluon_mgpu: ", " is left")),
+        ("os.write(2, b'\\ngluon_mgpu: going on\\n')", ("going on",)),
+        ("print(f'gluon_mgpu: {x} is left')", ("", " is left")),
     ],
 )
 def test_messages_are_found_as_they_are_written(code, parts):
@@ -118,6 +117,9 @@ def test_every_module_has_a_page_of_the_api():
 def test_the_checksums_on_the_page_are_those_that_are_checked():
     shown = re.findall(r"^\| (\S+-ubyte) \| `(\w{64})` \|$", (DOCS / "datasets.md").read_text(), re.MULTILINE)
     assert shown == [file for files in datasets.SHA256.values() for file in files.items()]
+
+
+SHORTENED = ("allreduce", "train_batch")  # on the page: without settings and other processes
 
 
 def twins():
@@ -141,14 +143,16 @@ def functions(code):
 def test_the_functions_beside_their_twins_are_those_of_scratch():
     ours, shown = functions((PACKAGE / "scratch.py").read_text()), {}
     for block in twins()[0]:
-        shown.update({name: done for name, done in functions(block).items() if name != "train_batch"})  # shortened
-    assert shown.keys() > {"lenet", "get_params", "allreduce", "split_and_load", "forward_backward"}
+        shown.update({name: done for name, done in functions(block).items() if name not in SHORTENED})
+    assert shown.keys() > {"lenet", "get_params", "split_and_load", "forward_backward"}
     assert shown == {name: ours[name] for name in shown}
 
 
 def test_the_shortened_step_beside_its_twin_is_that_of_scratch():
     shown = dict(vars(scratch))
-    exec(next(block for block in twins()[0] if "def train_batch(X, y, device_params" in block), shown)
+    for block in twins()[0]:
+        if "def allreduce(data)" in block or "def train_batch(X, y, device_params" in block:
+            exec(block, shown)
     params, ctx = scratch.init_params(0.1), [mx.cpu(0), mx.cpu(1)]
     X, y = mx.nd.random.uniform(shape=(11, 1, 28, 28)), mx.nd.arange(11) % 10
     both = [[scratch.get_params(params, c) for c in ctx] for _ in range(2)]
