@@ -121,8 +121,6 @@ def commands(command, path=("gluon-mgpu",)):
 def before_parsing(app, docname, source):
     if docname == "cli":
         source[0] += "".join(commands(cli.main))
-    if docname == "index" and not (Path(app.srcdir) / "install.md").exists():
-        source[0] = source[0].replace("\ninstall\n", "\n")
     if QUICK:
         source[0] = re.sub(r"```\{code-cell\}[^\n]*\n:tags: \[long\]\n", "```python\n", source[0])
 
