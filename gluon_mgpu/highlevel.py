@@ -176,6 +176,7 @@ class Replicas:
         engine.check(ctx)
         build, init = MODELS[settings.model]
         self.ctx, self.settings, self.workers, self.net = ctx, settings, workers, build()
+        self.batch_size = None  # of the last step, over all workers
         initialize(self.net, ctx, hybridize, init)
         named = self.net._collect_params_with_prefix()
         self.named = dict(zip(checkpoint.LENET, named.values())) if settings.model != "resnet18" else named
@@ -193,10 +194,29 @@ class Replicas:
 
     def train_batch(self, X, y, lr, batch_size=None):
         self.trainer.set_learning_rate(lr)
+        own = 0 if X is None else X.shape[0]
+        if batch_size != self.batch_size:  # for all workers alike, since it is the global one
+            self.settle()
+            self.batch_size, self.part = batch_size, own / batch_size
         losses = train_batch(X, y, self.net, self.ctx, self.trainer, self.settings, batch_size)
-        if self.statistics and (len(self.ctx) > 1 or self.workers):
-            self._average_statistics(losses, batch_size or X.shape[0])
+        if self.statistics and len(self.ctx) > 1 and own:
+            self._average_statistics(losses, own)
         return losses
+
+    def settle(self):
+        """All workers call it: makes their running statistics one, weighted by their parts of a batch.
+
+        Not in each step: a step adds to the statistics alone, so that averages may be taken later. And a hybridized net
+        writes them unseen by the engine, so that a sum over workers, which is not computed in a context's own thread,
+        has to wait for all steps, and all steps for it.
+        """
+        if not (self.workers and self.statistics and self.batch_size):
+            return
+        nd.waitall()
+        average = nd.concat(*[p.data(self.ctx[0]) for p in self.statistics], dim=0).as_in_context(mx.cpu()) * self.part
+        self.workers.allreduce(average, "statistics")
+        self._set_statistics(average)
+        nd.waitall()
 
     def forward_backward(self, X, y, shares):
         """Gradients on each device alone; returns an array of each that is ready when the device is done."""
@@ -214,9 +234,9 @@ class Replicas:
             nd.concat(*[p.data(c) for p in self.statistics], last.reshape(-1)[:1], dim=0) * w
             for c, w, last in zip(self.ctx, weights, last_gradients)
         ]
-        average = nd.add_n(*[x.as_in_context(self.ctx[0]) for x in weighted])
-        if self.workers:
-            self.workers.allreduce(average, "statistics")
+        self._set_statistics(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in weighted]))
+
+    def _set_statistics(self, average):
         for c in self.ctx:
             here, start = average.as_in_context(c), 0
             for p in self.statistics:

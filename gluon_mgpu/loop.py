@@ -147,6 +147,8 @@ def _epoch(replicas, data, settings, position, ctrl_c, workers):
     losses, stopping = zip(*workers.gather([loss_sum, workers.stopping]))
     position.loss_sum = sum(losses)
     position.seconds = time.perf_counter() - start
+    if workers.count > 1:
+        replicas.settle()
     _refuse_broken(replicas.parameters(), number)
     if ctrl_c.stopped or any(stopping):
         raise BetweenSteps

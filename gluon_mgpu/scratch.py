@@ -212,6 +212,9 @@ class Replicas:
         where = self.device_params, self.ctx
         return train_batch(X, y, *where, lr, self.settings, self.device_velocities, self.workers, batch_size)
 
+    def settle(self):
+        """All workers call it before parameters are read. LeNet has none that are not the same on all."""
+
     def forward_backward(self, X, y, shares):
         """Gradients on each device alone; returns an array of each that is ready when the device is done."""
         Xs, ys = (split_and_load(data, self.ctx, shares) for data in (X, y))
