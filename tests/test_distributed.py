@@ -252,7 +252,7 @@ class Answers:
     """Stands for the watch: what the other workers give."""
 
     def __init__(self, *others):
-        self.others, self.ask_to_stop = others, None
+        self.others, self.ask_to_stop, self.may_step = others, None, None
 
     def gather(self, value):
         return [value, *self.others]
