@@ -59,13 +59,17 @@ def test_every_process_ends_and_says_who_was_lost_and_the_run_goes_on(engine, wh
             seconds = time.monotonic() - since
         finally:
             runs.end(process)
+    err.reading.join(10)
     everything = "".join(err.seen)
-    said = runs.lines(everything) + re.findall(r"Process \d exit with status code \d+", everything)  # horovodrun's
-    lost = re.compile(f"{who}.* was (lost|killed)|Process {who[-1]} exit")
+    said = runs.lines(everything)
+    said += [
+        " ".join(found.split()) for found in re.findall(r"Process name: \d+\s+Exit code: \d+", everything)
+    ]  # horovodrun's
+    lost = re.compile(f"{who}.* was (lost|killed)|Process name: {who[-1]} Exit")
     named = [line for line in said if lost.search(line)]
     table.append([engine, who, how, when, f"{seconds:.1f} s", named[0] if named else "-", resumed(folder)])
     assert seconds < PROMISED and process.returncode not in (0, None)
-    assert named, said
+    assert named, everything
 
 
 def resumed(folder):
@@ -88,7 +92,8 @@ class Lines:
 
     def __init__(self, stream):
         self.seen = []
-        threading.Thread(target=lambda: self.seen.extend(iter(stream.readline, "")), daemon=True).start()
+        self.reading = threading.Thread(target=lambda: self.seen.extend(iter(stream.readline, "")), daemon=True)
+        self.reading.start()
 
     def wait(self, text):
         runs.wait(lambda: any(text in line for line in list(self.seen)))
