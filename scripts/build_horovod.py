@@ -1,6 +1,6 @@
 """`make horovod`: builds Horovod for the MXNet of this environment, installs it there, and checks it.
 
-The wheel stays in the user's cache, so that each Python takes the minutes once. It is Horovod's release with two
+The wheel stays in the user's cache, so that each Python takes the minutes once. It is Horovod's release with three
 lines more, PATCHES below.
 """
 
@@ -27,7 +27,7 @@ from gluon_mgpu.errors import Error
 
 HOROVOD = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of its sources
-MARK = "gluon.mgpu"  # the local part of our wheel's version: another one when PATCHES change
+MARK = "gluon.mgpu.2"  # the local part of our wheel's version: another one when PATCHES change
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
 PATCHES = (  # a file of the sources, where in it, what comes after that
     # Without it MXNet does not import beside today's NumPy: not in workers, and not in horovodrun, which asks it first.
@@ -37,6 +37,12 @@ PATCHES = (  # a file of the sources, where in it, what comes after that
         "horovod/common/gloo/gloo_context.cc",
         "assert(global_context.IsEnabled());\n",
         "  gloo_iface_ = global_context.gloo_iface_;\n",
+    ),
+    # The thread that serves the sockets would else ask on and on, on the core that the one with the lock waits for.
+    (
+        "third_party/gloo/gloo/transport/tcp/pair.cc",
+        "std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n",
+        "    usleep(50);\n",
     ),
 )
 PYTHONS = (3, 9), (3, 12)

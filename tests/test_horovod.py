@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -6,11 +7,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import runs
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "build_horovod.py"
 # What the script does where Horovod is not installed yet, up to the wheel.
 WHEEL = f"""
 import importlib.util
+import json
 found = importlib.util.spec_from_file_location("build_horovod", {str(SCRIPT)!r})
 script = importlib.util.module_from_spec(found)
 found.loader.exec_module(script)
@@ -56,7 +59,7 @@ def test_where_the_tools_are_missing_one_line_names_their_packages_before_anythi
 def test_a_built_wheel_is_used_again_and_one_that_was_cut_off_or_altered_is_not(tmp_path):
     nothing = folder_with(tmp_path)
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    name = f"horovod-0.28.1+gluon.mgpu-{python}-{python}-linux_x86_64.whl"
+    name = f"horovod-0.28.1+gluon.mgpu.2-{python}-{python}-linux_x86_64.whl"
     built = tmp_path / "cache" / "gluon_mgpu" / "wheels" / "mxnet-1.9.1" / name
     built.parent.mkdir(parents=True)
     with zipfile.ZipFile(built, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -81,3 +84,36 @@ def test_two_processes_of_horovodrun_sum_their_arrays():
     script = f"{WHEEL.partition('from gluon')[0]}\nprint(script.check())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
     assert done.stdout == "Horovod 0.28.1 with MXNet 1.9.1: two processes summed an array over gloo\n", done.stderr
+
+
+SAYS_ITS_CORES = """
+import json, os
+from gluon_mgpu.distributed import workers
+
+with workers.join("horovod") as group:
+    cores = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
+    found = group.gather(cores)
+    if group.rank == 0:
+        print("found", json.dumps(found))
+"""
+
+
+@needs_horovod
+@pytest.mark.parametrize("count", (2, 3))
+def test_all_threads_of_a_worker_have_cores_of_their_own_where_there_are_enough(tmp_path, count):
+    program = tmp_path / "program.py"
+    program.write_text(SAYS_ITS_CORES)
+    status, out, err = runs.run("horovod", count, program=[sys.executable, str(program)])
+    assert status == 0, err
+    found = json.loads(out.split("found", 1)[1])
+    cores = os.sched_getaffinity(0)
+    part = len(cores) // count
+    taken = set()
+    for threads in found:
+        own = set(threads[0])
+        assert all(set(thread) == own for thread in threads)
+        if part:
+            assert own <= cores and len(own) == part and not own & taken
+            taken |= own
+        else:
+            assert own == cores

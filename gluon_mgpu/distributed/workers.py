@@ -3,14 +3,17 @@
 Gradients go over Horovod or over MXNet's own parameter servers; all else over `watch`.
 """
 
+import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from gluon_mgpu import __version__, engine
 from gluon_mgpu.distributed import place, watch
 from gluon_mgpu.errors import BetweenSteps, Error, UsageError
 from gluon_mgpu.settings import shard_sizes
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a machine's own, also in its containers
 NAMING = 5.0  # seconds within which a loss is named, where an operator noticed it first
 
 
@@ -90,6 +93,23 @@ class Workers:
         return {name: array.asnumpy() for name, array in given.items()}
 
 
+def bind(rank, gather):
+    """Keep this process to a part of the cores that workers of its machine have in common, each to another.
+
+    Else the kernel puts Horovod's threads of all workers beside one of them, and the others wait for that one at every
+    sum. Workers that have cores of their own keep them, and so do those that are more than the cores.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    all_cores = gather([BOOT_ID.read_text(), cores])
+    sharing = [other for other, found in enumerate(all_cores) if found == all_cores[rank]]
+    part = len(cores) // len(sharing)
+    if part and len(sharing) > 1:
+        first = part * sharing.index(rank)
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), cores[first : first + part])
+
+
 @contextmanager
 def join(kvstore="local", compress=None, model="lenet"):
     """This process as one of the Workers of a run, or ALONE for "local".
@@ -115,6 +135,7 @@ def join(kvstore="local", compress=None, model="lenet"):
             hub = watch.Hub(own, 0, here.members())
         host, port = store.from_worker_0(f"{own} {hub.port}" if hub else "").split()
         member = watch.Member(host, int(port), str(here))
+        bind(here.rank, member.gather)
     else:
         member = watch.Member(here.root, here.port + 1, str(here))
         place.for_ps_lite(member.own_address)
