@@ -347,7 +347,7 @@ def as_worker(kvstore, work):
 
 
 def _work(kvstore, subject=None, steps=0, sums=0):
-    with workers.join(kvstore) as group:
+    with workers.join(kvstore, model=subject["model"] if subject else "lenet") as group:
         return _sum_arrays(group, sums) if sums else _train_steps(group, Subject(**subject), steps)
 
 

@@ -130,7 +130,7 @@ def join(kvstore="local", compress=None, model="lenet"):
     hub = None
     if kvstore == "horovod":
         own = place.own_address()
-        store = stores.Horovod(compress)
+        store = stores.Horovod(compress, model)
         if here.rank == 0:
             hub = watch.Hub(own, 0, here.members())
         host, port = store.from_worker_0(f"{own} {hub.port}" if hub else "").split()
