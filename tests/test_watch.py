@@ -1,6 +1,8 @@
 """The watch of who is alive: processes that do not come, are there twice, end or fall silent, and strangers."""
 
 import json
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -119,7 +121,8 @@ def test_a_member_that_is_done_may_go(quick):
 
 
 @pytest.mark.parametrize(
-    "said", ["GET / HTTP/1.1", "[1]", '{"name": "worker 7"}', '{"name": ["worker 0"]}', "x" * (2 << 20)]
+    "said",
+    ["GET / HTTP/1.1", "[1]", '{"name": "worker 7"}', '{"name": ["worker 0"]}', "x" * (2 << 20), "[" * 100_000],
 )
 def test_a_stranger_disturbs_nobody(quick, said):
     lines = []
@@ -134,6 +137,40 @@ def test_a_stranger_disturbs_nobody(quick, said):
     for member in members:
         member.done()
     hub.close()
+
+
+def test_a_stranger_that_says_nothing_is_sent_away(quick):
+    hub = watch.Hub("127.0.0.1", 0, PAIR)
+    assert Raw(hub).socket.recv(1) == b""
+    hub.over = True
+
+
+def test_strangers_that_hold_all_files_disturb_nobody_once_they_are_gone(quick):
+    hub = watch.Hub("127.0.0.1", 0, PAIR)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stranger, free = socket.socket(), os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        stranger.connect(("127.0.0.1", hub.port))
+        time.sleep(0.5)  # in which the hub cannot accept it
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for member in joined(hub, *PAIR):
+        member.done()
+    hub.close()
+
+
+@pytest.mark.parametrize("said", ['{"gather": []}', '{"issued": "x"}', "[]", "x"])
+def test_a_member_that_says_what_none_can_say_is_lost_to_the_others(quick, said):
+    hub = watch.Hub("127.0.0.1", 0, PAIR)
+    first, second = Raw(hub), Raw(hub)
+    first.send('{"name": "worker 0"}')
+    second.send('{"name": "worker 1"}')
+    first.hear("all")
+    first.send('{"issued": 1}')
+    second.send(said)
+    assert first.hear("lost")["lost"].startswith("worker 1 (None) was lost: its connection ended")
 
 
 def test_a_number_that_is_given_twice_is_refused_to_the_second_one(quick):

@@ -66,30 +66,41 @@ class Hub:
             beat = time.monotonic()
             while not self.over:
                 for key, _ in selector.select(BEAT / 4):
-                    if key.data is None:
-                        sock, address = self.listener.accept()
-                        selector.register(sock, selectors.EVENT_READ, _Connection(sock, address[0]))
-                    else:
+                    if key.data:
                         self._read(selector, key.data)
+                    else:
+                        self._accept(selector)
                 now = time.monotonic()
                 if now - beat > BEAT:
                     beat = now
                     self._tell({"missing": [name for name in self.expected if name not in self.members]})
-                    self._look(now)
+                    self._look(selector, now)
             self.listener.close()
+
+    def _accept(self, selector):
+        try:
+            connection = _Connection(self.listener.accept()[0])
+        except OSError:  # it is gone again, or strangers hold all files that we may open: `_look` sends them away
+            return
+        selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _read(self, selector, connection):
         try:
             messages = connection.messages()
-        except (OSError, ValueError):  # a reset, or no JSON: a stranger, where it has no name
+            for message in messages or ():
+                self._take(connection, message)
+        except (OSError, ValueError, TypeError, RecursionError):  # a reset, or nothing that a member says
             messages = None
-        for message in messages or ():
-            self._take(connection, message)
+        if connection.name:  # a stranger has SILENCE seconds in all
+            connection.heard = time.monotonic()
         if messages is None:
-            selector.unregister(connection.sock)
-            connection.sock.close()
+            self._drop(selector, connection)
             if connection.name and connection.name not in self.ended:
                 self._lost(connection.name, "its connection ended")
+
+    def _drop(self, selector, connection):
+        selector.unregister(connection.sock)
+        connection.sock.close()
 
     def _take(self, connection, message):
         if not connection.name:
@@ -114,7 +125,7 @@ class Hub:
             self.stopping = True
             self._tell({"hold": True})
         elif "issued" in message and connection.name in self.workers:
-            self.issued[connection.name] = message["issued"]
+            self.issued[connection.name] = int(message["issued"])
             if len(self.issued) == len(self.workers):
                 self._tell({"stop at": max(self.issued.values())})
         elif "failed" in message:
@@ -126,10 +137,14 @@ class Hub:
                 self._tell({"over": True})
                 self.on_over()
 
-    def _look(self, now):
-        for name, connection in self.members.items():
-            if name not in self.ended and now - connection.heard > SILENCE:
-                return self._lost(name, f"it has given no sign of life for {SILENCE:.0f} s")
+    def _look(self, selector, now):
+        for connection in [key.data for key in selector.get_map().values() if key.data]:
+            if now - connection.heard <= SILENCE:
+                continue
+            if not connection.name:
+                self._drop(selector, connection)
+            elif connection.name not in self.ended:
+                return self._lost(connection.name, f"it has given no sign of life for {SILENCE:.0f} s")
         missing = [name for name in self.expected if name not in self.members]
         if missing and now - self.since > PATIENCE:
             late = ", ".join(missing)
@@ -153,8 +168,8 @@ class Hub:
 class _Connection:
     """Lines of JSON over a socket."""
 
-    def __init__(self, sock, about=""):
-        self.sock, self.about, self.name = sock, about, None
+    def __init__(self, sock):
+        self.sock, self.name, self.about = sock, None, None
         self.heard, self.rest = time.monotonic(), b""
         self.sending = threading.Lock()
         sock.settimeout(SILENCE)
@@ -172,7 +187,6 @@ class _Connection:
         received = self.sock.recv(1 << 16)
         if not received:
             return None
-        self.heard = time.monotonic()
         *lines, self.rest = (self.rest + received).split(b"\n")
         if len(self.rest) > LONGEST:
             raise ValueError("too long")
