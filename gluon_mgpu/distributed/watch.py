@@ -135,6 +135,7 @@ class Hub:
             self.ended.add(connection.name)
             if self.ended.issuperset(self.workers):
                 self._tell({"over": True})
+                self.ended.update(self.expected)  # who goes now is not lost
                 self.on_over()
 
     def _look(self, selector, now):
@@ -296,6 +297,7 @@ class Member:
             self.stop_at = message["stop at"]
             self.stop_known.set()
         elif "over" in message:
+            self.over = True
             end_soon()
         elif "lost" in message and not self.over:
             self._end(message["lost"], message.get("status", 1))
