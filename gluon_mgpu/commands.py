@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 
 import click
 
@@ -29,13 +30,16 @@ class OneLineErrors:
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0  # that of context.exit
         except (Exception, KeyboardInterrupt) as error:
-            if debug:
-                traceback.print_exc()
-            status = _report(error)
-            if place.started():  # operators that wait for another process may never end, and Python would wait for them
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
+            status = 1
+            try:
+                if debug:
+                    traceback.print_exc()
+                status = _report(error)
+            finally:
+                if place.started():  # operators that wait for another process may never end, and Python waits for them
+                    with suppress(OSError, ValueError, AttributeError):  # a standard output that is gone
+                        sys.stdout.flush()
+                    os._exit(status)
         finally:
             if main_thread:
                 signal.signal(signal.SIGTERM, before)

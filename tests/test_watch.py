@@ -244,6 +244,29 @@ def test_a_process_whose_hub_is_lost_ends_with_a_line_that_names_it(quick):
     assert err == "error: worker 1: worker 0 was lost: its connection ended\n"
 
 
+@pytest.mark.parametrize("gone", ["closed", "closed by its reader", "not read"])
+def test_a_process_whose_output_nobody_reads_ends_too(quick, gone):
+    hub = watch.Hub("127.0.0.1", 0, ("worker 1",))
+    full = "import os; os.set_blocking(2, False)\ntry:\n    while True: os.write(2, b'x' * 4096)\n"
+    full += "except BlockingIOError: os.set_blocking(2, True)\n"
+    script = (full if gone == "not read" else "") + WAITS.replace('print("there", flush=True)\n', "")
+    line, streams = (
+        [sys.executable, "-c", script, str(hub.port)],
+        {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
+    if gone == "closed":
+        line, streams = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *line], {}
+    with subprocess.Popen(line, cwd=runs.ROOT, **streams) as process:
+        try:
+            runs.wait(lambda: "worker 1" in hub.members)
+            if gone == "closed by its reader":
+                process.stdout.close(), process.stderr.close()
+            hub.members["worker 1"].sock.shutdown(socket.SHUT_RDWR)
+            assert process.wait(10) == 1
+        finally:
+            process.kill()
+
+
 def test_a_server_that_does_not_end_by_itself_ends_once_all_workers_are_done(quick):
     over = threading.Event()
     hub = watch.Hub("127.0.0.1", 0, ("worker 0", "server 0"), on_over=over.set)

@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 
 from gluon_mgpu import engine
 from gluon_mgpu.distributed import place, watch
@@ -18,9 +17,7 @@ def serve(here):
     if here.role == "scheduler":
 
         def end(line):
-            os.write(2, f"error: the scheduler: {line}\n".encode())
-            time.sleep(watch.BEAT)  # until the others have read it
-            os._exit(1)
+            watch.end_with(f"the scheduler: {line}", 1, watch.BEAT)  # when the others have read it
 
         watch.Hub(here.root, here.port, ()).close()  # refuses a port that is taken, where ps-lite would not say which
         hub = watch.Hub(here.root, here.port + 1, here.members(), end, watch.end_soon)

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from gluon_mgpu.errors import Error, UsageError
 
@@ -303,18 +304,29 @@ class Member:
             self._end(message["lost"], message.get("status", 1))
 
     def _end(self, line, status=1):
+        self.over = True
+        # Not at once, so that a launcher sees the one that failed end first.
+        end_with(f"{self.name}: {line}", status if self.name.startswith("worker") else 1, BEAT / 2)
+
+
+def end_with(line, status, seconds):
+    """Say what was wrong, and end this process within so many seconds: also where nobody reads what it says. What waits
+    for a lost process, in MXNet's threads, cannot be called back."""
+    _end_in(seconds, status)
+    with suppress(OSError):
+        os.write(2, f"error: {line}\n".encode())
+    with suppress(OSError, ValueError, AttributeError):  # gone, closed, or None
         sys.stdout.flush()
-        os.write(2, f"error: {self.name}: {line}\n".encode())
-        time.sleep(BEAT / 2)  # so that a launcher sees the one that failed end first
-        os._exit(
-            status if self.name.startswith("worker") else 1
-        )  # what waits for the lost one, in MXNet's threads, cannot be called back
 
 
 def end_soon():
     """All workers are done: end this process, where it does not by itself. A server and the scheduler were once seen to
     stay in ps-lite for 10 s more."""
-    timer = threading.Timer(LAST_WORDS, os._exit, (0,))
+    _end_in(LAST_WORDS, 0)
+
+
+def _end_in(seconds, status):
+    timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()
 
