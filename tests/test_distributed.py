@@ -145,6 +145,41 @@ def exchanged(kvstore, compress, folder):
     return json.loads(out.split("got ")[1])
 
 
+ENDS = """
+import os, sys, time
+from gluon_mgpu.distributed import place, serve, workers
+from gluon_mgpu.errors import BetweenSteps, UsageError
+here = place.place()
+if here.role != "worker":
+    serve.serve(here)
+    sys.exit()
+try:
+    with workers.join(sys.argv[1]) as group:
+        BODY
+except (BetweenSteps, UsageError) as error:
+    os._exit(getattr(error, "exit_status", 130))
+"""
+
+
+def ended(kvstore, body, folder):
+    """(standard output, standard error) of a run whose workers do so, and all fail."""
+    program = folder / "ends.py"
+    program.write_text(ENDS.replace("BODY", body))
+    status, out, err = runs.run(kvstore, 2, program=[sys.executable, str(program), kvstore])
+    assert status, err
+    return out, err
+
+
+def test_why_worker_0_ends_is_told_to_the_others_before_it_does(engine, tmp_path):
+    body = "time.sleep(60 * group.rank); raise UsageError('its folder is taken')"
+    assert "error: worker 1: worker 0: its folder is taken" in runs.lines(ended(engine, body, tmp_path)[1])
+
+
+def test_no_worker_ends_on_ctrl_c_before_worker_0_has_left_the_checkpoint(engine, tmp_path):
+    body = "group.rank or time.sleep(2) or print('written', flush=True); raise BetweenSteps"
+    assert "written" in ended(engine, body, tmp_path)[0]
+
+
 PICKLED = """
 import pickle, sys
 from pathlib import Path

@@ -154,8 +154,11 @@ def join(kvstore="local", compress=None, model="lenet"):
             time.sleep(NAMING)  # the watch may say who was lost, and end this process
             said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}", 1
         member.failed(*said)
+        if hub:
+            hub.close()  # which tells the others
         store.abandon()
         raise
+    member.gather(None)  # worker 0 may still be writing, and a launcher ends all once one has ended on Ctrl-C
     store.close()
     member.done()
     if hub:
