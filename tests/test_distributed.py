@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from gluon_mgpu import Error, UsageError, checkpoint, highlevel, records, scratch
-from gluon_mgpu.distributed import place, workers
+from gluon_mgpu.distributed import launch, place, workers
 
 MODULES = {"scratch": scratch, "highlevel": highlevel}
 STEPS, BATCH = 50, 32
@@ -372,6 +372,21 @@ def test_a_scheduler_that_cannot_listen_says_so_before_training(tmp_path):
             ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=runs.HORIZON)
             assert ended.returncode == 1 and ended.stderr.count("\n") == 1
             assert ended.stderr.startswith("error: the scheduler: ") and said in ended.stderr
+
+
+def test_the_schedulers_name_serves_as_its_address(tmp_path):
+    port = launch._free_port()
+    everyones = {"DMLC_PS_ROOT_URI": "localhost", "DMLC_PS_ROOT_PORT": str(port), "DMLC_TASK_ID": "0"}
+    everyones.update({"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"})
+    line = [*runs.TRAIN, "--kvstore", "dist_sync", "--device", "cpu", "--dataset", "synthetic", "--limit", "64"]
+    roles = ("scheduler", "server", "worker")
+    started = [runs.start(line, environment={**everyones, "DMLC_ROLE": role}) for role in roles]
+    try:
+        said = [process.communicate(timeout=runs.HORIZON)[1] for process in started]
+    finally:
+        for process in started:
+            runs.end(process)
+    assert [process.returncode for process in started] == [0, 0, 0], said
 
 
 @pytest.mark.parametrize("kvstore", ["horovod", "dist_sync"])

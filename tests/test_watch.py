@@ -29,7 +29,9 @@ def joined(hub, *names):
     """A Member each, which wait for each other."""
     made = {}
     threads = [
-        threading.Thread(target=lambda name=name: made.update({name: watch.Member("127.0.0.1", hub.port, name)}))
+        threading.Thread(
+            target=lambda name=name: made.update({name: watch.Member("127.0.0.1", hub.port, name, hub.expected)})
+        )
         for name in names
     ]
     for thread in threads:
@@ -44,7 +46,10 @@ class Raw:
 
     def __init__(self, hub):
         self.socket = socket.create_connection(("127.0.0.1", hub.port), timeout=10)
-        self.file = self.socket.makefile()
+        self.file, self.numbers = self.socket.makefile(), hub.numbers
+
+    def hello(self, name, about="here", **more):
+        self.send(json.dumps({"name": name, "about": about, "of": self.numbers, **more}))
 
     def send(self, text):
         self.socket.sendall(text.encode() + b"\n")
@@ -96,8 +101,8 @@ def test_a_member_that_ends_or_falls_silent_is_named_to_the_others(quick, end):
     lines = []
     hub = watch.Hub("127.0.0.1", 0, PAIR, lines.append)
     first, second = Raw(hub), Raw(hub)
-    first.send('{"name": "worker 0", "about": "here"}')
-    second.send('{"name": "worker 1", "about": "there"}')
+    first.hello("worker 0", "here")
+    second.hello("worker 1", "there")
     first.hear("all")
     if end == "closes":
         second.socket.shutdown(socket.SHUT_RDWR)
@@ -113,8 +118,8 @@ def test_a_server_that_ends_before_the_scheduler_once_all_workers_are_done_is_no
     lines, over = [], threading.Event()
     hub = watch.Hub("127.0.0.1", 0, ("worker 0", "server 0"), lines.append, over.set)
     worker, server = Raw(hub), Raw(hub)
-    worker.send('{"name": "worker 0"}')
-    server.send('{"name": "server 0"}')
+    worker.hello("worker 0")
+    server.hello("server 0")
     worker.hear("all")
     worker.send('{"done": true}')
     server.hear("over")
@@ -137,7 +142,14 @@ def test_a_member_that_is_done_may_go(quick):
 
 @pytest.mark.parametrize(
     "said",
-    ["GET / HTTP/1.1", "[1]", '{"name": "worker 7"}', '{"name": ["worker 0"]}', "x" * (2 << 20), "[" * 100_000],
+    [
+        "GET / HTTP/1.1",
+        "[1]",
+        '{"name": "worker 7", "of": [2, 0]}',
+        '{"name": ["worker 0"]}',
+        "x" * (2 << 20),
+        "[" * 100_000,
+    ],
 )
 def test_a_stranger_disturbs_nobody(quick, said):
     lines = []
@@ -180,28 +192,39 @@ def test_strangers_that_hold_all_files_disturb_nobody_once_they_are_gone(quick):
 def test_a_member_that_says_what_none_can_say_is_lost_to_the_others(quick, said):
     hub = watch.Hub("127.0.0.1", 0, PAIR)
     first, second = Raw(hub), Raw(hub)
-    first.send('{"name": "worker 0"}')
-    second.send('{"name": "worker 1"}')
+    first.hello("worker 0")
+    second.hello("worker 1")
     first.hear("all")
     first.send('{"issued": 1}')
     second.send(said)
-    assert first.hear("lost")["lost"].startswith("worker 1 (None) was lost: its connection ended")
+    assert first.hear("lost")["lost"].startswith("worker 1 (here) was lost: its connection ended")
 
 
 def test_a_number_that_is_given_twice_is_refused_to_the_second_one(quick):
     hub = watch.Hub("127.0.0.1", 0, PAIR)
     first, second = Raw(hub), Raw(hub)
-    first.send('{"name": "worker 0"}')
+    first.hello("worker 0")
     first.hear("missing")
-    second.send('{"name": "worker 0"}')
+    second.hello("worker 0")
     assert second.hear("lost")["lost"].startswith("worker 0 is there already: each worker")
+
+
+def test_a_process_started_for_another_number_of_workers_or_servers_is_refused_with_both(quick):
+    hub = watch.Hub("127.0.0.1", 0, (*PAIR, "server 0"))
+    other = Raw(hub)
+    other.hello("worker 1", of=[1, 1])
+    said = other.hear("lost")
+    assert said["lost"].startswith(
+        "worker 1 has DMLC_NUM_WORKER, DMLC_NUM_SERVER [1, 1] where the scheduler has [2, 1]:"
+    )
+    assert said["status"] == 2
 
 
 def test_who_does_not_come_is_named(quick, monkeypatch):
     monkeypatch.setattr(watch, "PATIENCE", 0.2)
     hub = watch.Hub("127.0.0.1", 0, (*PAIR, "server 0"))
     first = Raw(hub)
-    first.send('{"name": "worker 0"}')
+    first.hello("worker 0")
     assert first.hear("lost")["lost"].startswith("worker 1, server 0 did not come within 0 s")
 
 
@@ -214,10 +237,10 @@ def test_a_taken_port_a_wrong_host_and_nobody_there_are_one_line_each(quick, mon
             watch.Hub("127.0.0.1", taken.getsockname()[1], PAIR)
         free = taken.getsockname()[1]
     with pytest.raises(Error, match=r"nobody answers at 127\.0\.0\.1, port .* for 0 s"):
-        watch.Member("127.0.0.1", free, "worker 0")
+        watch.Member("127.0.0.1", free, "worker 0", PAIR)
     for made in (
         lambda: watch.Hub("no.such.host.invalid", 0, PAIR),
-        lambda: watch.Member("no.such.host.invalid", 1, "worker 0"),
+        lambda: watch.Member("no.such.host.invalid", 1, "worker 0", PAIR),
     ):
         with pytest.raises(Error, match="the host no.such.host.invalid does not resolve"):
             made()
@@ -227,7 +250,7 @@ WAITS = """
 import sys, time
 from gluon_mgpu.distributed import watch
 watch.BEAT, watch.SILENCE = 0.05, 1.0
-member = watch.Member("127.0.0.1", int(sys.argv[1]), "worker 1")
+member = watch.Member("127.0.0.1", int(sys.argv[1]), "worker 1", sys.argv[2:])
 print("there", flush=True)
 time.sleep(60)
 """
@@ -235,7 +258,7 @@ time.sleep(60)
 
 def test_a_process_whose_hub_is_lost_ends_with_a_line_that_names_it(quick):
     hub = watch.Hub("127.0.0.1", 0, ("worker 1",))
-    line = [sys.executable, "-c", WAITS, str(hub.port)]
+    line = [sys.executable, "-c", WAITS, str(hub.port), *hub.expected]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=runs.ROOT) as process:
         assert process.stdout.readline() == "there\n"
         hub.members["worker 1"].sock.shutdown(socket.SHUT_RDWR)
@@ -251,7 +274,7 @@ def test_a_process_whose_output_nobody_reads_ends_too(quick, gone):
     full += "except BlockingIOError: os.set_blocking(2, True)\n"
     script = (full if gone == "not read" else "") + WAITS.replace('print("there", flush=True)\n', "")
     line, streams = (
-        [sys.executable, "-c", script, str(hub.port)],
+        [sys.executable, "-c", script, str(hub.port), *hub.expected],
         {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
     )
     if gone == "closed":
@@ -272,7 +295,7 @@ def test_a_server_that_does_not_end_by_itself_ends_once_all_workers_are_done(qui
     hub = watch.Hub("127.0.0.1", 0, ("worker 0", "server 0"), on_over=over.set)
     script = WAITS.replace('"worker 1"', '"server 0"').replace("= 0.05, 1.0", "= 0.05, 1.0; watch.LAST_WORDS = 0.5")
     with subprocess.Popen(
-        [sys.executable, "-c", script, str(hub.port)], stdout=subprocess.PIPE, cwd=runs.ROOT
+        [sys.executable, "-c", script, str(hub.port), *hub.expected], stdout=subprocess.PIPE, cwd=runs.ROOT
     ) as server:
         (worker,) = joined(hub, "worker 0")
         server.stdout.readline()

@@ -110,10 +110,11 @@ def own_address():
     return socket.inet_ntoa(found[20:24])
 
 
-def for_ps_lite(address):
+def for_ps_lite(address, root):
     """Set what ps-lite reads of the environment and a user cannot be expected to know. address: at which this process
-    is reached, where DMLC_NODE_HOST does not say."""
+    is reached, where DMLC_NODE_HOST does not say. root: the scheduler's, of which ps-lite wants no name."""
     os.environ.setdefault("DMLC_NODE_HOST", address)
+    os.environ["DMLC_PS_ROOT_URI"] = root
     os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED))
     os.environ.pop("PORT", None)  # ps-lite would listen there, in every process
 

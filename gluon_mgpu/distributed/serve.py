@@ -21,7 +21,7 @@ def serve(here):
 
         watch.Hub(here.root, here.port, ()).close()  # refuses a port that is taken, where ps-lite would not say which
         hub = watch.Hub(here.root, here.port + 1, here.members(), end, watch.end_soon)
-        address, done = hub.listener.getsockname()[0], hub.close
+        address, root, done = hub.address, hub.address, hub.close
         if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
             print(
                 f"gluon_mgpu: the scheduler: {here.root} is {address} to this machine, where no other one reaches it: "
@@ -30,9 +30,9 @@ def serve(here):
                 flush=True,
             )
     else:
-        member = watch.Member(here.root, here.port + 1, str(here))
-        address, done = member.own_address, member.done
-    place.for_ps_lite(address)
+        member = watch.Member(here.root, here.port + 1, str(here), here.members())
+        address, root, done = member.own_address, member.hub_address, member.done
+    place.for_ps_lite(address, root)
     # MXNet, imported by a server, would serve at once, and unpickle what it is sent as an optimizer.
     os.environ["DMLC_ROLE"] = "worker"
     import mxnet as mx

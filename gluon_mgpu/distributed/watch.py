@@ -34,11 +34,9 @@ class Hub:
     def __init__(self, host, port, expected, on_loss=lambda line: None, on_over=lambda: None):
         self.expected, self.on_loss, self.on_over = list(expected), on_loss, on_over
         self.workers = [name for name in self.expected if name.startswith("worker")]
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        except OSError as error:
-            raise Error(f"the host {host} does not resolve ({error.strerror}): give a name or an address") from None
-        self.listener = socket.socket(family)
+        self.numbers = _numbers(self.expected)
+        address = _resolved(host, port)
+        self.listener = socket.socket()
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.listener.bind(address)
@@ -46,7 +44,7 @@ class Hub:
             self.listener.close()
             raise Error(f"{host}, port {port} cannot be listened on ({error.strerror}): give another port") from None
         self.listener.listen(128)
-        self.port = self.listener.getsockname()[1]
+        self.address, self.port = self.listener.getsockname()
         self.members = {}  # name: _Connection
         self.ended, self.over = set(), False
         self.gathering, self.issued, self.stopping = {}, {}, False
@@ -106,10 +104,9 @@ class Hub:
     def _take(self, connection, message):
         if not connection.name:
             name = str(message.get("name"))
-            if name not in self.expected or name in self.members:
-                twice = f"{name} is there already" if name in self.members else f"this run has no {name}"
-                wanted = "each worker and each server needs a DMLC_TASK_ID of its own, from 0"
-                connection.send({"lost": f"{twice}: {wanted}", "status": UsageError.exit_status})
+            refusal = self._refusal(name, message.get("of"))
+            if refusal:
+                connection.send({"lost": str(refusal), "status": refusal.exit_status})
                 return
             connection.name, connection.about = name, str(message.get("about"))
             self.members[name] = connection
@@ -138,6 +135,16 @@ class Hub:
                 self._tell({"over": True})
                 self.ended.update(self.expected)  # who goes now is not lost
                 self.on_over()
+
+    def _refusal(self, name, numbers):
+        if numbers != self.numbers:
+            return UsageError(
+                f"{name} has DMLC_NUM_WORKER, DMLC_NUM_SERVER {numbers} where the scheduler has {self.numbers}: give "
+                "all processes the same"
+            )
+        if name in self.members:
+            return UsageError(f"{name} is there already: each worker and each server needs its own DMLC_TASK_ID")
+        return None if name in self.expected else UsageError(f"this run has no {name}: DMLC_TASK_ID begins with 0")
 
     def _look(self, selector, now):
         for connection in [key.data for key in selector.get_map().values() if key.data]:
@@ -201,19 +208,23 @@ class _Connection:
 class Member:
     """A process's connection to the Hub at (host, port). Where another one is lost, it ends this process.
 
-    Raises Error for a host that does not resolve or that nobody answers at within PATIENCE seconds.
+    expected: the names of all members, as the Hub has them. Raises Error for a host that does not resolve, or
+    at which nobody answers within PATIENCE seconds.
     """
 
-    def __init__(self, host, port, name):
+    def __init__(self, host, port, name, expected):
         self.name = name
         self.connection = _Connection(_connect(host, port, name))
-        self.own_address = self.connection.sock.getsockname()[0]
+        self.own_address, self.hub_address = (
+            end[0] for end in (self.connection.sock.getsockname(), self.connection.sock.getpeername())
+        )
         self.all_there, self.stop_known = threading.Event(), threading.Event()
         self.issued, self.stopping, self.stop_at, self.stepping = 0, False, 0, threading.Lock()
         self.answers, self.answered = {}, threading.Condition()
         self.gathers, self.missing = 0, []
         self.over = False
-        self.connection.send({"name": name, "about": f"{socket.gethostname()}, process {os.getpid()}"})
+        about = f"{socket.gethostname()}, process {os.getpid()}"
+        self.connection.send({"name": name, "about": about, "of": _numbers(expected)})
         for work in (self._listen, self._beat):
             threading.Thread(target=work, daemon=True).start()
         waited = 0
@@ -331,13 +342,26 @@ def _end_in(seconds, status):
     timer.start()
 
 
+def _numbers(names):
+    """How many workers and how many servers."""
+    workers = sum(name.startswith("worker") for name in names)
+    return [workers, len(names) - workers]
+
+
+def _resolved(host, port):
+    """An IPv4 address, since ps-lite and gloo know no other."""
+    try:
+        return socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Error(f"the host {host} does not resolve to an IPv4 address ({why}): give a name or an address") from None
+
+
 def _connect(host, port, name):
     began, said = time.monotonic(), False
     while True:
         try:
-            return socket.create_connection((host, port), timeout=SILENCE)
-        except socket.gaierror as error:
-            raise Error(f"the host {host} does not resolve ({error.strerror}): give a name or an address") from None
+            return socket.create_connection(_resolved(host, port), timeout=SILENCE)
         except OSError as error:  # it may only be starting
             waited, why = time.monotonic() - began, error.strerror or "timed out"
             asked = "is the run's first process started, and is this its address?"

@@ -134,11 +134,11 @@ def join(kvstore="local", compress=None, model="lenet"):
         if here.rank == 0:
             hub = watch.Hub(own, 0, here.members())
         host, port = store.from_worker_0(f"{own} {hub.port}" if hub else "").split()
-        member = watch.Member(host, int(port), str(here))
+        member = watch.Member(host, int(port), str(here), here.members())
         bind(here.rank, member.gather)
     else:
-        member = watch.Member(here.root, here.port + 1, str(here))
-        place.for_ps_lite(member.own_address)
+        member = watch.Member(here.root, here.port + 1, str(here), here.members())
+        place.for_ps_lite(member.own_address, member.hub_address)
         store = stores.DistSync(compress and float(compress.partition(":")[2]))
     stopped = None
     try:
