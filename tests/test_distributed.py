@@ -374,19 +374,48 @@ def test_a_scheduler_that_cannot_listen_says_so_before_training(tmp_path):
             assert ended.stderr.startswith("error: the scheduler: ") and said in ended.stderr
 
 
-def test_the_schedulers_name_serves_as_its_address(tmp_path):
-    port = launch._free_port()
-    everyones = {"DMLC_PS_ROOT_URI": "localhost", "DMLC_PS_ROOT_PORT": str(port), "DMLC_TASK_ID": "0"}
-    everyones.update({"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"})
-    line = [*runs.TRAIN, "--kvstore", "dist_sync", "--device", "cpu", "--dataset", "synthetic", "--limit", "64"]
-    roles = ("scheduler", "server", "worker")
-    started = [runs.start(line, environment={**everyones, "DMLC_ROLE": role}) for role in roles]
-    try:
-        said = [process.communicate(timeout=runs.HORIZON)[1] for process in started]
-    finally:
-        for process in started:
-            runs.end(process)
+@pytest.fixture
+def by_hand():
+    """start(root, *args): a scheduler, a server and a worker, each started as on a machine of its own."""
+    processes = []
+
+    def start(root, *args):
+        everyones = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(launch._free_port()), "DMLC_TASK_ID": "0"}
+        everyones.update({"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"})
+        line = [*runs.TRAIN, "--kvstore", "dist_sync", "--device", "cpu", "--dataset", "synthetic", *map(str, args)]
+        for role in ("scheduler", "server", "worker"):
+            processes.append(runs.start(line, environment={**everyones, "DMLC_ROLE": role}))
+        return processes
+
+    yield start
+    for process in processes:
+        runs.end(process)
+
+
+def test_the_schedulers_name_serves_as_its_address(by_hand):
+    started = by_hand("localhost", "--limit", 64)
+    said = [process.communicate(timeout=runs.HORIZON)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
+
+
+def test_ctrl_c_at_a_scheduler_that_waits_for_others_ends_it(by_hand):
+    scheduler, server, worker = by_hand("127.0.0.1")
+    worker.kill()
+    assert "waiting for worker 0" in server.stderr.readline()
+    scheduler.send_signal(signal.SIGINT)
+    assert scheduler.wait(10) == 130 and server.wait(10) == 1
+    assert "the scheduler was lost" in server.stderr.read()
+
+
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1, 2)], ids=["scheduler", "server", "all"])
+def test_sigterm_at_any_process_of_a_run_leaves_a_checkpoint(asked, by_hand, tmp_path):
+    started = by_hand("127.0.0.1", "--limit", 8000, "--epochs", 99, "--out", tmp_path / "run")
+    started[2].stdout.readline()  # running on:
+    for number in asked:
+        started[number].send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=runs.HORIZON)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 130], said
+    assert records.last(tmp_path / "run")[0]
 
 
 @pytest.mark.parametrize("kvstore", ["horovod", "dist_sync"])

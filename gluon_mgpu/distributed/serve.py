@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
 from gluon_mgpu import engine
 from gluon_mgpu.distributed import place, watch
@@ -12,8 +13,13 @@ from gluon_mgpu.distributed import place, watch
 def serve(here):
     """What a server's and the scheduler's process do until the workers are done. here: a Place of dist_sync."""
     engine.configure(1)
-    for which in (signal.SIGINT, signal.SIGTERM):  # MXNet's loop would not come back to Python for them
-        signal.signal(which, signal.SIG_DFL)
+    # Before the watch, to which Python gives no sign of life while libmxnet loads, from a slow disk for many seconds.
+    # MXNet, imported by a server, would serve at once, and unpickle what it is sent as an optimizer.
+    os.environ["DMLC_ROLE"] = "worker"
+    import mxnet as mx
+    from mxnet.base import _LIB, check_call
+
+    os.environ["DMLC_ROLE"] = here.role
     if here.role == "scheduler":
 
         def end(line):
@@ -21,7 +27,7 @@ def serve(here):
 
         watch.Hub(here.root, here.port, ()).close()  # refuses a port that is taken, where ps-lite would not say which
         hub = watch.Hub(here.root, here.port + 1, here.members(), end, watch.end_soon)
-        address, root, done = hub.address, hub.address, hub.close
+        address, root, ask_to_stop, done = hub.address, hub.address, hub.ask_to_stop, hub.close
         if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
             print(
                 f"gluon_mgpu: the scheduler: {here.root} is {address} to this machine, where no other one reaches it: "
@@ -31,14 +37,9 @@ def serve(here):
             )
     else:
         member = watch.Member(here.root, here.port + 1, str(here), here.members())
-        address, root, done = member.own_address, member.hub_address, member.done
+        address, root, ask_to_stop, done = member.own_address, member.hub_address, member.ask_to_stop, member.done
     place.for_ps_lite(address, root)
-    # MXNet, imported by a server, would serve at once, and unpickle what it is sent as an optimizer.
-    os.environ["DMLC_ROLE"] = "worker"
-    import mxnet as mx
-    from mxnet.base import _LIB, check_call
-
-    os.environ["DMLC_ROLE"] = here.role
+    _pass_on_signals(ask_to_stop)
     kv = mx.kv.create("dist_sync")
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
@@ -47,3 +48,21 @@ def serve(here):
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, no_command, None))
     done()
+
+
+def _pass_on_signals(ask_to_stop):
+    """Ctrl-C and SIGTERM, which a cluster sends to all processes of a run, are the workers' to heed; a second one ends
+    this process. MXNet's loop does not come back to Python for a handler, so a thread waits for them."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told)
+    for which in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(which, lambda *_: None)
+
+    def pass_on():
+        os.read(heard, 1)
+        if ask_to_stop():
+            os.read(heard, 1)
+        os._exit(130)
+
+    threading.Thread(target=pass_on, daemon=True).start()

@@ -47,7 +47,7 @@ class Hub:
         self.address, self.port = self.listener.getsockname()
         self.members = {}  # name: _Connection
         self.ended, self.over = set(), False
-        self.gathering, self.issued, self.stopping = {}, {}, False
+        self.gathering, self.issued, self.asked, self.stopping = {}, {}, False, False
         self.since = time.monotonic()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -59,6 +59,11 @@ class Hub:
         self.over = True
         self.thread.join(2 * BEAT)
 
+    def ask_to_stop(self):
+        """All workers will stop at one step. Returns whether there are any yet."""
+        self.asked = len(self.members) == len(self.expected)
+        return self.asked
+
     def _serve(self):
         with selectors.DefaultSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
@@ -69,6 +74,8 @@ class Hub:
                         self._read(selector, key.data)
                     else:
                         self._accept(selector)
+                if self.asked:
+                    self._hold()
                 now = time.monotonic()
                 if now - beat > BEAT:
                     beat = now
@@ -119,9 +126,8 @@ class Hub:
                 told = {"gathered": message["gather"], "values": [values[name] for name in self.workers]}
                 del self.gathering[message["gather"]]
                 self._tell(told)
-        elif "stop" in message and not self.stopping:
-            self.stopping = True
-            self._tell({"hold": True})
+        elif "stop" in message:
+            self._hold()
         elif "issued" in message and connection.name in self.workers:
             self.issued[connection.name] = int(message["issued"])
             if len(self.issued) == len(self.workers):
@@ -145,6 +151,11 @@ class Hub:
         if name in self.members:
             return UsageError(f"{name} is there already: each worker and each server needs its own DMLC_TASK_ID")
         return None if name in self.expected else UsageError(f"this run has no {name}: DMLC_TASK_ID begins with 0")
+
+    def _hold(self):
+        if not self.stopping:
+            self.stopping = True
+            self._tell({"hold": True})
 
     def _look(self, selector, now):
         for connection in [key.data for key in selector.get_map().values() if key.data]:
@@ -244,8 +255,9 @@ class Member:
             return self.answers.pop(number)
 
     def ask_to_stop(self):
-        """All workers will stop at one step."""
+        """All workers will stop at one step. Returns whether there are any yet: a Member has met them."""
         self.connection.send({"stop": True})
+        return True
 
     def may_step(self, step):
         """Whether this worker may issue its step of that number, from 0. Once one asked to stop, all go on to the step
