@@ -68,10 +68,9 @@ def run(
         raise UsageError(
             f"shares {joined(settings.shares)}: {len(settings.shares)} for {len(ctx)} devices; give one for each"
         )
-    if workers.count > 1:
-        if settings.shares:
-            raise UsageError(f"shares {settings.shares}: they are of one worker's devices: leave them away")
-        workers.agree({**config, "resume": bool(resume), **({} if resume else asdict(settings))})
+    if workers.count > 1 and settings.shares:
+        raise UsageError(f"shares {settings.shares}: they are of one worker's devices: leave them away")
+    workers.agree({**config, "resume": bool(resume), **({} if resume else asdict(settings))})
     first = workers.rank == 0
     with records.Run(out, resume, tensorboard) if first else records.Run() as kept:
         arrays, position = None, records.Position()
@@ -79,12 +78,9 @@ def run(
             settings, arrays, position = kept.position(settings)
             if settings.seed is None:
                 settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
-        if workers.count > 1:
-            decided = workers.gather([asdict(settings), position.as_json()])[0]  # by worker 0
-            settings, position = Settings(**decided[0]), records.Position.from_json(decided[1])
+        decided = workers.gather([asdict(settings), position.as_json()])[0]  # by worker 0
+        settings, position = Settings(**decided[0]), records.Position.from_json(decided[1])
         data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
-        if workers.count > 1:
-            workers.agree({"data with checksum": data.checksum()})
         if settings.shares == "auto":
             settings = replace(settings, shares=measured_shares(make_replicas, ctx, settings, data))
         mx.random.seed(settings.seed)
@@ -92,6 +88,7 @@ def run(
         if arrays is not None:
             kept.restore(replicas, arrays)
         if workers.count > 1:
+            workers.agree({"data with checksum": data.checksum()})
             records.give(replicas, workers.broadcast(records.own(replicas)))
         where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "data": data.source}
         where["workers"] = workers.count
@@ -164,8 +161,6 @@ def _evaluate(replicas, data, size, ctrl_c, workers):
     """The accuracy on the test set, of which each worker takes a part."""
     own = np.arange(len(data.test_labels))[workers.part(len(data.test_labels))]
     test_iter = batches(data.test_images, data.test_labels, size, own)
-    if workers.count == 1:
-        return replicas.evaluate_accuracy(ctrl_c.between(test_iter))
     try:
         right = round(replicas.evaluate_accuracy(ctrl_c.between(test_iter)) * len(own)) if len(own) else 0
     except BetweenSteps:
