@@ -168,7 +168,8 @@ def train(context, recipe, **options):
     if options["resume"] and (here.rank == 0 or Path(options["resume"]).is_dir()):
         of_run = records.options(options["resume"])
         options.update({k: v for k, v in of_run.items() if k not in given})
-        if "shares" not in given and len(devices.parse(options["gpus"])) != len(of_run["gpus"]):
+        others = here.workers > 1 or len(devices.parse(options["gpus"])) != len(of_run["gpus"])
+        if "shares" not in given and others:
             options["shares"] = None
     Settings(**{name: options[name] for name in records.SETTINGS})  # refuses before anything is imported
     impl, gpus, batch_size, lr = (options.pop(name) for name in ("impl", "gpus", "batch_size", "lr"))

@@ -254,6 +254,15 @@ def test_a_run_of_one_process_is_resumed_by_three_workers(alone, tmp_path):
     assert apart(parameters(folder), parameters(tmp_path / "whole"), "scratch") < 1e-4
 
 
+def test_a_run_of_unequal_devices_is_resumed_by_two_workers_of_even_ones(tmp_path):
+    folder = tmp_path / "run"
+    scratch.train(2, BATCH, 0.2, device="cpu", out=str(folder), shares=(70, 30), **OPTIONS)
+    status, _, err = runs.run("dist_sync", 2, "--resume", folder, "--epochs", 2)
+    assert status == 0 and "shares even where the run had [70, 30]" in err, err
+    scratch.train(1, BATCH, 0.2, device="cpu", out=str(tmp_path / "whole"), **{**OPTIONS, "epochs": 2})
+    assert apart(parameters(folder), parameters(tmp_path / "whole"), "scratch") < 1e-4
+
+
 @pytest.mark.parametrize("seconds", [0.2, 1.1])
 def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_with_a_checkpoint(seconds, tmp_path):
     folder = tmp_path / "run"
