@@ -50,7 +50,7 @@ def test_a_ratio_is_of_the_rates_of_one_round_and_is_held_against_what_was_wante
     lines = distributed.table(result()).splitlines()
     horovod, servers = row(lines, "Horovod, 2 workers"), row(lines, "dist_sync, 2 workers, 1 server")
     # 256 examples in the median's 30 ms
-    assert "30.0 (25.0-50.0)       8533  0.80 (0.80-1.00)  0.9 not reached 2.00, 4.00  20.0, 2.0" in horovod
+    assert "30.0 (25.0-50.0)       8533  0.80 (0.80-1.00)  0.9 not reached     2.00, 4.00  20.0, 2.0" in horovod
     assert "  0.80 (0.50-0.80)  0.75 reached " in servers
     assert "1.00 (1.00-1.00)" in row(lines, "  without the exchange") and "Horovod is not there" in lines
     # 4096 bytes in the median's 2 ms

@@ -150,7 +150,7 @@ def table(result):
         title = f"{TITLE[model]}, {impl}, batch {runs[0]['batch_size']}"
         lines += [
             "",
-            f"{title:32}{'ms/step':>21}{'examples/s':>11}{'ratio':>18}  {'wanted':16}{'MB out, in':>10}  CPU ms",
+            f"{title:32}{'ms/step':>21}{'examples/s':>11}{'ratio':>18}  {'wanted':16}{'MB out, in':>14}  CPU ms",
         ]
         for run in runs:
             of_it = ratios(runs[0], run)
@@ -160,7 +160,7 @@ def table(result):
             who = STARTED_AS[run["kvstore"]] if run["exchange"] else "  without the exchange"
             lines.append(
                 f"{who:32}{spread(run['step_ms'], 1):>21}{1000 * run['batch_size'] / median(run['step_ms']):11.0f}"
-                f"{spread(of_it, 2):>18}  {reached:16}{moved(run):>10}  {_cpu(run)}"
+                f"{spread(of_it, 2):>18}  {reached:16}{moved(run):>14}  {_cpu(run)}"
             )
     for kvstore in dict.fromkeys(found["kvstore"] for found in result["sums"]):
         lines += ["", f"{'Arrays summed over 2 workers, ' + kvstore:44}{'ms':>24}{'MB/s':>9}"]
