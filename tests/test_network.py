@@ -5,10 +5,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+from pathlib import Path
 
 import machines
 import mxnet as mx
@@ -155,6 +158,61 @@ def least_seconds(kvstore, size):
         return 2 * (WORKERS - 1) * (size / WORKERS * 8 / machines.BITS + machines.DELAY)
     # Through the cable of a server: in from all workers, then out to all workers.
     return 2 * (WORKERS * size / SERVERS * 8 / machines.BITS + machines.DELAY)
+
+
+PAGE = (runs.ROOT / "docs/distributed.md").read_text()
+SCRIPTS = {
+    "by hand": re.search(r"```bash\n(# On each machine.*?)```", PAGE, re.DOTALL)[1],
+    "Slurm": re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", PAGE, re.DOTALL)[1],
+    "Kubernetes": textwrap.dedent(re.search(r"        - \|\n(.*?)```", PAGE, re.DOTALL)[1]),
+}
+SRUN = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+for node in 0 1 2; do
+    nsenter -t "$(cat "{folder}/pid.node$node")" -n -m -u -- sh -c 'cd {root} && exec "$@"' sh \\
+        env SLURM_PROCID=$node "$@" || touch "{folder}/failed" &
+done
+wait
+test ! -e "{folder}/failed"
+"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_scripts_of_the_docs_train_on_machines_of_their_own(name, build, tmp_path, alone):
+    network = build(3 if name == "Slurm" else 2)
+    addresses = "".join(f"{a} {m.name}\n" for a, m in zip(network.addresses, network.machines))
+    for machine in network.machines:  # names as a cluster has them
+        hosts = tmp_path / f"hosts.{machine.name}"
+        hosts.write_text(f"127.0.0.1 localhost\n{addresses}{network.addresses[0]} train-0.train\n")
+    options = " ".join(map(str, ["--kvstore dist_sync --device cpu", *ARGS, "--out", tmp_path / "run"]))
+    script = re.sub(r"--kvstore dist_sync --out \S+(?=\")", options, SCRIPTS[name])
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for program, text in (
+        ("srun", SRUN.format(folder=tmp_path, root=runs.ROOT)),
+        ("scontrol", "#!/bin/sh\nprintf 'node%d\\n' 0 1 2\n"),
+    ):
+        (programs / program).write_text(text)
+        (programs / program).chmod(0o755)
+    given = environment(PATH=f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if name == "by hand":
+        script = script.replace("10.0.0.1", network.addresses[0])
+        scripts = [(script.replace("DMLC_TASK_ID=0", f"DMLC_TASK_ID={i}", 1), given) for i in range(2)]
+    elif name == "Slurm":
+        scripts = [
+            (script, {**given, "SLURM_JOB_NODELIST": "node[0-2]", "SLURM_NNODES": "3", "SLURM_CPUS_ON_NODE": "1"})
+        ]
+    else:
+        given.update(re.findall(r"- \{name: (\w+), value: \"?([^\"}]+)\"?\}", PAGE))
+        scripts = [(script, {**given, "JOB_COMPLETION_INDEX": str(i)}) for i in range(2)]
+    started = {
+        i: network.machines[i].start(["bash", "-c", f"cd {runs.ROOT}\n{script}"], own)
+        for i, (script, own) in enumerate(scripts)
+    }
+    ended = ends(started, runs.HORIZON)
+    assert {status for status, _, _ in ended.values()} == {0}, ended
+    assert f"as worker 0 of {len(network.machines)}" in ended[0][1]
+    assert apart(parameters(tmp_path / "run"), parameters(alone["highlevel"]), "highlevel") < 1e-4
 
 
 @pytest.mark.parametrize("kvstore, pulled", [("dist_sync", "worker 1"), ("dist_sync", "server 0")])
