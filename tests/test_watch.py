@@ -174,6 +174,9 @@ def test_a_stranger_that_says_nothing_is_sent_away(quick):
 
 def test_strangers_that_hold_all_files_disturb_nobody_once_they_are_gone(quick):
     hub = watch.Hub("127.0.0.1", 0, PAIR)
+    other = Raw(hub)
+    other.hello("worker 7")
+    other.hear("lost")  # it listens
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     stranger, free = socket.socket(), os.dup(0)
     os.close(free)
