@@ -1,24 +1,30 @@
-"""`python -m gluon_mgpu train …` is `gluon-mgpu train …`."""
+"""`python -m gluon_mgpu train …` is `gluon-mgpu train …`, and `python scripts/train.py …`."""
 
+import importlib
 import sys
+import traceback
+
+from gluon_mgpu import engine
 
 
 def main():
     if sys.argv[1:2] == ["doctor"]:  # without the other commands, which cannot be imported where NumPy is broken
-        from gluon_mgpu.doctor import doctor
-
-        doctor(sys.argv[2:], prog_name="gluon-mgpu doctor")
+        run("doctor", sys.argv[2:], "gluon-mgpu doctor")
     else:
-        try:
-            from gluon_mgpu import cli
-        except ImportError as error:  # NumPy 2 needs libstdc++ itself, and says so in a page
-            from gluon_mgpu import engine
+        run("main", prog_name="gluon-mgpu")
 
-            line = engine.missing_libraries(str(error))
-            if line is None:
-                raise
-            sys.exit(f"error: {line}")
-        cli.main(prog_name="gluon-mgpu")
+
+def run(command, args=None, prog_name=None):
+    """Run a command, of those that `cli` has; where a library that it needs does not load, one line says so."""
+    try:
+        module = importlib.import_module("gluon_mgpu.doctor" if command == "doctor" else "gluon_mgpu.cli")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        sys.exit(f"error: {engine.line_of(error)}")
+    getattr(module, command)(args, prog_name=prog_name)
 
 
 if __name__ == "__main__":

@@ -70,12 +70,7 @@ def _report(error):
     if isinstance(error, Error):
         click.echo(f"error: {place.who()}{error}", err=True)
         return error.exit_status
-    missing = engine.missing_libraries(str(error)) if isinstance(error, OSError) else None
-    if missing:
-        click.echo(f"error: {place.who()}{missing}", err=True)
-        return 1
-    lines = str(error).strip().splitlines() or [""]
-    click.echo(f"error: {place.who()}{type(error).__name__}: {lines[-1]} (--debug shows where)", err=True)
+    click.echo(f"error: {place.who()}{engine.line_of(error)}", err=True)
     return 1
 
 

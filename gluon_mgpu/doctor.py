@@ -115,7 +115,7 @@ def _numpy():
         return "problem", "NumPy is not installed: `pip install 'numpy>=1.22'`"
     version, why = _python_says(NUMPY)
     if why:
-        remedy = engine.missing_libraries(why) or "`pip install --force-reinstall 'numpy>=1.22'` may help"
+        remedy = engine.missing(why) or "`pip install --force-reinstall 'numpy>=1.22'` may help"
         return "problem", f"NumPy cannot be imported ({why}): {remedy}"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_NUMPY:
@@ -141,7 +141,7 @@ def _mxnet(numpy):
             remedy = why.partition(": ")[2]
         else:
             name = next(iter(cuda.wheels()), "mxnet")
-            remedy = engine.missing_libraries(why) or f"{why}: `pip install --force-reinstall {name}==1.9.1` may help"
+            remedy = engine.missing(why) or f"{why}: `pip install --force-reinstall {name}==1.9.1` may help"
         return ("problem", f"MXNet ({wheels}) cannot be imported: {remedy}"), [], 0
     version, features, gpus = json.loads(said)
     built = f"with CUDA, which sees {gpus} GPU{'s'[: gpus != 1]}" if "CUDA" in features else "without CUDA"

@@ -42,6 +42,9 @@ LIBRARIES = {
     "libgcc_s.so.1": "libgcc-s1",
 }
 
+# Modules that pip knows by another name.
+PACKAGES = {"PIL": "pillow", "distutils": "setuptools"}
+
 # What `configure` may set or remove.
 TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
 
@@ -97,21 +100,37 @@ def check(ctx):
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
 
 
-def missing_libraries(loaders_message):
-    """The line for a message of the loader's that a library was not found; None for any other message.
+def line_of(error):
+    """The line for an error that nobody foresaw: what is missing and what to do, or the last line of its own."""
+    if isinstance(error, ImportError):
+        while error.__context__:  # NumPy's own is a page of advice; what went wrong is the first that led to it
+            error = error.__context__
+    lines = str(error).strip().splitlines() or [""]
+    more = "`gluon-mgpu doctor` may say what to do, --debug" if isinstance(error, ImportError) else "--debug"
+    return missing(str(error)) or f"{type(error).__name__}: {lines[-1]} ({more} shows where)"
 
-    The loader names the first that it misses. This names all that are missing of those that MXNet takes from the
-    system, with the packages that bring them. It loads the others: only for a process in which MXNet did not load.
+
+def missing(message):
+    """The line for a message that a module or a library was not found; None for any other message.
+
+    The loader names the first library that it misses. This names all that are missing of those that MXNet takes from
+    the system, with the packages that bring them. It loads the others: only for a process in which MXNet did not load.
     """
-    found = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", loaders_message)
+    module = re.search(r"No module named '(\w+)'", message)
+    if module:
+        return (
+            f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which `make install` sets up, "
+            f"or `pip install {PACKAGES.get(module[1], module[1])}`"
+        )
+    found = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
     if not found:
         return None
-    missing = {name: package for name, package in LIBRARIES.items() if not _found(name)}
-    if found[1] not in missing:
-        return f"MXNet needs {found[1]}, which this machine does not have: install the package that brings it"
+    absent = {name: package for name, package in LIBRARIES.items() if not _found(name)}
+    if found[1] not in absent:
+        return f"{found[1]} is needed, which this machine does not have: install the package that brings it"
     return (
-        f"MXNet needs {' and '.join(missing)}, which this machine does not have: "
-        f"`apt install {' '.join(missing.values())}` (Debian's and Ubuntu's names)"
+        f"MXNet needs {' and '.join(absent)}, which this machine does not have: "
+        f"`apt install {' '.join(absent.values())}` (Debian's and Ubuntu's names)"
     )
 
 

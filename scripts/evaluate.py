@@ -1,12 +1,7 @@
 #!/usr/bin/env python
 """What a run has learned: `python scripts/evaluate.py --help`."""
 
-import sys
-
-try:
-    from gluon_mgpu.cli import evaluate
-except KeyboardInterrupt:
-    sys.exit(130)
+from start import start
 
 if __name__ == "__main__":
-    evaluate()
+    start("evaluate")

@@ -1,12 +1,7 @@
 #!/usr/bin/env python
 """Run a training on several processes of this machine: `python scripts/launch.py --help`."""
 
-import sys
-
-try:
-    from gluon_mgpu.cli import launch
-except KeyboardInterrupt:
-    sys.exit(130)
+from start import start
 
 if __name__ == "__main__":
-    launch()
+    start("launch")

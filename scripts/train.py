@@ -1,12 +1,7 @@
 #!/usr/bin/env python
 """Train LeNet on one or several devices: `python scripts/train.py --help`."""
 
-import sys
-
-try:
-    from gluon_mgpu.cli import train
-except KeyboardInterrupt:
-    sys.exit(130)
+from start import start
 
 if __name__ == "__main__":
-    train()
+    start("train")

@@ -99,7 +99,65 @@ def test_the_installed_command_reaches_it_where_the_other_commands_cannot_be_imp
     command = ["-c", "import sys; from gluon_mgpu.__main__ import main; sys.exit(main())"]
     done = run(command, "doctor", python=python, PYTHONPATH=str(packages))
     assert (done.returncode, len(only(done, "problem"))) == (1, 2)
-    assert run(command, "train", "--help", python=python, PYTHONPATH=str(packages)).returncode == 1
+    assert one_line(run(command, "train", "--help", python=python, PYTHONPATH=str(packages)))
+
+
+def one_line(done):
+    """The error of a command that ended with status 1 and one line."""
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    return done.stderr[7:].strip()
+
+
+COMMANDS = [path.stem for path in sorted((ROOT / "scripts").glob("*.py")) if "from start" in path.read_text()]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "doctor"])
+def test_a_command_without_numpy_says_in_one_line_which_python_lacks_it(bare, command):
+    python, packages = bare
+    for program in ([ROOT / "scripts" / f"{command}.py"], ["-m", "gluon_mgpu", command]):
+        says = one_line(run(program, python=python, PYTHONPATH=str(packages)))
+        assert says.startswith(
+            f"numpy is not installed for {python}: use .venv/bin/python, which `make install` sets up"
+        )
+        assert says.endswith("`pip install numpy`")
+
+
+def test_without_click_or_the_package_itself_each_command_says_so_in_one_line(bare):
+    python, packages = bare
+    (packages / "click").unlink()
+    for command in ("train", "doctor"):
+        script = [ROOT / "scripts" / f"{command}.py"]
+        assert one_line(run(script, python=python, PYTHONPATH=str(packages))).startswith("click is not installed for ")
+        assert one_line(run(script, python=python)).startswith(f"No module named 'gluon_mgpu' for {python}: use .venv")
+
+
+PAGES = {
+    "not for this Python": "ImportError: cannot import name 'multiarray'",
+    "of which a part is missing": "ModuleNotFoundError: No module named 'numpy._core._multiarray_umath'",
+    "for another processor": "RuntimeError: NumPy was built with baseline optimizations",
+}
+
+
+@pytest.mark.parametrize("error", PAGES.values(), ids=PAGES)
+def test_of_the_page_that_a_broken_numpy_prints_a_command_says_what_went_wrong(bare, error):
+    python, packages = bare
+    kind, _, text = error.partition(": ")
+    module(
+        packages,
+        "numpy",
+        f"""
+        try:
+            raise {kind}({text!r})
+        except ImportError as error:
+            raise ImportError("IMPORTANT: PLEASE READ THIS\\n\\nOriginal error was:\\n" + str(error) + "\\n") from error
+        """,
+    )
+    for program in ([ROOT / "scripts" / "train.py"], ["-m", "gluon_mgpu", "train"]):
+        done = run(program, python=python, PYTHONPATH=str(packages))
+        assert one_line(done).startswith(f"{error} (") and "--debug shows where" in done.stderr
+        shown = run(program, "--debug", python=python, PYTHONPATH=str(packages))
+        assert shown.stderr.startswith("Traceback") and shown.stderr.endswith(done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +255,8 @@ def test_libraries_that_the_loader_cannot_find_are_named_all_at_once_with_their_
     done = examine(**blind_loader(*libraries))
     assert done.returncode == 1
     assert len(only(done, "problem")) == 1 and says in only(done, "problem")[0]
-    trained = run(["-m", "gluon_mgpu"], "train", *TINY, **blind_loader(*libraries))
-    assert (trained.returncode, trained.stdout) == (1, "")
-    assert trained.stderr.startswith(f"error: {says}") and trained.stderr.count("\n") == 1
+    for program in (["-m", "gluon_mgpu", "train"], [ROOT / "scripts" / "train.py"]):
+        assert one_line(run(program, *TINY, **blind_loader(*libraries))).startswith(says)
 
 
 def test_the_wheel_for_gpus_without_a_driver_is_a_problem_that_names_the_driver(blind_loader, tmp_path):
@@ -225,11 +282,16 @@ def test_every_library_that_the_wheel_takes_from_the_system_has_its_package_here
 
 def test_a_library_whose_package_is_not_known_is_named_too():
     message = "libcudnn.so.8: cannot open shared object file: No such file or directory"
-    assert engine.missing_libraries(message).startswith("MXNet needs libcudnn.so.8, which this machine does not have: ")
+    assert engine.missing(message).startswith("libcudnn.so.8 is needed, which this machine does not have: ")
+
+
+def test_a_module_that_pip_knows_by_another_name_is_asked_for_by_that():
+    assert engine.missing("No module named 'distutils'").endswith("or `pip install setuptools`")
+    assert engine.missing("No module named 'PIL'").endswith("or `pip install pillow`")
 
 
 def test_another_message_is_not_taken_for_a_missing_library():
-    assert engine.missing_libraries("/usr/lib/libgomp.so.1: file too short") is None
+    assert engine.missing("/usr/lib/libgomp.so.1: file too short") is None
 
 
 def test_an_mxnet_that_crashes_is_a_problem_and_doctor_goes_on(tmp_path):
