@@ -68,8 +68,10 @@ install: $(READY)
 
 $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable $(if $(NUMPY),'.[dev]' 'numpy==$(NUMPY).*','.[cpu,dev]')
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps mxnet==1.9.1  # docs/install.md: its pin of NumPy
+	@# The second one: docs/install.md, MXNet's pin of NumPy.
+	@pip="$(BIN)/python -m pip install --quiet --disable-pip-version-check"; \
+	    $$pip --editable $(if $(NUMPY),'.[dev]' 'numpy==$(NUMPY).*','.[cpu,dev]') && $$pip --no-deps mxnet==1.9.1 || \
+	    { echo "$(VENV) is not set up, for what pip says above: it needs a network or a mirror that PIP_INDEX_URL names, 500 MB there, and a checkout that can be written" >&2; exit 1; }
 	@touch $@
 
 clean:

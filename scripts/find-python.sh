@@ -1,7 +1,14 @@
 #!/bin/sh
-# Prints a Python that MXNet 1.9.1 runs on, 3.9 to 3.13, and that can make virtual environments; fails with one line.
+# Prints a Python that MXNet 1.9.1 runs on, 3.9 to 3.13, and that can make virtual environments; fails with one line,
+# also on a machine that MXNet does not run on.
 # PYTHON=python3.12, or a path, in the environment is taken instead of searching.
-suits='import sys, venv, ensurepip; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))'
+suits='import ctypes, ensurepip, sys, venv; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))'
+machine="this machine is $(uname -sm), and this project was tried on x86-64 Linux"
+case $machine in
+    *"Linux x86_64,"*) ;;
+    *"Linux aarch64,"*) echo "$machine only" >&2 ;;  # which MXNet has a wheel for
+    *) echo "$machine: use such a one, or a container of it" >&2; exit 1 ;;
+esac
 pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
 case ${PYTHON:-} in
     "") set -- python3.11 python3.12 python3.10 python3.9 python3.13 python3 "$pyenv"/3.*/bin/python ;;

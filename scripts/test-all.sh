@@ -3,8 +3,6 @@
 # PYTHONS="3.9 3.9:1.22 3.12:2.1" chooses Pythons, after the colon NumPy; TESTS="tests/test_step.py" what pytest runs.
 # Fails where anything did, and where a Python asked for is missing.
 cd "$(dirname "$0")/.." || exit 1
-trap 'exit 130' INT
-trap 'exit 143' TERM
 if [ -z "${PYTHONS:-}" ]; then
     for minor in 9 10 11 12 13; do
         PYTHON=python3.$minor scripts/find-python.sh >/dev/null 2>&1 && PYTHONS="${PYTHONS:-} 3.$minor"
@@ -14,16 +12,23 @@ if [ -z "${PYTHONS:-}" ]; then
 fi
 [ -n "$PYTHONS" ] || exec scripts/find-python.sh  # says which suit
 
-row='%-10s %-10s %-14s %-10s %s\n'
-# shellcheck disable=SC2059
-table=$(printf "$row" Python NumPy "MXNet imports" "main job" suite)
 status=0
+table=
+row() {
+    table="$table$(printf '%-10s %-10s %-14s %-10s %s' "$@")
+"
+}
+row Python NumPy "MXNet imports" "main job" suite
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'printf "\n%s" "$table"' EXIT  # what has run, also where this is interrupted
 
-# Runs a command with its output in a log of the environment; sets $is to what the table says of it.
+# Runs a command with its output in a log of the environment; sets $is to what the table says of it. A hang ends too.
 try() {
     log=$venv/$1.log
     shift
-    if "$@" >"$log" 2>&1; then is=yes; else is=no; status=1; echo "failed, $log ends with:" && tail -n 5 "$log"; fi
+    if timeout --foreground 2h "$@" >"$log" 2>&1; then is=yes; else is="no ($?)"; fi
+    [ "$is" = yes ] || { status=1; echo "failed, $log ends with:"; tail -n 5 "$log"; }
 }
 
 for wanted in $PYTHONS; do
@@ -33,20 +38,19 @@ for wanted in $PYTHONS; do
     python=$venv/bin/python
     if ! make -s install "VENV=$venv" "PYTHON=python${wanted%:*}" "NUMPY=$numpy"; then
         status=1
-        table="$table
-$(printf "$row" "${wanted%:*}" "$numpy" "not installed" "" "")"
+        row "${wanted%:*}" "$numpy" "not installed" "" ""
         continue
     fi
-    versions=$($python -c 'import platform, numpy; print(platform.python_version(), numpy.__version__)')
-    echo "Python and NumPy $versions: import, main job, suite ($venv/suite.log)"
+    version=$($python -c 'import platform; print(platform.python_version())')
+    numpy=$($python -c 'from importlib import metadata; print(metadata.version("numpy"))')
+    echo "Python $version, NumPy $numpy: import, main job, suite ($venv/suite.log)"
     try import "$python" -c 'import gluon_mgpu; gluon_mgpu.configure(2); import mxnet; print(mxnet.nd.ones(3))'
     imports=$is
     try train "$python" scripts/train.py --impl scratch --gpus 2 --dataset synthetic --limit 2048 --epochs 1
     trains=$is
     # shellcheck disable=SC2086
     try suite "$python" -m pytest -m "not slow" -p no:cacheprovider $TESTS
-    table="$table
-$(printf "$row" $versions "$imports" "$trains" "$(tail -n 1 "$venv/suite.log" | sed 's/ in [0-9].*//')")"
+    summary=$(tail -n 1 "$venv/suite.log" | sed -n 's/ in [0-9.]*s.*//p')
+    row "$version" "$numpy" "$imports" "$trains" "${summary:-$is}"
 done
-printf '\n%s\n' "$table"
 exit $status
