@@ -45,7 +45,6 @@ PATCHES = (  # a file of the sources, where in it, what comes after that
         "    usleep(50);\n",
     ),
 )
-PYTHONS = (3, 9), (3, 12)
 # Horovod's sources ask for a CMake older than 4 and a setuptools older than 70.
 TOOLS = "cmake >= 3.18, < 4", "setuptools >= 66.1, < 70", "wheel", "packaging"
 FLAGS = {
@@ -87,11 +86,6 @@ def version(package):
 
 def wheel():
     """The path of a whole wheel for this Python and MXNet in the user's cache, which is built where it is not there."""
-    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        raise Error(
-            f"Horovod {HOROVOD} was built with Python {'.'.join(map(str, PYTHONS[0]))} to "
-            f"{'.'.join(map(str, PYTHONS[1]))}, not with {sys.version.split()[0]}"
-        )
     mxnet = version("mxnet")
     if mxnet is None:
         raise Error("Horovod is built for MXNet's CPU wheel, which is not here: run `make install`")
