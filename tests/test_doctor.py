@@ -322,10 +322,10 @@ def test_an_mxnet_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeyp
 
 
 def test_a_main_job_that_fails_in_its_trial_is_a_problem_with_its_own_line():
-    done = examine(MXNET_ENGINE_TYPE="NoSuchEngine")  # MXNet imports, and then cannot compute
+    done = examine(MXNET_CPU_TEMP_COPY="many")  # MXNet imports, and then cannot compute
     assert done.returncode == 1 and len(only(done, "problem")) == 1
     assert only(done, "problem")[0].startswith("a trial of train --impl scratch --gpus 2 fails: ")
-    assert "Cannot find Engine NoSuchEngine" in only(done, "problem")[0]
+    assert "MXNET_CPU_TEMP_COPY expect int but value='many'" in only(done, "problem")[0]
 
 
 def test_the_cores_are_those_that_this_process_may_use():
