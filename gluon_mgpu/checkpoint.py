@@ -3,14 +3,18 @@
 Its last bytes, the archive's comment, are the SHA-256 of all that comes before them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import io
 import json
 import os
 import tempfile
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -22,7 +26,7 @@ PART = ".part"  # the end of the name of a file that is being written
 DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 
 
-def write_whole(path, write):
+def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Put a file in place at once: write(file) fills a binary file beside it, which then takes its name.
 
     Raises Error where that cannot be, as on a full disk or where no file is; what is there is then as it was.
@@ -47,29 +51,30 @@ def write_whole(path, write):
         raise Error(f"{path} cannot be written ({error.strerror}): make room, or give another folder") from None
 
 
-def remove_half_written(path):
+def remove_half_written(path: str | Path) -> None:
     """Remove what writers of this file left beside it that were killed."""
     for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
         left.unlink()
 
 
-def save(path, arrays, facts):
+def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
     """arrays: {name: NumPy array}. facts: what JSON can hold."""
     packed = io.BytesIO()
-    np.savez(packed, **arrays, **{FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)})
+    held: dict[str, Any] = {**arrays, FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+    np.savez(packed, **held)
     with zipfile.ZipFile(packed, "a") as archive:
         archive.comment = bytes(DIGEST)
     content = packed.getbuffer()[:-DIGEST]
     digest = hashlib.sha256(content).hexdigest().encode()
 
-    def write(file):
+    def write(file: BinaryIO) -> None:
         file.write(content)
         file.write(digest)
 
     write_whole(path, write)
 
 
-def load(path):
+def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(arrays, facts) of a checkpoint; raises Error for one that is missing, cut off or altered."""
     try:
         packed = Path(path).read_bytes()
@@ -84,7 +89,7 @@ def load(path):
         raise Error(f"{path} is no whole checkpoint ({error}): begin the run anew in another folder") from None
 
 
-def _umask():
+def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -4,6 +4,8 @@ The driver's library is the only one that a machine must bring. docs/engine.md h
 imports mxnet or NumPy.
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib.util
 import os
@@ -42,7 +44,7 @@ CHECKS = "MXNET_CUDA_LIB_CHECKING"
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
 
-def prepare():
+def prepare() -> None:
     """Open what mxnet-cu112 needs; with another MXNet it does nothing. Call it before the first `import mxnet`.
 
     Raises Error where two of MXNet's wheels are installed, where the driver or a library is missing.
@@ -56,7 +58,7 @@ def prepare():
         os.environ.setdefault(CHECKS, "0")
 
 
-def refuse_two_wheels():
+def refuse_two_wheels() -> None:
     """Raises Error where two of MXNet's wheels are installed in one folder: the files of one lie over the other's."""
     names = list(wheels())
     if len(names) > 1:
@@ -67,7 +69,7 @@ def refuse_two_wheels():
         )
 
 
-def wheels():
+def wheels() -> dict[str, str]:
     """{name: version} of MXNet's wheels in the folder that `import mxnet` would read: usually one."""
     spec = importlib.util.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
@@ -77,7 +79,7 @@ def wheels():
     return {match[1].replace("_", "-"): match[2] for match in found if match}
 
 
-def missing():
+def missing() -> list[str]:
     """A line for each thing that mxnet-cu112 needs and cannot have, with what to do; none where all is there.
 
     What is there is open from now on, for the whole process.
@@ -112,7 +114,7 @@ def missing():
     return lines
 
 
-def _libraries_of(wheel):
+def _libraries_of(wheel: str) -> dict[str, str]:
     """{name: path} of the libraries in an installed wheel."""
     try:
         files = metadata.distribution(wheel.partition("<")[0]).files or ()
@@ -121,9 +123,9 @@ def _libraries_of(wheel):
     return {file.name: str(file.locate()) for file in files if ".so" in file.name}
 
 
-def _open(library):
+def _open(library: str) -> None:
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
 
 
-def _is_absent(library, error):
+def _is_absent(library: str, error: OSError) -> bool:
     return str(error).startswith(f"{library}: cannot open shared object file")

@@ -5,6 +5,8 @@ is downloaded into the cache, or taken from Debian's package. Whatever its way, 
 of its decompressed content is the known one.
 """
 
+from __future__ import annotations
+
 import gzip
 import hashlib
 import os
@@ -71,15 +73,15 @@ class Dataset(NamedTuple):
     test_labels: np.ndarray
     source: str  # the folder it was read from, or "synthetic, seed 0"
 
-    def checksum(self):
+    def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal."""
         checksum = 0
         for array in self[1:5]:
-            checksum = zlib.crc32(array, checksum)
+            checksum = zlib.crc32(array.data, checksum)
         return f"{checksum:08x}"
 
 
-def load(name, data_dir=None, limit=None, seed=0):
+def load(name: str, data_dir: str | Path | None = None, limit: int | None = None, seed: int | None = 0) -> Dataset:
     """Return the Dataset called `name`, one of NAMES, fetching it into the user's cache where it is nowhere yet.
 
     data_dir (else GLUON_MGPU_DATA) is a folder that holds NAME/ or the four files. limit keeps the first `limit`
@@ -100,10 +102,15 @@ def load(name, data_dir=None, limit=None, seed=0):
     if limit > len(data.train_images):
         raise UsageError(f"limit {limit} is more than {name} has: give {len(data.train_images)} or less, or no limit")
     test_limit = max(limit // 6, 100)
-    return Dataset(name, *(a[:limit] for a in data[1:3]), *(a[:test_limit] for a in data[3:5]), data.source)
+    return data._replace(
+        train_images=data.train_images[:limit],
+        train_labels=data.train_labels[:limit],
+        test_images=data.test_images[:test_limit],
+        test_labels=data.test_labels[:test_limit],
+    )
 
 
-def find(name, data_dir=None):
+def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     """Return the first folder that holds all four files of data set `name`, or None.
 
     Raises Error if the folder that data_dir or GLUON_MGPU_DATA names does not: a user's word is not passed over.
@@ -111,7 +118,7 @@ def find(name, data_dir=None):
     given = (os.environ.get("GLUON_MGPU_DATA") or None) if data_dir is None else data_dir
     if given is not None:
         given = Path(given).expanduser()
-        places = given / name, given
+        places: tuple[Path, ...] = given / name, given
     else:
         mxnet_home = Path(os.environ.get("MXNET_HOME") or "~/.mxnet").expanduser()
         places = cache_folder(name), mxnet_home / "datasets" / name, SYSTEM_FOLDER / name
@@ -124,7 +131,7 @@ def find(name, data_dir=None):
     return None
 
 
-def fetch(name):
+def fetch(name: str) -> Path:
     """Put the files of data set `name` into the user's cache, each whole or not at all, and return that folder.
 
     GLUON_MGPU_MIRROR, a URL that FILE.gz is appended to, takes the place of the known mirrors. Several processes may
@@ -150,19 +157,19 @@ def fetch(name):
     return folder
 
 
-def read(folder, name):
+def read(folder: Path, name: str) -> Dataset:
     """Return the Dataset `name` from the four files in `folder`; Error if one of them is not the known one."""
     arrays = []
     for file in SHA256[name]:
-        raw = _content(_locate(folder, file), name)
+        raw = _content(_locate(folder, file) or folder / file, name)
         dimensions = raw[3]
         shape = np.frombuffer(raw, ">u4", dimensions, offset=4)
         array = np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
         arrays.append(array.reshape(shape[0], 1, 28, 28) if dimensions == 3 else array)
-    return Dataset(name, *arrays, str(folder))
+    return Dataset(name, arrays[0], arrays[1], arrays[2], arrays[3], str(folder))
 
 
-def synthetic(train_size, test_size, seed=0):
+def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
     """Return a Dataset of any size, the same for the same seed, with the ten classes as equally frequent as can be.
 
     A class is one smooth random picture; its examples show it shifted by up to 2 pixels, brighter or darker, under
@@ -176,9 +183,9 @@ def synthetic(train_size, test_size, seed=0):
     pictures /= pictures.std((1, 2), keepdims=True)
     pictures = 0.6 * pictures + np.linspace(-0.5, 0.8, 10)[:, None, None]
     pictures = (255 * np.clip(pictures, 0, 1)).astype(np.float32)
-    shifted = np.lib.stride_tricks.sliding_window_view(pictures, (28, 28), (1, 2))  # class, y, x, 28, 28
+    shifted = np.lib.stride_tricks.sliding_window_view(pictures, (1, 28, 28))[:, :, :, 0]  # class, y, x, 28, 28
 
-    def draw(size):
+    def draw(size: int) -> tuple[np.ndarray, np.ndarray]:
         labels = rng.permutation(np.arange(size, dtype=np.uint32) % 10).astype(np.uint8)
         images = np.empty((size, 1, 28, 28), np.uint8)
         for start in range(0, size, 4096):  # float32 copies of a block, not of all
@@ -193,21 +200,21 @@ def synthetic(train_size, test_size, seed=0):
     return Dataset("synthetic", *draw(train_size), *draw(test_size), f"synthetic, seed {seed}")
 
 
-def cache_folder(name):
+def cache_folder(name: str) -> Path:
     """Return the folder that data set `name` is downloaded into; XDG_CACHE_HOME moves it."""
     return Path(pooch.os_cache("gluon_mgpu")) / name
 
 
-def _locate(folder, file):
+def _locate(folder: Path, file: str) -> Path | None:
     paths = (folder / f"{file}.gz", folder / file)
     return next((path for path in paths if os.path.isfile(path)), None)
 
 
-def _missing(folder, name):
+def _missing(folder: Path, name: str) -> list[str]:
     return [file for file in SHA256[name] if not _locate(folder, file)]
 
 
-def _content(path, name):
+def _content(path: Path, name: str) -> bytes:
     """Return the decompressed bytes of a file of data set `name`; Error if they are not the known ones."""
     remedy = f"delete or replace it, or name a folder that has {name} with --data-dir"
     try:
@@ -224,7 +231,7 @@ def _content(path, name):
     return raw
 
 
-def _download(name, folder, temp):
+def _download(name: str, folder: Path, temp: Path) -> list[str]:
     """Bring the missing files into folder; return why each mirror failed if there is a file that none gave."""
     print(f"downloading {name} into {folder}", file=sys.stderr)
     own = os.environ.get("GLUON_MGPU_MIRROR")
@@ -249,7 +256,7 @@ def _download(name, folder, temp):
     return []
 
 
-def _reason(error):
+def _reason(error: Exception) -> str:
     if isinstance(error, Error):
         return "wrong content"
     if isinstance(error, requests.HTTPError):
@@ -261,7 +268,7 @@ def _reason(error):
     return "no connection" if isinstance(error, requests.ConnectionError) else type(error).__name__
 
 
-def _unpack_package(name, folder, temp):
+def _unpack_package(name: str, folder: Path, temp: Path) -> str | None:
     """Bring the missing files into folder from the distribution's package, without root; return why not, or None."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return "apt-get: not on this machine"
@@ -274,9 +281,9 @@ def _unpack_package(name, folder, temp):
     settings += ["APT::Sandbox::User=root", "Acquire::http::Timeout=10", "Acquire::https::Timeout=10"]
     apt = ["apt-get", "-qq"] + [part for setting in settings for part in ("-o", setting)]
 
-    def run(*command, check=True):
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run(command, cwd=temp, check=check, timeout=APT_SECONDS, **quiet)
+    def run(*command: str, check: bool = True) -> None:
+        no = subprocess.DEVNULL
+        subprocess.run(command, cwd=temp, check=check, timeout=APT_SECONDS, stdin=no, stdout=no, stderr=no)
 
     try:
         run(*apt, "update", check=False)  # fails for one bad source of many; download tells whether ours was there

@@ -1,10 +1,18 @@
 """From `--gpus 2` or `--gpus 0,2` to MXNet contexts: on GPUs where there are any, else on as many CPU contexts."""
 
+from __future__ import annotations
+
 import ctypes
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from gluon_mgpu import engine
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error, UsageError
+
+if TYPE_CHECKING:
+    from mxnet import Context
 
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # MXNet keeps tables by device index: a wild one would fill the memory
@@ -12,7 +20,7 @@ KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 holds
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
-def parse(text):
+def parse(text: int | str | Sequence[int]) -> list[int]:
     """Device indices from the text of --gpus: "2" -> [0, 1]; "0,2" -> [0, 2]; "2," -> [2]. A list is taken as it is.
 
     Raises UsageError for words, a count below 1, a negative index and an index that comes twice.
@@ -33,7 +41,7 @@ def parse(text):
     return list(range(numbers[0]))
 
 
-def _checked(indices, asked):
+def _checked(indices: list[int], asked: str) -> list[int]:
     for index in indices:
         if not 0 <= index < MOST:
             raise UsageError(f"{asked}: there is no device {index}; indices go from 0 to {MOST - 1}")
@@ -42,7 +50,7 @@ def _checked(indices, asked):
     return indices
 
 
-def contexts(gpus, device="auto", fewer=False):
+def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
     """The contexts to train on.
 
     gpus: how many devices (2), which ones ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs where
@@ -79,13 +87,13 @@ def contexts(gpus, device="auto", fewer=False):
     return [mx.gpu(i) for i in indices]
 
 
-def _why_no_gpu(mx):
+def _why_no_gpu(mx: ModuleType) -> str:
     if not mx.runtime.Features().is_enabled("CUDA"):
         return "this MXNet is built without CUDA"
     return "this machine has no GPU that MXNet can see"
 
 
-def _refuse_gpu_without_kernels(index):
+def _refuse_gpu_without_kernels(index: int) -> None:
     name, major, minor = _gpu(index)
     if major not in KERNELS:
         raise Error(
@@ -94,7 +102,7 @@ def _refuse_gpu_without_kernels(index):
         )
 
 
-def _gpu(index):
+def _gpu(index: int) -> tuple[str, int, int]:
     """(name, major, minor compute capability) of a GPU, from the driver, which numbers GPUs as MXNet does."""
     driver = ctypes.CDLL("libcuda.so.1")
     handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)

@@ -4,16 +4,22 @@ NumPy's dropped names, OpenMP threads, the engine's temporary space, the allocat
 imported by `configure` alone, since `gluon_mgpu.doctor` must start where it is broken.
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib.util
 import os
 import re
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from gluon_mgpu import cuda
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error
+
+if TYPE_CHECKING:
+    from mxnet import Context
 
 TEMP_COPIES = 64  # for several contexts: each copy can grow to the largest temporary space of a step
 SPINS = (
@@ -49,14 +55,13 @@ PACKAGES = {"PIL": "pillow", "distutils": "setuptools"}
 TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
 
 _configured = False
-_before, _after = (
-    {},
-    {},
-)  # TOUCHED as the user gave them and as `configure` left them, where that differs; None: not set
-_set = {}  # what this module put into the environment, so that it is not taken for the user's
+# TOUCHED as the user gave them and as `configure` left them, where that differs; None: not set.
+_before: dict[str, str | None] = {}
+_after: dict[str, str | None] = {}
+_set: dict[str, str] = {}  # what this module put into the environment, so that it is not taken for the user's
 
 
-def configure(contexts=None):
+def configure(contexts: int | None = None) -> None:
     """Prepare this process for training on `contexts` CPU contexts; call it before the first `import mxnet`.
 
     contexts: how many contexts will compute side by side. None means that it is not known: several are assumed, unless
@@ -92,7 +97,7 @@ def configure(contexts=None):
     _configured = True
 
 
-def check(ctx):
+def check(ctx: list[Context]) -> None:
     """Refuse to train on several CPU contexts that can hang each other: raises Error, and waits for nothing.
 
     ctx: a list of mxnet contexts. GPU contexts are always well.
@@ -100,7 +105,7 @@ def check(ctx):
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
 
 
-def line_of(error):
+def line_of(error: BaseException) -> str:
     """The line for an error that nobody foresaw: what is missing and what to do, or the last line of its own."""
     if isinstance(error, ImportError):
         while error.__context__:  # NumPy's own is a page of advice; what went wrong is the first that led to it
@@ -110,7 +115,7 @@ def line_of(error):
     return missing(str(error)) or f"{type(error).__name__}: {lines[-1]} ({more} shows where)"
 
 
-def missing(message):
+def missing(message: str) -> str | None:
     """The line for a message that a module or a library was not found; None for any other message.
 
     The loader names the first library that it misses. This names all that are missing of those that MXNet takes from
@@ -134,7 +139,7 @@ def missing(message):
     )
 
 
-def _found(library):
+def _found(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError as error:
@@ -142,13 +147,13 @@ def _found(library):
     return True
 
 
-def users_environment():
+def users_environment() -> dict[str, str]:
     """The environment without what `configure` changed, for another process: that one settles its own."""
     own = {name: value for name, value in _before.items() if os.environ.get(name) == _after[name]}
     return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
 
 
-def openmp_threads():
+def openmp_threads() -> int:
     """How many OpenMP threads a thread that starts now would use, and so each of MXNet's workers."""
     found = []
     gomp = ctypes.CDLL("libgomp.so.1")
@@ -158,7 +163,7 @@ def openmp_threads():
     return found[0]
 
 
-def _check_threads(contexts):
+def _check_threads(contexts: int) -> None:
     if contexts > 1 and openmp_threads() > 1:
         raise Error(
             f"{contexts} CPU contexts can hang: OpenMP was loaded for {openmp_threads()} threads before "
@@ -167,7 +172,7 @@ def _check_threads(contexts):
         )
 
 
-def _set_threads(contexts):
+def _set_threads(contexts: int | None) -> None:
     """One OpenMP thread where more than one worker can call OpenBLAS at a time; else every core that we may use."""
     alone = (
         contexts == 1
@@ -192,20 +197,20 @@ def _set_threads(contexts):
                 _say(f"{name}={os.environ.pop(name)} is overruled: it would put all contexts on one core")
 
 
-def _users(name):
+def _users(name: str) -> str | None:
     """The user's value of an environment variable, or None."""
     value = os.environ.get(name)
     return None if value == _set.get(name) else value
 
 
-def _put(name, value, why):
+def _put(name: str, value: str, why: str) -> None:
     asked = _users(name)
     if asked is not None and asked != value:
         _say(f"{name}={asked} is overruled: {value}, {why} (docs/engine.md)")
     os.environ[name] = _set[name] = value
 
 
-def _set_allocator():
+def _set_allocator() -> None:
     """glibc's malloc: keep freed memory instead of faulting it in again at the next operator."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # a libc other than glibc
@@ -215,5 +220,5 @@ def _set_allocator():
             mallopt(parameter, value)
 
 
-def _say(line):
+def _say(line: str) -> None:
     place.say(line)

@@ -5,18 +5,24 @@ something is called, by three of MXNet's modules: only these get a copy of the n
 is NumPy's own, or not there, and a library that asks `hasattr(np, "trapz")` gets the answer of the NumPy it runs on.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import importlib.machinery
 import sys
 import types
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
 
 import numpy as np
 
 
-def _financial(name):
-    def removed(*args, **kwargs):
+def _financial(name: str) -> Callable[..., NoReturn]:
+    def removed(*args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(f"numpy.{name} was removed from NumPy in 1.20 (NEP 32): numpy_financial has it")
 
     return removed
@@ -38,7 +44,7 @@ WHILE_IMPORTED = {
     "round_": functools.partial(np.around),
     "msort": lambda a: np.sort(a, axis=0),
     "in1d": lambda ar1, ar2, *args, **kwargs: np.isin(np.ravel(ar1), ar2, *args, **kwargs),
-    "trapz": lambda *args, **kwargs: np.trapezoid(*args, **kwargs),
+    "trapz": lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs),
     **{name: _financial(name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")},
 }
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
@@ -49,7 +55,7 @@ CALLED = (  # the modules that read these, and what they call NumPy
 )
 
 
-def lend():
+def lend() -> None:
     """From now on `import mxnet` finds the names that this NumPy lacks. Call it before the first one."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -59,14 +65,15 @@ class _Finder:
     """Finds mxnet where Python does, and puts the names in place around its import."""
 
     @staticmethod
-    def find_spec(name, path=None, target=None):
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == "mxnet" else None
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
+            execute = functools.partial(_execute, spec.loader.exec_module)
+            spec.loader.exec_module = execute  # type: ignore[method-assign]  # of this one loader
         return spec
 
 
-def _execute(exec_module, module):
+def _execute(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
     with _standing(_missing(WHILE_IMPORTED)):
         exec_module(module)
     later = _missing(WHEN_CALLED)
@@ -77,7 +84,7 @@ def _execute(exec_module, module):
             setattr(sys.modules[name], variable, own)
 
 
-def _missing(names):
+def _missing(names: Mapping[str, Any]) -> dict[str, Any]:
     """Those that this NumPy has not, under its own name or as one that it warns of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,7 +92,7 @@ def _missing(names):
 
 
 @contextlib.contextmanager
-def _standing(names):
+def _standing(names: dict[str, Any]) -> Iterator[None]:
     vars(np).update(names)
     try:
         yield

@@ -4,7 +4,9 @@ recorded there, and the values they printed on the way. What the lecture on them
 Times are of the authors' GPUs in 2019 and no target here.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 SCRATCH = '"Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019)'
 GLUON = '"Training on multiple GPUs with gluon" (The Straight Dope)'
@@ -14,22 +16,22 @@ CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learnin
 
 class Recipe(NamedTuple):
     source: str
-    options: dict  # of train.py
-    test_accuracy: tuple = ()  # after each epoch, as printed there; where the source prints none: empty
-    train_seconds: tuple = ()  # of each epoch, on the authors' GPUs
+    options: dict[str, Any]  # of train.py
+    test_accuracy: tuple[float, ...] = ()  # after each epoch, as printed there; where the source prints none: empty
+    train_seconds: tuple[float, ...] = ()  # of each epoch, on the authors' GPUs
 
 
-def _scratch(gpus, accuracy, seconds):
+def _scratch(gpus: str, accuracy: tuple[float, ...], seconds: tuple[float, ...]) -> Recipe:
     options = {"impl": "scratch", "model": "lenet", "dataset": "fashion-mnist", "gpus": gpus}
     return Recipe(SCRATCH, {**options, "batch_size": 256, "lr": 0.2, "epochs": 4}, accuracy, seconds)
 
 
-def _gluon(gpus, batch_size, accuracy, seconds):
+def _gluon(gpus: str, batch_size: int, accuracy: tuple[float, ...], seconds: tuple[float, ...]) -> Recipe:
     options = {"impl": "highlevel", "model": "lenet-max", "dataset": "mnist", "gpus": gpus}
     return Recipe(GLUON, {**options, "batch_size": batch_size, "lr": 0.3, "epochs": 5}, accuracy, seconds)
 
 
-def _resnet18(gpus, batch_size, lr):
+def _resnet18(gpus: str, batch_size: int, lr: float) -> Recipe:
     options = {"impl": "highlevel", "model": "resnet18", "dataset": "fashion-mnist", "gpus": gpus}
     return Recipe(CONCISE, {**options, "batch_size": batch_size, "lr": lr, "epochs": 4})
 
@@ -46,8 +48,8 @@ RECIPES = {
 
 # Values that SCRATCH and PYTORCH print, a list a device.
 ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
-SPLIT = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # of arange(24), on 2 devices
-SCATTER = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # of arange(20), on 4 devices
+SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # of arange(24), on 2 devices
+SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # of arange(20), on 4 devices
 COPIED_BIAS = [0] * 20  # b1, and its gradient, on the device they were copied to
 
 # Seconds for 50 products of 4000 x 4000 float32 on a device, that PYTORCH printed of 4 GPUs.
@@ -61,7 +63,7 @@ ASYNCHRONOUS = {
 }
 
 
-def table():
+def table() -> str:
     """Lines for a terminal: each recipe with its options, its source, and what that printed."""
     lines = []
     for name, recipe in RECIPES.items():

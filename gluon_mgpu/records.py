@@ -4,20 +4,29 @@ config.json, metrics.jsonl, curves.png and checkpoint.npz: each is rewritten who
 alone, which holds the settings and the history too. While a run writes there, the folder is locked against others.
 """
 
+from __future__ import annotations
+
 import fcntl
 import io
 import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from gluon_mgpu import IMPLS, __version__, checkpoint
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tensorboard.summary import Writer
+
+    from gluon_mgpu import loop
 
 FORMAT = 1
 FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
@@ -42,25 +51,25 @@ class Epoch(NamedTuple):
 class Position:
     """Where a run stands. With the seed this is all that the shuffling needs: an epoch's order comes from both."""
 
-    history: list = field(default_factory=list)  # an Epoch for each that is done
+    history: list[Epoch] = field(default_factory=list)  # of those that are done
     steps: int = 0  # of the epoch that is not done
     loss_sum: float = 0.0  # over the examples of these steps
     seconds: float = 0.0  # that these steps took
 
-    def as_json(self):
+    def as_json(self) -> dict[str, Any]:
         return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
 
     @classmethod
-    def from_json(cls, facts):
+    def from_json(cls, facts: dict[str, Any]) -> Position:
         """From what `as_json` gave, or a checkpoint's facts."""
         history = [Epoch(**epoch) for epoch in facts["history"]]
         return cls(history, facts["steps"], facts["loss_sum"], facts["seconds"])
 
-    def __str__(self):
+    def __str__(self) -> str:
         done = [(len(self.history), "epoch"), (self.steps, "step")]
         return " and ".join(f"{n} {what}{'s'[: n != 1]}" for n, what in done if n) or "no step"
 
-    def ended(self, examples, test_accuracy, learning_rate):
+    def ended(self, examples: int, test_accuracy: float, learning_rate: float) -> None:
         """The epoch is done and evaluated."""
         seconds, loss, number = self.seconds, self.loss_sum / examples, len(self.history) + 1
         self.history.append(Epoch(number, seconds, examples / seconds, loss, test_accuracy, learning_rate))
@@ -73,7 +82,9 @@ class Run:
     Raises UsageError where out holds a run already, resume none, or another run is writing there.
     """
 
-    def __init__(self, out=None, resume=None, tensorboard=False):
+    def __init__(
+        self, out: str | Path | None = None, resume: str | Path | None = None, tensorboard: bool = False
+    ) -> None:
         for option, folder in (("--out", out), ("--resume", resume)):
             if folder is not None and not str(folder):
                 raise UsageError(f"{option} '': give a folder, such as runs/first")
@@ -84,14 +95,16 @@ class Run:
         self.Writer = _tensorboard_writer() if tensorboard else None
         self.resumed = bool(resume)
         self.asked = f"--resume {resume}" if resume else f"--out {out}"
-        self.folder = Path(resume or out) if out or resume else None
-        self.locked = self.writer = None
+        self.keeps = bool(out or resume)
+        self.folder = Path(resume or out or os.devnull)
+        self.locked: int | None = None
+        self.writer: Writer | None = None
         self.begun = False
         self.training = 0.0  # seconds since the last picture
         self.drawing = 0.05  # seconds that it took
 
-    def __enter__(self):
-        if self.folder and self.folder.is_dir():
+    def __enter__(self) -> Run:
+        if self.folder.is_dir():
             try:
                 self._lock()
             except BaseException:
@@ -99,7 +112,7 @@ class Run:
                 raise
         return self
 
-    def __exit__(self, kind=None, *_):
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if self.writer:
             self.writer.close()
         if self.begun and not self.resumed and kind and issubclass(kind, Error) and not self._holds("checkpoint.npz"):
@@ -107,10 +120,10 @@ class Run:
         if self.locked is not None:
             os.close(self.locked)
 
-    def _holds(self, *names):
+    def _holds(self, *names: str) -> bool:
         return any((self.folder / name).exists() for name in names)
 
-    def _lock(self):
+    def _lock(self) -> None:
         """A lock on the folder itself: it leaves no file, and ends with the process, however that ends."""
         try:
             self.locked = os.open(self.folder, os.O_RDONLY)
@@ -122,7 +135,7 @@ class Run:
         if not self.resumed and self._holds(*FILES):
             raise UsageError(f"{self.asked}: a run is there already; --resume goes on with it, or give another folder")
 
-    def position(self, settings):
+    def position(self, settings: Settings) -> tuple[Settings, dict[str, np.ndarray] | None, Position]:
         """(settings, arrays, Position) to go on from; arrays is None where there are no parameters yet.
 
         Raises UsageError where the settings are not those of the run.
@@ -150,16 +163,16 @@ class Run:
                 place.say(f"{self.folder / 'tensorboard'} is not written to: {error}")
         return replace(settings, seed=recorded.seed), arrays, position
 
-    def restore(self, replicas, arrays):
+    def restore(self, replicas: loop.Replicas, arrays: dict[str, np.ndarray]) -> None:
         """Give the replicas a checkpoint's arrays, which must be theirs by name and shape."""
         expected = own(replicas)
         if {n: a.shape for n, a in arrays.items()} != {n: a.shape for n, a in expected.items()}:
             raise Error(f"{self.folder / 'checkpoint.npz'} holds the parameters of another network")
         give(replicas, arrays)
 
-    def begin(self, config, replicas, position):
+    def begin(self, config: dict[str, Any], replicas: loop.Replicas, position: Position) -> None:
         """When training begins: a run that never comes to that leaves nothing. config: what JSON can hold."""
-        if not self.folder:
+        if not self.keeps:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # as it is read back
         if self.resumed:
@@ -179,7 +192,7 @@ class Run:
         if self.resumed:
             self._checkpoint(replicas, position)  # so that it is resumed with what was changed
 
-    def _say_what_changed(self, config):
+    def _say_what_changed(self, config: dict[str, Any]) -> None:
         was, both = self.config, self.config.keys() & config.keys()
         changed = [name for name in MAY_CHANGE if name in both and config[name] != was[name]]
         if changed:
@@ -190,9 +203,9 @@ class Run:
                 bits = "not the same result, since batch normalization is of each device's shard"
             place.say(f"{said}: {bits}")
 
-    def epoch(self, replicas, position):
+    def epoch(self, replicas: loop.Replicas, position: Position) -> None:
         """After an epoch."""
-        if not self.folder:
+        if not self.keeps:
             return
         self._checkpoint(replicas, position)
         self._metrics(position)
@@ -202,15 +215,15 @@ class Run:
         if self.drawing < MOST_SHARE_DRAWING * self.training:
             self._draw(position)
 
-    def end(self, position):
+    def end(self, position: Position) -> None:
         """After the last epoch."""
-        if self.folder and (self.training or self.resumed):  # else the last picture has it all
+        if self.keeps and (self.training or self.resumed):  # else the last picture has it all
             self._metrics(position)
             self._draw(position)
 
-    def interrupted(self, replicas, position):
+    def interrupted(self, replicas: loop.Replicas, position: Position) -> None:
         """On Ctrl-C, between two steps."""
-        if not self.folder:
+        if not self.keeps:
             return
         self._checkpoint(replicas, position)
         self._metrics(position)
@@ -219,17 +232,18 @@ class Run:
         if position.history:
             self._draw(position)
 
-    def _checkpoint(self, replicas, position):
+    def _checkpoint(self, replicas: loop.Replicas, position: Position) -> None:
         facts = {"format": FORMAT, "config": self.config, **position.as_json()}
         checkpoint.save(self.folder / "checkpoint.npz", own(replicas), facts)
 
-    def _metrics(self, position):
+    def _metrics(self, position: Position) -> None:
         self._write("metrics.jsonl", "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
-    def _scalars(self, position):
+    def _scalars(self, position: Position) -> None:
         if self.writer:
             epochs = position.history[-1:]
         else:  # with what an earlier part of the run may not have written
+            assert self.Writer
             epochs = position.history
             self.writer = self.Writer(str(self.folder / "tensorboard"))
         for epoch in epochs:
@@ -238,16 +252,16 @@ class Run:
                     self.writer.add_scalar(name, value, epoch.epoch)
         self.writer.flush()
 
-    def _draw(self, position):
+    def _draw(self, position: Position) -> None:
         start = time.perf_counter()
         checkpoint.write_whole(self.folder / "curves.png", lambda file: draw_curves(position.history, file))
         self.training, self.drawing = 0.0, time.perf_counter() - start
 
-    def _write(self, name, text):
+    def _write(self, name: str, text: str) -> None:
         checkpoint.write_whole(self.folder / name, lambda file: file.write(text.encode()))
 
 
-def last(folder):
+def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, Any], Settings, Position]:
     """(arrays, config, Settings, Position) of the run in a folder, of its checkpoint; before the first one arrays is
     None. Raises UsageError where no run is, Error for a file that is cut off, altered, or not of this version."""
     path = Path(folder) / "checkpoint.npz"
@@ -276,15 +290,18 @@ def last(folder):
     return arrays, config, settings, position
 
 
-def _devices(config):
+def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
     """[("cpu", 0), ("cpu", 1)] from config.json's devices; ValueError for what are none."""
-    found = [re.fullmatch(r"(cpu|gpu)\((\d+)\)", device) for device in config["devices"]]
-    if not all(found):
-        raise ValueError(f"devices {config['devices']}")
-    return [(kind, int(index)) for kind, index in (device.groups() for device in found)]
+    found = []
+    for device in config["devices"]:
+        match = re.fullmatch(r"(cpu|gpu)\((\d+)\)", device)
+        if not match:
+            raise ValueError(f"devices {config['devices']}")
+        found.append((match[1], int(match[2])))
+    return found
 
 
-def options(folder):
+def options(folder: str | Path) -> dict[str, Any]:
     """What `train` wants to go on with the run in a folder: its settings, implementation and devices."""
     _, config, settings, _ = last(folder)
     devices = _devices(config)
@@ -293,7 +310,7 @@ def options(folder):
     return {**asdict(settings), "impl": config["impl"], **kept, **where}
 
 
-def _tensorboard_writer():
+def _tensorboard_writer() -> type[Writer]:
     try:
         from tensorboard.summary import Writer
     except ImportError:
@@ -301,19 +318,19 @@ def _tensorboard_writer():
     return Writer
 
 
-def own(replicas):
+def own(replicas: loop.Replicas) -> dict[str, np.ndarray]:
     """{name: NumPy array}: all that a checkpoint holds of the replicas."""
     velocities = {VELOCITY + name: array for name, array in replicas.velocities().items()}
     return {**replicas.parameters(), **velocities}
 
 
-def give(replicas, arrays):
+def give(replicas: loop.Replicas, arrays: dict[str, np.ndarray]) -> None:
     """Have the replicas go on from what `own` gave."""
     velocities = {n[len(VELOCITY) :]: a for n, a in arrays.items() if n.startswith(VELOCITY)}
     replicas.load({n: a for n, a in arrays.items() if not n.startswith(VELOCITY)}, velocities)
 
 
-def draw_curves(history, file):
+def draw_curves(history: Sequence[Epoch], file: BinaryIO | str | Path) -> None:
     """Loss and accuracy by epoch, as a PNG picture."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

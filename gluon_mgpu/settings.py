@@ -5,6 +5,7 @@ shares. By default all of these are off, and a step is the notebooks' own.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Optional, Union
 
@@ -14,6 +15,7 @@ from gluon_mgpu.errors import UsageError
 MODELS = ("lenet", "lenet-max", "resnet18")
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # that of scale_lr
+Shares = Union[Sequence[float], str, None]  # a number a device; "auto" until they are measured
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,19 @@ class Settings:
     clip_norm: Optional[float] = None  # largest norm of the whole gradient, which is the mean over the batch
     accumulate: int = 1  # in how many pieces, one after the other, the gradient of a batch is computed
     schedule: str = "constant"
-    step_epochs: tuple = ()  # schedule "step": after these epochs the learning rate is multiplied by step_factor
+    step_epochs: tuple[int, ...] = ()  # schedule "step": after which the learning rate is multiplied by step_factor
     step_factor: float = 0.1
     warmup_epochs: float = 0.0  # the learning rate first grows linearly from 0 for so long
     scale_lr: bool = False  # lr is for a batch of 256; use lr * batch_size / 256
-    shares: Union[tuple, str, None] = None  # what part of a batch each device gets: (80, 20), "auto", or None: even
+    shares: Union[tuple[float, ...], str, None] = None  # of a batch, a device's: (80, 20), "auto", or None: even
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("step_epochs", "shares"):  # JSON and callers have lists
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check()
 
-    def _check(self):
+    def _check(self) -> None:
         for field in fields(self):
             value, wanted = getattr(self, field.name), _KINDS[field.type]
             if isinstance(value, bool) is not (field.type is bool) or not isinstance(value, wanted):
@@ -93,11 +95,11 @@ class Settings:
             raise UsageError(f"shares {self.shares!r}: give a number a device, such as 80,20, or auto")
 
     @property
-    def peak_lr(self):
+    def peak_lr(self) -> float:
         """The learning rate before the schedule changes it."""
         return self.lr * self.batch_size / BASE_BATCH_SIZE if self.scale_lr else self.lr
 
-    def learning_rate(self, step, steps_an_epoch):
+    def learning_rate(self, step: int, steps_an_epoch: int) -> float:
         """The learning rate of an update. step: how many updates came before it."""
         warmup = round(self.warmup_epochs * steps_an_epoch)
         if step < warmup:
@@ -110,24 +112,24 @@ class Settings:
         return self.peak_lr
 
 
-_KINDS = {
+_KINDS: dict[object, Union[type, tuple[type, ...]]] = {
     int: int,
     float: (int, float),
     str: str,
     bool: bool,
-    tuple: tuple,
+    tuple[int, ...]: tuple,
     Optional[int]: (int, type(None)),
     Optional[float]: (int, float, type(None)),
-    Union[tuple, str, None]: (tuple, str, type(None)),
+    Union[tuple[float, ...], str, None]: (tuple, str, type(None)),
 }
 
 
-def _require(right, name, value, advice):
+def _require(right: object, name: str, value: object, advice: str) -> None:
     if not right:
         raise UsageError(f"{name} {value}: {advice}")
 
 
-def shard_sizes(examples, parts, shares=None):
+def shard_sizes(examples: int, parts: int, shares: Shares = None) -> list[int]:
     """How many examples of a batch each of `parts` devices gets: ints that sum to `examples`.
 
     shares: a number a device, of which its size is in proportion; None: as even as can be, the first ones larger. Every
@@ -135,6 +137,8 @@ def shard_sizes(examples, parts, shares=None):
     """
     if examples <= parts:
         return [int(i < examples) for i in range(parts)]
+    if isinstance(shares, str):
+        raise UsageError(f"shares {shares}: train alone measures them; give a number a device, such as 80,20")
     shares = shares or (1,) * parts
     exact = [examples * share / sum(shares) for share in shares]
     sizes = [max(1, int(e)) for e in exact]
@@ -145,7 +149,7 @@ def shard_sizes(examples, parts, shares=None):
     return sizes
 
 
-def joined(numbers):
+def joined(numbers: Sequence[object]) -> str:
     """As --shares and --step-epochs take them: 80,20."""
     return ",".join(f"{number:g}" if isinstance(number, (int, float)) else repr(number) for number in numbers)
 

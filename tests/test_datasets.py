@@ -168,6 +168,14 @@ def test_a_folder_that_lacks_a_file_is_passed_over(tmp_path):
     assert datasets.load(NAME).source == str(system)
 
 
+def test_reading_a_folder_that_lacks_a_file_names_the_file(tmp_path):
+    put(tmp_path)
+    missing = tmp_path / "t10k-labels-idx1-ubyte"
+    (tmp_path / f"{missing.name}.gz").unlink()
+    with pytest.raises(Error, match=re.escape(f"cannot read {missing} (No such file or directory)")):
+        datasets.read(tmp_path, NAME)
+
+
 @pytest.mark.parametrize("how", ["argument", "environment"])
 def test_a_given_folder_without_the_data_is_an_error_even_if_the_data_is_elsewhere(tmp_path, monkeypatch, how):
     put(tmp_path / "system" / NAME)

@@ -59,6 +59,11 @@ def test_80_20_of_100_examples_are_80_and_20():
     assert shard_sizes(96, 2, (80, 20)) == [77, 19]  # 76.8 and 19.2
 
 
+def test_shares_that_nobody_has_measured_divide_no_batch():
+    with pytest.raises(UsageError, match="^shares auto: train alone measures them; give a number a device"):
+        shard_sizes(100, 2, Settings(shares="auto").shares)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
