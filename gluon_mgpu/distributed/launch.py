@@ -4,6 +4,8 @@
 sees to it that they end together, and passes Ctrl-C on. Nothing here imports mxnet.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import random
@@ -14,7 +16,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from gluon_mgpu import engine
 from gluon_mgpu.errors import Error, UsageError
@@ -45,7 +49,7 @@ except OSError as error:
 """
 
 
-def launch(command, workers, servers, port=None):
+def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None) -> int:
     """Run a command as each of the roles, and wait for all of them; returns the exit status.
 
     command: a list, program and arguments. workers, servers: how many of them. port: where the scheduler listens; it
@@ -84,7 +88,7 @@ def launch(command, workers, servers, port=None):
             _kill(processes)
 
 
-def _watch(processes, signals):
+def _watch(processes: list[_Process], signals: _Signals) -> int:
     """Wait until all have ended, and make them where one has failed or Ctrl-C was pressed; returns the exit status."""
     workers = [p for p in processes if p.role == "worker"]
     try:
@@ -110,34 +114,34 @@ def _watch(processes, signals):
     return failed.status if failed.role == "worker" and failed.status in (1, 2, 130) else 1
 
 
-def _ended(processes):
+def _ended(processes: list[_Process]) -> bool:
     return all([p.ended() for p in processes])
 
 
-def _first_failed(processes):
+def _first_failed(processes: list[_Process]) -> _Process | None:
     """The process that failed first, or None. Where several have failed since the last look, one that a signal ended:
     the others may have noticed, and ended themselves."""
     failed = [p for p in processes if p.ended() and p.status]
     return min(failed, key=lambda p: p.status > 0, default=None)
 
 
-def _names(processes):
+def _names(processes: list[_Process]) -> str:
     return ", ".join(p.name for p in processes if not p.ended())
 
 
-def _signal(processes, which):
+def _signal(processes: list[_Process], which: int) -> None:
     """To those that have not ended, and to what they have started."""
     for process in processes:
         if not process.ended():
             os.killpg(process.popen.pid, which)
 
 
-def _terminate(processes, signals):
+def _terminate(processes: list[_Process], signals: _Signals) -> None:
     _signal(processes, signal.SIGTERM)
     signals.wait(lambda: _ended(processes), SECONDS_TO_TERMINATE)
 
 
-def _kill(processes):
+def _kill(processes: list[_Process]) -> None:
     """However things stand: nothing is left, also of what has been stopped, or started by a process that has ended."""
     for process in processes:
         os.killpg(process.popen.pid, signal.SIGKILL)
@@ -146,10 +150,10 @@ def _kill(processes):
 
 
 class _Process:
-    def __init__(self, command, everyones, role, number):
+    def __init__(self, command: Sequence[str], everyones: dict[str, str], role: str, number: int) -> None:
         first_worker = (role, number) == ("worker", 0)
         task = {} if role == "scheduler" else {"DMLC_TASK_ID": str(number)}
-        self.role, self.status = role, None
+        self.role, self.has_ended, self.status = role, False, 0
         self.popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command],
             env={**everyones, "DMLC_ROLE": role, **task},
@@ -159,16 +163,17 @@ class _Process:
         )
         self.name = " ".join((role, *task.values(), f"(process {self.popen.pid})"))
 
-    def ended(self):
+    def ended(self) -> bool:
         """Whether it has; `status` is then its exit status, or minus the signal that ended it. It stays a zombie, so
         that its number, which is its group's, cannot be given to another process before `_kill`."""
-        if self.status is None:
+        if not self.has_ended:
             found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if found:
+                self.has_ended = True
                 self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        return self.status is not None
+        return self.has_ended
 
-    def end(self):
+    def end(self) -> str:
         if self.status < 0:
             return f"was killed by {signal.Signals(-self.status).name}"
         return f"ended with status {self.status}"
@@ -177,7 +182,7 @@ class _Process:
 class _Signals:
     """Ctrl-C, SIGTERM and the end of a child, as they come. Each one wakes `wait`, whichever thread it is given to."""
 
-    def __enter__(self):
+    def __enter__(self) -> _Signals:
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
@@ -186,14 +191,14 @@ class _Signals:
         self._handlers = {s: signal.signal(s, lambda *_: None) for s in which}
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for which, handler in self._handlers.items():
             signal.signal(which, handler)
         signal.set_wakeup_fd(self._fd)
         self._read.close()
         self._write.close()
 
-    def wait(self, done, seconds=None):
+    def wait(self, done: Callable[[], Any], seconds: float | None = None) -> bool:
         """Until done(), or for so long; returns whether it is done. Raises KeyboardInterrupt on Ctrl-C or SIGTERM."""
         until = None if seconds is None else time.monotonic() + seconds
         while not done():
@@ -206,7 +211,7 @@ class _Signals:
         return True
 
 
-def _checked(port):
+def _checked(port: int) -> int:
     if not 1 <= port <= 65534:
         raise UsageError(f"--port {port}: give 1 to 65534")
     for one in (port, port + 1):
@@ -217,14 +222,14 @@ def _checked(port):
     return port
 
 
-def _free_port():
+def _free_port() -> int:
     for port in random.sample(PORTS, 100):
         if not _not_free(port) and not _not_free(port + 1):
             return port
     raise Error(f"no two free ports next to each other from {PORTS[0]} to {PORTS[-1] + 1}: give --port")
 
 
-def _not_free(port):
+def _not_free(port: int) -> str | None:
     """Why a process cannot listen on it, or None."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ps-lite does
@@ -235,5 +240,5 @@ def _not_free(port):
     return None
 
 
-def _say(line):
+def _say(line: str) -> None:
     print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # a progress bar may stand there

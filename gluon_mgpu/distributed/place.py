@@ -1,11 +1,13 @@
 """Which process of a run this one is, by the environment that horovodrun or launch.py gave it. Imports no mxnet."""
 
+from __future__ import annotations
+
 import fcntl
 import os
 import socket
 import struct
 import sys
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from gluon_mgpu.errors import UsageError
 
@@ -20,21 +22,21 @@ class Place(NamedTuple):
     workers: int
     servers: int
     local_workers: int  # that share this machine's cores
-    root: Optional[str] = None  # dist_sync: the scheduler's host
+    root: str = ""  # dist_sync: the scheduler's host
     port: int = 0  # and its port
 
-    def members(self):
+    def members(self) -> list[str]:
         """The names of all workers and servers of the run."""
         return [f"worker {i}" for i in range(self.workers)] + [f"server {i}" for i in range(self.servers)]
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "the scheduler" if self.role == "scheduler" else f"{self.role} {self.rank}"
 
 
 LOCAL = Place("local", "worker", 0, 1, 0, 1)
 
 
-def place():
+def place() -> Place:
     """This process's Place; LOCAL for one that runs alone. Raises UsageError for an environment that says no such."""
     if "DMLC_ROLE" in os.environ:
         role = os.environ["DMLC_ROLE"]
@@ -55,7 +57,7 @@ def place():
     return LOCAL
 
 
-def asked(kvstore):
+def asked(kvstore: str) -> Place:
     """This process's Place, which must be of the kvstore that was asked for. Raises UsageError where it is not."""
     here = place()
     if kvstore == here.kvstore:
@@ -70,7 +72,7 @@ def asked(kvstore):
     raise UsageError(f"this is {here} of {here.workers}, started for {here.kvstore}: give --kvstore {here.kvstore}")
 
 
-def check_compress(compress, here, model):
+def check_compress(compress: str | None, here: Place, model: str) -> None:
     """Raises UsageError for a --compress that the kvstore does not offer, or not for this model."""
     if compress is None:
         return
@@ -93,7 +95,7 @@ def check_compress(compress, here, model):
         )
 
 
-def own_address():
+def own_address() -> str:
     """Where Horovod's other workers reach this one: the address of its interface. To itself, a machine's own name may
     be 127.0.1.1. Raises UsageError where there is no such interface, for which Horovod would end the process."""
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
@@ -110,7 +112,7 @@ def own_address():
     return socket.inet_ntoa(found[20:24])
 
 
-def for_ps_lite(address, root):
+def for_ps_lite(address: str, root: str) -> None:
     """Set what ps-lite reads of the environment and a user cannot be expected to know. address: at which this process
     is reached, where DMLC_NODE_HOST does not say. root: the scheduler's, of which ps-lite wants no name."""
     os.environ.setdefault("DMLC_NODE_HOST", address)
@@ -119,12 +121,12 @@ def for_ps_lite(address, root):
     os.environ.pop("PORT", None)  # ps-lite would listen there, in every process
 
 
-def started():
+def started() -> bool:
     """Whether horovodrun, launch.py or the like started this process as one of several."""
     return "HOROVOD_RANK" in os.environ or "DMLC_ROLE" in os.environ
 
 
-def who():
+def who() -> str:
     """What an error begins with, so that one knows whose it is."""
     try:
         return f"{place()}: " if started() else ""
@@ -132,25 +134,27 @@ def who():
         return ""
 
 
-def speaks():
+def speaks() -> bool:
     """Whether this process is worker 0, or alone."""
     role, rank = os.environ.get("DMLC_ROLE", "worker"), os.environ.get("HOROVOD_RANK", "0")
     return role == "worker" and rank == "0" and os.environ.get("DMLC_TASK_ID", "0") == "0"
 
 
-def say(line, prefix="gluon_mgpu: "):
+def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """A notice on standard error. Worker 0 speaks for all of them."""
     if speaks():
         print(f"{prefix}{line}", file=sys.stderr)
 
 
-def _number(name, least, end=None, default=None):
-    text = os.environ.get(name, default)
+def _number(name: str, least: int, end: int | None = None, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
     try:
-        number = int(text)
-    except (TypeError, ValueError):
-        number = None
-    if number is None or number < least or (end is not None and number >= end):
+        number = int(text or "")
+    except ValueError:
+        number = least - 1
+    if number < least or (end is not None and number >= end):
         allowed = f"{least} or more" if end is None else f"{least} to {end - 1}"
         shown = "is not set" if text is None else f"is {text!r}"
         raise UsageError(f"{name} {shown}: give a number, {allowed}")

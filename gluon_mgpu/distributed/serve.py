@@ -1,16 +1,19 @@
 """What a server and the scheduler of dist_sync do: MXNet's own loop, in a process that the watch sees."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 from gluon_mgpu import engine
 from gluon_mgpu.distributed import place, watch
 
 
-def serve(here):
+def serve(here: place.Place) -> None:
     """What a server's and the scheduler's process do until the workers are done. here: a Place of dist_sync."""
     engine.configure(1)
     # Before the watch, to which Python gives no sign of life while libmxnet loads, from a slow disk for many seconds.
@@ -22,7 +25,7 @@ def serve(here):
     os.environ["DMLC_ROLE"] = here.role
     if here.role == "scheduler":
 
-        def end(line):
+        def end(line: str) -> None:
             watch.end_with(f"the scheduler: {line}", 1, watch.BEAT)  # when the others have read it
 
         watch.Hub(here.root, here.port, ()).close()  # refuses a port that is taken, where ps-lite would not say which
@@ -43,14 +46,14 @@ def serve(here):
     kv = mx.kv.create("dist_sync")
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-    def no_command(which, body, _):
+    def no_command(which: int, body: bytes, _: int) -> None:
         print(f"gluon_mgpu: {here}: a worker's command is ignored: servers sum, and update nothing", file=sys.stderr)
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, no_command, None))
     done()
 
 
-def _pass_on_signals(ask_to_stop):
+def _pass_on_signals(ask_to_stop: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM, which a cluster sends to all processes of a run, are the workers' to heed; a second one ends
     this process. MXNet's loop does not come back to Python for a handler, so a thread waits for them."""
     heard, told = os.pipe()
@@ -59,7 +62,7 @@ def _pass_on_signals(ask_to_stop):
     for which in (signal.SIGINT, signal.SIGTERM):
         signal.signal(which, lambda *_: None)
 
-    def pass_on():
+    def pass_on() -> None:
         os.read(heard, 1)
         if ask_to_stop():
             os.read(heard, 1)

@@ -5,6 +5,8 @@ whose connection ends, or that gives no sign of life for SILENCE seconds, is los
 line and ends, since MXNet's stores and Horovod would wait for it for ever.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import selectors
@@ -12,7 +14,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from gluon_mgpu.errors import Error, UsageError
 
@@ -31,7 +35,14 @@ class Hub:
     for a port that is taken and a host that is not this machine's.
     """
 
-    def __init__(self, host, port, expected, on_loss=lambda line: None, on_over=lambda: None):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        expected: Sequence[str],
+        on_loss: Callable[[str], object] = lambda line: None,
+        on_over: Callable[[], object] = lambda: None,
+    ) -> None:
         self.expected, self.on_loss, self.on_over = list(expected), on_loss, on_over
         self.workers = [name for name in self.expected if name.startswith("worker")]
         self.numbers = _numbers(self.expected)
@@ -45,26 +56,28 @@ class Hub:
             raise Error(f"{host}, port {port} cannot be listened on ({error.strerror}): give another port") from None
         self.listener.listen(128)
         self.address, self.port = self.listener.getsockname()
-        self.members = {}  # name: _Connection
-        self.ended, self.over = set(), False
-        self.gathering, self.issued, self.asked, self.stopping = {}, {}, False, False
+        self.members: dict[str, _Connection] = {}
+        self.ended: set[str] = set()
+        self.gathering: dict[int, dict[str, Any]] = {}
+        self.issued: dict[str, int] = {}
+        self.over = self.asked = self.stopping = False
         self.since = time.monotonic()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
-    def close(self):
+    def close(self) -> None:
         """Wait until all members are done; then listen no more."""
         while self.thread.is_alive() and self.ended != set(self.members):
             time.sleep(BEAT / 20)
         self.over = True
         self.thread.join(2 * BEAT)
 
-    def ask_to_stop(self):
+    def ask_to_stop(self) -> bool:
         """All workers will stop at one step. Returns whether there are any yet."""
         self.asked = len(self.members) == len(self.expected)
         return self.asked
 
-    def _serve(self):
+    def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
             beat = time.monotonic()
@@ -83,14 +96,14 @@ class Hub:
                     self._look(selector, now)
             self.listener.close()
 
-    def _accept(self, selector):
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             connection = _Connection(self.listener.accept()[0])
         except OSError:  # it is gone again, or strangers hold all files that we may open: `_look` sends them away
             return
         selector.register(connection.sock, selectors.EVENT_READ, connection)
 
-    def _read(self, selector, connection):
+    def _read(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
         try:
             messages = connection.messages()
             for message in messages or ():
@@ -104,11 +117,11 @@ class Hub:
             if connection.name and connection.name not in self.ended:
                 self._lost(connection.name, "its connection ended")
 
-    def _drop(self, selector, connection):
+    def _drop(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
         selector.unregister(connection.sock)
         connection.sock.close()
 
-    def _take(self, connection, message):
+    def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
         if not connection.name:
             name = str(message.get("name"))
             refusal = self._refusal(name, message.get("of"))
@@ -142,7 +155,7 @@ class Hub:
                 self.ended.update(self.expected)  # who goes now is not lost
                 self.on_over()
 
-    def _refusal(self, name, numbers):
+    def _refusal(self, name: str, numbers: object) -> UsageError | None:
         if numbers != self.numbers:
             return UsageError(
                 f"{name} has DMLC_NUM_WORKER, DMLC_NUM_SERVER {numbers} where the scheduler has {self.numbers}: give "
@@ -152,12 +165,12 @@ class Hub:
             return UsageError(f"{name} is there already: each worker and each server needs its own DMLC_TASK_ID")
         return None if name in self.expected else UsageError(f"this run has no {name}: DMLC_TASK_ID begins with 0")
 
-    def _hold(self):
+    def _hold(self) -> None:
         if not self.stopping:
             self.stopping = True
             self._tell({"hold": True})
 
-    def _look(self, selector, now):
+    def _look(self, selector: selectors.BaseSelector, now: float) -> None:
         for connection in [key.data for key in selector.get_map().values() if key.data]:
             if now - connection.heard <= SILENCE:
                 continue
@@ -170,16 +183,16 @@ class Hub:
             late = ", ".join(missing)
             self._end(f"{late} did not come within {PATIENCE:.0f} s: is it started, and with this address?")
 
-    def _lost(self, name, why):
+    def _lost(self, name: str, why: str) -> None:
         self._end(f"{name} ({self.members[name].about}) was lost: {why}")
 
-    def _end(self, line, status=1):
+    def _end(self, line: str, status: int = 1) -> None:
         if not self.over:
             self.over = True
             self._tell({"lost": line, "status": status})
             self.on_loss(line)
 
-    def _tell(self, message):
+    def _tell(self, message: dict[str, Any]) -> None:
         for name, connection in self.members.items():
             if name not in self.ended:
                 connection.send(message)
@@ -188,21 +201,21 @@ class Hub:
 class _Connection:
     """Lines of JSON over a socket."""
 
-    def __init__(self, sock):
-        self.sock, self.name, self.about = sock, None, None
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.name, self.about = sock, "", ""
         self.heard, self.rest = time.monotonic(), b""
         self.sending = threading.Lock()
         sock.settimeout(SILENCE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, message):
+    def send(self, message: dict[str, Any]) -> None:
         try:
             with self.sending:
                 self.sock.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass  # whoever reads will see that it is gone
 
-    def messages(self):
+    def messages(self) -> list[dict[str, Any]] | None:
         """What has come, as dictionaries; None at the end. Raises OSError or ValueError for what is no such thing."""
         received = self.sock.recv(1 << 16)
         if not received:
@@ -223,7 +236,7 @@ class Member:
     at which nobody answers within PATIENCE seconds.
     """
 
-    def __init__(self, host, port, name, expected):
+    def __init__(self, host: str, port: int, name: str, expected: Sequence[str]) -> None:
         self.name = name
         self.connection = _Connection(_connect(host, port, name))
         self.own_address, self.hub_address = (
@@ -231,8 +244,10 @@ class Member:
         )
         self.all_there, self.stop_known = threading.Event(), threading.Event()
         self.issued, self.stopping, self.stop_at, self.stepping = 0, False, 0, threading.Lock()
-        self.answers, self.answered = {}, threading.Condition()
-        self.gathers, self.missing = 0, []
+        self.answers: dict[int, list[Any]] = {}
+        self.answered = threading.Condition()
+        self.missing: list[str] = []
+        self.gathers = 0
         self.over = False
         about = f"{socket.gethostname()}, process {os.getpid()}"
         self.connection.send({"name": name, "about": about, "of": _numbers(expected)})
@@ -244,7 +259,7 @@ class Member:
             if waited == WAITING_SAID and self.missing:
                 print(f"gluon_mgpu: {name}: waiting for {', '.join(self.missing)}", file=sys.stderr)
 
-    def gather(self, value):
+    def gather(self, value: Any) -> list[Any]:
         """What every worker gave, by rank; waits for all. value: what JSON can hold."""
         self.gathers += 1
         number = self.gathers
@@ -254,12 +269,12 @@ class Member:
                 self.answered.wait(BEAT)  # so that Ctrl-C is heard
             return self.answers.pop(number)
 
-    def ask_to_stop(self):
+    def ask_to_stop(self) -> bool:
         """All workers will stop at one step. Returns whether there are any yet: a Member has met them."""
         self.connection.send({"stop": True})
         return True
 
-    def may_step(self, step):
+    def may_step(self, step: int) -> bool:
         """Whether this worker may issue its step of that number, from 0. Once one asked to stop, all go on to the step
         that the foremost has issued: it may be waiting for it, and cannot be asked to go back."""
         with self.stepping:
@@ -270,21 +285,21 @@ class Member:
             pass
         return step < self.stop_at
 
-    def failed(self, line, status):
+    def failed(self, line: str, status: int) -> None:
         """Tell the others why this process ends."""
         self.over = True
         self.connection.send({"failed": line, "status": status})
 
-    def done(self):
+    def done(self) -> None:
         self.over = True
         self.connection.send({"done": True})
 
-    def _beat(self):
+    def _beat(self) -> None:
         while not self.over:
             self.connection.send({"beat": True})
             time.sleep(BEAT)
 
-    def _listen(self):
+    def _listen(self) -> None:
         why = "its connection ended"
         while True:
             try:
@@ -300,10 +315,10 @@ class Member:
                     self._end(f"{self.hub_name()} was lost: {why}")
                 return
 
-    def hub_name(self):
+    def hub_name(self) -> str:
         return "worker 0" if self.name.startswith("worker") and "DMLC_ROLE" not in os.environ else "the scheduler"
 
-    def _take(self, message):
+    def _take(self, message: dict[str, Any]) -> None:
         if "missing" in message:
             self.missing = message["missing"]
         elif "all" in message:
@@ -326,13 +341,13 @@ class Member:
         elif "lost" in message and not self.over:
             self._end(message["lost"], message.get("status", 1))
 
-    def _end(self, line, status=1):
+    def _end(self, line: str, status: int = 1) -> None:
         self.over = True
         # Not at once, so that a launcher sees the one that failed end first.
         end_with(f"{self.name}: {line}", status if self.name.startswith("worker") else 1, BEAT / 2)
 
 
-def end_with(line, status, seconds):
+def end_with(line: str, status: int, seconds: float) -> None:
     """Say what was wrong, and end this process within so many seconds: also where nobody reads what it says. What waits
     for a lost process, in MXNet's threads, cannot be called back."""
     _end_in(seconds, status)
@@ -342,25 +357,25 @@ def end_with(line, status, seconds):
         sys.stdout.flush()
 
 
-def end_soon():
+def end_soon() -> None:
     """All workers are done: end this process, where it does not by itself. A server and the scheduler were once seen to
     stay in ps-lite for 10 s more."""
     _end_in(LAST_WORDS, 0)
 
 
-def _end_in(seconds, status):
+def _end_in(seconds: float, status: int) -> None:
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()
 
 
-def _numbers(names):
+def _numbers(names: Sequence[str]) -> list[int]:
     """How many workers and how many servers."""
     workers = sum(name.startswith("worker") for name in names)
     return [workers, len(names) - workers]
 
 
-def _resolved(host, port):
+def _resolved(host: str, port: int) -> tuple[str, int]:
     """An IPv4 address, since ps-lite and gloo know no other."""
     try:
         return socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
@@ -369,7 +384,7 @@ def _resolved(host, port):
         raise Error(f"the host {host} does not resolve to an IPv4 address ({why}): give a name or an address") from None
 
 
-def _connect(host, port, name):
+def _connect(host: str, port: int, name: str) -> socket.socket:
     began, said = time.monotonic(), False
     while True:
         try:

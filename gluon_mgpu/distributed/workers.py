@@ -3,67 +3,53 @@
 Gradients go over Horovod or over MXNet's own parameter servers; all else over `watch`.
 """
 
+from __future__ import annotations
+
 import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gluon_mgpu import __version__, engine
 from gluon_mgpu.distributed import place, watch
 from gluon_mgpu.errors import BetweenSteps, Error, UsageError
 from gluon_mgpu.settings import shard_sizes
 
+if TYPE_CHECKING:
+    import numpy as np
+    from mxnet.ndarray import NDArray
+
+    from gluon_mgpu.distributed.stores import DistSync, Horovod
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a machine's own, also in its containers
 NAMING = 5.0  # seconds within which a loss is named, where an operator noticed it first
-
-
-class Alone:
-    """One process, which has nobody to ask."""
-
-    rank, count, stopping = 0, 1, False
-
-    def meet(self, devices):
-        return [devices]
-
-    def gather(self, value):
-        return [value]
-
-    def agree(self, facts):
-        pass
-
-    def part(self, n):
-        return slice(0, n)
-
-    def shown(self):
-        return ()
-
-
-ALONE = Alone()
 
 
 class Workers:
     """Several processes. rank: this one's, from 0; count: how many there are."""
 
-    def __init__(self, store, member, rank, count):
+    def __init__(self, store: Horovod | DistSync, member: watch.Member, rank: int, count: int) -> None:
         self.store, self.member, self.rank, self.count = store, member, rank, count
         self.gather, self.ask_to_stop, self.may_step = member.gather, member.ask_to_stop, member.may_step
 
-    def meet(self, devices):
+    def meet(self, devices: int) -> list[int]:
         """How many devices each worker has. devices: how many this one has."""
         self.devices = self.gather(devices)
         return self.devices
 
-    def part(self, n):
+    def part(self, n: int) -> slice:
         """The slice of n examples that this worker's devices take, where all devices of the run have even parts."""
         before = sum(self.devices[: self.rank])
         sizes = shard_sizes(n, sum(self.devices))
         start = sum(sizes[:before])
         return slice(start, start + sum(sizes[before : before + self.devices[self.rank]]))
 
-    def shown(self):
+    def shown(self) -> tuple[str, ...]:
         return (f"as worker 0 of {self.count}",)
 
-    def agree(self, facts):
+    def agree(self, facts: dict[str, Any]) -> None:
         """Raises UsageError where a worker's facts are not worker 0's. facts: {name: what JSON can hold}."""
         first, *others = self.gather({"version": __version__, **facts})
         for rank, other in enumerate(others, 1):
@@ -75,16 +61,16 @@ class Workers:
                     )
 
     @property
-    def stopping(self):
+    def stopping(self) -> bool:
         """Whether one of the workers asked to stop."""
         return self.member.stopping
 
-    def allreduce(self, array, key):
+    def allreduce(self, array: NDArray, key: int | str) -> None:
         """Sum an NDArray over all workers, in place and behind Python, as any operator. key: its number, the same in
         all workers; the lower, the sooner it is needed."""
         self.store.allreduce(array, key)
 
-    def broadcast(self, arrays):
+    def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """{name: NumPy array}: those of worker 0. The others' must have the same names, shapes and types."""
         from mxnet import nd
 
@@ -96,7 +82,34 @@ class Workers:
         return {name: array.asnumpy() for name, array in given.items()}
 
 
-def bind(rank, gather):
+class Alone(Workers):
+    """One process, which has nobody to ask."""
+
+    rank, count, stopping = 0, 1, False
+
+    def __init__(self) -> None:
+        pass
+
+    def meet(self, devices: int) -> list[int]:
+        return [devices]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        pass
+
+    def part(self, n: int) -> slice:
+        return slice(0, n)
+
+    def shown(self) -> tuple[str, ...]:
+        return ()
+
+
+ALONE = Alone()
+
+
+def bind(rank: int, gather: Callable[[Any], list[Any]]) -> None:
     """Keep this process to a part of the cores that workers of its machine have in common, each to another.
 
     Else the kernel puts Horovod's threads of all workers beside one of them, and the others wait for that one at every
@@ -114,7 +127,7 @@ def bind(rank, gather):
 
 
 @contextmanager
-def join(kvstore="local", compress=None, model="lenet"):
+def join(kvstore: str = "local", compress: str | None = None, model: str = "lenet") -> Iterator[Workers]:
     """This process as one of the Workers of a run, or ALONE for "local".
 
     kvstore: "local", "horovod" or "dist_sync". compress: what is sent of a gradient: "fp16" (horovod), or "2bit:0.5"
@@ -133,16 +146,17 @@ def join(kvstore="local", compress=None, model="lenet"):
     hub = None
     if kvstore == "horovod":
         own = place.own_address()
-        store = stores.Horovod(compress, model)
+        ring = stores.Horovod(compress, model)
         if here.rank == 0:
             hub = watch.Hub(own, 0, here.members())
-        host, port = store.from_worker_0(f"{own} {hub.port}" if hub else "").split()
+        host, port = ring.from_worker_0(f"{own} {hub.port}" if hub else "").split()
         member = watch.Member(host, int(port), str(here), here.members())
         bind(here.rank, member.gather)
+        store: Horovod | DistSync = ring
     else:
         member = watch.Member(here.root, here.port + 1, str(here), here.members())
         place.for_ps_lite(member.own_address, member.hub_address)
-        store = stores.DistSync(compress and float(compress.partition(":")[2]))
+        store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
     stopped = None
     try:
         yield Workers(store, member, here.rank, here.workers)
