@@ -4,19 +4,30 @@
 gradients and updates every replica. Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope).
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
 from gluon_mgpu import engine
 
 engine.configure()
 
 import mxnet as mx  # noqa: E402
-from mxnet import autograd, gluon, nd  # noqa: E402
+from mxnet import Context, autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
 
 from gluon_mgpu import blocks, checkpoint, devices, loop, shared_memory  # noqa: E402
 from gluon_mgpu.distributed.stores import TrainersStore  # noqa: E402
-from gluon_mgpu.distributed.workers import join  # noqa: E402
+from gluon_mgpu.distributed.workers import Workers, join  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
-from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
+from gluon_mgpu.records import Epoch  # noqa: E402
+from gluon_mgpu.settings import SGD, Settings, Shares, shard_sizes  # noqa: E402
 
 POOLING = {"avg": nn.AvgPool2D, "max": nn.MaxPool2D}
 
@@ -25,7 +36,7 @@ loss = gluon.loss.SoftmaxCrossEntropyLoss()
 loss.hybridize(static_alloc=True, static_shape=True)
 
 
-def lenet(pooling="avg"):
+def lenet(pooling: str = "avg") -> nn.HybridSequential:
     """LeNet for images (n, 1, 28, 28), not yet initialized. pooling: "avg" as in `scratch`, or "max"."""
     if pooling not in POOLING:
         raise UsageError(f"pooling {pooling!r}: choose one of {', '.join(POOLING)}")
@@ -50,7 +61,7 @@ class Residual(nn.HybridBlock):
     Where the shape changes, a 1x1 convolution brings the input to it. Source: He et al., arXiv:1512.03385.
     """
 
-    def __init__(self, channels, stride=1, change_shape=False):
+    def __init__(self, channels: int, stride: int = 1, change_shape: bool = False) -> None:
         super().__init__()
         self.conv1 = nn.Conv2D(channels, kernel_size=3, strides=stride, padding=1)
         self.bn1 = nn.BatchNorm()
@@ -58,13 +69,13 @@ class Residual(nn.HybridBlock):
         self.bn2 = nn.BatchNorm()
         self.conv3 = nn.Conv2D(channels, kernel_size=1, strides=stride) if change_shape else None
 
-    def hybrid_forward(self, F, X):
+    def hybrid_forward(self, F: ModuleType, X: NDArray) -> NDArray:
         Y = F.Activation(self.bn1(self.conv1(X)), act_type="relu")
         Y = self.bn2(self.conv2(Y))
         return F.Activation(Y + (self.conv3(X) if self.conv3 else X), act_type="relu")
 
 
-def resnet18():
+def resnet18() -> nn.HybridSequential:
     """ResNet-18 for images (n, 1, 28, 28), not yet initialized: a 3x3 stem, no pooling after it (Dive into Deep
     Learning's variant for small images)."""
     net = nn.HybridSequential(prefix="resnet_")
@@ -78,14 +89,16 @@ def resnet18():
 
 
 # Each network of --model, with its initial weights. Those of lenet-max are Gluon's default, as in its notebook.
-MODELS = {
+MODELS: dict[str, tuple[Callable[[], nn.HybridSequential], mx.init.Initializer]] = {
     "lenet": (lenet, mx.init.Normal(0.01)),
     "lenet-max": (lambda: lenet("max"), mx.init.Uniform(0.07)),
     "resnet18": (resnet18, mx.init.Normal(0.01)),
 }
 
 
-def initialize(net, ctx, hybridize=True, init=MODELS["lenet"][1]):
+def initialize(
+    net: gluon.Block, ctx: list[Context], hybridize: bool = True, init: mx.init.Initializer = MODELS["lenet"][1]
+) -> None:
     """Put a replica of the net on each device: weights drawn once, normal(0, 0.01) as in `scratch`, biases zero.
 
     hybridize: run the net as one graph, its memory planned once, instead of operator by operator.
@@ -97,7 +110,7 @@ def initialize(net, ctx, hybridize=True, init=MODELS["lenet"][1]):
         net(nd.zeros((1, 1, 28, 28), ctx=c))
 
 
-def split_and_load(data, ctx, shares=None):
+def split_and_load(data: NDArray, ctx: list[Context], shares: Shares = None) -> list[NDArray]:
     """Split a batch into shards, one on each device, as even as can be or by shares (80, 20); none without examples."""
     if shares is None:
         return gluon.utils.split_and_load(data, ctx[: data.shape[0]], even_split=False)
@@ -106,7 +119,7 @@ def split_and_load(data, ctx, shares=None):
     return [data[end - size : end].as_in_context(c) for size, end, c in zip(sizes, ends, ctx) if size]
 
 
-def forward_backward(net, Xs, ys):
+def forward_backward(net: gluon.Block, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
     """Gradients on each device that has a shard; returns the losses of each shard."""
     with autograd.record():  # the loss is computed separately on each device
         losses = [loss(net(X), y) for X, y in zip(Xs, ys)]
@@ -115,14 +128,22 @@ def forward_backward(net, Xs, ys):
     return losses
 
 
-def zero_gradients(net, ctx):
+def zero_gradients(net: gluon.Block, ctx: Context) -> None:
     """Gradients of 0 on a device that has no example of its own: Trainer wants all computed."""
     with autograd.record():
         scores = net(nd.zeros((1, 1, 28, 28), ctx=ctx))
     scores.backward(nd.zeros_like(scores))
 
 
-def train_batch(X, y, net, ctx, trainer, settings=SGD, batch_size=None):
+def train_batch(
+    X: NDArray | None,
+    y: NDArray | None,
+    net: gluon.Block,
+    ctx: list[Context],
+    trainer: gluon.Trainer,
+    settings: Settings = SGD,
+    batch_size: int = 0,
+) -> list[NDArray]:
     """One step on a global batch: X (n, 1, 28, 28), y (n,).
 
     settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". batch_size: of
@@ -130,11 +151,12 @@ def train_batch(X, y, net, ctx, trainer, settings=SGD, batch_size=None):
     then sums over all processes. Returns the losses of each shard, still being computed: nothing here waits for the
     engine.
     """
-    n = batch_size or X.shape[0]
+    own = 0 if X is None else X.shape[0]
+    n = batch_size or own
     if settings.accumulate > 1:  # gradients add up
         net.collect_params().zero_grad()
     losses = []
-    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate) if X is not None else ():
+    for X_piece, y_piece in loop.pieces(X, y, settings.accumulate) if own else ():
         Xs, ys = (split_and_load(piece, ctx, settings.shares) for piece in (X_piece, y_piece))
         losses += forward_backward(net, Xs, ys)
     used = {shard_loss.context for shard_loss in losses}
@@ -152,12 +174,14 @@ def train_batch(X, y, net, ctx, trainer, settings=SGD, batch_size=None):
     return losses
 
 
-def predict(X, net, ctx, shares=None):
+def predict(X: NDArray, net: gluon.Block, ctx: list[Context], shares: Shares = None) -> list[NDArray]:
     """Scores (n, 10) of a batch, in one shard a device, still being computed."""
     return [net(X_shard) for X_shard in split_and_load(X, ctx, shares)]
 
 
-def evaluate_accuracy(data_iter, net, ctx, shares=None):
+def evaluate_accuracy(
+    data_iter: Iterable[loop.Batch], net: gluon.Block, ctx: list[Context], shares: Shares = None
+) -> float:
     """The share of examples whose highest score is their label's. Every device scores its shard of each batch."""
     right = (
         [
@@ -172,11 +196,13 @@ def evaluate_accuracy(data_iter, net, ctx, shares=None):
 class Replicas:
     """What `loop` drives: a net on every device, and its Trainer."""
 
-    def __init__(self, ctx, settings=SGD, hybridize=True, workers=None):
+    def __init__(
+        self, ctx: list[Context], settings: Settings = SGD, hybridize: bool = True, workers: Workers | None = None
+    ) -> None:
         engine.check(ctx)
         build, init = MODELS[settings.model]
         self.ctx, self.settings, self.workers, self.net = ctx, settings, workers, build()
-        self.batch_size = None  # of the last step, over all workers
+        self.batch_size = 0  # of the last step, over all workers
         initialize(self.net, ctx, hybridize, init)
         named = self.net._collect_params_with_prefix()
         self.named = dict(zip(checkpoint.LENET, named.values())) if settings.model != "resnet18" else named
@@ -192,7 +218,7 @@ class Replicas:
             store = TrainersStore(ctx, workers)
         self.trainer = gluon.Trainer(list(self.trained.values()), "sgd", rule, kvstore=store, update_on_kvstore=False)
 
-    def train_batch(self, X, y, lr, batch_size=None):
+    def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
         own = 0 if X is None else X.shape[0]
         if batch_size != self.batch_size:  # for all workers alike, since it is the global one
@@ -203,7 +229,7 @@ class Replicas:
             self._average_statistics(losses, own)
         return losses
 
-    def settle(self):
+    def settle(self) -> None:
         """All workers call it: makes their running statistics one, weighted by their parts of a batch.
 
         Not in each step: a step adds to the statistics alone, so that averages may be taken later. And a hybridized net
@@ -218,13 +244,13 @@ class Replicas:
         self._set_statistics(average)
         nd.waitall()
 
-    def forward_backward(self, X, y, shares):
+    def forward_backward(self, X: NDArray, y: NDArray, shares: Shares) -> list[NDArray]:
         """Gradients on each device alone; returns an array of each that is ready when the device is done."""
         Xs, ys = (split_and_load(data, self.ctx, shares) for data in (X, y))
         forward_backward(self.net, Xs, ys)
         return next(iter(self.trained.values())).list_grad()
 
-    def _average_statistics(self, losses, n):
+    def _average_statistics(self, losses: list[NDArray], n: int) -> None:
         """Batch normalization counts its running mean and variance on each device by itself. Their mean over the
         devices, weighted by examples, keeps the replicas equal, so that any device evaluates as any other."""
         weights = [sum(x.shape[0] for x in losses if x.context == c) / n for c in self.ctx]
@@ -236,28 +262,28 @@ class Replicas:
         ]
         self._set_statistics(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in weighted]))
 
-    def _set_statistics(self, average):
+    def _set_statistics(self, average: NDArray) -> None:
         for c in self.ctx:
             here, start = average.as_in_context(c), 0
             for p in self.statistics:
                 here[start : start + p.shape[0]].copyto(p.data(c))
                 start += p.shape[0]
 
-    def predict(self, X):
+    def predict(self, X: NDArray) -> list[NDArray]:
         return predict(X, self.net, self.ctx, self.settings.shares)
 
-    def evaluate_accuracy(self, data_iter):
+    def evaluate_accuracy(self, data_iter: Iterable[loop.Batch]) -> float:
         return evaluate_accuracy(data_iter, self.net, self.ctx, self.settings.shares)
 
-    def parameters(self, device=0):
+    def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
         """{name: NumPy array}: what the net computes with, on that device of ctx."""
         return {name: p.data(self.ctx[device]).asnumpy() for name, p in self.named.items()}
 
-    def gradients(self, device=0):
+    def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
         """{name: NumPy array}: the gradients on that device of ctx."""
         return {name: p.grad(self.ctx[device]).asnumpy() for name, p in self.trained.items()}
 
-    def velocities(self):
+    def velocities(self) -> dict[str, np.ndarray]:
         """{name: NumPy array}: what momentum remembers; empty without momentum."""
         if not self.settings.momentum:
             return {}
@@ -267,7 +293,7 @@ class Replicas:
             for i, (name, p) in enumerate(self.trained.items())
         }
 
-    def load(self, parameters, velocities):
+    def load(self, parameters: dict[str, np.ndarray], velocities: dict[str, np.ndarray]) -> None:
         """Go on from arrays that `parameters` and `velocities` gave, of the same names and shapes."""
         for name, p in self.named.items():
             p.set_data(nd.array(parameters[name]))
@@ -278,21 +304,21 @@ class Replicas:
 
 
 def train(
-    num_gpus,
-    batch_size,
-    lr,
+    num_gpus: int | Sequence[int],
+    batch_size: int,
+    lr: float,
     *,
-    device="auto",
-    kvstore="local",
-    compress=None,
-    hybridize=True,
-    data_dir=None,
-    out=None,
-    resume=None,
-    tensorboard=False,
-    profile=None,
-    **settings,
-):
+    device: str = "auto",
+    kvstore: str = "local",
+    compress: str | None = None,
+    hybridize: bool = True,
+    data_dir: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    tensorboard: bool = False,
+    profile: str | Path | None = None,
+    **settings: Any,
+) -> list[Epoch]:
     """The notebook's experiment with Gluon: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
@@ -300,13 +326,13 @@ def train(
     profile: see `loop.run`. settings: the fields of `Settings`: model, epochs, momentum and so on. Returns a list of
     `records.Epoch`.
     """
-    settings = Settings(batch_size, lr, **settings)
+    checked = Settings(batch_size, lr, **settings)
     ctx = devices.contexts(num_gpus, device)
-    with join(kvstore, compress, settings.model) as workers:
+    with join(kvstore, compress, checked.model) as workers:
         return loop.run(
             lambda settings: Replicas(ctx, settings, hybridize, workers if workers.count > 1 else None),
             ctx,
-            settings,
+            checked,
             config={"impl": "highlevel", "kvstore": kvstore, "compress": compress, "hybridize": hybridize},
             data_dir=data_dir,
             out=out,

@@ -4,6 +4,8 @@ The engine runs behind Python: steps are issued in bursts and their losses read 
 The loop knows nothing of `scratch` and `highlevel`; it drives the methods of their `Replicas`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import signal
@@ -11,23 +13,27 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import datasets, engine, records, timeline
 from gluon_mgpu.distributed import place
-from gluon_mgpu.distributed.workers import ALONE
+from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.errors import BetweenSteps, Error, UsageError
-from gluon_mgpu.settings import Settings, joined, shard_sizes
+from gluon_mgpu.settings import Settings, Shares, joined, shard_sizes
 
 engine.configure()
 
 import mxnet as mx  # noqa: E402
-from mxnet import nd  # noqa: E402
+from mxnet import Context, nd  # noqa: E402
 from mxnet.base import _LIB, check_call  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
 
 # How far Python may run ahead of the engine. It issues steps in a burst and then sleeps, which disturbs the workers on
 # the same cores less than waking at every step (docs/engine.md). One step in eight is left to the engine while the next
@@ -35,20 +41,45 @@ from mxnet.base import _LIB, check_call  # noqa: E402
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
+Batch = tuple[NDArray, NDArray]  # (X, y); (None, None) for a worker without a part
+Item = TypeVar("Item")
+
+
+class Replicas(Protocol):
+    """What the loop drives: the network on every device, as `scratch.Replicas` and `highlevel.Replicas` are."""
+
+    ctx: list[Context]
+
+    def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]: ...
+
+    def settle(self) -> None: ...
+
+    def forward_backward(self, X: NDArray, y: NDArray, shares: Shares) -> list[NDArray]: ...
+
+    def predict(self, X: NDArray) -> list[NDArray]: ...
+
+    def evaluate_accuracy(self, data_iter: Iterable[Batch]) -> float: ...
+
+    def parameters(self, device: int = 0) -> dict[str, np.ndarray]: ...
+
+    def velocities(self) -> dict[str, np.ndarray]: ...
+
+    def load(self, parameters: dict[str, np.ndarray], velocities: dict[str, np.ndarray]) -> None: ...
+
 
 def run(
-    make_replicas,
-    ctx,
-    settings,
+    make_replicas: Callable[[Settings], Replicas],
+    ctx: list[Context],
+    settings: Settings,
     *,
-    config,
-    data_dir=None,
-    out=None,
-    resume=None,
-    tensorboard=False,
-    profile=None,
-    workers=ALONE,
-):
+    config: dict[str, Any],
+    data_dir: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    tensorboard: bool = False,
+    profile: str | Path | None = None,
+    workers: Workers = ALONE,
+) -> list[records.Epoch]:
     """Train for some epochs and evaluate after each; prints the notebook's lines and returns a list of `records.Epoch`.
 
     make_replicas: builds the replicas on ctx from settings, called once the random numbers are seeded. config: what
@@ -114,14 +145,22 @@ def run(
         return position.history
 
 
-def _epoch(replicas, data, settings, position, ctrl_c, workers):
+def _epoch(
+    replicas: Replicas,
+    data: datasets.Dataset,
+    settings: Settings,
+    position: records.Position,
+    ctrl_c: CtrlC,
+    workers: Workers,
+) -> None:
     """What is left of an epoch: train, evaluate, print. Moves the position on; BetweenSteps on Ctrl-C."""
     number, size, examples = len(position.history) + 1, settings.batch_size, len(data.train_labels)
     steps_an_epoch = -(-examples // size)
     before = (number - 1) * steps_an_epoch
+    assert settings.seed is not None  # `run` drew one
     order = shuffled(examples, settings.seed, number)
 
-    def train_batch(X, y):
+    def train_batch(X: NDArray, y: NDArray) -> list[NDArray]:
         step = position.steps
         lr = settings.learning_rate(before + step, steps_an_epoch)
         position.steps += 1
@@ -157,7 +196,7 @@ def _epoch(replicas, data, settings, position, ctrl_c, workers):
         print(f"epoch {number}, time: {seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
 
 
-def _evaluate(replicas, data, size, ctrl_c, workers):
+def _evaluate(replicas: Replicas, data: datasets.Dataset, size: int, ctrl_c: CtrlC, workers: Workers) -> float:
     """The accuracy on the test set, of which each worker takes a part."""
     own = np.arange(len(data.test_labels))[workers.part(len(data.test_labels))]
     test_iter = batches(data.test_images, data.test_labels, size, own)
@@ -171,7 +210,14 @@ def _evaluate(replicas, data, size, ctrl_c, workers):
     return sum(rights) / len(data.test_labels)
 
 
-def measured_shares(make_replicas, ctx, settings, data, rounds=3, steps=5):
+def measured_shares(
+    make_replicas: Callable[[Settings], Replicas],
+    ctx: list[Context],
+    settings: Settings,
+    data: datasets.Dataset,
+    rounds: int = 3,
+    steps: int = 5,
+) -> tuple[int, ...]:
     """What each device's part of a batch should be, in 100 (with many devices, in more), and a line that says so.
 
     Every device computes gradients of its part of one batch, all at the same time, and is timed; the next round gives
@@ -183,11 +229,11 @@ def measured_shares(make_replicas, ctx, settings, data, rounds=3, steps=5):
     shares = (1,) * len(ctx)
     with ThreadPoolExecutor(len(ctx)) as waiting:
 
-        def seconds():
+        def seconds() -> list[float]:
             nd.waitall()
             start = time.perf_counter()
 
-            def done(array):
+            def done(array: NDArray) -> float:
                 array.wait_to_read()
                 return time.perf_counter() - start
 
@@ -202,12 +248,18 @@ def measured_shares(make_replicas, ctx, settings, data, rounds=3, steps=5):
     return shares
 
 
-def shuffled(examples, seed, epoch):
+def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
     """The order in which an epoch takes the examples: their indices."""
     return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
-def batches(images, labels, batch_size, order=None, part=None):
+def batches(
+    images: np.ndarray,
+    labels: np.ndarray,
+    batch_size: int,
+    order: np.ndarray | None = None,
+    part: Callable[[int], slice] | None = None,
+) -> Iterator[Batch]:
     """Batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last one may be smaller.
 
     images, labels: uint8 arrays. order: the indices to take, in turn; default all of them as they lie. part: from the
@@ -227,7 +279,7 @@ def batches(images, labels, batch_size, order=None, part=None):
         yield X, y
 
 
-def _empty(shape):
+def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
     """A new float32 NDArray in host memory, and that memory as a NumPy array, to fill before the engine sees it.
 
     nd.array would copy, after waiting for all that cpu(0) has still to do. nd.from_numpy calls Python from an engine
@@ -238,7 +290,7 @@ def _empty(shape):
     return array, np.ctypeslib.as_array(ctypes.cast(memory, ctypes.POINTER(ctypes.c_float)), shape)
 
 
-def pieces(X, y, parts):
+def pieces(X: NDArray, y: NDArray, parts: int) -> Iterator[Batch]:
     """A batch in so many pieces, one after the other, as even as can be."""
     if parts == 1 or X is None:
         yield X, y
@@ -249,7 +301,16 @@ def pieces(X, y, parts):
         start += size
 
 
-def train_epoch(train_batch, train_iter, examples, title, steps=0, batch_size=0, loss_sum=0.0, workers=ALONE):
+def train_epoch(
+    train_batch: Callable[[NDArray, NDArray], list[NDArray]],
+    train_iter: Iterable[Batch],
+    examples: int,
+    title: str,
+    steps: int = 0,
+    batch_size: int = 0,
+    loss_sum: float = 0.0,
+    workers: Workers = ALONE,
+) -> float:
     """Train on each batch once; returns the sum of the examples' losses, each at the step that trained on it: of those
     that this worker had.
 
@@ -283,7 +344,7 @@ def train_epoch(train_batch, train_iter, examples, title, steps=0, batch_size=0,
     return loss_sum
 
 
-def _refuse_broken(parameters, epoch):
+def _refuse_broken(parameters: dict[str, np.ndarray], epoch: int) -> None:
     """A ReLU turns not-a-number into 0, so that the loss can look well where the parameters are not."""
     broken = [name for name, values in parameters.items() if not np.isfinite(values).all()]
     if broken:
@@ -293,13 +354,14 @@ def _refuse_broken(parameters, epoch):
         )
 
 
-def read_behind(issued):
+def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
     """The results (n,) of every step as NumPy, in order, while later steps are issued ahead of the engine.
 
     issued: an iterator that issues a step when asked for the next and gives its results, such as the losses: a vector
     a device.
     """
-    ahead, allowed, began = deque(), 1, time.perf_counter()
+    ahead: deque[list[NDArray]] = deque()
+    allowed, began = 1, time.perf_counter()
     for shards in issued:
         ahead.append(shards)
         if len(ahead) >= allowed:
@@ -313,11 +375,11 @@ def read_behind(issued):
         yield _joined(shards)
 
 
-def _joined(shards):
+def _joined(shards: list[NDArray]) -> np.ndarray:
     return np.concatenate([shard.asnumpy() for shard in shards] or [np.empty(0, np.float32)])
 
 
-def mean(issued):
+def mean(issued: Iterable[list[NDArray]]) -> float:
     """The mean of all the results that `issued` gives, as `read_behind` reads them."""
     return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
 
@@ -329,41 +391,44 @@ class CtrlC:
     where Python delivers no signal, this does nothing. Several workers stop at the same step, whichever was asked.
     """
 
-    def __init__(self, workers=ALONE):
+    def __init__(self, workers: Workers = ALONE) -> None:
         self.workers = workers
 
-    def __enter__(self):
+    def __enter__(self) -> CtrlC:
         self.asked = self.stopped = False
         main = threading.current_thread() is threading.main_thread()
         self.before = {s: signal.signal(s, self._hold) for s in (signal.SIGINT, signal.SIGTERM) if main}
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for which, handler in self.before.items():
             signal.signal(which, handler)
 
-    def _hold(self, *_):
+    def _hold(self, *_: object) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
         os.write(2, b"\ngluon_mgpu: ending after this step; Ctrl-C again ends at once, without a checkpoint\n")
 
-    def between(self, items):
+    def between(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items; BetweenSteps instead of the next one once Ctrl-C was pressed."""
         yield from self.until(items)
         if self.stopped:
             raise BetweenSteps
 
-    def until(self, items, step=None):
+    def until(self, items: Iterable[Item], step: Callable[[], int] | None = None) -> Iterator[Item]:
         """The items; none of those left, and `stopped`, once Ctrl-C was pressed.
 
         step: says how many steps of the run were issued. With it, several workers stop together.
         """
-        several = step is not None and self.workers.count > 1
         for item in items:
-            if several and self.asked and not self.workers.stopping:
-                self.workers.ask_to_stop()
-            if not self.workers.may_step(step()) if several else self.asked:
+            if step and self.workers.count > 1:
+                if self.asked and not self.workers.stopping:
+                    self.workers.ask_to_stop()
+                on = self.workers.may_step(step())
+            else:
+                on = not self.asked
+            if not on:
                 self.stopped = True
                 return
             yield item

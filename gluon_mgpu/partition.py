@@ -5,35 +5,42 @@ graph ends there, so the gradient is carried back by hand, `output.backward(grad
 Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch), on the ways of distributed training.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
 from gluon_mgpu import engine
 
 engine.configure()
 
-from mxnet import autograd, nd  # noqa: E402
+from mxnet import Context, autograd, nd  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
 
 from gluon_mgpu import loop, scratch  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
+from gluon_mgpu.scratch import Params  # noqa: E402
 
 
-def convolution(X, W, b):
+def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
     """Convolution, ReLU and average pooling of 2x2: (n, c, h, w) to (n, outputs, ...)."""
     h = nd.Convolution(data=X, weight=W, bias=b, kernel=W.shape[2:], num_filter=W.shape[0])
     return nd.Pooling(nd.Activation(h, act_type="relu"), pool_type="avg", kernel=(2, 2), stride=(2, 2))
 
 
-def hidden(X, W, b):
+def hidden(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
     """Dense layer with ReLU: (n, ...), flattened, to (n, outputs)."""
     return nd.Activation(scores(X, W, b), act_type="relu")
 
 
-def scores(X, W, b):
+def scores(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
     """Dense layer: (n, ...), flattened, to (n, outputs)."""
     return nd.FullyConnected(X, W, b, num_hidden=W.shape[0])
 
 
+Layer = Callable[[NDArray, NDArray, NDArray], NDArray]
 # The layers of scratch.lenet, two parameters each. They take the number of outputs from W, so that some of the rows of
 # W and b give just these channels. Images (n, 1, 28, 28) become:
-LAYERS = (
+LAYERS: tuple[Layer, ...] = (
     convolution,  # (n, 20, 13, 13)
     convolution,  # (n, 50, 4, 4)
     hidden,  # (n, 128)
@@ -44,7 +51,7 @@ LAYERS = (
 # 1. Network partitioning: the layers on different devices.
 
 
-def stages(devices):
+def stages(devices: int) -> list[slice]:
     """The layers of each device, as slices of LAYERS: one layer each, and the last device has all that are left.
 
     On 2 devices the first convolution is alone, the most even cut: the second has nine tenths of the arithmetic, and
@@ -57,7 +64,7 @@ def stages(devices):
     return [slice(i, i + 1) for i in range(devices - 1)] + [slice(devices - 1, layers)]
 
 
-def partition_network(params, ctx, micro_batches=1):
+def partition_network(params: Params, ctx: list[Context], micro_batches: int = 1) -> list[Params]:
     """A list a device: the parameters of its layers. micro_batches: as `train_batch_network` is to be called."""
     grad_req = "add" if micro_batches > 1 else "write"
     return [
@@ -66,13 +73,13 @@ def partition_network(params, ctx, micro_batches=1):
     ]
 
 
-def forward(h, layers, params):
+def forward(h: NDArray, layers: Sequence[Layer], params: Params) -> NDArray:
     for layer, W, b in zip(layers, params[::2], params[1::2]):
         h = layer(h, W, b)
     return h
 
 
-def forward_backward_network(device_params, X, y, ctx):
+def forward_backward_network(device_params: list[Params], X: NDArray, y: NDArray, ctx: list[Context]) -> NDArray:
     """Gradients of each device's layers; returns the losses (n,), on the last device."""
     *stages_before, last = stages(len(ctx))
     inputs, outputs = [X.as_in_context(ctx[0])], []
@@ -90,7 +97,9 @@ def forward_backward_network(device_params, X, y, ctx):
     return losses
 
 
-def train_batch_network(X, y, device_params, ctx, lr, micro_batches=1):
+def train_batch_network(
+    X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float, micro_batches: int = 1
+) -> list[NDArray]:
     """One step of network partitioning: X (n, 1, 28, 28), y (n,).
 
     Only one device works at a time, unless the batch is cut into micro-batches, whose gradients add up: then the first
@@ -108,22 +117,22 @@ def train_batch_network(X, y, device_params, ctx, lr, micro_batches=1):
 # 2. Layer-wise partitioning: the channels of every layer on different devices.
 
 
-def partition_layers(params, ctx):
+def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
     """A list a device: its share of the outputs, which are the first axis, of each of the eight parameters."""
     if len(ctx) > 10:
         raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: LeNet has 10 outputs; give 10 at most")
     shards = zip(*[scratch.split_and_load(p, ctx) for p in params])
-    return [scratch.get_params(rows, c) for rows, c in zip(shards, ctx)]
+    return [scratch.get_params(list(rows), c) for rows, c in zip(shards, ctx)]
 
 
-def gather(parts, device):
+def gather(parts: list[NDArray], device: Context) -> NDArray:
     """The channels (n, some, ...) that each device computed, together on one device: (n, all, ...), with a gradient."""
     whole = nd.concat(*[part.as_in_context(device) for part in parts], dim=1)
     whole.attach_grad()
     return whole
 
 
-def reduce_scatter(gradients, parts):
+def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
     """For each of parts (n, some, ...) the gradient of its channels, on its device.
 
     gradients: of the whole (n, all, ...), from each device that used it. They are summed, since all of them did.
@@ -137,7 +146,7 @@ def reduce_scatter(gradients, parts):
     return reduced
 
 
-def forward_backward_layers(device_params, X, y, ctx):
+def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray, ctx: list[Context]) -> NDArray:
     """Gradients of each device's channels; returns the losses (n,), on the first device."""
     inputs, exchanges = [X.as_in_context(c) for c in ctx], []
     for i, layer in enumerate(LAYERS):
@@ -156,7 +165,9 @@ def forward_backward_layers(device_params, X, y, ctx):
     return losses
 
 
-def train_batch_layers(X, y, device_params, ctx, lr):
+def train_batch_layers(
+    X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float
+) -> list[NDArray]:
     """One step of layer-wise partitioning: X (n, 1, 28, 28), y (n,). Returns the losses in a list, as the others do."""
     losses = forward_backward_layers(device_params, X, y, ctx)
     for params in device_params:
@@ -167,13 +178,13 @@ def train_batch_layers(X, y, device_params, ctx, lr):
 # 3. Data parallelism: all of the network on every device, and a part of the batch.
 
 
-def replicate(params, ctx):
+def replicate(params: Params, ctx: list[Context]) -> list[Params]:
     """A list a device: a replica of the eight parameters."""
     return [scratch.get_params(params, c) for c in ctx]
 
 
 # How each way spreads the parameters over devices, and its step.
-WAYS = {
+WAYS: dict[str, tuple[Callable[..., list[Params]], Callable[..., list[NDArray]]]] = {
     "network partitioning": (partition_network, train_batch_network),
     "layer-wise partitioning": (partition_layers, train_batch_layers),
     "data parallelism": (replicate, scratch.train_batch),

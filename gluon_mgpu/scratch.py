@@ -5,22 +5,33 @@ Copy the parameters to each device, split a batch, forward and backward on each,
 Parallelism" (Dive into Deep Learning, 2019).
 """
 
-from itertools import accumulate
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, zip_longest
 from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from gluon_mgpu import engine
 
 engine.configure()
 
-from mxnet import autograd, nd  # noqa: E402
+from mxnet import Context, autograd, nd  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
 
 from gluon_mgpu import checkpoint, devices, loop, shared_memory  # noqa: E402
-from gluon_mgpu.distributed.workers import join  # noqa: E402
+from gluon_mgpu.distributed.workers import Workers, join  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
-from gluon_mgpu.settings import SGD, Settings, shard_sizes  # noqa: E402
+from gluon_mgpu.records import Epoch  # noqa: E402
+from gluon_mgpu.settings import SGD, Settings, Shares, shard_sizes  # noqa: E402
+
+Params = list[NDArray]  # of the network, on one device
 
 
-def init_params(scale=0.01):
+def init_params(scale: float = 0.01) -> Params:
     """LeNet's eight parameters on the host: weights normal(0, scale), biases zero. Dense weights are (outputs, inputs),
     as Gluon keeps them, where the notebook has (inputs, outputs)."""
     shapes = [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]
@@ -30,7 +41,7 @@ def init_params(scale=0.01):
     return params
 
 
-def lenet(X, params):
+def lenet(X: NDArray, params: Params) -> NDArray:
     """LeNet with average pooling: images (n, 1, 28, 28) in [0, 1] to scores (n, 10)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     # nd.Activation is oneDNN's ReLU, and faster than nd.relu: docs/engine.md.
@@ -45,12 +56,12 @@ def lenet(X, params):
     return nd.FullyConnected(h3, W4, b4, num_hidden=10)  # (n, 10)
 
 
-def loss(y_hat, y):
+def loss(y_hat: NDArray, y: NDArray) -> NDArray:
     """Softmax cross-entropy of each example: scores (n, 10) and labels (n,) to losses (n,)."""
     return -nd.pick(nd.log_softmax(y_hat), y)
 
 
-def get_params(params, ctx, grad_req="write"):
+def get_params(params: Params, ctx: Context, grad_req: str = "write") -> Params:
     """A replica of the parameters on one device, each with a gradient to be filled by backward.
 
     grad_req: "write", or "add" for gradients that backward adds to.
@@ -61,7 +72,7 @@ def get_params(params, ctx, grad_req="write"):
     return new_params
 
 
-class Replica(list):
+class Replica(list[NDArray]):
     """What `get_params` gives, in one array: `flat` holds the parameters and `flat.grad` their gradients, of both of
     which the list's arrays are parts. So one allreduce and one update do for all parameters.
 
@@ -69,25 +80,25 @@ class Replica(list):
     stops with an error, or ends, where they are parts of an array.
     """
 
-    def __init__(self, params, ctx, grad_req="write"):
+    def __init__(self, params: Params, ctx: Context, grad_req: str = "write") -> None:
         self.shapes = [p.shape for p in params]
         self.flat = nd.concat(*[p.reshape(-1) for p in params], dim=0).copyto(ctx)
         self.flat.attach_grad()
         super().__init__(self.parts(self.flat))
         autograd.mark_variables(self, self.parts(self.flat.grad), grad_req)
 
-    def parts(self, flat):
+    def parts(self, flat: NDArray) -> list[NDArray]:
         """An array like `flat` as arrays of the parameters' shapes, in the same memory."""
         ends = list(accumulate(map(prod, self.shapes)))
         return [flat[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, self.shapes)]
 
 
-def arrays(params):
+def arrays(params: Params) -> list[NDArray]:
     """What allreduce and update have to go through: every parameter, or of a `Replica` the one array that holds all."""
     return [params.flat] if isinstance(params, Replica) else params
 
 
-def allreduce(data, workers=None, key=0):
+def allreduce(data: list[NDArray], workers: Workers | None = None, key: int = 0) -> None:
     """Sum arrays of one shape, one a device, in place: afterwards every device holds the sum.
 
     workers: add the sums of the other processes too. key: which array of a step this is.
@@ -100,7 +111,7 @@ def allreduce(data, workers=None, key=0):
         data[0].copyto(data[i])
 
 
-def split_and_load(data, ctx, shares=None):
+def split_and_load(data: NDArray, ctx: list[Context], shares: Shares = None) -> list[NDArray]:
     """Split a batch along its first axis into shards, one on each device, as even as can be or by shares (80, 20).
 
     A batch of fewer examples than devices makes one shard an example: the last devices get none.
@@ -112,7 +123,7 @@ def split_and_load(data, ctx, shares=None):
     return shards
 
 
-def forward_backward(device_params, Xs, ys):
+def forward_backward(device_params: Sequence[Params], Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
     """Gradients on each device that has a shard; returns the losses of each shard."""
     with autograd.record():  # the loss is computed separately on each device
         losses = [loss(lenet(X, params), y) for X, y, params in zip(Xs, ys, device_params)]
@@ -121,13 +132,13 @@ def forward_backward(device_params, Xs, ys):
     return losses
 
 
-def zero_gradients(device_params):
+def zero_gradients(device_params: Sequence[Params]) -> None:
     for params in device_params:
         for p in arrays(params):
             p.grad[:] = 0
 
 
-def clip_gradients(params, max_norm):
+def clip_gradients(params: Params, max_norm: float) -> None:
     """Scale the gradients of one device down so that the norm over all of them is at most max_norm."""
     norm = nd.sqrt(nd.add_n(*[nd.sum(nd.square(p.grad)) for p in params]))
     scale = nd.minimum(max_norm / (norm + 1e-8), 1)
@@ -135,7 +146,14 @@ def clip_gradients(params, max_norm):
         p.grad[:] = nd.broadcast_mul(p.grad, scale.reshape((1,) * p.ndim))
 
 
-def sgd(params, lr, batch_size, velocities=None, momentum=0.0, weight_decay=0.0):
+def sgd(
+    params: Params,
+    lr: float,
+    batch_size: int,
+    velocities: list[NDArray] | None = None,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> None:
     """One step of gradient descent on one device: p -= lr * (gradient / batch_size + weight_decay * p).
 
     Gradients are sums over the batch. With momentum, v = momentum * v - lr * (...) and p += v, a velocity a parameter.
@@ -145,11 +163,22 @@ def sgd(params, lr, batch_size, velocities=None, momentum=0.0, weight_decay=0.0)
         for p in params:
             nd.sgd_update(p, p.grad, out=p, **rule)
     else:
+        assert velocities, "momentum needs a velocity for each parameter"
         for p, v in zip(params, velocities):
             nd.sgd_mom_update(p, p.grad, v, out=p, momentum=momentum, **rule)
 
 
-def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=None, workers=None, batch_size=None):
+def train_batch(
+    X: NDArray | None,
+    y: NDArray | None,
+    device_params: Sequence[Params],
+    ctx: list[Context],
+    lr: float,
+    settings: Settings = SGD,
+    device_velocities: Sequence[list[NDArray]] = (),
+    workers: Workers | None = None,
+    batch_size: int = 0,
+) -> list[NDArray]:
     """One step on a global batch: X (n, 1, 28, 28), y (n,), device_params a replica a device.
 
     settings: what a step does beyond the notebook's; to accumulate, gradients must be of the kind "add". workers: X and
@@ -169,7 +198,7 @@ def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=No
     sum_up = shared_memory.allreduce if in_place else allreduce
     for key, grads in enumerate(zip(*([p.grad for p in params] for params in device_arrays))):
         sum_up(list(grads), workers, key)
-    for params, velocities in zip(device_arrays, device_velocities or [None] * len(ctx)):
+    for params, velocities in zip_longest(device_arrays, device_velocities):
         if settings.clip_norm:  # of the mean over the batch; the gradients are sums
             clip_gradients(params, settings.clip_norm * n)
         # the same update on each device keeps the replicas equal
@@ -177,14 +206,16 @@ def train_batch(X, y, device_params, ctx, lr, settings=SGD, device_velocities=No
     return losses
 
 
-def predict(X, device_params, ctx, shares=None):
+def predict(X: NDArray, device_params: Sequence[Params], ctx: list[Context], shares: Shares = None) -> list[NDArray]:
     """Scores (n, 10) of a batch, in one shard a device, still being computed. In train mode for the sake of `Replica`;
     LeNet computes the same in both."""
     with autograd.train_mode():
         return [lenet(X_shard, params) for X_shard, params in zip(split_and_load(X, ctx, shares), device_params)]
 
 
-def evaluate_accuracy(data_iter, device_params, ctx, shares=None):
+def evaluate_accuracy(
+    data_iter: Iterable[loop.Batch], device_params: Sequence[Params], ctx: list[Context], shares: Shares = None
+) -> float:
     """The share of examples whose highest score is their label's. Every device scores its shard of each batch."""
     right = (
         [
@@ -199,93 +230,97 @@ def evaluate_accuracy(data_iter, device_params, ctx, shares=None):
 class Replicas:
     """What `loop` drives: LeNet's parameters, drawn once and copied to every device."""
 
-    def __init__(self, ctx, settings=SGD, params=None, workers=None):
+    def __init__(
+        self,
+        ctx: list[Context],
+        settings: Settings = SGD,
+        params: Params | None = None,
+        workers: Workers | None = None,
+    ) -> None:
         engine.check(ctx)
         self.ctx, self.settings, self.workers = ctx, settings, workers
         params = params or init_params()
         self.device_params = [Replica(params, c, "add" if settings.accumulate > 1 else "write") for c in ctx]
-        self.device_velocities = None
+        self.device_velocities: list[list[NDArray]] = []
         if settings.momentum:
             self.device_velocities = [[nd.zeros_like(replica.flat)] for replica in self.device_params]
 
-    def train_batch(self, X, y, lr, batch_size=None):
+    def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
         where = self.device_params, self.ctx
         return train_batch(X, y, *where, lr, self.settings, self.device_velocities, self.workers, batch_size)
 
-    def settle(self):
+    def settle(self) -> None:
         """All workers call it before parameters are read. LeNet has none that are not the same on all."""
 
-    def forward_backward(self, X, y, shares):
+    def forward_backward(self, X: NDArray, y: NDArray, shares: Shares) -> list[NDArray]:
         """Gradients on each device alone; returns an array of each that is ready when the device is done."""
         Xs, ys = (split_and_load(data, self.ctx, shares) for data in (X, y))
         forward_backward(self.device_params, Xs, ys)
         return [params[0].grad for params in self.device_params]
 
-    def predict(self, X):
+    def predict(self, X: NDArray) -> list[NDArray]:
         return predict(X, self.device_params, self.ctx, self.settings.shares)
 
-    def evaluate_accuracy(self, data_iter):
+    def evaluate_accuracy(self, data_iter: Iterable[loop.Batch]) -> float:
         return evaluate_accuracy(data_iter, self.device_params, self.ctx, self.settings.shares)
 
-    def parameters(self, device=0):
+    def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
         """{name: NumPy array}: what the net computes with, on that device of ctx."""
         return self._named(self.device_params[device])
 
-    def gradients(self, device=0):
+    def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
         """{name: NumPy array}: the gradients on that device of ctx."""
         return self._named([p.grad for p in self.device_params[device]])
 
-    def velocities(self):
+    def velocities(self) -> dict[str, np.ndarray]:
         """{name: NumPy array}: what momentum remembers; empty without momentum."""
         if not self.device_velocities:
             return {}
         return self._named(self.device_params[0].parts(*self.device_velocities[0]))
 
-    def _named(self, params):
+    def _named(self, params: Params) -> dict[str, np.ndarray]:
         return {name: p.asnumpy() for name, p in zip(checkpoint.LENET, params)}
 
-    def load(self, parameters, velocities):
+    def load(self, parameters: dict[str, np.ndarray], velocities: dict[str, np.ndarray]) -> None:
         """Go on from arrays that `parameters` and `velocities` gave, of the same names and shapes."""
-        pairs = [(parameters, self.device_params)]
-        if velocities:
-            flats = zip(self.device_params, self.device_velocities)
-            pairs.append((velocities, [replica.parts(*flat) for replica, flat in flats]))
-        for named, replicas in pairs:
-            for replica in replicas:
-                for name, array in zip(checkpoint.LENET, replica):
-                    array[:] = named[name]
+        for replica in self.device_params:
+            for name, p in zip(checkpoint.LENET, replica):
+                p[:] = parameters[name]
+        for replica, flat in zip(self.device_params, self.device_velocities if velocities else ()):
+            for name, v in zip(checkpoint.LENET, replica.parts(*flat)):
+                v[:] = velocities[name]
 
 
 def train(
-    num_gpus,
-    batch_size,
-    lr,
+    num_gpus: int | Sequence[int],
+    batch_size: int,
+    lr: float,
     *,
-    device="auto",
-    kvstore="local",
-    compress=None,
-    data_dir=None,
-    out=None,
-    resume=None,
-    tensorboard=False,
-    profile=None,
-    **settings,
-):
+    device: str = "auto",
+    kvstore: str = "local",
+    compress: str | None = None,
+    data_dir: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    tensorboard: bool = False,
+    profile: str | Path | None = None,
+    **settings: Any,
+) -> list[Epoch]:
     """The notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`: prints time and accuracy an epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: the global one. device: "auto", "gpu" or "cpu".
     kvstore, compress: see `distributed.workers.join`. data_dir, out, resume, tensorboard, profile: see `loop.run`.
     settings: the fields of `Settings`: epochs, dataset, momentum and so on. Returns a list of `records.Epoch`.
     """
-    settings = Settings(batch_size, lr, **settings)
-    if settings.model != "lenet":
-        raise UsageError(f"model {settings.model}: scratch has lenet only; highlevel has the others")
+    checked = Settings(batch_size, lr, **settings)
+    if checked.model != "lenet":
+        raise UsageError(f"model {checked.model}: scratch has lenet only; highlevel has the others")
     ctx = devices.contexts(num_gpus, device)
-    with join(kvstore, compress, settings.model) as workers:
+    with join(kvstore, compress, checked.model) as workers:
         return loop.run(
             lambda settings: Replicas(ctx, settings, workers=workers if workers.count > 1 else None),
             ctx,
-            settings,
+            checked,
             config={"impl": "scratch", "kvstore": kvstore, "compress": compress},
             data_dir=data_dir,
             out=out,

@@ -1,18 +1,26 @@
 """Allreduce on CPU contexts. They share their memory, and MXNet lets an operator of one read the arrays of another."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from gluon_mgpu import engine
 
 engine.configure()
 
-from mxnet import kvstore, nd  # noqa: E402
+from mxnet import Context, kvstore, nd  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
+
+if TYPE_CHECKING:
+    from gluon_mgpu.distributed.workers import Workers
 
 
-def serves(ctx):
+def serves(ctx: list[Context]) -> bool:
     """Whether all of several contexts are CPU contexts."""
     return len(ctx) > 1 and all(c.device_type == "cpu" for c in ctx)
 
 
-def allreduce(data, workers=None, key=0):
+def allreduce(data: list[NDArray], workers: Workers | None = None, key: int = 0) -> None:
     """Sum arrays of one shape, one a CPU context, in place: one sum of all where they lie, then copies of it.
 
     It reads and writes 3k - 1 times an array's bytes on k contexts, where copying all to the first one, to be added
@@ -30,15 +38,15 @@ class Store(kvstore.KVStoreBase):
 
     type, rank, num_workers = "shared_memory", 0, 1
 
-    def broadcast(self, key, value, out, priority=0):
+    def broadcast(self, key: int, value: NDArray, out: list[NDArray], priority: int = 0) -> None:
         for x in out:
             if x is not value:
                 value.copyto(x)
 
-    def pushpull(self, key, value, out=None, priority=0):
+    def pushpull(self, key: int, value: list[NDArray], out: list[NDArray] | None = None, priority: int = 0) -> None:
         first = key % len(value)
         allreduce(value[first:] + value[:first])
 
     @staticmethod
-    def is_capable(capability):
+    def is_capable(capability: str) -> bool:
         return False  # it runs no optimizer

@@ -4,14 +4,24 @@
 seconds and idle shares from it; `draw` draws it, one lane a context. docs/engine.md has what the profile holds.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gluon_mgpu import checkpoint
 from gluon_mgpu.errors import Error, UsageError
+
+if TYPE_CHECKING:
+    from mxnet import Context
+    from mxnet.ndarray import NDArray
+
+    from gluon_mgpu import loop
 
 WARM_UP = 10  # steps before the recorded ones
 STEPS = 5  # that are shown
@@ -66,7 +76,15 @@ OWN = {
 
 
 @contextmanager
-def recorded(file, replicas, about, total, steps_an_epoch, before=0, steps=STEPS):
+def recorded(
+    file: str | Path | None,
+    replicas: loop.Replicas,
+    about: str,
+    total: int,
+    steps_an_epoch: int,
+    before: int = 0,
+    steps: int = STEPS,
+) -> Iterator[None]:
     """While this is open, `replicas.train_batch` records `steps` steps of the training; file None records nothing.
 
     file: of the trace; the picture is left beside it as .png when this ends. replicas: those of either implementation.
@@ -89,9 +107,10 @@ def recorded(file, replicas, about, total, steps_an_epoch, before=0, steps=STEPS
             f"--profile {file}: {total - before} steps to train, {steps_an_epoch} an epoch: {needed} of one epoch are "
             f"recorded, after {WARM_UP}; give more epochs, or a smaller batch"
         )
-    train_batch, issued, running, trace = replicas.train_batch, before, False, None
+    train_batch, issued, running = replicas.train_batch, before, False
+    trace: dict[str, Any] | None = None
 
-    def recording_train_batch(*args, **kwargs):
+    def recording_train_batch(*args: Any, **kwargs: Any) -> list[NDArray]:
         nonlocal issued, running, trace
         if issued == first:
             _start(raw)
@@ -107,18 +126,18 @@ def recorded(file, replicas, about, total, steps_an_epoch, before=0, steps=STEPS
 
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "profile.json"
-        replicas.train_batch = recording_train_batch
+        replicas.train_batch = recording_train_batch  # type: ignore[method-assign]  # until this ends
         try:
             yield
         finally:
-            replicas.train_batch = train_batch
+            replicas.train_batch = train_batch  # type: ignore[method-assign]
             if running:
                 _stop()
     if trace:
         checkpoint.write_whole(file.with_suffix(".png"), lambda f: draw(trace, f))
 
 
-def _lanes(ctx):
+def _lanes(ctx: list[Context]) -> dict[int, str]:
     """{MXNet's number: name} of each context. MXNet makes a lane for each core that this process may use, and ends the
     process at an operator of a context that has none."""
     import mxnet as mx
@@ -134,7 +153,7 @@ def _lanes(ctx):
     return lanes
 
 
-def _start(raw):
+def _start(raw: Path) -> None:
     import mxnet as mx
 
     mx.nd.waitall()
@@ -151,7 +170,7 @@ def _start(raw):
     mx.profiler.set_state("run")
 
 
-def _stop():
+def _stop() -> None:
     import mxnet as mx
 
     try:
@@ -161,13 +180,13 @@ def _stop():
         mx.profiler.dump()
 
 
-def _read_raw(path):
+def _read_raw(path: Path) -> list[dict[str, Any]]:
     """The events of a profile of MXNet's. From the second one of a process on, MXNet writes a comma too many."""
     text = path.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1)
     return json.loads(text)["traceEvents"]
 
 
-def phase(operator, own=()):
+def phase(operator: str, own: Mapping[str, str] | None = None) -> str:
     """The phase of an operator, or of a hybridized net's bulk of them, by its name; "other" for an unknown one.
 
     own: phases of operators that are the net's own here, {operator: phase}. Copies are all counted as
@@ -175,7 +194,7 @@ def phase(operator, own=()):
     """
     if SEPARATOR in operator:
         return "backward" if "_backward_" in operator else "forward"
-    if operator in own:
+    if own and operator in own:
         return own[operator]
     if operator.startswith("_backward_"):
         return "backward"
@@ -184,7 +203,7 @@ def phase(operator, own=()):
     return "allreduce" if operator.startswith("Copy") else PHASE.get(operator, "other")
 
 
-def chrome_trace(raw, lanes, steps, about=""):
+def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, about: str = "") -> dict[str, Any]:
     """A Chrome trace, as a dict for JSON, of MXNet's events: lanes are processes, the phase is an event's category.
 
     raw: MXNet's traceEvents. lanes: {process: name of the context} of those that train. steps: how many were recorded,
@@ -195,11 +214,13 @@ def chrome_trace(raw, lanes, steps, about=""):
     spans = sorted(  # MXNet writes the end of an operator right after its beginning
         ((b["ts"], e["ts"], b["pid"], b["tid"], b["name"]) for b, e in zip(marks[::2], marks[1::2])),
     )
-    names = {name for *_, name in spans}
-    own = {operator: phase for gradient in OWN.keys() & names for operator, phase in OWN[gradient].items()}
+    operators = {name for *_, name in spans}
+    own = {operator: phase for gradient in OWN.keys() & operators for operator, phase in OWN[gradient].items()}
     start = spans[0][0] if spans else 0
-    processes, threads, events = {process: i for i, process in enumerate(lanes)}, {}, []
-    updates = {process: [] for process in lanes}
+    processes = {process: i for i, process in enumerate(lanes)}
+    threads: dict[tuple[int, int], int] = {}
+    events: list[dict[str, Any]] = []
+    updates: dict[int, list[float]] = {process: [] for process in lanes}
     for begin, end, process, thread, name in spans:
         if name.endswith("_update") and process in updates:
             updates[process].append(end - start)
@@ -223,9 +244,9 @@ def chrome_trace(raw, lanes, steps, about=""):
     }
 
 
-def _step_ends(updates, steps):
+def _step_ends(updates: dict[str, list[float]], steps: int) -> list[float]:
     """When each step ends: at the last of its updates. updates: {context: sorted times at which each was done}."""
-    ends = [0] * steps
+    ends = [0.0] * steps
     for context, times in updates.items():
         a_step = len(times) // steps
         if not times or len(times) % steps:
@@ -234,7 +255,7 @@ def _step_ends(updates, steps):
     return ends
 
 
-def read(file):
+def read(file: str | Path) -> dict[str, Any]:
     """The trace that `recorded` left; raises Error for a file that is none."""
     try:
         trace = json.loads(Path(file).read_text())
@@ -245,7 +266,7 @@ def read(file):
         raise Error(f"{file} is no recorded timeline ({error}): record it anew") from None
 
 
-def summary(trace):
+def summary(trace: dict[str, Any]) -> dict[str, Any]:
     """What a trace shows, as a dict for JSON: over the recorded steps, for each context the seconds in each phase.
 
     {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}, "unknown":
@@ -268,10 +289,10 @@ def summary(trace):
     }
 
 
-def lanes(trace):
+def lanes(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
     """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, in order and without overlap."""
     steps = _steps(trace)
-    found = {}
+    found: dict[str, list[tuple[str, float, float]]] = {}
     for pid, context in enumerate(trace["otherData"]["contexts"]):
         events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == pid]
         found[context], done = [], steps[0][0]
@@ -283,11 +304,11 @@ def lanes(trace):
     return found
 
 
-def _steps(trace):
+def _steps(trace: dict[str, Any]) -> list[tuple[float, float]]:
     return [(e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "step"]
 
 
-def draw(trace, file, note=ONE_BY_ONE):
+def draw(trace: dict[str, Any], file: BinaryIO | str | Path, note: str = ONE_BY_ONE) -> None:
     """A trace as a PNG picture: all recorded steps, and below the end of one step larger. file: binary and open, or a
     path. note: a line below the title."""
     from matplotlib.figure import Figure

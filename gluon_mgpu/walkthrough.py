@@ -4,8 +4,12 @@ A cell is a function, and prints what it shows. `Scratch` and `Gluon` hold what 
 Sources: the notebooks of `scratch` and `highlevel`, and the lecture on them, which asks Gluon for a context it has not.
 """
 
+from __future__ import annotations
+
 import itertools
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 
 from gluon_mgpu import engine
 
@@ -13,7 +17,8 @@ engine.configure()
 
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
-from mxnet import gluon, nd  # noqa: E402
+from mxnet import Context, gluon, nd  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
 
 from gluon_mgpu import datasets, devices, highlevel, loop, scratch  # noqa: E402
 
@@ -23,7 +28,15 @@ EXAMPLES = 4  # a device
 WIDTH = 96  # of the lines, in characters
 
 
-def walk(impl, num_gpus, *, dataset="fashion-mnist", data_dir=None, device="auto", seed=0):
+def walk(
+    impl: str,
+    num_gpus: int | str | Sequence[int],
+    *,
+    dataset: str = "fashion-mnist",
+    data_dir: str | Path | None = None,
+    device: str = "auto",
+    seed: int = 0,
+) -> None:
     """Print the tour. impl: "scratch" or "highlevel"; num_gpus, device: as in `devices.contexts`, where GPUs that are
     not there are left out; dataset, data_dir: as in `datasets.load`; seed: of the parameters, and of the synthetic set.
     Raises what these two raise.
@@ -32,7 +45,8 @@ def walk(impl, num_gpus, *, dataset="fashion-mnist", data_dir=None, device="auto
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
     X, y = next(loop.batches(data.train_images, data.train_labels, EXAMPLES * len(ctx)))
     mx.random.seed(seed)
-    net = {"scratch": Scratch, "highlevel": Gluon}[impl](ctx)
+    kinds: dict[str, type[Scratch] | type[Gluon]] = {"scratch": Scratch, "highlevel": Gluon}
+    net = kinds[impl](ctx)
     print(f"{impl} on {ctx}, with {data.name}")
     with np.printoptions(precision=3, suppress=True, linewidth=WIDTH):
         copied_parameters(net)
@@ -57,26 +71,26 @@ class Scratch:
         "images on a context without a replica."
     )
 
-    def __init__(self, ctx):
+    def __init__(self, ctx: list[Context]) -> None:
         self.ctx = ctx
         params = scratch.init_params(SCALE)
         self.replicas = [scratch.get_params(params, c) for c in ctx]
 
-    def parameters(self):
+    def parameters(self) -> list[list[NDArray]]:
         """The eight arrays on each device."""
         return self.replicas
 
-    def gradients(self):
+    def gradients(self) -> list[list[NDArray]]:
         """The eight gradients on each device."""
         return [[p.grad for p in params] for params in self.replicas]
 
-    def allreduce(self, data):
+    def allreduce(self, data: list[NDArray]) -> None:
         scratch.allreduce(data)
 
-    def train_batch(self, X, y):
+    def train_batch(self, X: NDArray, y: NDArray) -> None:
         scratch.train_batch(X, y, self.replicas, self.ctx, LR)
 
-    def ask(self, context, X):
+    def ask(self, context: Context, X: NDArray) -> str:
         """What MXNet says to computing with images on a context where no replica is."""
         try:
             found = scratch.lenet(X.as_in_context(context), self.replicas[0])
@@ -97,7 +111,7 @@ class Gluon:
         "weight.data(context) of the first convolution."
     )
 
-    def __init__(self, ctx):
+    def __init__(self, ctx: list[Context]) -> None:
         self.ctx = ctx
         self.replicas = highlevel.lenet()
         highlevel.initialize(self.replicas, ctx, init=mx.init.Normal(SCALE))
@@ -105,23 +119,23 @@ class Gluon:
         params = self.replicas.collect_params()
         self.trainer = gluon.Trainer(params, "sgd", rule, kvstore="device", update_on_kvstore=False)
 
-    def parameters(self):
+    def parameters(self) -> list[list[NDArray]]:
         """The eight arrays on each device."""
         return [[p.data(c) for p in self.replicas.collect_params().values()] for c in self.ctx]
 
-    def gradients(self):
+    def gradients(self) -> list[list[NDArray]]:
         """The eight gradients on each device."""
         return [[p.grad(c) for p in self.replicas.collect_params().values()] for c in self.ctx]
 
-    def allreduce(self, data):
+    def allreduce(self, data: list[NDArray]) -> None:
         store = mx.kv.create("device")
         store.init("data", data[0])
         store.pushpull("data", data)
 
-    def train_batch(self, X, y):
+    def train_batch(self, X: NDArray, y: NDArray) -> None:
         highlevel.train_batch(X, y, self.replicas, self.ctx, self.trainer)
 
-    def ask(self, context, X):
+    def ask(self, context: Context, X: NDArray) -> str:
         """What Gluon says to a request for the weights on a context where no replica is."""
         weight = self.replicas.collect_params()["cnn_conv0_weight"]
         try:
@@ -130,12 +144,12 @@ class Gluon:
             return f"RuntimeError: {str(error).splitlines()[0]}"
 
 
-def copied_parameters(net):
+def copied_parameters(net: Scratch | Gluon) -> None:
     explain(f"1. {net.copying} Here b1, the first convolution's 20 biases, and its gradient, on {net.ctx[0]}:")
     show(net.parameters()[0][1], net.gradients()[0][1])
 
 
-def allreduce(net):
+def allreduce(net: Scratch | Gluon) -> None:
     explain(f"2. Arrays, one a device, are summed, and every device gets the sum. {net.summing} Before:")
     data = [nd.ones((1, 2), ctx=c) * (i + 1) for i, c in enumerate(net.ctx)]
     show(*data)
@@ -144,7 +158,7 @@ def allreduce(net):
     show(*data)
 
 
-def split_batch(net, X, y):
+def split_batch(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
     explain(
         "3. split_and_load(data, ctx) cuts a batch into shards, as even as can be, and puts one on each device. From:"
     )
@@ -157,19 +171,19 @@ def split_batch(net, X, y):
         print(f"{X_shard.shape} and {y_shard.shape} on {X_shard.context}")
 
 
-def scores(net, X):
+def scores(net: Scratch | Gluon, X: NDArray) -> None:
     explain("4. Each device computes the scores of its own shard, 10 classes an image, with its own replica:")
     show(*net.impl.predict(X, net.replicas, net.ctx))
 
 
-def first_convolution(net):
+def first_convolution(net: Scratch | Gluon) -> None:
     explain("5. Channel 0 of the first convolution, on every context:")
     channels = [W1[0] for W1, *_ in net.parameters()]
     show(*channels)
     compare("channel 0", channels)
 
 
-def gradients_of_each_shard(net, X, y):
+def gradients_of_each_shard(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
     explain("Its gradient after forward and backward, which each device computes from its own shard's images:")
     Xs, ys = (net.impl.split_and_load(data, net.ctx) for data in (X, y))
     net.impl.forward_backward(net.replicas, Xs, ys)
@@ -178,7 +192,7 @@ def gradients_of_each_shard(net, X, y):
     compare("its gradient", gradients)
 
 
-def one_step(net, X, y):
+def one_step(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
     explain(
         f"One step of train_batch, with learning rate {LR}: the gradients are summed, every device updates its own "
         "replica, and channel 0 is now:"
@@ -189,23 +203,23 @@ def one_step(net, X, y):
     compare("all 8 parameters", net.parameters())
 
 
-def another_context(net, X):
+def another_context(net: Scratch | Gluon, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
     explain(f"6. {net.elsewhere} On {other}:")
     nd.waitall()  # a single context has all OpenMP threads: no second one may compute beside it (docs/engine.md)
     print(textwrap.fill(net.ask(other, X), WIDTH))
 
 
-def explain(text):
+def explain(text: str) -> None:
     print(f"\n{textwrap.fill(text, WIDTH)}")
 
 
-def show(*arrays):
+def show(*arrays: NDArray) -> None:
     for array in arrays:
         print(str(array).strip())
 
 
-def compare(what, replicas):
+def compare(what: str, replicas: Sequence[NDArray | list[NDArray]]) -> None:
     """Say whether the arrays of every device, a list or one array each, hold the same numbers."""
     if len(replicas) == 1:
         print(f"{what}: on one context, so there is nothing to compare")

@@ -130,12 +130,15 @@ def twins():
 
 
 def functions(code):
-    """{name: what it does} of the functions of a module, whatever its layout, comments and docstrings."""
+    """{name: what it does} of the functions of a module, whatever its layout, comments, docstrings and type hints."""
     found = {}
     for node in ast.parse(code).body:
         if isinstance(node, ast.FunctionDef):
             if ast.get_docstring(node):
                 del node.body[0]
+            node.returns = None
+            for arg in node.args.args:
+                arg.annotation = None
             found[node.name] = ast.dump(node)
     return found
 
