@@ -4,11 +4,14 @@ Four runs of `train`, each in a process of its own, one after the other: what th
 of contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
+from __future__ import annotations
+
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -28,12 +31,12 @@ class Run(NamedTuple):
     batch_size: int  # over all devices together
     scale_lr: bool = False  # the learning rate grows with the batch
 
-    def __str__(self):
+    def __str__(self) -> str:
         device = "1 device" if self.devices == 1 else f"{self.devices} devices"
         return f"{device}, batch {self.batch_size}{', lr scaled' * self.scale_lr}"
 
     @property
-    def folder(self):
+    def folder(self) -> str:
         return str(self).replace(",", "").replace(" ", "-")
 
 
@@ -42,11 +45,19 @@ RUNS = (Run(1, 256), Run(2, 256), Run(2, 512), Run(2, 512, scale_lr=True))
 
 class Result(NamedTuple):
     run: Run
-    config: dict  # of config.json
-    epochs: list  # of records.Epoch
+    config: dict[str, Any]  # of config.json
+    epochs: list[Epoch]
 
 
-def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings):
+def run(
+    out: str | Path,
+    *,
+    impl: str = "scratch",
+    device: str = "auto",
+    data_dir: str | Path | None = None,
+    seed: int = 1,
+    **settings: Any,
+) -> list[Result]:
     """Train all of RUNS, each into a folder of its own in out, and draw the picture there; returns a list of `Result`.
 
     impl, device, data_dir: as of `train`. seed, settings: fields of `Settings` that the runs have in common; from one
@@ -87,7 +98,7 @@ def run(out, *, impl="scratch", device="auto", data_dir=None, seed=1, **settings
     return results
 
 
-def table(results):
+def table(results: Sequence[Result]) -> str:
     """Lines for a terminal: for each run the median seconds of an epoch, how many times as fast that is as the first
     run, and its accuracies."""
     lines = [_title(results), f"{'':32}   lr  s/epoch  speed-up  test accuracy by epoch"]
@@ -101,7 +112,7 @@ def table(results):
     return "\n".join(lines)
 
 
-def draw(results, file):
+def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     """Accuracy by epoch, and against the seconds of training, as a PNG picture. file: binary and open, or a path."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -126,11 +137,11 @@ def draw(results, file):
     figure.savefig(file, format="png", dpi=120)
 
 
-def _title(results):
+def _title(results: Sequence[Result]) -> str:
     return "{model} on {dataset}, {impl}, seed {seed}".format(**results[0].config)
 
 
-def _finished(r, folder, impl, seed, settings):
+def _finished(r: Run, folder: Path, impl: str, seed: int, settings: dict[str, Any]) -> bool:
     """Whether a folder holds this run, and all of it."""
     arrays, config, kept, position = records.last(folder)
     wanted = Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings)
@@ -142,7 +153,7 @@ def _finished(r, folder, impl, seed, settings):
     )
 
 
-def _result(r, folder):
+def _result(r: Run, folder: Path) -> Result:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     epochs = [Epoch(**json.loads(line)) for line in lines]
     return Result(r, json.loads((folder / "config.json").read_text()), epochs)

@@ -3,14 +3,17 @@
 Reads the folder that `train.py --out` left and changes nothing in it, so that the run may be training on meanwhile.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -33,13 +36,15 @@ TOP = 3  # classes named for an image
 class Trained(NamedTuple):
     """A run's network with the parameters of its checkpoint."""
 
-    replicas: Any  # `scratch.Replicas` or `highlevel.Replicas`
+    replicas: loop.Replicas
     settings: Settings
-    parameters: dict  # {name: NumPy array}
+    parameters: dict[str, np.ndarray]
     title: str  # what it is: "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
 
 
-def load(folder, impl=None, gpus=1, device="auto"):
+def load(
+    folder: str | Path, impl: str | None = None, gpus: int | str | Sequence[int] = 1, device: str = "auto"
+) -> Trained:
     """The network of the run in `folder`, as `Trained`.
 
     impl: "scratch" or "highlevel"; None: the run's own. gpus, device: as in `devices.contexts`.
@@ -65,19 +70,19 @@ def load(folder, impl=None, gpus=1, device="auto"):
     return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({impl}) after {position}, on {ctx}")
 
 
-def held_out(settings, data_dir=None):
+def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The run's test set: images uint8 (n, 1, 28, 28), labels uint8 (n,). data_dir, errors: see `datasets.load`."""
     data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
     return data.test_images, data.test_labels
 
 
-def scores(trained, images):
+def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     """The network's scores (n, 10) of images, uint8 (n, 1, 28, 28), in batches as the run's own."""
     test_iter = loop.batches(images, np.zeros(len(images)), trained.settings.batch_size)
     return np.concatenate(list(loop.read_behind(trained.replicas.predict(X) for X, _ in test_iter)))
 
 
-def report(trained, images, labels):
+def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     """Lines for a terminal: the accuracy on a test set and the confusion table."""
     classes = datasets.CLASSES[trained.settings.dataset]
     counts = confusion(labels, scores(trained, images).argmax(axis=1), len(classes))
@@ -87,14 +92,14 @@ def report(trained, images, labels):
     )
 
 
-def confusion(labels, predicted, classes):
+def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
     """How often class i was taken for class j: counts (classes, classes) from two vectors (n,) of whole numbers."""
     counts = np.zeros((classes, classes), int)
     np.add.at(counts, (labels, predicted), 1)
     return counts
 
 
-def table(counts, classes):
+def table(counts: np.ndarray, classes: Sequence[str]) -> str:
     """Confusion counts (n, n) as text, with the names of the n classes and the recall of each: right / examples.
 
     A count of 0 is a dot, the recall of a class without examples a dash.
@@ -104,7 +109,7 @@ def table(counts, classes):
     widths = [max(map(len, [*head, *column])) + 2 for head, column in zip(heads, zip(*cells))]
     margin = max(map(len, classes))
 
-    def line(name, texts, recall):
+    def line(name: str, texts: Sequence[str], recall: str) -> str:
         return name.ljust(margin) + "".join(text.rjust(width) for text, width in zip(texts, widths)) + recall.rjust(8)
 
     lines = ["rows: true class; columns: predicted class"]
@@ -117,7 +122,7 @@ def table(counts, classes):
     return "\n".join(lines)
 
 
-def read_image(path):
+def read_image(path: str | Path) -> np.ndarray:
     """An image file as uint8 (1, 28, 28), in shades of grey; a line on standard error says when it was resized.
 
     What is transparent becomes black, the data's ground. Raises Error for a file that is not there, or that is no whole
@@ -147,7 +152,7 @@ def read_image(path):
     return np.asarray(image)[None]
 
 
-def classify(trained, paths, images):
+def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
     """Lines for a terminal: for each image, uint8 (1, 28, 28), its most probable classes with their probabilities."""
     classes = datasets.CLASSES[trained.settings.dataset]
     lines = []
@@ -157,13 +162,13 @@ def classify(trained, paths, images):
     return "\n".join(lines)
 
 
-def softmax(scores):
+def softmax(scores: np.ndarray) -> np.ndarray:
     """Scores (n, classes) to probabilities, float64."""
     exponents = np.exp(scores.astype(np.float64) - scores.max(axis=1, keepdims=True))
     return exponents / exponents.sum(axis=1, keepdims=True)
 
 
-def exported_files(prefix):
+def exported_files(prefix: str) -> tuple[Path, Path]:
     """The paths of the symbol and of the parameters that Gluon gives an export, none of which may exist yet.
 
     Raises UsageError for one that does, and for a prefix without a name or in a folder that is not there.
@@ -179,7 +184,7 @@ def exported_files(prefix):
     return files
 
 
-def export(trained, prefix, images):
+def export(trained: Trained, prefix: str, images: np.ndarray) -> str:
     """Leave Gluon's PREFIX-symbol.json and PREFIX-0000.params, both or none; returns two lines that say so.
 
     The files are first loaded back with SymbolBlock.imports, and their scores of images, uint8 (n, 1, 28, 28), compared

@@ -1,9 +1,13 @@
 """A run of `train` in a process of its own, since what the engine is set to depends on the number of contexts."""
 
+from __future__ import annotations
+
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,7 +18,7 @@ from gluon_mgpu.settings import joined
 SECONDS_TO_END = 10
 
 
-def train(name, options, on_epoch=lambda: None, **environment):
+def train(name: str, options: dict[str, Any], on_epoch: Callable[[], object] = lambda: None, **environment: str) -> str:
     """`train` in a process of its own; returns what it said. Its notices go to standard error at once.
 
     Ctrl-C ends it as it ends any run, between two steps and with whole files: it gets that from here alone.
@@ -26,9 +30,16 @@ def train(name, options, on_epoch=lambda: None, **environment):
         if value is not None and value is not False
     ]
     command = [sys.executable, "-m", "gluon_mgpu", "train", *given]
-    said, streams = [], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    streams["start_new_session"] = True  # a terminal would send Ctrl-C to it too, and the second one is not held back
-    with subprocess.Popen(command, env={**engine.users_environment(), **environment}, **streams) as child:
+    said: list[str] = []
+    with subprocess.Popen(
+        command,
+        env={**engine.users_environment(), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a terminal would send Ctrl-C to it too, and the second one is not held back
+    ) as child:
+        assert child.stdout
         try:
             for line in child.stdout:
                 said.append(line)

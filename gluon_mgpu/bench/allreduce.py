@@ -4,15 +4,20 @@ A worker, `python -m gluon_mgpu.bench.allreduce CONTEXTS SIZES MODELS ROUNDS`, m
 turn; SIZES and MODELS are JSON, and so is each line that it prints.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -21,6 +26,10 @@ from gluon_mgpu import engine
 from gluon_mgpu.bench import machine, own_process
 from gluon_mgpu.errors import Error
 from gluon_mgpu.settings import Settings, shard_sizes
+
+if TYPE_CHECKING:
+    from mxnet import Context
+    from mxnet.ndarray import NDArray
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)  # bytes of an array of float32
 MODELS = {"lenet": "LeNet", "resnet18": "ResNet-18"}
@@ -45,7 +54,7 @@ WAYS = {
 ON_CPU_ONLY = "direct"  # so these names begin
 
 
-def tree(data):
+def tree(data: list[NDArray]) -> None:
     """Sum arrays of one shape, one a device, in place: in log2(k) rounds of pairs, whose sums are then passed back."""
     distance = 1
     while distance < len(data):
@@ -58,7 +67,7 @@ def tree(data):
             data[i].copyto(data[i + distance])
 
 
-def add_n(data, copy=True):
+def add_n(data: list[NDArray], copy: bool = True) -> None:
     """Sum arrays of one shape, one a device, in place: one sum on the first device.
 
     copy: False sums the arrays where they lie. MXNet lets an operator of one CPU context read another's array.
@@ -72,7 +81,7 @@ def add_n(data, copy=True):
             data[0].copyto(x)
 
 
-def slices(data, copy=True):
+def slices(data: list[NDArray], copy: bool = True) -> None:
     """Sum arrays of one shape, one a device, in place: each device sums a slice (reduce-scatter) and hands it to all
     (all-gather).
 
@@ -100,20 +109,20 @@ def slices(data, copy=True):
             total.copyto(parts[i][(i + turn) % k])
 
 
-def ways(arrays):
+def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
     """{way: a function that sums every list of arrays, one a device, in place}. arrays: a list a parameter."""
     from gluon_mgpu import scratch
 
-    def each(allreduce):
+    def each(allreduce: Callable[[list[NDArray]], None]) -> None:
         for data in arrays:
             allreduce(data)
 
-    def turns():
+    def turns() -> None:
         for i, data in enumerate(arrays):
             first = i % len(data)
             add_n(data[first:] + data[:first])
 
-    found = {
+    found: dict[str, Callable[[], None]] = {
         "star": partial(each, scratch.allreduce),
         "tree": partial(each, tree),
         "add_n": partial(each, add_n),
@@ -129,7 +138,7 @@ def ways(arrays):
     return found
 
 
-def _pushpull(kind, arrays):
+def _pushpull(kind: str, arrays: list[list[NDArray]]) -> Callable[[], None]:
     """The sums by a KVStore, as gluon.Trainer asks for them."""
     import mxnet as mx
 
@@ -137,20 +146,25 @@ def _pushpull(kind, arrays):
     for key, data in enumerate(arrays):
         store.init(key, data[0])
 
-    def pushpull():
+    def pushpull() -> None:
         for key, data in enumerate(arrays):
             store.pushpull(key, data, priority=-key)
 
     return pushpull
 
 
-def moved(way, contexts):
+def moved(way: str, contexts: int) -> int:
     """How many times the array's own bytes a way reads and writes, all contexts together."""
     a, b = WAYS[way][0]
     return a * contexts + b if contexts > 1 else 0
 
 
-def run(contexts=CONTEXTS, rounds=5, sizes=SIZES, models=tuple(MODELS)):
+def run(
+    contexts: Sequence[int] = CONTEXTS,
+    rounds: int = 5,
+    sizes: Sequence[int] = SIZES,
+    models: Sequence[str] = tuple(MODELS),
+) -> dict:
     """Measure all ways, each number of contexts in a process of its own: a dict that `table` and `draw` take.
 
     sizes: bytes of single arrays. models: networks whose gradients are measured as the list of arrays they are, and as
@@ -172,7 +186,7 @@ def run(contexts=CONTEXTS, rounds=5, sizes=SIZES, models=tuple(MODELS)):
     return {"rounds": rounds, "workers": workers}
 
 
-def _worker(contexts, sizes, models, rounds):
+def _worker(contexts: int, sizes: list[int], models: list[str], rounds: int) -> None:
     engine.configure(contexts)
     import mxnet as mx
 
@@ -180,16 +194,18 @@ def _worker(contexts, sizes, models, rounds):
     engine.check(ctx)
     _say(machine.facts()["settings"])
     _say(_copy_rates(rounds))
-    points = [(_size(size), None, [(size // 4,)]) for size in sizes]
+    points: list[tuple[str, str | None, list[tuple[int, ...]]]] = [
+        (_size(size), None, [(size // 4,)]) for size in sizes
+    ]
     for model in models:
         name, shapes = MODELS[model], gradient_shapes(model)
         points += [(name, model, shapes), (f"{name}, flat", model, [(sum(map(prod, shapes)),)])]
-    for name, model, shapes in points:
+    for name, of, shapes in points:
         elements, ms = sum(map(prod, shapes)), _measure(shapes, ctx, rounds)
-        _say({"name": name, "model": model, "arrays": len(shapes), "bytes": 4 * elements, "ms": ms})
+        _say({"name": name, "model": of, "arrays": len(shapes), "bytes": 4 * elements, "ms": ms})
 
 
-def gradient_shapes(model):
+def gradient_shapes(model: str) -> list[tuple[int, ...]]:
     """The shapes of a network's gradients, in the order in which Gluon's Trainer has them."""
     import mxnet as mx
 
@@ -198,7 +214,7 @@ def gradient_shapes(model):
     return [p.shape for p in highlevel.Replicas([mx.cpu()], Settings(model=model)).trained.values()]
 
 
-def _measure(shapes, ctx, rounds):
+def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> dict[str, list[float]]:
     """{way: [ms of each round]}: from the first call until every context holds the sums."""
     from mxnet import nd
 
@@ -207,10 +223,10 @@ def _measure(shapes, ctx, rounds):
     for way, allreduce in functions.items():
         check(way, allreduce, arrays)
     nd.waitall()
-    ms = {way: [] for way in functions}
+    ms: dict[str, list[float]] = {way: [] for way in functions}
     for _ in range(rounds):
         for way, allreduce in functions.items():
-            times, start, spent = 0, time.perf_counter(), 0
+            times, start, spent = 0, time.perf_counter(), 0.0
             while spent < SECONDS:
                 allreduce()
                 nd.waitall()
@@ -219,7 +235,7 @@ def _measure(shapes, ctx, rounds):
     return ms
 
 
-def check(way, allreduce, arrays):
+def check(way: str, allreduce: Callable[[], None], arrays: list[list[NDArray]]) -> None:
     """Raise Error where a way does not sum. Leaves zeros, which stay finite however often they are summed."""
     for data in arrays:
         for i, x in enumerate(data):
@@ -232,11 +248,11 @@ def check(way, allreduce, arrays):
             x[:] = 0
 
 
-def _copy_rates(rounds):
+def _copy_rates(rounds: int) -> dict[int, list[float]]:
     """{threads: [GB/s of each round]}, read and written, of a NumPy copy by one thread and by one a core."""
     source, target = np.ones(COPY // 4, np.float32), np.zeros(COPY // 4, np.float32)
     cores = len(os.sched_getaffinity(0))
-    rates = {threads: [] for threads in sorted({1, cores})}
+    rates: dict[int, list[float]] = {threads: [] for threads in sorted({1, cores})}
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(rounds + 1):
             for threads, found in rates.items():
@@ -247,7 +263,7 @@ def _copy_rates(rounds):
     return {threads: found[1:] for threads, found in rates.items()}  # in the first round, threads start
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: the ways; then for each number of contexts ms, GB/s and the best way for each network."""
     lines = [
         "Arrays of float32 summed over CPU contexts, from the first call until every context holds the sums;",
@@ -262,7 +278,7 @@ def table(result):
     return "\n".join(lines)
 
 
-def _worker_table(worker):
+def _worker_table(worker: dict) -> list[str]:
     k, points = worker["contexts"], worker["points"]
     copy = "; ".join(
         f"{threads} thread{'s'[: threads != '1']} {median(rates):.1f} GB/s ({min(rates):.1f}-{max(rates):.1f})"
@@ -277,7 +293,7 @@ def _worker_table(worker):
             lines.append(f"{'ms':15}" + "".join(f"{p['name']:>21}" for p in some))
             lines += _rows(some, 21, lambda way, point: _spread(point["ms"][way]))
 
-    def rates(way, point):
+    def rates(way: str, point: dict) -> str:
         rate = point["bytes"] / median(point["ms"][way]) / 1e6
         return f"{_digits(rate, 2)}/{_digits(moved(way, k) * rate, 2)}"
 
@@ -286,7 +302,7 @@ def _worker_table(worker):
     return [*lines, *_rows(points, 11, rates), *_best_lines(points)]
 
 
-def _rows(points, width, cell):
+def _rows(points: list[dict], width: int, cell: Callable[[str, dict], str]) -> list[str]:
     """A line a way; where it was not measured, nothing."""
     lines = []
     for way in WAYS:
@@ -296,7 +312,7 @@ def _rows(points, width, cell):
     return lines
 
 
-def _best_lines(points):
+def _best_lines(points: list[dict]) -> list[str]:
     """For each network the fastest way that GPUs have too, array by array or flat; which others have a median within
     its spread; which are faster on CPU contexts only."""
     lines = []
@@ -319,7 +335,7 @@ def _best_lines(points):
     return lines
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """Above, how many times as fast as the star each way is by size; below, the time of the networks' gradients; a
     column a number of contexts. PNG; file: binary and open, or a path."""
     from matplotlib.figure import Figure
@@ -364,11 +380,11 @@ def draw(result, file):
     figure.savefig(file, format="png", dpi=100, bbox_inches="tight")
 
 
-def _contexts(k):
+def _contexts(k: int) -> str:
     return f"{k} context{'s'[: k > 1]}"
 
 
-def _size(size):
+def _size(size: int) -> str:
     for unit in ("B", "KiB"):
         if size < 1024 or size % 1024:
             return f"{size} {unit}"
@@ -376,16 +392,16 @@ def _size(size):
     return f"{size} MiB"
 
 
-def _spread(ms):
+def _spread(ms: list[float]) -> str:
     return f"{_digits(median(ms))} ({_digits(min(ms))}-{_digits(max(ms))})"
 
 
-def _digits(value, most=3):
+def _digits(value: float, most: int = 3) -> str:
     """Three digits, and at most so many after the point: 1234, 123, 12.3, 1.23, 0.123, 0.012."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else most}f}"
 
 
-def _say(fact):
+def _say(fact: object) -> None:
     print(json.dumps(fact), flush=True)
 
 

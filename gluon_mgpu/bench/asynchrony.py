@@ -4,18 +4,28 @@
 `python -m gluon_mgpu.bench.asynchrony OPTIONS`, measures; its options, and a line for each round, are JSON.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
 from gluon_mgpu import devices, engine
 from gluon_mgpu.bench import machine, own_process
 from gluon_mgpu.recipes import ASYNCHRONOUS, PYTORCH
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from mxnet import Context
+    from mxnet.ndarray import NDArray
 
 NOTEBOOK = (4000, 50)  # size and products; also what a GPU gets where nothing is asked
 ON_CPU = (1000, 20)  # some half a second of work for one core
@@ -52,7 +62,14 @@ ROWS = {
 }
 
 
-def run(what, gpus, device="auto", size=None, products=None, rounds=5):
+def run(
+    what: str,
+    gpus: int | str | Sequence[int],
+    device: str = "auto",
+    size: int | None = None,
+    products: int | None = None,
+    rounds: int = 5,
+) -> dict:
     """Measure "async" or "copy" in a process of its own; returns what `table` and `draw` take, and JSON can hold.
 
     gpus, device: as of `devices.contexts`. size: matrices are (size, size), float32. products: how many on each device.
@@ -68,7 +85,7 @@ def run(what, gpus, device="auto", size=None, products=None, rounds=5):
     return result
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: the median seconds of each row, what that makes of each product, and how many times as long
     it takes as the products alone; with the notebook's matrices, the seconds recorded there and the same ratio."""
     base = _base(result)
@@ -97,7 +114,7 @@ def table(result):
     return "\n".join(lines)
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """The medians as horizontal bars, from the fastest round to the slowest a line; beside them, with the notebook's
     matrices, the recorded seconds. A PNG picture. file: binary and open, or a path."""
     from matplotlib.figure import Figure
@@ -129,28 +146,28 @@ def draw(result, file):
     figure.savefig(file, format="png", dpi=120)
 
 
-def _label(axes, seconds, x, y):
+def _label(axes: Axes, seconds: float, x: float, y: float) -> None:
     axes.annotate(f"{seconds:#.3g}", (x, y), (5, 0), textcoords="offset points", va="center")
 
 
-def multiply(x, n):
+def multiply(x: NDArray, n: int) -> list[NDArray]:
     """The notebook's `run`: n products of a matrix with itself, all on the device of x."""
     from mxnet import nd
 
     return [nd.dot(x, x) for _ in range(n)]
 
 
-def multiply_at_once(matrices, n):
+def multiply_at_once(matrices: list[NDArray], n: int) -> list[NDArray]:
     """n products of each matrix: all are issued before any is waited for, so that devices work side by side."""
     return [product for x in matrices for product in multiply(x, n)]
 
 
-def copies(arrays, host):
+def copies(arrays: list[NDArray], host: Context) -> list[NDArray]:
     """A copy of each array in the context host; none is waited for."""
     return [array.as_in_context(host) for array in arrays]
 
 
-def timed(work, *arguments):
+def timed(work: Callable[..., Any], *arguments: object) -> tuple[Any, float, float]:
     """What work(*arguments) returns, the seconds until its calls return, and the seconds until all they issued is done.
 
     The results are held until then, so that freeing them does not count.
@@ -165,18 +182,18 @@ def timed(work, *arguments):
     return results, returned, time.perf_counter() - start
 
 
-def multiply_and(read, matrices, n):
+def multiply_and(read: Callable[[list[NDArray]], Any], matrices: list[NDArray], n: int) -> tuple[list[NDArray], Any]:
     """n products of each matrix, and what read makes of all of them before they are waited for."""
     products = multiply_at_once(matrices, n)
     return products, read(products)
 
 
-def asnumpy(arrays):
+def asnumpy(arrays: list[NDArray]) -> list[np.ndarray]:
     """Each array as NumPy's, copied by Python's own thread once the array is there."""
     return [array.asnumpy() for array in arrays]
 
 
-def measure_async(matrices, n, host):
+def measure_async(matrices: list[NDArray], n: int, host: Context) -> tuple[float, ...]:
     """The seconds of each row of ROWS["async"], in that order; of the first two only, where there is one device."""
     returned, done = timed(multiply, matrices[0], n)[1:]
     if len(matrices) == 1:
@@ -185,7 +202,7 @@ def measure_async(matrices, n, host):
     return returned, done, one_after_another, timed(multiply_at_once, matrices, n)[2]
 
 
-def measure_copy(matrices, n, host):
+def measure_copy(matrices: list[NDArray], n: int, host: Context) -> tuple[float, ...]:
     """The seconds of each row of ROWS["copy"], in that order: n products a device, copied to the context host."""
     to_host = partial(copies, host=host)
     products, _, multiplied = timed(multiply_at_once, matrices, n)
@@ -196,7 +213,7 @@ def measure_copy(matrices, n, host):
     return multiplied, copied, multiplied + copied, copied_beside, multiplied + read, read_beside
 
 
-def settings(gpus, products=None):
+def settings(gpus: int | str | Sequence[int], products: int | None = None) -> dict[str, str]:
     """The engine's settings of a worker, as CPU contexts need them.
 
     One OpenMP thread each. And a temporary space for each product that can be waiting: nd.dot takes one, and a product
@@ -206,7 +223,7 @@ def settings(gpus, products=None):
     return {"OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": str(spaces)}
 
 
-def _in_own_process(options):
+def _in_own_process(options: dict) -> list[Any]:
     """What the worker prints: the facts, once it is warm, then the seconds of each round."""
     found, what, given = [], options["what"], json.dumps(options)
     own = settings(options["gpus"], options["products"])
@@ -221,7 +238,9 @@ def _in_own_process(options):
     return found
 
 
-def _worker(what, gpus, device, size, products, rounds):
+def _worker(
+    what: str, gpus: int | str | Sequence[int], device: str, size: int | None, products: int | None, rounds: int
+) -> None:
     ctx = devices.contexts(gpus, device)
     import mxnet as mx
 
@@ -249,7 +268,7 @@ def _worker(what, gpus, device, size, products, rounds):
         print(json.dumps({"seconds": measure(matrices, products, host)}), flush=True)
 
 
-def _figures(result, row, seconds):
+def _figures(result: dict, row: Row, seconds: list[float]) -> dict[str, float]:
     """{"median": seconds, "ms each": a product or a copy, row.rate: in its unit} of a row's seconds."""
     each = median(seconds) / result["products"] / (len(result["devices"]) if row.all_devices else 1)
     figures = {"median": median(seconds), "ms each": 1e3 * each}
@@ -257,25 +276,25 @@ def _figures(result, row, seconds):
     return {**figures, row.rate: amount / each / 1e9} if amount else figures
 
 
-def _rows(result):
+def _rows(result: dict) -> list[Row]:
     return [row for row in ROWS[result["what"]] if row.name in result["rows"]]
 
 
-def _base(result):
+def _base(result: dict) -> Row:
     return next(row for row in ROWS[result["what"]] if row.rate == "GFLOP/s")
 
 
-def _is_notebooks(result):
+def _is_notebooks(result: dict) -> bool:
     return (result["size"], result["products"]) == NOTEBOOK
 
 
-def _title(result):
+def _title(result: dict) -> str:
     n, size = result["products"], result["size"]
     copied = f", copied to {result['host']}" * (result["what"] == "copy")
     return f"{n} product{'s'[: n > 1]} of {size} x {size} float32 matrices on each device{copied}"
 
 
-def _where(result):
+def _where(result: dict) -> list[str]:
     """Lines that say which devices computed and, of CPU contexts, what they can show."""
     contexts, names = ", ".join(result["devices"]), result["names"]
     if result["gpus"]:

@@ -3,11 +3,16 @@
 A worker, `python -m gluon_mgpu.bench.compression JOB`, takes part in a training that `launch` or horovodrun started.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any, BinaryIO
 
 from gluon_mgpu import datasets
 from gluon_mgpu.bench import distributed, machine
@@ -17,14 +22,16 @@ KINDS = {"horovod": (None, "fp16"), "dist_sync": (None, "2bit:0.1", "2bit:0.5")}
 SECONDS = 3600  # for a training
 
 
-def run(rounds=3, epochs=4, limit=None):
+def run(rounds: int = 3, epochs: int = 4, limit: int | None = None) -> dict:
     """Train LeNet on Fashion-MNIST with 2 workers, with each kind of compression: a dict for `table`, `draw` and JSON.
 
     rounds: the seeds 1 to so many. limit: as in `Settings`. Raises Error where the data is missing or a worker fails.
     """
     datasets.find("fashion-mnist") or datasets.fetch("fashion-mnist")
     kvstores, skipped = distributed.installed()
-    found = {(kvstore, compress): [] for kvstore in kvstores for compress in KINDS[kvstore]}
+    found: dict[tuple[str, str | None], list[dict]] = {
+        (kvstore, compress): [] for kvstore in kvstores for compress in KINDS[kvstore]
+    }
     with distributed.progress(rounds * len(found)) as bar:
         for seed in range(1, rounds + 1):
             for (kvstore, compress), of_it in found.items():
@@ -40,7 +47,7 @@ def run(rounds=3, epochs=4, limit=None):
     return {"seeds": list(range(1, rounds + 1)), "epochs": epochs, "limit": limit, "skipped": skipped, "runs": runs}
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: bytes sent a step and test accuracy by kind of compression."""
     some = f"the first {result['limit']} examples of " if result["limit"] else ""
     lines = [
@@ -59,7 +66,7 @@ def table(result):
     return "\n".join(lines)
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """Test accuracy by bytes sent and received a step, a point a seed. PNG; file: binary and open, or a path."""
     from matplotlib.figure import Figure
 
@@ -78,29 +85,37 @@ def draw(result, file):
     figure.savefig(file, format="png", dpi=100)
 
 
-def _kind(kvstore, compress):
+def _kind(kvstore: str, compress: str | None) -> str:
     return f"{kvstore}, {compress or 'no compression'}"
 
 
-def _reached(run):
+def _reached(run: dict) -> list[float]:
     """The test accuracy after the last epoch, of each seed."""
     return [of_epochs[-1] for of_epochs in run["accuracy"]]
 
 
-def _train(kvstore, compress, epochs, limit, seed):
+def _train(kvstore: str, compress: str | None, epochs: int, limit: int | None, seed: int) -> dict:
     """Train as train.py does: {"accuracy", "seconds": [of each epoch], "sent_bytes", "received_bytes": of a step, with
     all else that the run sends}."""
     from gluon_mgpu import scratch
     from gluon_mgpu.distributed import stores
 
-    moved, store = [], {"horovod": stores.Horovod, "dist_sync": stores.DistSync}[kvstore]
+    moved: list[int] = []
+    kinds: dict[str, Any] = {"horovod": stores.Horovod, "dist_sync": stores.DistSync}
+    store = kinds[kvstore]
 
-    def close(self, close=store.close):
+    def close(self: Any, close: Callable[[Any], None] = store.close) -> None:
         moved.extend(distributed.traffic())  # while there are connections
         close(self)
 
     store.close = close
-    options = {"device": "cpu", "kvstore": kvstore, "compress": compress, "epochs": epochs, "limit": limit}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "kvstore": kvstore,
+        "compress": compress,
+        "epochs": epochs,
+        "limit": limit,
+    }
     with contextlib.redirect_stdout(sys.stderr):
         history = scratch.train(1, 256, 0.2, seed=seed, **options)
     steps = epochs * -(-(limit or 60000) // 256)

@@ -4,6 +4,8 @@ A worker, `python -m gluon_mgpu.bench.distributed JOB`, takes part in a run that
 alone; worker 0 prints what it measured as JSON. Nothing here imports mxnet or Horovod into the calling process.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import importlib.util
@@ -13,10 +15,11 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
@@ -24,6 +27,9 @@ from gluon_mgpu import datasets, engine
 from gluon_mgpu.bench import machine, own_process
 from gluon_mgpu.bench.steps import BATCH_SIZE, STEPS_PER_STEP, WARM_UP_STEPS
 from gluon_mgpu.distributed import place, serve, workers
+
+if TYPE_CHECKING:
+    from mxnet.ndarray import NDArray
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 TRAINED = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch has LeNet only
@@ -55,11 +61,11 @@ class Subject(NamedTuple):
     model: str
     exchange: bool = True  # False: the processes train side by side, and sum nothing
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{TITLE[self.model]}, {self.impl}, {self.kvstore}{', no exchange' * (not self.exchange)}"
 
 
-def run(models=tuple(TITLE), rounds=3, steps=100):
+def run(models: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
     """Train each model of each implementation in each way in turn: a dict for `table`, `draw` and JSON.
 
     steps: of LeNet; ResNet-18's are a tenth. The result has "runs", and "sums": ms until an array of so many bytes is
@@ -68,13 +74,16 @@ def run(models=tuple(TITLE), rounds=3, steps=100):
     """
     kvstores, skipped = installed()
     subjects = [
-        Subject(*of)
+        subject
         for model in models
         for impl in TRAINED[model]
-        for of in (("local", impl, model), *((kv, impl, model, e) for kv in kvstores for e in (True, False)))
+        for subject in (
+            Subject("local", impl, model),
+            *(Subject(kvstore, impl, model, exchange) for kvstore in kvstores for exchange in (True, False)),
+        )
     ]
-    measured = {subject: [] for subject in subjects}
-    sums = {kvstore: [] for kvstore in kvstores}
+    measured: dict[Subject, list[dict]] = {subject: [] for subject in subjects}
+    sums: dict[str, list[dict]] = {kvstore: [] for kvstore in kvstores}
     with progress(rounds * (len(subjects) + len(sums))) as bar:
         for _ in range(rounds):
             for subject in subjects:
@@ -106,18 +115,18 @@ def run(models=tuple(TITLE), rounds=3, steps=100):
     return {"rounds": rounds, "skipped": skipped, "runs": runs, "sums": summed}
 
 
-def installed():
+def installed() -> tuple[tuple[str, ...], list[str]]:
     """Those that are installed, and a line for each that is not."""
     if importlib.util.find_spec("horovod"):
         return ("horovod", "dist_sync"), []
     return ("dist_sync",), ["Horovod is not installed, and was not measured: `make horovod` builds it"]
 
 
-def progress(total):
+def progress(total: int) -> tqdm:
     return tqdm(total=total, unit="run", leave=False, disable=not sys.stderr.isatty())
 
 
-def in_own_processes(name, kvstore, module, job, seconds=own_process.SECONDS):
+def in_own_processes(name: str, kvstore: str, module: str, job: dict, seconds: float = own_process.SECONDS) -> Any:
     """What worker 0 of `python -m MODULE JOB` prints, as one process or as 2 workers. name: as in `own_process.lines`.
 
     Where this is ended, so are all processes of the run: both launchers see to that.
@@ -132,12 +141,12 @@ def in_own_processes(name, kvstore, module, job, seconds=own_process.SECONDS):
     return own_process.last(name, *started[kvstore], seconds=seconds, settings={"PYTHONUNBUFFERED": "1"})
 
 
-def ratios(one, two):
+def ratios(one: dict, two: dict) -> list[float]:
     """Of each round: the examples/s of two processes beside those of one."""
     return [a / b for a, b in zip(one["step_ms"], two["step_ms"])]
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: for each model and implementation, each way to train with its time, its ratio and what was
     wanted, what was sent and who computed; then the sums alone."""
     lines = [
@@ -171,29 +180,29 @@ def table(result):
     return "\n".join(lines)
 
 
-def moved(run):
+def moved(run: dict) -> str:
     """Median MB that worker 0 sent and received a step."""
     return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
 
 
-def _cpu(run):
+def _cpu(run: dict) -> str:
     """Median CPU ms a step of each process, in the order that `table` names."""
     return ", ".join(f"{median(of_each[who] for of_each in run['cpu_ms']):.1f}" for who in run["cpu_ms"][0])
 
 
-def _series(result):
+def _series(result: dict) -> dict[tuple[str, str], list[dict]]:
     """{(model, impl): its runs, that of one process first}"""
-    series = {}
+    series: dict[tuple[str, str], list[dict]] = {}
     for run in result["runs"]:
         series.setdefault((run["model"], run["impl"]), []).append(run)
     return series
 
 
-def spread(values, digits):
+def spread(values: list[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """Bars of the ratio by way to train, and what was wanted; below, the sums alone: ms by bytes. PNG; file: binary and
     open, or a path."""
     from matplotlib.figure import Figure
@@ -218,17 +227,17 @@ def draw(result, file):
         axes.axhline(1, color="0.5", linewidth=0.8)
     axes = below.subplots()
     for kvstore in dict.fromkeys(found["kvstore"] for found in result["sums"]):
-        of_it = [found for found in result["sums"] if found["kvstore"] == kvstore]
-        sizes = [found["bytes"] for found in of_it]
-        axes.plot(sizes, [median(found["ms"]) for found in of_it], "o-", label=kvstore)
-        axes.vlines(sizes, [min(found["ms"]) for found in of_it], [max(found["ms"]) for found in of_it])
+        sums = [found for found in result["sums"] if found["kvstore"] == kvstore]
+        sizes = [found["bytes"] for found in sums]
+        axes.plot(sizes, [median(found["ms"]) for found in sums], "o-", label=kvstore)
+        axes.vlines(sizes, [min(found["ms"]) for found in sums], [max(found["ms"]) for found in sums])
     axes.set(xscale="log", yscale="log", xlabel="bytes of an array", ylabel="ms until it is summed over 2 workers")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, format="png", dpi=100)
 
 
-def traffic():
+def traffic() -> tuple[int, int]:
     """(bytes sent, bytes received) over the TCP connections that this process now has, each since it was made, without
     headers. Source: the kernel's struct tcp_info, tcpi_bytes_acked and tcpi_bytes_received (linux/tcp.h)."""
     sent = received = 0
@@ -242,7 +251,7 @@ def traffic():
     return sent, received
 
 
-def _servers_seconds():
+def _servers_seconds() -> dict[str, float]:
     """{name: CPU seconds} of the scheduler and the servers, which `launch` has started beside this process."""
     found, tick = {}, os.sysconf("SC_CLK_TCK")
     for folder in Path("/proc").glob("[0-9]*"):
@@ -257,7 +266,7 @@ def _servers_seconds():
     return dict(sorted(found.items()))
 
 
-def _measured(group, work):
+def _measured(group: workers.Workers, work: Callable[[], object]) -> dict:
     """Seconds, bytes and CPU seconds by process that work() takes, on all workers at the same time."""
     group.gather(None)
     before = time.perf_counter(), traffic(), _servers_seconds(), time.process_time()
@@ -272,7 +281,7 @@ def _measured(group, work):
     }
 
 
-def _train_steps(group, subject, steps):
+def _train_steps(group: workers.Workers, subject: Subject, steps: int) -> dict:
     """What worker 0 prints, of a step: ms, bytes, CPU ms of each process, and what it sums over all workers."""
     module = importlib.import_module(f"gluon_mgpu.{subject.impl}")
     import mxnet as mx
@@ -289,15 +298,15 @@ def _train_steps(group, subject, steps):
     if several:
         allreduce = group.allreduce
 
-        def counted(array, key):
+        def counted(array: NDArray, key: int | str) -> None:
             sizes[key] = array.size * array.dtype().itemsize
             if subject.exchange:
                 allreduce(array, key)
 
-        group.allreduce = counted
+        group.allreduce = counted  # type: ignore[method-assign]  # of this one group
     replicas = module.Replicas(ctx, Settings(size, model=subject.model), workers=group if several else None)
 
-    def work(examples):
+    def work(examples: int) -> None:
         images, labels = data.train_images[:examples], data.train_labels[:examples]
         train_iter = loop.batches(images, labels, size, part=group.part)
         train_batch = partial(replicas.train_batch, lr=0.2, batch_size=size)
@@ -315,7 +324,7 @@ def _train_steps(group, subject, steps):
     }
 
 
-def _sum_arrays(group, times):
+def _sum_arrays(group: workers.Workers, times: int) -> dict[str, list[float]]:
     """{"ms": until an array of each size of SUMMED is the sum over all workers}: medians of so many times, of 1 MB and
     more of a tenth."""
     from mxnet import nd
@@ -334,7 +343,7 @@ def _sum_arrays(group, times):
     return {"ms": medians}
 
 
-def as_worker(kvstore, work):
+def as_worker(kvstore: str, work: Callable[[], object]) -> None:
     """Serve, where this process is a server or the scheduler; else print what work() gives, where it is worker 0."""
     here = place.asked(kvstore)
     if here.role != "worker":
@@ -346,9 +355,9 @@ def as_worker(kvstore, work):
         print(json.dumps(found), flush=True)
 
 
-def _work(kvstore, subject=None, steps=0, sums=0):
+def _work(kvstore: str, subject: dict | None = None, steps: int = 0, sums: int = 0) -> dict:
     with workers.join(kvstore, model=subject["model"] if subject else "lenet") as group:
-        return _sum_arrays(group, sums) if sums else _train_steps(group, Subject(**subject), steps)
+        return _train_steps(group, Subject(**subject), steps) if subject else _sum_arrays(group, sums)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """What a measurement ran on, and leaving its result as JSON and a picture."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import BinaryIO
 
 from gluon_mgpu import __version__, checkpoint
 from gluon_mgpu.errors import Error
@@ -12,7 +16,7 @@ from gluon_mgpu.errors import Error
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # of the engine, in the environment
 
 
-def facts():
+def facts() -> dict:
     """{name: value} of the machine, the versions, and the engine's settings in this process's environment."""
     return {
         "cores": len(os.sched_getaffinity(0)),
@@ -24,7 +28,7 @@ def facts():
     }
 
 
-def line():
+def line() -> str:
     """The facts but the settings, in a line."""
     found = facts()
     versions = {"Python": "python", "MXNet": "mxnet", "NumPy": "numpy", "PyTorch": "torch"}
@@ -32,7 +36,7 @@ def line():
     return f"{found['cores']} cores of {found['cpu']}; {named}"
 
 
-def leave(out, name, result, draw):
+def leave(out: str | Path, name: str, result: dict, draw: Callable[[dict, BinaryIO], None]) -> None:
     """Leave result, with the machine's facts, as NAME.json in the folder out, and draw(result, file) as NAME.png."""
     out = Path(out)
     try:
@@ -44,14 +48,14 @@ def leave(out, name, result, draw):
     checkpoint.write_whole(out / f"{name}.png", lambda file: draw(result, file))
 
 
-def _version(package):
+def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return version("mxnet-cu112") if package == "mxnet" else None
 
 
-def _cpu():
+def _cpu() -> str:
     with open("/proc/cpuinfo") as file:
         names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.machine()

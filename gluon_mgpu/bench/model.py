@@ -4,16 +4,23 @@ Fitted to fewer contexts than CHECKED and held against CHECKED of them, to which
 clusters, which nobody has measured here: every such number is called predicted. Imports no mxnet.
 """
 
+from __future__ import annotations
+
 import json
 import reprlib
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from gluon_mgpu.bench import allreduce
 from gluon_mgpu.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MODELS = allreduce.MODELS
 IMPLS = ("scratch", "highlevel")
@@ -74,7 +81,7 @@ DEVICES = tuple(2**i for i in range(13))  # 1 to 4096
 SHOWN = (8, 64, 512, 4096)  # in the table
 
 
-def allreduce_seconds(way, devices, size, latency, bandwidth):
+def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandwidth: float) -> float:
     """Predicted seconds until each of so many devices in a cluster holds the sum of all their gradients.
 
     way: one of CLUSTER. size: bytes of the gradient. latency: seconds a message. bandwidth: a link's bytes/s each way.
@@ -83,7 +90,9 @@ def allreduce_seconds(way, devices, size, latency, bandwidth):
     return messages * latency + share * size / bandwidth
 
 
-def step_ms(contexts, batch_size, cores, context_ms, example_ms, shared_ms):
+def step_ms(
+    contexts: int, batch_size: int, cores: int, context_ms: float, example_ms: float, shared_ms: float
+) -> float:
     """ms of a step of so many examples on contexts that share the cores of one machine.
 
     context_ms: what each context adds to a step whatever the batch, in a core's time: calls, its update, its part of
@@ -94,23 +103,23 @@ def step_ms(contexts, batch_size, cores, context_ms, example_ms, shared_ms):
     return float(_step_row(contexts, batch_size, cores) @ [context_ms, example_ms, shared_ms])
 
 
-def _step_row(contexts, batch_size, cores):
+def _step_row(contexts: int, batch_size: int, cores: int) -> np.ndarray:
     working = min(contexts, cores)
     return np.array([contexts, batch_size, batch_size * (working - 1)], float) / working
 
 
-def _sum_row(way, contexts, arrays, size):
+def _sum_row(way: str, contexts: int, arrays: int, size: int) -> np.ndarray:
     """Operations, and MB read and written, of one sum."""
     return np.array([arrays * OPERATIONS[way][1](contexts), allreduce.moved(way, contexts) * size / 1e6], float)
 
 
-def fit(rows, times):
+def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
     """The x, none below 0, for which rows @ x is nearest to times: least squares of rows @ x / times - 1.
 
     Relative, since times span factors of thousands. rows: (points, terms), times: (points,), x: (terms,). Some term of
     x is 0 where any other fit needs it negative.
     """
-    rows, best = rows / times[:, None], (np.inf, None)
+    rows, best = rows / times[:, None], (np.inf, np.zeros(rows.shape[1]))
     for terms in range(1, rows.shape[1] + 1):
         for some in combinations(range(rows.shape[1]), terms):
             x = np.zeros(rows.shape[1])
@@ -120,7 +129,7 @@ def fit(rows, times):
     return best[1]
 
 
-def run(folder):
+def run(folder: str | Path) -> dict:
     """Fit to allreduce.json and scaling.json in a folder; returns what `table` and `draw` show.
 
     The result has "machine", that of the files; "sums" and "steps", a list of fits with each point measured and
@@ -134,7 +143,7 @@ def run(folder):
             both = f"{_machine_line(here)} and {_machine_line(steps.machine())}"
             raise UsageError(f"{folder}: allreduce.json and scaling.json are of two machines, {both}: measure on one")
     points, sizes = _sum_points(sums)
-    result = {
+    result: dict = {
         "machine": here,
         "checked_contexts": CHECKED,
         "sums": [_fit_sum(way, points[way]) for way in OPERATIONS],
@@ -150,9 +159,11 @@ def run(folder):
     return result
 
 
-def _engines(file):
+def _engines(file: _File) -> list[dict]:
     """Steps of 2 processes held against what the exchange should take by the sums alone: nothing is fitted to them."""
-    sums, alone, steps = {}, {}, {}
+    sums: dict[str, list[dict]] = {}
+    alone: dict[tuple[str, str, str], dict] = {}
+    steps: dict[tuple[str, str, str], dict] = {}
     for found in file.take(file.content, "sums", "a list"):
         point = {
             "bytes": file.take(found, "bytes", "a whole number above 0"),
@@ -165,34 +176,35 @@ def _engines(file):
             raise file.error(f"a run of {impl}, {model} is not known")
         ms = median(file.take(found, "step_ms", "numbers above 0"))
         if kvstore != "local":
-            of_it = (alone, steps)[file.take(found, "exchange", "true or false")]
+            runs = (alone, steps)[file.take(found, "exchange", "true or false")]
             counts = {key: file.take(found, key, "a whole number above 0") for key in ("arrays", "array_bytes")}
-            of_it[kvstore, impl, model] = {"impl": impl, "model": model, **counts, "measured_ms": ms}
+            runs[kvstore, impl, model] = {"impl": impl, "model": model, **counts, "measured_ms": ms}
     engines = []
     for kvstore, points in sums.items():
         rows = np.array([[1, p["bytes"] / 1e6] for p in points])
         x = fit(rows, np.array([p["measured_ms"] for p in points]))
         _hold_against(points, rows @ x)
-        of_it = [(p, alone.get(key)) for key, p in steps.items() if key[0] == kvstore]
-        if not of_it or not all(without for _, without in of_it):
+        of_it = {key: p for key, p in steps.items() if key[0] == kvstore}
+        if not of_it or not of_it.keys() <= alone.keys():
             raise file.error(f"the steps over {kvstore} were not measured with and without the exchange")
-        for p, without in of_it:
+        for key, p in of_it.items():
+            without = alone[key]["measured_ms"]
             exchange = np.array([p["arrays"], p["array_bytes"] / 1e6]) @ x
-            p["exchange_ms"] = p["measured_ms"] - without["measured_ms"]
-            _hold_against([p], [without["measured_ms"] + exchange])
+            p["exchange_ms"] = p["measured_ms"] - without
+            _hold_against([p], [without + exchange])
         engines.append(
             {
                 "kvstore": kvstore,
                 "array_us": 1000 * float(x[0]),
                 "gb_s": 1 / float(x[1]) if x[1] else None,
                 "sums": points,
-                "steps": [p for p, _ in of_it],
+                "steps": list(of_it.values()),
             }
         )
     return engines
 
 
-def _fit_sum(way, points):
+def _fit_sum(way: str, points: list[dict]) -> dict:
     rows = np.array([_sum_row(way, p["contexts"], p["arrays"], p["bytes"]) for p in points])
     operation, mb = x = _fit_points(rows, points)
     _hold_against(points, rows @ x)
@@ -200,7 +212,7 @@ def _fit_sum(way, points):
     return {"way": way, "operation_us": 1000 * operation, "gb_s": 1 / mb if mb else None, **_errors(points)}
 
 
-def _fit_step(file, impl, model, points, cores):
+def _fit_step(file: _File, impl: str, model: str, points: list[dict], cores: int) -> dict:
     rows = np.array([_step_row(p["contexts"], p["batch_size"], cores) for p in points])
     x = _fit_points(rows, points)
     context, example, shared = map(float, x)
@@ -218,26 +230,26 @@ def _fit_step(file, impl, model, points, cores):
     }
 
 
-def _fit_points(rows, points):
+def _fit_points(rows: np.ndarray, points: list[dict]) -> np.ndarray:
     fitted = [i for i, p in enumerate(points) if p["fitted"]]
     return fit(rows[fitted], np.array([points[i]["measured_ms"] for i in fitted]))
 
 
-def _hold_against(points, modelled):
+def _hold_against(points: list[dict], modelled: Iterable[float]) -> None:
     for p, ms in zip(points, modelled):
         p.update(modelled_ms=float(ms), error=float(ms / p["measured_ms"] - 1))
 
 
-def _errors(points):
+def _errors(points: list[dict]) -> dict:
     """Median and largest relative error of the points fitted to, and of those not."""
-    found = {"points": points}
+    found: dict = {"points": points}
     for name, wanted in (("fitted_error", True), ("checked_error", False)):
         errors = [abs(p["error"]) for p in points if p["fitted"] is wanted]
         found[name] = {"median": median(errors), "largest": max(errors)}
     return found
 
 
-def _predict(steps, sizes):
+def _predict(steps: list[dict], sizes: dict[str, int]) -> dict:
     """Weak scaling: a device's batch stays. The allreduce begins when the last gradient is there, and the next step
     when it is done: this project's loop overlaps nothing over links."""
     cases = []
@@ -270,7 +282,7 @@ def _predict(steps, sizes):
 class _File:
     """What a subcommand left in a folder, checked as it is read: every error names the file and what to run."""
 
-    def __init__(self, folder, name):
+    def __init__(self, folder: str | Path, name: str) -> None:
         self.path = Path(folder) / f"{name}.json"
         self.name, self.command = name, f"`bench.py {name} --out {folder}`"
         try:
@@ -282,23 +294,23 @@ class _File:
         except (ValueError, RecursionError):
             raise self.error("it is not JSON") from None
 
-    def error(self, what):
+    def error(self, what: str) -> UsageError:
         return UsageError(f"{self.path}: {what}: run {self.command} again")
 
-    def take(self, found, key, kind):
+    def take(self, found: Any, key: str, kind: str) -> Any:
         """found[key], which must be one of _KINDS."""
         value = found.get(key) if isinstance(found, dict) else None
         if not _KINDS[kind](value):
             raise self.error(f"{key} {reprlib.repr(value)} is not {kind}")
         return value
 
-    def machine(self):
+    def machine(self) -> dict:
         machine = self.take(self.content, "machine", "an object")
         self.take(machine, "cores", "a whole number above 0")
         self.take(machine, "cpu", "a line")
         return machine
 
-    def need(self, contexts, of):
+    def need(self, contexts: set[int], of: str) -> None:
         """Raise where a number of contexts was not measured."""
         lacking = [str(k) for k in NEEDED[self.name] if k not in contexts]
         if lacking:
@@ -306,7 +318,7 @@ class _File:
             raise self.error(f"{of} was not measured on {', '.join(lacking)} contexts, and {needed} are needed")
 
 
-def _positive(value):
+def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-12 < value < 1e18
 
 
@@ -320,9 +332,10 @@ _KINDS = {
 }
 
 
-def _sum_points(file):
+def _sum_points(file: _File) -> tuple[dict[str, list[dict]], dict[str, int]]:
     """({way: points}, {model: bytes of its gradient}) of allreduce.json."""
-    points, sizes = {way: [] for way in OPERATIONS}, {}
+    points: dict[str, list[dict]] = {way: [] for way in OPERATIONS}
+    sizes: dict[str, int] = {}
     for worker in file.take(file.content, "workers", "a list"):
         contexts = file.take(worker, "contexts", "a whole number above 0")
         for found in file.take(worker, "points", "a list"):
@@ -346,9 +359,9 @@ def _sum_points(file):
     return points, {model: sizes[model] for model in MODELS}
 
 
-def _step_points(file):
+def _step_points(file: _File) -> dict[tuple[str, str], list[dict]]:
     """{(impl, model): points} of scaling.json."""
-    points = {}
+    points: dict[tuple[str, str], list[dict]] = {}
     for found in file.take(file.content, "runs", "a list"):
         impl, model, kind = (file.take(found, key, "a line") for key in ("impl", "model", "kind"))
         if impl not in IMPLS or model not in MODELS or kind not in ("strong", "weak"):
@@ -367,7 +380,7 @@ def _step_points(file):
     return points
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: the fits and their errors; then what is predicted."""
     lines = [
         "A cost model of a data-parallel step, fitted to what bench.py allreduce and scaling measured on contexts of",
@@ -404,7 +417,7 @@ def table(result):
     return "\n".join([*lines, *_engines_table(result["engines"]), "", *_predicted_table(result["predicted"])])
 
 
-def _engines_table(engines):
+def _engines_table(engines: list[dict]) -> list[str]:
     if not engines:
         return []
     lines = [
@@ -427,7 +440,7 @@ def _engines_table(engines):
     return lines
 
 
-def _predicted_table(predicted):
+def _predicted_table(predicted: dict) -> list[str]:
     lines = [
         "PREDICTED, NOT MEASURED: CLUSTERS",
         "Each of k devices has a link of its own, which sends a message and receives one at a time; an allreduce takes",
@@ -461,28 +474,28 @@ def _predicted_table(predicted):
     return lines
 
 
-def _percent(share):
+def _percent(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.9995 else 1 if share >= 0.0995 else 2}f}"
 
 
-def _spread(error):
+def _spread(error: dict[str, float]) -> str:
     return f"{error['median']:.0%} ({error['largest']:.0%})"
 
 
-def _worst(found):
+def _worst(found: dict) -> str:
     """The point with the largest error of those not fitted to."""
     worst = max((p for p in found["points"] if not p["fitted"]), key=lambda p: abs(p["error"]))
     return f"{worst['error']:+.0%} {worst['name']}"
 
 
-def _machine_line(machine):
+def _machine_line(machine: dict) -> str:
     return f"{machine['cores']} cores of {machine['cpu']}"
 
 
 COLORS = {"star": "#000000", "tree": "#e69f00", "ring": "#0072b2", "PS": "#cc79a7"}  # Okabe and Ito's
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """Left, modelled against measured; right, predicted efficiency by devices: a row a network and speed, a column a
     link. PNG; file: binary and open, or a path."""
     from matplotlib.figure import Figure
@@ -517,7 +530,7 @@ def draw(result, file):
     figure.savefig(file, format="png", dpi=100)
 
 
-def _scatter(axes, title, fits):
+def _scatter(axes: Axes, title: str, fits: dict[str, dict]) -> None:
     """Modelled against measured ms; filled where not fitted to, hollow where fitted to."""
     colors = ("#000000", "#e69f00", "#0072b2", "#009e73", "#cc79a7")
     for (name, found), color, marker in zip(fits.items(), colors, "osDv^"):

@@ -1,5 +1,7 @@
 """A measurement in a process of its own: the engine reads its settings once, and they depend on what is measured."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -7,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,7 +20,14 @@ from gluon_mgpu.errors import Error, UsageError
 SECONDS = 300
 
 
-def lines(name, module, *given, settings=(), seconds=SECONDS, advice="give fewer steps"):
+def lines(
+    name: str,
+    module: str,
+    *given: object,
+    settings: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    seconds: float = SECONDS,
+    advice: str = "give fewer steps",
+) -> Iterator[Any]:
     """Run `python -m MODULE GIVEN...` and yield each line of JSON that it prints, as it comes.
 
     name: of what is measured, for messages. settings: environment variables and their values, a dict or pairs, in place
@@ -27,10 +38,17 @@ def lines(name, module, *given, settings=(), seconds=SECONDS, advice="give fewer
     environment = {k: v for k, v in os.environ.items() if not k.startswith(machine.SETTINGS)}
     command, late = [sys.executable, "-m", module, *map(str, given)], threading.Event()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors, "errors": "replace"}
-        worker = subprocess.Popen(command, env={**environment, **dict(settings)}, **streams)
+        worker = subprocess.Popen(
+            command,
+            env={**environment, **dict(settings)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            errors="replace",
+        )
+        assert worker.stdout
 
-        def end():
+        def end() -> None:
             late.set()
             worker.kill()
 
@@ -68,12 +86,12 @@ def lines(name, module, *given, settings=(), seconds=SECONDS, advice="give fewer
     raise Error(f"{name} failed: {ended}{said[-1]}")
 
 
-def _plain(line):
+def _plain(line: str) -> str:
     """Without what horovodrun puts before a line of a process."""
     return re.sub(r"^\[\d+\]<std(out|err)>:", "", line)
 
 
-def last(*args, **options):
+def last(*args: Any, **options: Any) -> Any:
     """What the last line of `lines` holds."""
     *_, found = lines(*args, **options)
     return found

@@ -4,20 +4,27 @@ A worker, `python -m gluon_mgpu.bench.partition time SUBJECT STEPS`, works on sy
 are JSON.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
 from gluon_mgpu import datasets, engine
 from gluon_mgpu.bench import machine, own_process
+
+if TYPE_CHECKING:
+    from mxnet import Context
+    from mxnet.ndarray import NDArray
 
 BATCH_SIZE = 256
 WARM_UP_STEPS = 10
@@ -32,7 +39,7 @@ class Subject(NamedTuple):
     contexts: int = 2
     micro_batches: int = 1
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.contexts == 1:
             return "one device, one thread"
         return self.way + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
@@ -47,7 +54,7 @@ SUBJECTS = (
 )
 
 
-def run(rounds=3, steps=100):
+def run(rounds: int = 3, steps: int = 100) -> dict:
     """Measure SUBJECTS in turn, each time in processes of their own; returns what `table` and `draw` show.
 
     rounds: runs of each subject. steps: timed steps a run. Of each subject the result has "step_ms", one a run;
@@ -56,7 +63,7 @@ def run(rounds=3, steps=100):
     as where devices are GPUs, from the host to each; in the timed runs it lies on cpu(0), as in training, and only the
     other device gets a copy. Raises Error for a run that fails.
     """
-    found = {subject: {"step_ms": [], "idle": []} for subject in SUBJECTS}
+    found: dict[Subject, dict] = {subject: {"step_ms": [], "idle": []} for subject in SUBJECTS}
     with tqdm(total=rounds * len(SUBJECTS), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
         for _ in range(rounds):
             for subject in SUBJECTS:
@@ -70,7 +77,7 @@ def run(rounds=3, steps=100):
     return {"batch_size": BATCH_SIZE, "rounds": rounds, "steps": steps, "ways": ways}
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: each way's milliseconds a step, megabytes a step, and idle share of each device."""
     lines = [
         f"LeNet split over devices, train, batch {result['batch_size']}, one thread a device, medians of "
@@ -87,7 +94,7 @@ def table(result):
     return "\n".join(lines)
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """Bars of the time of a step and of the bytes that it moves, as a PNG picture. file: binary and open, or a path."""
     from matplotlib.figure import Figure
 
@@ -117,7 +124,7 @@ def draw(result, file):
 
 
 @contextmanager
-def counted_copies():
+def counted_copies() -> Iterator[list[tuple[Context, Context, int]]]:
     """Gives a list that grows by (source, destination, bytes) with each copy from one context to another.
 
     All copies of NDArrays go through `NDArray.copyto`; `as_in_context` calls it where the contexts differ. What
@@ -128,7 +135,7 @@ def counted_copies():
 
     copies, copyto = [], nd.NDArray.copyto
 
-    def counting(array, other):
+    def counting(array: NDArray, other: NDArray | Context) -> NDArray:
         destination = other if isinstance(other, Context) else other.context
         if destination != array.context:
             copies.append((array.context, destination, array.size * array.dtype().itemsize))
@@ -141,7 +148,7 @@ def counted_copies():
         nd.NDArray.copyto = copyto
 
 
-def idle_shares(events, devices):
+def idle_shares(events: list[dict], devices: int) -> list[float]:
     """The share of the time that each of cpu(0), cpu(1), ... had nothing to do.
 
     events: the "traceEvents" that mx.profiler dumped. cpu(i) is Chrome's process i there, whatever name is given to it:
@@ -150,7 +157,8 @@ def idle_shares(events, devices):
     covers, of the time from the first begin to the last end on any of the devices. An operator that waits for a core
     counts as busy.
     """
-    spans, began = [[] for _ in range(devices)], {}
+    spans: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
+    began: dict[tuple, float] = {}
     for event in events:
         worker = (event["pid"], event.get("tid"))
         if event["pid"] < devices and event["ph"] == "B":
@@ -162,22 +170,22 @@ def idle_shares(events, devices):
     return [1 - _covered(device) / (end - start) for device in spans]
 
 
-def _covered(spans):
+def _covered(spans: list[tuple[float, float]]) -> float:
     """How long at least one of the spans (begin, end) lasts."""
-    covered, until = 0, 0
+    covered = until = 0.0
     for begin, end in sorted(spans):
         covered += max(0, end - max(begin, until))
         until = max(until, end)
     return covered
 
 
-def _in_own_process(mode, subject, steps):
+def _in_own_process(mode: str, subject: Subject, steps: int) -> Any:
     given = mode, json.dumps(subject._asdict()), steps
     one_thread = (("OMP_NUM_THREADS", "1"),)  # also where one context could have more
     return own_process.last(str(subject), "gluon_mgpu.bench.partition", *given, settings=one_thread)
 
 
-def _worker(mode, subject, steps):
+def _worker(mode: str, subject: Subject, steps: int) -> None:
     engine.configure(subject.contexts)
     import mxnet as mx
 
@@ -192,7 +200,7 @@ def _worker(mode, subject, steps):
     train_batch = partial(step, device_params=device_params, ctx=ctx, lr=LR, **options)
     data = datasets.synthetic(max(steps, WARM_UP_STEPS) * BATCH_SIZE, 100, seed=0)
 
-    def work(steps):
+    def work(steps: int) -> float:
         examples = steps * BATCH_SIZE
         data_iter = loop.batches(data.train_images[:examples], data.train_labels[:examples], BATCH_SIZE)
         start = time.perf_counter()
@@ -222,7 +230,7 @@ def _worker(mode, subject, steps):
         print(json.dumps(idle_shares(json.loads(trace.read_text())["traceEvents"], subject.contexts)))
 
 
-def _sums(copies, host):
+def _sums(copies: list[tuple[Context, Context, int]], host: Context) -> dict[str, int]:
     from_host = sum(size for source, _, size in copies if source == host)
     return {"bytes_between_devices": sum(size for *_, size in copies) - from_host, "bytes_from_host": from_host}
 

@@ -4,24 +4,27 @@ A worker of ours, `python -m gluon_mgpu.bench.peers SUBJECT JOB`, trains one net
 SUBJECT and JOB are JSON, and so is what they print. Nothing here imports mxnet or torch into the calling process.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import json
 import math
 import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing import connection
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Optional
 
 import numpy as np
 from tqdm import tqdm
@@ -31,9 +34,14 @@ from gluon_mgpu.bench import machine
 from gluon_mgpu.bench.steps import BATCH_SIZE, STEPS_PER_STEP, WARM_UP_STEPS
 from gluon_mgpu.errors import Error
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from mxnet.ndarray import NDArray
+
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 LR = {"lenet": 0.2, "resnet18": 0.025}  # the recipes': ResNet-18's is 0.1 for a batch of 256
 WORKER_SECONDS = 900
+Train = Callable[[np.ndarray], tuple[Optional[float], float]]  # as `work` takes it
 # Of the environment, what changes how PyTorch computes, beside the engine's settings.
 TORCH_SETTINGS = ("TORCH", "PYTORCH_", "MKL_", "KMP_", "DNNL_", "ONEDNN_", "GLOO_")
 
@@ -63,7 +71,7 @@ SCRATCH, HIGHLEVEL = "scratch, 2 contexts", "highlevel, 2 contexts"
 SCRATCH_ALONE, HIGHLEVEL_ALONE = "scratch, 1 context, 1 thread", "highlevel, 1 context, 1 thread"
 
 
-def _variants(name, parts, threads):
+def _variants(name: str, parts: int, threads: int) -> tuple[Subject, ...]:
     plain = Subject(name, "pytorch", parts, threads)
     return (
         plain,
@@ -93,7 +101,14 @@ SUBJECTS = {
 LEARNERS = tuple(s for s in SUBJECTS["lenet"] if s.name in (NOTEBOOK, PYTORCH, DDP, SCRATCH, HIGHLEVEL))
 
 
-def run(models=tuple(TITLE), rounds=5, steps=100, accuracy=False, epochs=4, seed=1):
+def run(
+    models: Sequence[str] = tuple(TITLE),
+    rounds: int = 5,
+    steps: int = 100,
+    accuracy: bool = False,
+    epochs: int = 4,
+    seed: int = 1,
+) -> dict:
     """Measure all subjects of each model in turn, `rounds` times: a dict for `table`, `draw` and JSON.
 
     steps: of LeNet, in each round; ResNet-18's are a tenth. accuracy: train LeNet on Fashion-MNIST, too, for so many
@@ -104,12 +119,12 @@ def run(models=tuple(TITLE), rounds=5, steps=100, accuracy=False, epochs=4, seed
     _check_torch()
     if accuracy:
         datasets.find("fashion-mnist") or datasets.fetch("fashion-mnist")
-    result = {"rounds": rounds, "models": {}}
+    result: dict = {"rounds": rounds, "models": {}}
     work = rounds * sum(len(SUBJECTS[model]) for model in models) + accuracy * len(LEARNERS)
     bar = tqdm(total=work, unit="run", leave=False, disable=not sys.stderr.isatty())
     with bar, tempfile.TemporaryDirectory() as compiled:
 
-        def measured(subject, job):
+        def measured(subject: Subject, job: dict) -> dict:
             bar.set_description(f"{TITLE[job['model']]}, {subject.name}")
             found = in_own_processes(subject, job, Path(compiled) / f"{job['model']}-{subject.parts}")
             bar.update()
@@ -117,7 +132,7 @@ def run(models=tuple(TITLE), rounds=5, steps=100, accuracy=False, epochs=4, seed
 
         for model in models:
             job = step_job(model, steps)
-            runs = {subject.name: [] for subject in SUBJECTS[model]}
+            runs: dict[str, list[dict]] = {subject.name: [] for subject in SUBJECTS[model]}
             for _ in range(rounds):
                 for subject in SUBJECTS[model]:
                     runs[subject.name].append(_step(job, subject, measured(subject, job)))
@@ -128,7 +143,7 @@ def run(models=tuple(TITLE), rounds=5, steps=100, accuracy=False, epochs=4, seed
     return result
 
 
-def step_job(model, steps):
+def step_job(model: str, steps: int) -> dict:
     """What a worker does to be timed: some first steps, then `steps` of LeNet or a tenth of ResNet-18."""
     size, warm_up = BATCH_SIZE[model], WARM_UP_STEPS[model]
     steps = max(5, round(steps * STEPS_PER_STEP[model]))
@@ -136,13 +151,13 @@ def step_job(model, steps):
     return {**job, "limit": max(steps, warm_up) * size, "warm_up": warm_up, "steps": steps, "epochs": 0}
 
 
-def accuracy_job(epochs, seed):
+def accuracy_job(epochs: int, seed: int) -> dict:
     """What a worker does to show what it learns: whole epochs, and the test accuracy after each."""
     job = {"model": "lenet", "batch_size": BATCH_SIZE["lenet"], "lr": LR["lenet"], "dataset": "fashion-mnist"}
     return {**job, "seed": seed, "limit": None, "warm_up": 0, "steps": 0, "epochs": epochs}
 
 
-def _step(job, subject, measured):
+def _step(job: dict, subject: Subject, measured: dict) -> dict:
     """{"step_ms", "peak_mb", "loss", "compile_s"} of what `in_own_processes` gives. compile_s: by how much the first
     steps took longer than as many later ones; None where nothing is compiled."""
     step = measured["seconds"][0] / job["steps"]
@@ -155,16 +170,16 @@ def _step(job, subject, measured):
     }
 
 
-def goals(model, runs):
+def goals(model: str, runs: dict[str, list[dict]]) -> list[dict]:
     """What was to be reached, and the ratios of each round: a list of {"goal", "ratios", "least"}.
 
     runs: {subject's name: [what `_step` gives, of each round]}. least: what the median is to be; None: no goal.
     """
 
-    def against(name, other, least, what=None):
+    def against(name: str, other: str, least: float | None, what: str | None = None) -> dict:
         return {"goal": f"{name}, against {what or other}", "ratios": ratios(runs[other], runs[name]), "least": least}
 
-    def against_all(what, variants):
+    def against_all(what: str, variants: Sequence[Subject]) -> dict:
         closest = min((s.name for s in variants), key=lambda other: median(ratios(runs[other], runs[HIGHLEVEL])))
         return against(HIGHLEVEL, closest, 1, f"{what}, the closest {closest}")
 
@@ -185,12 +200,12 @@ def goals(model, runs):
     return found
 
 
-def ratios(slow, fast):
+def ratios(slow: list[dict], fast: list[dict]) -> list[float]:
     """How many times as long the one took as the other, in each round."""
     return [a["step_ms"] / b["step_ms"] for a, b in zip(slow, fast)]
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: for each model, subjects with ms a step, examples/s, ratios, memory; then the goals; then
     what was learned."""
     lines = []
@@ -218,7 +233,7 @@ def table(result):
     return "\n".join(lines)
 
 
-def _goal_lines(found):
+def _goal_lines(found: list[dict]) -> list[str]:
     lines = []
     for goal in found:
         line = f"{goal['goal']}: {_spread(goal['ratios'], 2)}"
@@ -228,7 +243,7 @@ def _goal_lines(found):
     return lines
 
 
-def _accuracy_lines(learned):
+def _accuracy_lines(learned: dict) -> list[str]:
     lines = [
         f"LeNet on Fashion-MNIST, batch {learned['batch_size']}, all from the parameters and in the order that seed "
         f"{learned['seed']} gives; {machine.line()}",
@@ -240,11 +255,11 @@ def _accuracy_lines(learned):
     return lines
 
 
-def _spread(values, digits):
+def _spread(values: list[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """Examples a second of each subject as bars, from the slowest round to the fastest a line, a column a model; beside
     them, where it was asked for, test accuracy by seconds of training. PNG; file: binary and open, or a path."""
     from matplotlib.figure import Figure
@@ -256,7 +271,7 @@ def draw(result, file):
     figure.savefig(file, format="png", dpi=100)
 
 
-def _draw_speed(model, axes, result):
+def _draw_speed(model: str, axes: Axes, result: dict) -> None:
     measured = result["models"][model]
     runs, size = measured["runs"], measured["batch_size"]
     for i, (name, of_it) in enumerate(runs.items()):
@@ -275,7 +290,7 @@ def _draw_speed(model, axes, result):
     axes.set_axisbelow(True)
 
 
-def _draw_accuracy(axes, result):
+def _draw_accuracy(axes: Axes, result: dict) -> None:
     learned = result["accuracy"]
     for (name, run), marker in zip(learned["runs"].items(), "osv^D"):
         seconds = np.cumsum(run["seconds"])
@@ -287,13 +302,13 @@ def _draw_accuracy(axes, result):
     axes.grid(alpha=0.3)
 
 
-def _color(name):
+def _color(name: str) -> str:
     if name == NOTEBOOK:
         return "0.6"
     return "tab:blue" if name.startswith(("scratch", "highlevel")) else "tab:orange"
 
 
-def in_own_processes(subject, job, compiled):
+def in_own_processes(subject: Subject, job: dict, compiled: Path) -> dict:
     """What `work` gives, of all the subject's processes together: the longest seconds, the sum of their memory.
 
     compiled: a folder, kept from run to run, for what torch.compile makes. However this ends, it leaves no process.
@@ -306,19 +321,21 @@ def in_own_processes(subject, job, compiled):
         try:
             for rank in range(subject.parts if subject.impl == "pytorch" else 1):
                 errors = open(Path(folder) / f"errors-{rank}", "w+b")
-                streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
                 # In a session of its own, Ctrl-C does not reach it, and what it starts itself can be ended with it.
                 worker = subprocess.Popen(
                     _command(subject, job, folder, rank),
                     env=_environment(subject, compiled),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
                     start_new_session=True,
-                    **streams,
                 )
+                assert worker.stdout
                 workers.append((worker, errors))
                 said[worker.stdout] = b""
             open_pipes = set(said)
             while open_pipes:
-                ready = connection.wait(open_pipes, by - time.monotonic())
+                ready = select.select(open_pipes, [], [], max(0, by - time.monotonic()))[0]
                 if not ready:
                     hang = ": stock MXNet can hang on several contexts" * (subject.impl == "notebook")
                     raise Error(f"{subject.name} was not done after {WORKER_SECONDS} s{hang or ': give fewer steps'}")
@@ -333,8 +350,9 @@ def in_own_processes(subject, job, compiled):
                 with suppress(ProcessLookupError):
                     os.killpg(worker.pid, signal.SIGKILL)
                 worker.wait()
-                worker.stdout.close()
                 errors.close()
+            for pipe in said:
+                pipe.close()
     if subject.compiled and not any(compiled.rglob("*.so")):
         raise Error(f"{subject.name}: torch.compile left the network as it is; another version of PyTorch may do it")
     found = [json.loads(output.splitlines()[-1]) for output in said.values()]
@@ -348,14 +366,14 @@ def in_own_processes(subject, job, compiled):
     }
 
 
-def _command(subject, job, folder, rank):
+def _command(subject: Subject, job: dict, folder: str, rank: int) -> list[str]:
     given = [json.dumps(subject._asdict()), json.dumps(job)]
     if subject.impl == "pytorch":
         return [sys.executable, "-m", "gluon_mgpu.bench.torch_peers", *given, folder, str(rank)]
     return [sys.executable, "-m", "gluon_mgpu.bench.peers", *given]
 
 
-def _environment(subject, compiled):
+def _environment(subject: Subject, compiled: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*machine.SETTINGS, *TORCH_SETTINGS))}
     if subject.impl == "pytorch":
         kept["GLOO_SOCKET_IFNAME"] = "lo"
@@ -368,7 +386,7 @@ def _environment(subject, compiled):
     return kept
 
 
-def _check_ended(subject, worker, errors):
+def _check_ended(subject: Subject, worker: subprocess.Popen, errors: BinaryIO) -> None:
     """Raise Error where a worker that closed its output did not end well."""
     status = worker.wait()
     if status:
@@ -378,7 +396,7 @@ def _check_ended(subject, worker, errors):
         raise Error(f"{subject.name} failed: {last}")
 
 
-def _check_torch():
+def _check_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise Error("PyTorch is not installed: run `make bench-peers`, or `pip install torch`")
     compiler = os.environ.get("CXX", "g++")
@@ -386,12 +404,12 @@ def _check_torch():
         raise Error(f"torch.compile needs a C++ compiler, and there is no {compiler}: install g++, or set CXX")
 
 
-def dataset(job):
+def dataset(job: dict) -> datasets.Dataset:
     """The job's Dataset."""
     return datasets.load(job["dataset"], limit=job["limit"], seed=job["seed"])
 
 
-def initial(parameters, seed):
+def initial(parameters: dict[Any, np.ndarray], seed: int) -> dict[Any, np.ndarray]:
     """The parameters with every weight drawn normal(0, 0.01), the same for every subject; biases and what belongs to
     batch normalization stay as given. parameters: {name: NumPy array}, in the order of the layers."""
     rng = np.random.default_rng(seed)
@@ -400,14 +418,14 @@ def initial(parameters, seed):
     }
 
 
-def work(job, data, train, accuracy):
+def work(job: dict, data: datasets.Dataset, train: Train, accuracy: Callable[[], float]) -> dict:
     """Train as the job says; returns what a worker prints.
 
     train(order): one pass over these examples; returns their mean loss, or None, and the seconds that are not to count.
     accuracy(): of the test set. "seconds" are of the timed steps, or of each epoch; "peak_mb" of this process.
     """
     examples, size = len(data.train_labels), job["batch_size"]
-    found = {"warm_up_seconds": 0, "seconds": [], "losses": [], "accuracy": []}
+    found: dict = {"warm_up_seconds": 0, "seconds": [], "losses": [], "accuracy": []}
     if job["warm_up"]:
         start = time.perf_counter()
         train(np.arange(job["warm_up"] * size))
@@ -425,7 +443,7 @@ def work(job, data, train, accuracy):
     return {**found, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-def _notebook(subject, job):
+def _notebook(subject: Subject, job: dict) -> tuple[datasets.Dataset, Train, Callable[[], float]]:
     """The notebook's code: the data, and the functions that `work` needs."""
     notebook = importlib.import_module("gluon_mgpu.notebook")  # before mxnet, which needs what it does
     import mxnet as mx
@@ -433,20 +451,20 @@ def _notebook(subject, job):
     data, size = dataset(job), job["batch_size"]
     ctx = [mx.cpu(i) for i in range(subject.parts)]
 
-    def other_way(p):  # dense weights are (inputs, outputs) there
+    def other_way(p: np.ndarray) -> np.ndarray:  # dense weights are (inputs, outputs) there
         return p.T if p.ndim == 2 else p
 
     arrays = {i: other_way(p.asnumpy()) for i, p in enumerate(notebook.init_params())}
     params = [mx.nd.array(other_way(p)) for p in initial(arrays, job["seed"]).values()]
     device_params = [notebook.get_params(params, c) for c in ctx]
 
-    def batch(images, labels, chosen):
+    def batch(images: np.ndarray, labels: np.ndarray, chosen: np.ndarray | slice) -> tuple[NDArray, NDArray]:
         return mx.nd.array(images[chosen]) / 255, mx.nd.array(labels[chosen])
 
-    def train(order):
-        making = 0
+    def train(order: np.ndarray) -> tuple[None, float]:
+        making = 0.0
 
-        def train_iter():
+        def train_iter() -> Iterator[tuple[NDArray, NDArray]]:
             nonlocal making
             for i in range(0, len(order), size):
                 start = time.perf_counter()
@@ -458,7 +476,7 @@ def _notebook(subject, job):
         notebook.train_epoch(train_iter(), device_params, ctx, job["lr"])
         return None, making
 
-    def accuracy():
+    def accuracy() -> float:
         right = 0
         for i in range(0, len(data.test_labels), size):
             X, y = batch(data.test_images, data.test_labels, slice(i, i + size))
@@ -468,7 +486,7 @@ def _notebook(subject, job):
     return data, train, accuracy
 
 
-def _ours(subject, job):
+def _ours(subject: Subject, job: dict) -> tuple[datasets.Dataset, Train, Callable[[], float]]:
     """Ours: the data, and the functions that `work` needs."""
     engine.configure(subject.parts)
     module = importlib.import_module(f"gluon_mgpu.{subject.impl}")
@@ -482,12 +500,12 @@ def _ours(subject, job):
     replicas = module.Replicas([mx.cpu(i) for i in range(subject.parts)], settings)
     replicas.load(initial(replicas.parameters(), job["seed"]), {})
 
-    def train(order):
+    def train(order: np.ndarray) -> tuple[float, float]:
         train_iter = loop.batches(data.train_images, data.train_labels, size, order)
         train_batch = partial(replicas.train_batch, lr=job["lr"])
         return loop.train_epoch(train_batch, train_iter, len(order), subject.name) / len(order), 0
 
-    def accuracy():
+    def accuracy() -> float:
         return replicas.evaluate_accuracy(loop.batches(data.test_images, data.test_labels, size))
 
     return data, train, accuracy

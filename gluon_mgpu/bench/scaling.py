@@ -3,8 +3,13 @@
 Each point is trained by a worker of `steps`, in a process of its own; one context has one OpenMP thread.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
+from typing import BinaryIO
 
 from gluon_mgpu.bench import machine, steps
 
@@ -15,7 +20,9 @@ LEAST_EFFICIENCY = 0.95  # of as many contexts as cores, beside one
 MOST_COST = 1.1  # of 8 contexts, in times as long as as many contexts as cores take
 
 
-def run(models=tuple(TITLE), contexts=CONTEXTS, rounds=3, steps_a_run=100):
+def run(
+    models: Sequence[str] = tuple(TITLE), contexts: Sequence[int] = CONTEXTS, rounds: int = 3, steps_a_run: int = 100
+) -> dict:
     """Train each model of each implementation on each number of contexts in turn: a dict for `table`, `draw` and JSON.
 
     Strong scaling: the batch over all contexts is that of `steps`; weak: that of each context is. contexts: one is
@@ -46,19 +53,19 @@ def run(models=tuple(TITLE), contexts=CONTEXTS, rounds=3, steps_a_run=100):
     return {"rounds": rounds, "cores": len(os.sched_getaffinity(0)), "runs": runs}
 
 
-def _subject(impl, model, kind, k):
+def _subject(impl: str, model: str, kind: str, k: int) -> steps.Subject:
     """On one context, strong and weak scaling are the same."""
     one_thread = steps.ONE_THREAD if k == 1 else {}
     return steps.Subject(impl, k, model=model, batches=k if kind == "weak" else 1, **one_thread)
 
 
-def efficiencies(one, many, cores):
+def efficiencies(one: dict, many: dict, cores: int) -> list[float]:
     """Of each round: the examples/s of many contexts beside one's, divided by the cores that they can use."""
     grown = many["batch_size"] / one["batch_size"]
     return [grown * a / b / min(many["contexts"], cores) for a, b in zip(one["step_ms"], many["step_ms"])]
 
 
-def costs(runs, cores):
+def costs(runs: list[dict], cores: int) -> dict[int, list[float]]:
     """{contexts: how many times as long a step takes on them as on as many contexts as cores, of each round}, of runs
     of strong scaling with more contexts than cores; empty where as many as cores were not measured."""
     full = next((run for run in runs if run["contexts"] == cores), None)
@@ -69,7 +76,7 @@ def costs(runs, cores):
     }
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: for each model, implementation and kind, each number of contexts with its time, efficiency
     and, beyond the cores, its cost; then what was to be reached."""
     cores = result["cores"]
@@ -106,26 +113,26 @@ def table(result):
     return "\n".join([*lines, "", *reached])
 
 
-def _goal(what, ratios, bound, least):
+def _goal(what: str, ratios: list[float], bound: float, least: bool) -> str:
     middle = median(ratios)
     reached = middle >= bound if least else middle <= bound
     wanted = f"at {'least' if least else 'most'} {bound}"
     return f"{what}: {_spread(ratios, 2)}; goal {wanted}: {'' if reached else 'not '}reached"
 
 
-def _series(result):
+def _series(result: dict) -> dict[tuple[str, str, str], list[dict]]:
     """{(model, impl, kind): its runs, by contexts}"""
-    series = {}
+    series: dict[tuple[str, str, str], list[dict]] = {}
     for run in result["runs"]:
         series.setdefault((run["model"], run["impl"], run["kind"]), []).append(run)
     return series
 
 
-def _spread(values, digits):
+def _spread(values: list[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """Above, examples/s by contexts, beside what the cores could give at one context's rate; below, the efficiency: a
     column a model. PNG; file: binary and open, or a path."""
     from matplotlib.figure import Figure

@@ -4,6 +4,8 @@ A worker, `python -m gluon_mgpu.bench.steps time SUBJECT STEPS`, works on synthe
 are JSON.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import io
@@ -14,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -42,15 +45,15 @@ class Subject(NamedTuple):
     batches: int = 1  # the batch is so many of BATCH_SIZE, and there are as many times fewer steps
     without: str = ""  # what of `blocks`: "blocks" of channels, "pieces" of batches, or "both"
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.name}, {self.contexts} context{'s'[: self.contexts > 1]}{', ' * bool(self.note)}{self.note}"
 
     @property
-    def size(self):
+    def size(self) -> int:
         return BATCH_SIZE[self.model] * self.batches
 
 
-ONE_THREAD = {"note": "1 thread", "settings": (("OMP_NUM_THREADS", "1"),)}
+ONE_THREAD: dict[str, Any] = {"note": "1 thread", "settings": (("OMP_NUM_THREADS", "1"),)}
 STEP = (
     Subject("notebook", 1),
     Subject("notebook", 2),
@@ -60,17 +63,12 @@ STEP = (
         for subject in (Subject(name, 1, **ONE_THREAD), Subject(name, 1), Subject(name, 2))
     ),
 )
-EVALUATE, RESNET18 = (
-    tuple(
-        Subject(name, contexts, **options, **what)
-        for name in names
-        for contexts, options in ((1, ONE_THREAD), (1, {}), (2, {}))
-    )
-    for names, what in (
-        (("scratch", "highlevel"), {"work": "evaluate"}),
-        (("highlevel",), {"model": "resnet18"}),
-    )
+EVALUATE = tuple(
+    Subject(name, contexts, work="evaluate", **options)
+    for name in ("scratch", "highlevel")
+    for contexts, options in ((1, ONE_THREAD), (1, {}), (2, {}))
 )
+RESNET18 = tuple(s._replace(work="train", model="resnet18") for s in EVALUATE if s.name == "highlevel")
 GLIBC = (
     ("MALLOC_MMAP_MAX_", "65536"),
     ("MALLOC_TRIM_THRESHOLD_", "131072"),
@@ -94,9 +92,9 @@ ENGINE = tuple(
 )
 
 
-def measure(subjects, rounds=3, steps=100):
+def measure(subjects: Sequence[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, list[dict[str, float]]]:
     """{subject: [result of each round]}, a result being what the worker prints: {"step_ms": …, "peak_mb": …}."""
-    results = {subject: [] for subject in subjects}
+    results: dict[Subject, list[dict[str, float]]] = {subject: [] for subject in subjects}
     with tqdm(total=rounds * len(subjects), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
         for _ in range(rounds):
             for subject in subjects:
@@ -106,10 +104,11 @@ def measure(subjects, rounds=3, steps=100):
     return results
 
 
-def main_job():
+def main_job() -> tuple[str, float]:
     """The main job in a process of its own: (what it printed, peak memory in MB)."""
     command = [sys.executable, "-m", "gluon_mgpu", "train", "--impl", "scratch", "--gpus", "2", "--device", "cpu"]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert job.stdout
     try:
         printed = job.stdout.read()
     except KeyboardInterrupt:
@@ -121,7 +120,7 @@ def main_job():
     return printed, usage.ru_maxrss / 1024
 
 
-def step_table(results):
+def step_table(results: dict[Subject, list[dict[str, float]]]) -> str:
     """How fast each subject of STEP is: times as fast as the notebook's code, and as one context with one thread."""
     one_thread = {s.name: s for s in results if s.contexts == 1 and (s.settings or s.name == "notebook")}
     columns = {
@@ -131,18 +130,18 @@ def step_table(results):
     return _table(results, columns)
 
 
-def speedup_table(results):
+def speedup_table(results: dict[Subject, list[dict[str, float]]]) -> str:
     """How fast the subjects of EVALUATE or RESNET18 are: times as fast as one context with one thread."""
     one_thread = {s.name: s for s in results if s.contexts == 1 and s.settings}
     return _table(results, {"x 1 context, 1 thread": lambda s: _ratio(results[one_thread[s.name]], results[s])})
 
 
-def engine_table(results):
+def engine_table(results: dict[Subject, list[dict[str, float]]]) -> str:
     """What each setting of ENGINE buys: the time a step takes without it, relative to ours."""
     return _table(results, {"x ours": lambda s: _ratio(results[s], results[Subject(s.name, s.contexts)])})
 
 
-def profile(steps=50):
+def profile(steps: int = 50) -> str:
     """Lines for a terminal: the milliseconds of a step that each operator takes, by the engine's own profile."""
     names = ("notebook", "scratch", "highlevel")
     settings = (("OMP_NUM_THREADS", "1"), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # operators one by one, not in bulk
@@ -160,7 +159,7 @@ def profile(steps=50):
     return "\n".join([*lines, f"{'all':28}" + "".join(f"{sum(ms.values()):11.2f}" for ms in times.values())])
 
 
-def overhead(epochs=4):
+def overhead(epochs: int = 4) -> str:
     """Lines for a terminal: what of an epoch is not computation on the contexts, for Gluon with one thread a context.
 
     Contexts wait: the share of their time in which they compute nothing, whatever they wait for. Python's thread: all
@@ -183,30 +182,30 @@ def overhead(epochs=4):
     return "\n".join([*lines, "ResNet-18's epochs are of 640 examples, and the folder's time is of each epoch."])
 
 
-def _overhead(subject, epochs, examples):
+def _overhead(subject: Subject, epochs: int, examples: int) -> dict[str, float]:
     """Train as on a terminal, with a folder and TensorBoard: {"epoch", "python", "workers", "bar", "folder": seconds an
     epoch}: python and workers are CPU time, of Python's thread and of all others, but for the folder's, which is all
     Python's."""
     from gluon_mgpu import highlevel, loop, records
 
     class Terminal(io.StringIO):
-        def isatty(self):
+        def isatty(self) -> bool:
             return True
 
     times, clocks = {"bar": 0.0, "folder": 0.0}, (time.perf_counter, time.thread_time, time.process_time)
     of_epochs = []
 
-    def epoch(*args, whole=loop._epoch):
+    def epoch(*args: Any, whole: Callable[..., None] = loop._epoch) -> None:
         before = [clock() for clock in clocks]
         whole(*args)
         of_epochs.append([clock() - start for clock, start in zip(clocks, before)])
 
-    loop._epoch = epoch
+    loop._epoch = epoch  # type: ignore[assignment]  # its arguments are passed on as they are
 
-    def timed(owner, method, name):
+    def timed(owner: Any, method: str, name: str) -> None:
         original = getattr(owner, method)
 
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return original(*args, **kwargs)
@@ -219,7 +218,13 @@ def _overhead(subject, epochs, examples):
     timed(loop.tqdm, "set_postfix_str", "bar")
     timed(records.Run, "epoch", "folder")
     timed(records.Run, "end", "folder")
-    settings = {"dataset": "synthetic", "limit": examples, "epochs": epochs, "seed": 0, "model": subject.model}
+    settings: dict[str, Any] = {
+        "dataset": "synthetic",
+        "limit": examples,
+        "epochs": epochs,
+        "seed": 0,
+        "model": subject.model,
+    }
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
         with contextlib.redirect_stdout(io.StringIO()):
             highlevel.train(
@@ -236,7 +241,7 @@ def _overhead(subject, epochs, examples):
     }
 
 
-def _table(results, columns):
+def _table(results: dict[Subject, list[dict[str, float]]], columns: dict[str, Callable[[Subject], float]]) -> str:
     first = next(iter(results))
     size, title = BATCH_SIZE[first.model], {"lenet": "LeNet", "resnet18": "ResNet-18"}[first.model]
     lines = [
@@ -253,18 +258,18 @@ def _table(results, columns):
     return "\n".join(lines)
 
 
-def _ratio(slow, fast):
+def _ratio(slow: list[dict[str, float]], fast: list[dict[str, float]]) -> float:
     """Median, over the rounds, of how many times as long the one took as the other."""
     return median(a["step_ms"] / b["step_ms"] for a, b in zip(slow, fast))
 
 
-def _in_own_process(subject, steps, mode="time"):
+def _in_own_process(subject: Subject, steps: int, mode: str = "time") -> Any:
     given = mode, json.dumps(subject._asdict()), steps
     advice = "stock MXNet can hang on several contexts" if subject.name == "notebook" else "give fewer steps"
     return own_process.last(str(subject), "gluon_mgpu.bench.steps", *given, settings=subject.settings, advice=advice)
 
 
-def _worker(mode, subject, steps):
+def _worker(mode: str, subject: Subject, steps: int) -> None:
     if subject.name != "notebook":
         engine.configure(subject.contexts)
     module = importlib.import_module(f"gluon_mgpu.{subject.name}")
@@ -282,7 +287,7 @@ def _worker(mode, subject, steps):
         params = module.init_params()
         device_params = [module.get_params(params, c) for c in ctx]
 
-        def work(examples):
+        def work(examples: int) -> float:
             # Its batches are made beforehand: only its inner loop is timed.
             train_iter = [
                 (mx.nd.array(data.train_images[i : i + size]) / 255, mx.nd.array(data.train_labels[i : i + size]))
@@ -303,7 +308,7 @@ def _worker(mode, subject, steps):
         loop.MOST_STEPS_AHEAD = subject.ahead or loop.MOST_STEPS_AHEAD
         replicas = module.Replicas(ctx, Settings(model=subject.model))
 
-        def work(examples):
+        def work(examples: int) -> float:
             start = time.perf_counter()
             data_iter = loop.batches(data.train_images[:examples], data.train_labels[:examples], size)
             if subject.work == "evaluate":

@@ -4,6 +4,8 @@ The worker, `python -m gluon_mgpu.bench.timeline WHAT FILE`, trains on synthetic
 and what it prints are JSON.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import sys
@@ -11,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any, BinaryIO
 
 from gluon_mgpu import checkpoint, datasets, engine
 from gluon_mgpu import timeline as recording
@@ -23,14 +26,26 @@ TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 UNRECORDED = 4  # times as many steps are timed without the profile
 
 
-def run(impl="scratch", model="lenet", contexts=2, batch_size=None, steps=recording.STEPS, out=None):
+def run(
+    impl: str = "scratch",
+    model: str = "lenet",
+    contexts: int = 2,
+    batch_size: int | None = None,
+    steps: int = recording.STEPS,
+    out: str | Path | None = None,
+) -> dict:
     """Record `steps` training steps on CPU contexts; returns a dict for JSON, see `recording.summary`.
 
     batch_size: of all contexts together; default the model's in `bench steps`. out: a folder to leave the trace in.
     "unrecorded_step_ms" is the mean of steps of the same process that were not recorded. Raises UsageError for what
     cannot be trained or recorded.
     """
-    what = {"impl": impl, "model": model, "contexts": contexts, "batch_size": batch_size or BATCH_SIZE[model]}
+    what: dict[str, Any] = {
+        "impl": impl,
+        "model": model,
+        "contexts": contexts,
+        "batch_size": batch_size or BATCH_SIZE[model],
+    }
     what["steps"] = steps
     if impl == "scratch" and model != "lenet":
         raise UsageError(f"model {model}: scratch has lenet only; highlevel has the others")
@@ -57,7 +72,7 @@ def run(impl="scratch", model="lenet", contexts=2, batch_size=None, steps=record
     return result
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: for each context the milliseconds of a step in each phase, and its idle share."""
     steps, columns = len(result["step_ms"]), (*recording.PHASES, "idle")
     lines = [
@@ -75,19 +90,19 @@ def table(result):
     return "\n".join(lines)
 
 
-def draw(result, file):
+def draw(result: dict, file: BinaryIO | str | Path) -> None:
     """The trace of a result that was left in a folder, as a PNG picture. file: binary and open, or a path."""
     recording.draw(recording.read(result["trace"]), file, _cost(result))
 
 
-def _cost(result):
+def _cost(result: dict) -> str:
     return (
         f"{recording.ONE_BY_ONE}: a step took {median(result['step_ms']):.1f} ms, "
         f"and {result['unrecorded_step_ms']:.1f} ms where not recorded"
     )
 
 
-def _worker(impl, model, contexts, batch_size, steps, file):
+def _worker(impl: str, model: str, contexts: int, batch_size: int, steps: int, file: str) -> None:
     engine.configure(contexts)
     module = importlib.import_module(f"gluon_mgpu.{impl}")
     import mxnet as mx
@@ -100,7 +115,7 @@ def _worker(impl, model, contexts, batch_size, steps, file):
     recorded, timed = recording.WARM_UP + steps + recording.AROUND, UNRECORDED * steps
     data = datasets.synthetic(max(recorded, timed) * batch_size, 100, seed=0)
 
-    def train(steps):
+    def train(steps: int) -> float:
         examples = steps * batch_size
         start = time.perf_counter()
         data_iter = loop.batches(data.train_images[:examples], data.train_labels[:examples], batch_size)

@@ -4,10 +4,13 @@ A worker, `python -m gluon_mgpu.bench.torch_peers SUBJECT JOB FOLDER RANK`, is o
 over gloo as DistributedDataParallel. It never imports mxnet: each brings an OpenMP of its own.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 import traceback
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ from torch import nn
 from gluon_mgpu.bench import peers
 
 
-def lenet():
+def lenet() -> nn.Sequential:
     """`highlevel.lenet` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
     return nn.Sequential(
         nn.Conv2d(1, 20, 3),
@@ -37,7 +40,7 @@ def lenet():
 class Residual(nn.Module):
     """`highlevel.Residual` in PyTorch. BatchNorm's defaults are Gluon's: epsilon 1e-5, and 0.1 here is momentum 0.9."""
 
-    def __init__(self, inputs, channels, stride):
+    def __init__(self, inputs: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, channels, 3, stride, padding=1)
         self.bn1 = nn.BatchNorm2d(channels)
@@ -45,13 +48,13 @@ class Residual(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
         self.conv3 = nn.Conv2d(inputs, channels, 1, stride) if inputs != channels else None
 
-    def forward(self, X):
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
         Y = F.relu(self.bn1(self.conv1(X)), inplace=True)
         Y = self.bn2(self.conv2(Y))
         return F.relu(Y + (self.conv3(X) if self.conv3 else X), inplace=True)
 
 
-def resnet18():
+def resnet18() -> nn.Sequential:
     """`highlevel.resnet18` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
     stages, inputs = [], 64
     for channels in (64, 128, 256, 512):
@@ -64,7 +67,7 @@ def resnet18():
 MODELS = {"lenet": lenet, "resnet18": resnet18}
 
 
-def network(model, seed):
+def network(model: str, seed: int) -> nn.Module:
     """A network with the parameters that every subject of `peers` begins with."""
     net = MODELS[model]()
     for name, p in net.named_parameters():
@@ -76,13 +79,13 @@ def network(model, seed):
 
 
 @torch.no_grad()
-def load(net, arrays):
+def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
     """Copy arrays, {any name: NumPy array} in the order of the network's parameters, into it."""
     for p, array in zip(net.parameters(), arrays.values()):
         p.copy_(torch.from_numpy(array))
 
 
-def _worker(subject, job, folder, rank):
+def _worker(subject: peers.Subject, job: dict, folder: str, rank: int) -> None:
     """Print what `peers.work` gives, of one of the subject's processes, and end it; rank: which one."""
     torch.set_num_threads(subject.threads)
     data, size = peers.dataset(job), job["batch_size"]
@@ -97,11 +100,11 @@ def _worker(subject, job, folder, rank):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=job["lr"])
 
-    def batch(images, labels, chosen):
+    def batch(images: np.ndarray, labels: np.ndarray, chosen: np.ndarray | slice) -> tuple[torch.Tensor, torch.Tensor]:
         X = np.divide(images[chosen], 255, dtype=np.float32)
         return torch.from_numpy(X).to(memory_format=layout), torch.from_numpy(labels[chosen].astype(np.int64))
 
-    def train(order):
+    def train(order: np.ndarray) -> tuple[float, float]:
         losses, sizes = [], []
         for start in range(0, len(order), size):
             shard = np.array_split(order[start : start + size], subject.parts)[rank]
@@ -115,7 +118,7 @@ def _worker(subject, job, folder, rank):
         return np.average(torch.stack(losses).numpy(), weights=sizes), 0
 
     @torch.no_grad()
-    def accuracy():
+    def accuracy() -> float:
         net.eval()
         right = 0
         for start in range(0, len(data.test_labels), size):

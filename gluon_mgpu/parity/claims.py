@@ -4,15 +4,24 @@ An accuracy can decide a claim. A time can show one, but not refute it, since ti
 the lecture saw it, the claim is not shown here. Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from statistics import mean, median
+from typing import TYPE_CHECKING
 
 import mxnet as mx
 import numpy as np
+from mxnet import Context
 
 from gluon_mgpu import highlevel, loop, scratch
+from gluon_mgpu.datasets import Dataset
 from gluon_mgpu.parity import bands
 from gluon_mgpu.parity.finding import Finding
 from gluon_mgpu.settings import Settings
+
+if TYPE_CHECKING:
+    from gluon_mgpu.batch_size import Result
 
 CHECK = "the lecture's claims"
 LIKE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
@@ -31,7 +40,7 @@ OF_BATCH_SIZE = (
 )
 
 
-def placed(ctx):
+def placed(ctx: list[Context]) -> Iterator[Finding]:
     """The claim on ResNet-18: its parameters live on the contexts that it was initialized on, and on no other."""
     replicas = highlevel.Replicas(ctx, Settings(model="resnet18"))
     named = dict(replicas.net.collect_params())
@@ -46,7 +55,7 @@ def placed(ctx):
     yield Finding(CHECK, f"asking for them on {other} raises RuntimeError", refused, said)
 
 
-def shared_unevenly(ctx, mnist):
+def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     """The claim on devices of unequal speed: shards are of the sizes asked for, and the step is still the batch's."""
     X, y = next(loop.batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
     for impl, module in (("scratch", scratch), ("highlevel", highlevel)):
@@ -69,7 +78,7 @@ def shared_unevenly(ctx, mnist):
     yield Finding(CHECK, "uneven shards save time where speeds differ", None, "the devices here are taken for equals")
 
 
-def batch_size(experiments, cpu):
+def batch_size(experiments: dict[int, list[Result]], cpu: bool) -> Iterator[Finding]:
     """The claims on a second device and a larger batch. experiments: {seed: what `batch_size.run` gave}."""
     runs = {seed: [result.epochs for result in results] for seed, results in experiments.items()}
     curves = {seed: [[e.test_accuracy for e in epochs] for epochs in results] for seed, results in runs.items()}

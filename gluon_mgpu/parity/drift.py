@@ -6,13 +6,18 @@ up in another order. Rounding grows: a ReLU that falls to the other side of 0 mo
 more. So each step is also taken by itself, every time from the notebook's parameters.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import nd
+from mxnet import Context, nd
+from mxnet.ndarray import NDArray
 
 from gluon_mgpu import blocks, checkpoint, highlevel, loop, notebook, recipes, scratch
+from gluon_mgpu.datasets import Dataset
 from gluon_mgpu.parity.finding import Finding
 
 STEPS = 200
@@ -30,40 +35,42 @@ AS_WRITTEN = "highlevel as written"  # without `blocks`
 class Drift(NamedTuple):
     """Distances, relative: |a - b| / |b| over all parameters, or over a step's whole change of them."""
 
-    apart: dict  # {pair: (steps,)}, each running on from its own parameters
+    apart: dict[tuple[str, str], np.ndarray]  # {pair: (steps,)}, each running on from its own parameters
     orders: np.ndarray  # (ORDERS, steps) the notebook's code from itself, by rounding alone
     moved: float  # how far the notebook's parameters are in the end from where they began
-    step_apart: dict  # {pair: (steps,)}, each step from the same parameters
+    step_apart: dict[tuple[str, str], np.ndarray]  # {pair: (steps,)}, each step from the same parameters
     step_orders: np.ndarray  # (steps,)
 
 
 class Notebook:
     """The notebook's own code, with the methods of `Replicas` that are needed here."""
 
-    def __init__(self, ctx):
-        self.ctx, self.device_params = ctx, None
+    def __init__(self, ctx: list[Context]) -> None:
+        self.ctx = ctx
 
-    def load(self, parameters, velocities):
+    def load(self, parameters: dict[str, np.ndarray], velocities: dict[str, np.ndarray]) -> None:
         params = [nd.array(_turned(parameters[name])) for name in checkpoint.LENET]
         self.device_params = [notebook.get_params(params, c) for c in self.ctx]
 
-    def train_batch(self, X, y, lr):
+    def train_batch(self, X: NDArray, y: NDArray, lr: float) -> None:
         notebook.train_batch(X, y, self.device_params, self.ctx, lr)
 
-    def parameters(self, device=0):
+    def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
         return {name: _turned(p.asnumpy()) for name, p in zip(checkpoint.LENET, self.device_params[device])}
 
 
 class Reference(NamedTuple):
     """What the notebook's code makes of the batches, on which nothing of ours but the batches has a part."""
 
-    start: dict  # {name: array}: the parameters before the first step
-    path: list  # the parameters, flat, after each step, with those of the start first
+    start: dict[str, np.ndarray]  # the parameters before the first step
+    path: list[np.ndarray]  # the parameters, flat, after each step, with those of the start first
     orders: np.ndarray  # (ORDERS, steps)
     step_orders: np.ndarray  # (steps,)
 
 
-def reference(ctx, data, steps, progress=lambda: None):
+def reference(
+    ctx: list[Context], data: Dataset, steps: int, progress: Callable[[], object] = lambda: None
+) -> Reference:
     """A Reference. ctx: 2 contexts. data: the recipe's Dataset. progress: called after each of (2 + ORDERS) * steps."""
     mx.random.seed(SEED)
     start = dict(zip(checkpoint.LENET, (p.asnumpy() for p in notebook.init_params())))
@@ -77,7 +84,9 @@ def reference(ctx, data, steps, progress=lambda: None):
     return Reference(start, path, np.array(orders), step_orders)
 
 
-def measure(ctx, data, against, progress=lambda: None):
+def measure(
+    ctx: list[Context], data: Dataset, against: Reference, progress: Callable[[], object] = lambda: None
+) -> Drift:
     """A Drift of our implementations from a Reference. progress is called after each of 5 * steps steps."""
     steps = len(against.path) - 1
     paths, by_step = {"the notebook's code": against.path}, {}
@@ -96,7 +105,7 @@ def measure(ctx, data, against, progress=lambda: None):
     return Drift(apart, against.orders, float(moved), by_step, against.step_orders)
 
 
-def check(drift):
+def check(drift: Drift) -> Iterator[Finding]:
     """A Finding for each pair that is compared."""
     steps, limit = drift.orders.shape[1], FACTOR * drift.orders.max()
     for (a, b), distances in drift.apart.items():
@@ -117,10 +126,10 @@ def check(drift):
         yield Finding(CHECK, f"{a} and {b}, each step by itself", holds, figure)
 
 
-def as_json(drift):
+def as_json(drift: Drift) -> dict:
     """What parity.json keeps of it."""
 
-    def named(apart):
+    def named(apart: dict[tuple[str, str], np.ndarray]) -> dict[str, list[float]]:
         return {" and ".join(pair): distances.tolist() for pair, distances in apart.items()}
 
     return {
@@ -135,7 +144,7 @@ def as_json(drift):
     }
 
 
-def _batches(data, steps, order=0):
+def _batches(data: Dataset, steps: int, order: int = 0) -> Iterator[loop.Batch]:
     """So many batches of the recipe. order: 0, or in which other order the examples of each batch come."""
     size = OPTIONS["batch_size"]
     if steps * size > len(data.train_labels):
@@ -147,7 +156,12 @@ def _batches(data, steps, order=0):
     return loop.batches(data.train_images, data.train_labels, size, chosen)
 
 
-def _path(replicas, start, batches, progress):
+def _path(
+    replicas: Notebook | loop.Replicas,
+    start: dict[str, np.ndarray],
+    batches: Iterable[loop.Batch],
+    progress: Callable[[], object],
+) -> Iterator[np.ndarray]:
     """The parameters before the first step and after every one, flat, of the last device."""
     replicas.load(start, {})
     yield _flat(replicas)
@@ -157,7 +171,13 @@ def _path(replicas, start, batches, progress):
         progress()
 
 
-def _steps(replicas, start, path, batches, progress):
+def _steps(
+    replicas: Notebook | loop.Replicas,
+    start: dict[str, np.ndarray],
+    path: list[np.ndarray],
+    batches: Iterable[loop.Batch],
+    progress: Callable[[], object],
+) -> np.ndarray:
     """(steps,): how far each step from the parameters of a path ends from the path's own, relative to its length."""
     distances = []
     for before, after, (X, y) in zip(path, path[1:], batches):
@@ -168,13 +188,13 @@ def _steps(replicas, start, path, batches, progress):
     return np.array(distances)
 
 
-def _flat(replicas):
+def _flat(replicas: Notebook | loop.Replicas) -> np.ndarray:
     """All parameters of the last device in one float64 vector: differences of them are exact."""
     arrays = replicas.parameters(len(replicas.ctx) - 1).values()
     return np.concatenate([array.ravel() for array in arrays]).astype(np.float64)
 
 
-def _named(flat, like):
+def _named(flat: np.ndarray, like: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ends = np.cumsum([array.size for array in like.values()])[:-1]
     return {
         name: part.reshape(array.shape).astype(np.float32)
@@ -182,10 +202,10 @@ def _named(flat, like):
     }
 
 
-def _distances(path, other):
+def _distances(path: list[np.ndarray], other: list[np.ndarray]) -> np.ndarray:
     return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(path[1:], other[1:])])
 
 
-def _turned(array):
+def _turned(array: np.ndarray) -> np.ndarray:
     """The notebook's dense weights are (inputs, outputs), ours (outputs, inputs)."""
     return array.T if array.ndim == 2 else array

@@ -4,12 +4,18 @@ Both implementations are asked the same, by the functions and `Replicas` that tr
 GPUs. Sources: the notebooks of `scratch` and `highlevel`, and the PyTorch one, which scatters.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
-from mxnet import nd
+from mxnet import Context, nd
+from mxnet.ndarray import NDArray
 
 from gluon_mgpu import datasets, highlevel, loop, recipes, scratch
 from gluon_mgpu.parity.finding import Finding
@@ -22,13 +28,13 @@ INITIAL = "initial parameters"
 FEED = "what the loop feeds"
 IMAGES = 16  # of MNIST, on 4 devices, as in the notebook
 KS_BOUND = 2.5  # over sqrt(n): Kolmogorov's distance of n true draws is beyond it 7 times in a million
-DISTRIBUTIONS = {
+DISTRIBUTIONS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "lenet": ("normal(0, 0.01)", np.vectorize(NormalDist(0, 0.01).cdf)),
     "lenet-max": ("uniform(-0.07, 0.07)", lambda weights: np.clip((weights + 0.07) / 0.14, 0, 1)),
 }
 
 
-def check(ctx, mnist, data_dir):
+def check(ctx: list[Context], mnist: datasets.Dataset, data_dir: str | Path | None) -> Iterator[Finding]:
     """All findings. ctx: 4 contexts. mnist: its Dataset. data_dir: where the loop finds its own."""
     for impl in IMPLS:
         yield from printed(impl, ctx, mnist)
@@ -36,11 +42,11 @@ def check(ctx, mnist, data_dir):
     yield from fed(ctx[:2], data_dir)
 
 
-def printed(impl, ctx, mnist):
+def printed(impl: str, ctx: list[Context], mnist: datasets.Dataset) -> Iterator[Finding]:
     """What the notebooks show on 2 and on 4 contexts. impl: "scratch" or "highlevel"."""
     module = IMPLS[impl]
 
-    def finding(claim, holds, figure):
+    def finding(claim: str, holds: object, figure: str) -> Finding:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), figure)
 
     before, after = (recipes.ALLREDUCE[when] for when in ("before", "after"))
@@ -88,14 +94,14 @@ def printed(impl, ctx, mnist):
     yield finding("after 3 steps all have moved and are equal again", right, f"{len(moved)} of {len(start)}; {figure}")
 
 
-def initial(impl, ctx):
+def initial(impl: str, ctx: list[Context]) -> Iterator[Finding]:
     """The weights come from the notebook's distribution, by Kolmogorov and Smirnov, and biases are 0."""
     for model in MODELS[impl]:
         parameters = IMPLS[impl].Replicas(ctx[:1], Settings(model=model)).parameters()
         distribution, cdf = DISTRIBUTIONS[model]
         distances = {name: _distance(array, cdf) for name, array in parameters.items() if name[0] == "W"}
         zero = not any(array.any() for name, array in parameters.items() if name[0] == "b")
-        furthest = max(distances, key=distances.get)
+        furthest = max(distances, key=lambda name: distances[name])
         figure = (
             f"{furthest} is furthest, {distances[furthest]:.2f} / sqrt(weights), at most {KS_BOUND}; "
             f"biases {'' if zero else 'not '}0"
@@ -105,39 +111,41 @@ def initial(impl, ctx):
         )
 
 
-def _distance(array, cdf):
+def _distance(array: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> float:
     """Kolmogorov's distance of an array's numbers from a distribution, times the root of how many there are."""
     expected = cdf(np.sort(array.ravel()))
     steps = np.arange(array.size + 1) / array.size
-    return float(max((steps[1:] - expected).max(), (expected - steps[:-1]).max()) * np.sqrt(array.size))
+    apart = np.maximum(steps[1:] - expected, expected - steps[:-1])
+    return float(apart.max() * np.sqrt(array.size))
 
 
 class Listener:
     """In place of replicas: takes what the loop feeds, and answers that every loss is 0."""
 
-    def __init__(self):
-        self.batches, self.rates = [], []
+    def __init__(self) -> None:
+        self.batches: list[tuple[np.ndarray, np.ndarray]] = []
+        self.rates: list[float] = []
 
-    def train_batch(self, X, y, lr):
+    def train_batch(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.batches.append((X.asnumpy(), y.asnumpy()))
         self.rates.append(lr)
         return [nd.zeros(X.shape[0])]
 
-    def evaluate_accuracy(self, data_iter):
+    def evaluate_accuracy(self, data_iter: Iterable[loop.Batch]) -> float:
         self.evaluated = sum(X.shape[0] for X, _ in data_iter)
         return 0.0
 
-    def parameters(self):
+    def parameters(self) -> dict[str, np.ndarray]:
         return {}
 
 
-def fed(ctx, data_dir, epochs=2):
+def fed(ctx: list[Context], data_dir: str | Path | None, epochs: int = 2) -> Iterator[Finding]:
     """What the loop gives a training step: every image once an epoch, with its label, in a new order, in the recipe's
     batches and with its learning rate."""
     options = recipes.RECIPES["scratch-lenet-fashion-mnist-2gpu"].options
     settings = Settings(options["batch_size"], options["lr"], dataset=options["dataset"], epochs=epochs, seed=1)
     data = datasets.load(settings.dataset, data_dir)
-    listener = Listener()
+    listener: Any = Listener()  # what one process that keeps nothing asks of replicas, and no more
     with contextlib.redirect_stdout(io.StringIO()):
         loop.run(lambda _: listener, ctx, settings, config={"impl": "parity"}, data_dir=data_dir)
     n, sizes = len(data.train_labels), [len(y) for _, y in listener.batches]
@@ -146,7 +154,7 @@ def fed(ctx, data_dir, epochs=2):
     figure = f"{len(sizes)} batches of {sorted({*sizes}, reverse=True)} at learning rate {sorted({*listener.rates})}"
     yield Finding(FEED, "the recipe's batch size and learning rate", lr_right and sizes == expected, figure)
 
-    def rows(images, labels):
+    def rows(images: np.ndarray, labels: np.ndarray) -> list[tuple[bytes, int]]:
         pixels = np.rint(images.reshape(len(labels), -1) * (255 if images.dtype == np.float32 else 1))
         return [(row.tobytes(), int(label)) for row, label in zip(pixels.astype(np.uint8), labels)]
 
@@ -165,7 +173,7 @@ def fed(ctx, data_dir, epochs=2):
     yield Finding(FEED, "the whole test set is evaluated", everyone, f"{listener.evaluated} images")
 
 
-def _allreduced(impl, ctx, values):
+def _allreduced(impl: str, ctx: list[Context], values: Sequence[Any]) -> list[NDArray]:
     """The sum of arrays, one a device, as training sums gradients."""
     if impl == "scratch":
         data = [nd.array(value, ctx=c) for value, c in zip(values, ctx)]
@@ -179,12 +187,12 @@ def _allreduced(impl, ctx, values):
     return [bias.grad(c)[:2].reshape((1, 2)) for c in ctx]
 
 
-def _equal(arrays, expected):
+def _equal(arrays: list[NDArray], expected: Sequence[Any]) -> bool:
     found = [array.asnumpy() for array in arrays]
     return len(found) == len(expected) and all(np.array_equal(a, b) for a, b in zip(found, expected))
 
 
-def _all_equal(replicas):
+def _all_equal(replicas: loop.Replicas) -> tuple[bool, str]:
     """(whether every device has the same parameters bit for bit, in words)"""
     first, *others = [replicas.parameters(device) for device in range(len(replicas.ctx))]
     differ = {name for other in others for name in first if not np.array_equal(first[name], other[name])}

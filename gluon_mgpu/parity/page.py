@@ -3,10 +3,18 @@
 The page needs no other file and no network: its pictures are inline SVG. The same result gives the same bytes.
 """
 
+from __future__ import annotations
+
 import io
 import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from math import ceil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PHRASES = {True: "✓ holds", False: "✗ FAILS", None: "– not shown here"}
 KINDS = {True: "holds", False: "fails", None: "unshown"}
@@ -70,7 +78,7 @@ alone: the notebook's code from itself, with the examples of each batch in anoth
 """
 
 
-def render(result):
+def render(result: dict) -> str:
     """The page, as text. result: what parity writes as JSON, read back or not."""
     return PAGE.format(
         style=STYLE,
@@ -83,7 +91,7 @@ def render(result):
     )
 
 
-def _verdict(result):
+def _verdict(result: dict) -> str:
     """What there is to know first: the verdict, how many findings it rests on, and those that fail."""
     findings, holds = result["findings"], bool(result["holds"])
     held, failed, unshown = ([f["holds"] for f in findings].count(kind) for kind in KINDS)
@@ -95,7 +103,7 @@ def _verdict(result):
     return f"{verdict}\n<p>Of {len(findings)} findings: {counts}.</p>\n{listed}"
 
 
-def _recipe(name, facts):
+def _recipe(name: str, facts: dict) -> str:
     """A recipe's picture, and its numbers."""
     seeds = list(facts["runs"])
     rows = [
@@ -116,7 +124,7 @@ def _recipe(name, facts):
     return f"<section><h3>{_text(name)}</h3>{picture}{_table('accuracies', header, rows)}{source}</section>"
 
 
-def _drift(drift):
+def _drift(drift: dict) -> str:
     """Two pictures."""
     pairs = list(dict.fromkeys([*drift["apart"], *drift["step_apart"]]))
     panels = (
@@ -125,21 +133,25 @@ def _drift(drift):
     )
     return "".join(
         f"<section><h3>{title}</h3>"
-        + _svg(f"Distance by step. {title}", lambda axes, curves=curves: _draw_drift(axes, pairs, *curves), 1)
+        + _svg(
+            f"Distance by step. {title}",
+            partial(_draw_drift, pairs=pairs, rounding=rounding, apart=apart, limit=limit),
+            1,
+        )
         + "</section>"
-        for title, *curves in panels
+        for title, rounding, apart, limit in panels
     )
 
 
-def _findings(findings):
-    groups = {}
+def _findings(findings: list[dict]) -> str:
+    groups: dict[str, list[tuple]] = {}
     for f in findings:
         groups.setdefault(f["check"], []).append((f["holds"], f["claim"], f["figure"]))
     header = ("verdict", "claim", "found")
     return "\n".join(f"<h3>{_text(check)}</h3>{_table('findings', header, rows)}" for check, rows in groups.items())
 
 
-def _draw_accuracy(axes, facts):
+def _draw_accuracy(axes: Axes, facts: dict) -> None:
     epochs = range(1, len(facts["notebook"]) + 1)
     axes.fill_between(epochs, facts["low"], facts["high"], color="#dbe7f3", linewidth=0, label="the band")
     for i, accuracies in enumerate(facts["earlier"].values()):
@@ -158,7 +170,9 @@ def _draw_accuracy(axes, facts):
     axes.set_ylim(max(0, min(drawn) - room), min(1, max(drawn) + room))
 
 
-def _draw_drift(axes, pairs, rounding, apart, limit):
+def _draw_drift(
+    axes: Axes, pairs: list[str], rounding: list[list[float]], apart: dict[str, list[float]], limit: float
+) -> None:
     """pairs: of all pictures, so that a pair looks the same in each."""
     axes.set_yscale("log")
     for i, curve in enumerate(rounding):
@@ -177,7 +191,7 @@ def _draw_drift(axes, pairs, rounding, apart, limit):
     axes.yaxis.set_major_formatter("{x:.0e}")
 
 
-def _svg(label, draw, columns):
+def _svg(label: str, draw: Callable[[Axes], None], columns: int) -> str:
     """A picture. label: what it shows, for those who do not see it. columns: of the legend, which is below the axes."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -201,7 +215,7 @@ def _svg(label, draw, columns):
     return svg.replace("<svg ", f'<svg role="img" aria-label="{_text(label)}" ', 1)
 
 
-def _table(kind, header, rows):
+def _table(kind: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table, in a box that it may scroll in. rows: of what can be printed, and True, False or None for a verdict."""
     head = "".join(f"<th>{_text(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -210,13 +224,13 @@ def _table(kind, header, rows):
     )
 
 
-def _cell(cell):
+def _cell(cell: object) -> str:
     if cell is None or isinstance(cell, bool):
         return f'<span class="{KINDS[cell]}">{PHRASES[cell]}</span>'
     return _text(cell)
 
 
-def _text(value):
+def _text(value: object) -> str:
     """A value as a reader says it, escaped for HTML."""
     if isinstance(value, bool):
         value = "yes" if value else "no"

@@ -1,5 +1,7 @@
 """The whole of parity: checks in this process, each training in one of its own, a table, parity.json and a page."""
 
+from __future__ import annotations
+
 import datetime
 import fcntl
 import hashlib
@@ -8,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from gluon_mgpu.recipes import RECIPES
 engine.configure()
 
 import mxnet as mx  # noqa: E402
+from mxnet import Context  # noqa: E402
 
 from gluon_mgpu.parity import bands, claims, drift, examples, page  # noqa: E402
 from gluon_mgpu.parity.finding import Finding  # noqa: E402
@@ -34,7 +38,14 @@ CHECKS = (ACCURACY, examples.EXAMPLES, examples.INITIAL, examples.FEED, drift.CH
 WORDS = {True: "holds", False: "FAILS", None: "not shown here"}
 
 
-def run(out, *, seeds=(1, 2, 3), quick=False, device="auto", data_dir=None):
+def run(
+    out: str | Path,
+    *,
+    seeds: Sequence[int] = (1, 2, 3),
+    quick: bool = False,
+    device: str = "auto",
+    data_dir: str | Path | None = None,
+) -> dict:
     """Check everything, leave parity.json and parity.html in out, and return what parity.json holds.
 
     seeds: of each recipe's trainings and of the lecture's experiment. quick: one seed of QUICK's trainings, and without
@@ -89,18 +100,19 @@ def run(out, *, seeds=(1, 2, 3), quick=False, device="auto", data_dir=None):
             "accuracy": accuracy,
             "drift": drift.as_json(drifted),
         }
-        for file, text in zip(files(out, quick), (page.render(result), json.dumps(result, indent=1))):
-            checkpoint.write_whole(file, lambda f, text=text: f.write(text.encode()))
+        (shown, numbers), html, text = files(out, quick), page.render(result), json.dumps(result, indent=1)
+        checkpoint.write_whole(shown, lambda f: f.write(html.encode()))
+        checkpoint.write_whole(numbers, lambda f: f.write(text.encode()))
         return result
 
 
-def files(out, quick):
+def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
     """(page, numbers) that `run` leaves."""
     name = "parity-quick" if quick else "parity"
     return Path(out) / f"{name}.html", Path(out) / f"{name}.json"
 
 
-def verdict(findings):
+def verdict(findings: list[Finding]) -> str:
     """One line: whether all holds, or what does not."""
     failed = [finding for finding in findings if finding.failed]
     unshown = sum(finding.holds is None for finding in findings)
@@ -110,7 +122,7 @@ def verdict(findings):
     return f"parity FAILS: {first}{f'; and {len(failed) - 3} more' * (len(failed) > 3)}"
 
 
-def table(result):
+def table(result: dict) -> str:
     """Lines for a terminal: the verdict, the accuracies with what they may be, and every finding."""
     lines = [result["verdict"]]
     for recipe, found in result["accuracy"].items():
@@ -126,7 +138,7 @@ def table(result):
 
 
 @contextmanager
-def _locked(out):
+def _locked(out: str | Path) -> Iterator[None]:
     """The folder out, made, and locked while this is open."""
     if not str(out):
         raise UsageError("--out '': give a folder, such as runs/parity")
@@ -144,7 +156,7 @@ def _locked(out):
         os.close(folder)
 
 
-def _contexts(device):
+def _contexts(device: str) -> list[Context]:
     """DEVICES contexts of one kind."""
     if device == "auto" and 0 < mx.context.num_gpus() < DEVICES:
         print(f"gluon_mgpu: parity wants {DEVICES} GPUs and there are fewer: using CPU contexts", file=sys.stderr)
@@ -152,14 +164,17 @@ def _contexts(device):
     return devices.contexts(DEVICES, device)
 
 
-def _drift(ctx, data):
+def _drift(ctx: list[Context], data: datasets.Dataset) -> drift.Drift:
     with tqdm(total=drift.STEPS * (7 + drift.ORDERS), desc="drift", unit="step", **_quiet()) as bar:
         return drift.measure(ctx, data, drift.reference(ctx, data, drift.STEPS, bar.update), bar.update)
 
 
-def _trainings(recipes, seeds, folder, kind, data_dir):
+def _trainings(
+    recipes: Sequence[str], seeds: Sequence[int], folder: Path, kind: str, data_dir: str | Path | None
+) -> tuple[dict[str, dict[int, list[float]]], list[Finding]]:
     """({recipe: {seed: accuracy by epoch}}, a Finding for each training that failed), trained where not done yet."""
-    runs, failed = {recipe: {} for recipe in recipes}, []
+    runs: dict[str, dict[int, list[float]]] = {recipe: {} for recipe in recipes}
+    failed = []
     epochs = sum(RECIPES[recipe].options["epochs"] for recipe in recipes) * len(seeds)
     with tqdm(total=epochs, unit="epoch", **_quiet()) as bar:
         for seed, recipe in itertools.product(seeds, recipes):
@@ -179,7 +194,9 @@ def _trainings(recipes, seeds, folder, kind, data_dir):
     return runs, failed
 
 
-def _trained(name, folder, options, data_dir, on_epoch):
+def _trained(
+    name: str, folder: Path, options: dict, data_dir: str | Path | None, on_epoch: Callable[..., object]
+) -> list[float]:
     """Test accuracy after each epoch of a run in a folder, which is begun, or gone on with, where it is not done."""
     begun = (folder / "config.json").exists()
     done = len(records.last(folder)[-1].history) if begun else 0
@@ -194,7 +211,7 @@ def _trained(name, folder, options, data_dir, on_epoch):
     return [epoch.test_accuracy for epoch in history]
 
 
-def _held(recipe, runs):
+def _held(recipe: str, runs: dict[int, list[float]]) -> dict:
     """The runs of a recipe beside its record, with the band for each epoch."""
     source, _, recorded, _ = RECIPES[recipe]
     held = bands.of_recipe(recipe, runs)
@@ -210,7 +227,7 @@ def _held(recipe, runs):
     }
 
 
-def _within(accuracy):
+def _within(accuracy: dict[str, dict]) -> Iterator[Finding]:
     """A Finding for each epoch of each record, and one for each of today's runs beside the kept ones."""
     for recipe, found in accuracy.items():
         for epoch, (recorded, low, high, holds) in enumerate(
@@ -229,11 +246,11 @@ def _within(accuracy):
             yield Finding(ACCURACY, f"{recipe}, seed {seed}: learns as the kept runs did", not outside, figure)
 
 
-def _place(low, high, holds):
+def _place(low: float, high: float, holds: bool) -> str:
     return f"{'within' if holds else 'outside'} {low:.4f} to {high:.4f}"
 
 
-def _code():
+def _code() -> str:
     """What the numbers of a training depend on beside its options, as 8 digits: our code and the libraries under it."""
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
     for path in sorted(Path(__file__).parents[1].glob("*.py")):  # not parity itself, nor what measures
@@ -241,5 +258,5 @@ def _code():
     return digest.hexdigest()[:8]
 
 
-def _quiet():
+def _quiet() -> dict:
     return {"leave": False, "disable": not sys.stderr.isatty()}
