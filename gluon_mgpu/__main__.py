@@ -1,5 +1,7 @@
 """`python -m gluon_mgpu train …` is `gluon-mgpu train …`, and `python scripts/train.py …`."""
 
+from __future__ import annotations
+
 import importlib
 import sys
 import traceback
@@ -7,14 +9,14 @@ import traceback
 from gluon_mgpu import engine
 
 
-def main():
+def main() -> None:
     if sys.argv[1:2] == ["doctor"]:  # without the other commands, which cannot be imported where NumPy is broken
         run("doctor", sys.argv[2:], "gluon-mgpu doctor")
     else:
         run("main", prog_name="gluon-mgpu")
 
 
-def run(command, args=None, prog_name=None):
+def run(command: str, args: list[str] | None = None, prog_name: str | None = None) -> None:
     """Run a command, of those that `cli` has; where a library that it needs does not load, one line says so."""
     try:
         module = importlib.import_module("gluon_mgpu.doctor" if command == "doctor" else "gluon_mgpu.cli")

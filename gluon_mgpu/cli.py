@@ -1,7 +1,10 @@
 """The command line: a command is its options and one call."""
 
+from __future__ import annotations
+
 import importlib
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -17,10 +20,10 @@ from gluon_mgpu.settings import MODELS, SCHEDULES, Settings
 class Numbers(click.ParamType):
     """Numbers with commas between them, or one of the words."""
 
-    def __init__(self, kind, *words):
+    def __init__(self, kind: type, *words: str) -> None:
         self.kind, self.words, self.name = kind, words, "numbers"
 
-    def convert(self, value, param, ctx):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple) or value in self.words:
             return value
         try:
@@ -34,7 +37,7 @@ class Seeds(click.ParamType):
 
     name = "seeds"
 
-    def convert(self, value, param, ctx):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):
             return value
         many = value.partition(",")[1]
@@ -51,7 +54,7 @@ class Seeds(click.ParamType):
         return tuple(numbers) if many else tuple(range(1, numbers[0] + 1))
 
 
-def _list_recipes(ctx, _, asked):
+def _list_recipes(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     if asked and not ctx.resilient_parsing:
         click.echo(recipes.table())
         ctx.exit()
@@ -68,7 +71,9 @@ Examples:
   train.py --impl highlevel --gpus 4 --seed 1 --out runs/first
   train.py --resume runs/first --epochs 10""",
 )
-@click.option("--recipe", type=click.Choice(recipes.RECIPES), metavar="NAME", help="One of the notebooks' experiments.")
+@click.option(
+    "--recipe", type=click.Choice(list(recipes.RECIPES)), metavar="NAME", help="One of the notebooks' experiments."
+)
 @click.option(
     "--list-recipes",
     is_flag=True,
@@ -153,7 +158,7 @@ Examples:
 )
 @click.version_option(__version__)
 @click.pass_context
-def train(context, recipe, **options):
+def train(context: click.Context, recipe: str | None, **options: Any) -> None:
     """Train LeNet or ResNet-18 with data parallelism; prints time and test accuracy after each epoch."""
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     here = place.asked(options["kvstore"])
@@ -209,7 +214,7 @@ Examples:
     metavar="DIR",
     help="Leave the picture and a folder a run there.",
 )
-def batch_size(out, **options):
+def batch_size(out: str, **options: Any) -> None:
     """The lecture's experiment: 1 device at batch 256; 2 devices at 256, at 512, and at 512 with the learning rate
     scaled. Shows time and test accuracy of each, as a table and a picture."""
     from gluon_mgpu import batch_size as experiment
@@ -232,7 +237,7 @@ Examples:
 @commands.device
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Of the parameters.")
 @commands.data_dir
-def walkthrough(impl, gpus, **options):
+def walkthrough(impl: str, gpus: str, **options: Any) -> None:
     """The notebooks' inspection cells: what lies on which device during a training step, and what is equal where."""
     indices = devices.parse(gpus)
     engine.configure(len(indices))  # before the module imports mxnet
@@ -275,7 +280,16 @@ Examples:
 @commands.gpus()
 @commands.device
 @commands.data_dir
-def evaluate(run, files, images, export, impl, gpus, device, data_dir):
+def evaluate(
+    run: str,
+    files: tuple[str, ...],
+    images: tuple[str, ...],
+    export: str | None,
+    impl: str | None,
+    gpus: str,
+    device: str,
+    data_dir: str | None,
+) -> None:
     """Test accuracy and confusion table of RUN, a folder that train.py --out left."""
     if files and not images:
         raise UsageError(f"{files[0]}: give one RUN, and images after --images")
@@ -326,7 +340,7 @@ Examples:
     help="Leave parity.json, parity.html and a folder a training there; what is there is not trained again.",
 )
 @click.pass_context
-def parity(context, quick, seeds, out, **options):
+def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str, **options: Any) -> None:
     """Hold this port against what the notebooks printed: accuracies, values, claims. Exit status 0 when all holds, 1
     when something does not, which the first line names."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
@@ -355,7 +369,7 @@ Examples:
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @click.pass_context
-def launch(context, command, **options):
+def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
     """Run an MXNet program on several processes of this machine, with MXNet's parameter servers: a scheduler, servers,
     and workers, of which the first has the terminal. Where one fails, a line names it and all are ended."""
     from gluon_mgpu.distributed import launch as launcher
@@ -365,7 +379,7 @@ def launch(context, command, **options):
 
 @click.group(cls=commands.Group)
 @click.version_option(__version__)
-def main():
+def main() -> None:
     """Data-parallel training with MXNet, from scratch and with Gluon."""
 
 

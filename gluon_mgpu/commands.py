@@ -4,12 +4,16 @@ Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted. What is
 `gluon_mgpu.doctor` must start where that is broken.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -18,11 +22,13 @@ from gluon_mgpu import devices, engine
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error
 
+F = TypeVar("F", bound=Callable[..., Any])  # what click's decorators take, and give back
 
-class OneLineErrors:
+
+class OneLineErrors(click.Command):
     """Ends with one line and the right exit status instead of a traceback, which --debug shows."""
 
-    def main(self, *args, **kwargs):
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         main_thread = threading.current_thread() is threading.main_thread()
         if main_thread:  # SIGTERM ends a command, and what it started, as Ctrl-C does
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -46,8 +52,8 @@ class OneLineErrors:
         sys.exit(status)
 
 
-class Command(OneLineErrors, click.Command):
-    def __init__(self, *args, **kwargs):
+class Command(OneLineErrors):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
 
@@ -56,7 +62,7 @@ class Group(OneLineErrors, click.Group):
     pass
 
 
-def _report(error):
+def _report(error: BaseException) -> int:
     """One line on standard error; returns the exit status."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
@@ -74,17 +80,19 @@ def _report(error):
     return 1
 
 
-def setting(*names, kind, help=None, metavar=None, flag=False):
+def setting(
+    *names: str, kind: Any, help: str | None = None, metavar: str | None = None, flag: bool = False
+) -> Callable[[F], F]:
     """An option for a field of Settings, with its default; Settings checks the value."""
     from gluon_mgpu.settings import SGD
 
     default = getattr(SGD, names[0][2:].replace("-", "_"))
     shown = default not in (None, False, ())
-    options = {"is_flag": True} if flag else {"type": kind, "metavar": metavar}
+    options: dict[str, Any] = {"is_flag": True} if flag else {"type": kind, "metavar": metavar}
     return click.option(*names, default=default, show_default=shown, help=help, **options)
 
 
-def gpus(default="1", help="How many devices, or which."):
+def gpus(default: str = "1", help: str = "How many devices, or which.") -> Callable[[F], F]:
     return click.option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
 
 

@@ -4,6 +4,8 @@ It must start where NumPy or MXNet are missing or broken: so the standard librar
 what could fail, crash or hang is done in processes of their own, each with a time limit.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import json
 import os
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from gluon_mgpu import commands, cuda, devices, engine
 from gluon_mgpu.errors import Error
 
 MAIN_JOB = "train --impl scratch --gpus 2"
+Finding = tuple[str, str]  # a mark, and the line
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}  # a problem: the main job cannot run
 PYTHONS = (3, 9), (3, 13)  # the oldest and the newest that the suite was run with
 OLDEST_NUMPY = (1, 22)
@@ -60,7 +64,7 @@ TRIAL = "--epochs=1 --dataset=synthetic --limit=512 --seed=1".split()
 @click.command(cls=commands.Command)
 @commands.data_dir
 @click.pass_context
-def doctor(context, data_dir):
+def doctor(context: click.Context, data_dir: str | None) -> None:
     """What this machine can run, a line a finding with what to do: Python, NumPy, MXNet and the libraries that it
     needs, cores, GPUs, data, free space, Horovod. At last it trains for a moment on 2 devices. Exit status 1 when the
     main job, train --impl scratch --gpus 2, could not run."""
@@ -74,7 +78,7 @@ def doctor(context, data_dir):
     context.exit(1 if problems else 0)
 
 
-def findings(data_dir=None):
+def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     """Yields (mark, finding): "ok", "note" for what the main job does without, "problem" for what it needs."""
     found = []
     for check in _checks(data_dir):
@@ -84,7 +88,7 @@ def findings(data_dir=None):
         yield _trial()
 
 
-def _checks(data_dir):
+def _checks(data_dir: str | Path | None) -> Iterator[Finding]:
     yield _python()
     numpy = _numpy()
     yield numpy
@@ -100,7 +104,7 @@ def _checks(data_dir):
     yield _horovod(mxnet[0] == "ok")
 
 
-def _python():
+def _python() -> Finding:
     version = f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
     oldest, newest = PYTHONS
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
@@ -110,7 +114,7 @@ def _python():
     return "ok", version
 
 
-def _numpy():
+def _numpy() -> Finding:
     if importlib.util.find_spec("numpy") is None:
         return "problem", "NumPy is not installed: `pip install 'numpy>=1.22'`"
     version, why = _python_says(NUMPY)
@@ -123,7 +127,7 @@ def _numpy():
     return "ok", f"NumPy {version}"
 
 
-def _mxnet(numpy):
+def _mxnet(numpy: bool) -> tuple[Finding, list[str], int]:
     """(finding, features, number of GPUs that it sees). numpy: it can be imported."""
     if importlib.util.find_spec("mxnet") is None:
         remedy = "`make install`, or `pip install --no-deps mxnet==1.9.1`"
@@ -148,7 +152,7 @@ def _mxnet(numpy):
     return ("ok", f"MXNet {version} ({wheels}) imports, built {built}"), features, gpus
 
 
-def _cores():
+def _cores() -> Finding:
     allowed = len(os.sched_getaffinity(0))
     quota = cgroup_cores()
     if quota is None or quota >= allowed:
@@ -163,7 +167,7 @@ def _cores():
     )
 
 
-def cgroup_cores(own=Path("/proc/self/cgroup"), mount=Path("/sys/fs/cgroup")):
+def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> float | None:
     """How many cores the quota of this process's control group leaves it, or None without one. Version 1 or 2."""
     quotas = []
     with suppress(OSError):
@@ -178,7 +182,7 @@ def cgroup_cores(own=Path("/proc/self/cgroup"), mount=Path("/sys/fs/cgroup")):
     return min((quota for quota in quotas if quota), default=None)
 
 
-def _quota(folder):
+def _quota(folder: Path) -> float | None:
     with suppress(OSError, ValueError):
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()  # "150000 100000", or "max 100000"
@@ -188,7 +192,7 @@ def _quota(folder):
     return None
 
 
-def _gpus(cuda, seen):
+def _gpus(cuda: bool, seen: int) -> Iterator[Finding]:
     """What nvidia-smi says of each GPU. cuda: MXNet is built with it, and sees so many."""
     smi = shutil.which("nvidia-smi")
     if not smi:
@@ -218,7 +222,7 @@ def _gpus(cuda, seen):
             yield "note", f"MXNet sees no GPU all the same{hidden}: training runs on CPU contexts"
 
 
-def _gpu(line, cuda):
+def _gpu(line: str, cuda: bool) -> Finding:
     """The finding for a line "NAME, COMPUTE CAPABILITY, DRIVER VERSION", or without the capability."""
     found = re.fullmatch(r"(.+?)(?:, (?:(\d+)\.(\d+)|[^,]*))?, ([\d.]+)", line.strip())
     if not found:
@@ -237,7 +241,7 @@ def _gpu(line, cuda):
     return "ok", f"{what}: MXNet has kernels for it"
 
 
-def _data(data_dir):
+def _data(data_dir: str | Path | None) -> Iterator[Finding]:
     try:
         from gluon_mgpu import datasets
     except Exception as error:  # a library that it needs is missing or broken
@@ -267,7 +271,7 @@ def _data(data_dir):
     yield _space(datasets.cache_folder("fashion-mnist").parent, "the cache", remedy, grave)
 
 
-def _space(folder, what, remedy, grave):
+def _space(folder: Path, what: str, remedy: str, grave: str) -> Finding:
     """What room a folder has; `grave` where it has too little for a data set, or cannot be written."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -281,7 +285,7 @@ def _space(folder, what, remedy, grave):
     )
 
 
-def _horovod(mxnet):
+def _horovod(mxnet: bool) -> Finding:
     """mxnet: it can be imported."""
     if importlib.util.find_spec("horovod") is None:
         tools = [tool for tool in ("g++", "cmake") if not shutil.which(tool)]
@@ -295,7 +299,7 @@ def _horovod(mxnet):
     return "ok", f"Horovod {version}, built for this MXNet"
 
 
-def _trial():
+def _trial() -> Finding:
     """The main job in small: 512 synthetic examples."""
     status, said, errors = _run([sys.executable, "-m", "gluon_mgpu", *MAIN_JOB.split(), *TRIAL], SECONDS)
     if status:
@@ -305,15 +309,15 @@ def _trial():
     return "ok", f"a trial with 512 synthetic examples ends well, {said.splitlines()[0]}"
 
 
-def _python_says(code):
-    """(the last line that the code prints, None), or (None, why it fails); in a Python of its own."""
+def _python_says(code: str) -> tuple[str, str]:
+    """(the last line that the code prints, ""), or ("", why it fails); in a Python of its own."""
     status, said, errors = _run([sys.executable, "-c", code], SECONDS)
     if status == 0:
-        return said.splitlines()[-1], None
-    return None, f"does not end within {SECONDS} s" if status is None else _reason(status, errors)
+        return said.splitlines()[-1], ""
+    return "", f"does not end within {SECONDS} s" if status is None else _reason(status, errors)
 
 
-def _reason(status, errors):
+def _reason(status: int, errors: str) -> str:
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     lines = errors.strip().splitlines()
@@ -321,7 +325,7 @@ def _reason(status, errors):
     return (ours or lines or [f"exit status {status}"])[-1].removeprefix("error: ")
 
 
-def _run(command, seconds):
+def _run(command: Sequence[str], seconds: float) -> tuple[int | None, str, str]:
     """(exit status, standard output, standard error) of a process, with None for the status where time ran out.
 
     It and all that it started end with this call, on Ctrl-C too.

@@ -1,9 +1,16 @@
 """scripts/bench.py SUBCOMMAND: a subcommand is its options and one call."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import click
 from click.core import ParameterSource
 
 from gluon_mgpu import commands
+from gluon_mgpu.commands import F
 from gluon_mgpu.errors import UsageError
 from gluon_mgpu.settings import MODELS
 
@@ -22,7 +29,7 @@ _steps = click.option(
 )
 
 
-def _contexts(note):
+def _contexts(note: str) -> Callable[[F], F]:
     return click.option(
         "--contexts",
         type=click.IntRange(min=1),
@@ -33,11 +40,11 @@ def _contexts(note):
     )
 
 
-def _out(name):
+def _out(name: str) -> Callable[[F], F]:
     return click.option("--out", type=click.Path(), metavar="DIR", help=f"Leave {name}.json and {name}.png there.")
 
 
-def _show(benchmark, name, result, out):
+def _show(benchmark: ModuleType, name: str, result: dict, out: str | None) -> None:
     """The table of a result and, with --out, its JSON and picture."""
     from gluon_mgpu.bench import machine
 
@@ -48,7 +55,7 @@ def _show(benchmark, name, result, out):
 
 
 @click.group(cls=commands.Group)
-def bench():
+def bench() -> None:
     """Measure what asynchrony, copies, allreduce, and more devices buy. Each subcommand prints a table."""
 
 
@@ -73,7 +80,7 @@ Examples:
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
 @_steps
-def steps(what, rounds, steps):
+def steps(what: tuple[str, ...], rounds: int, steps: int) -> None:
     """Time and memory a step, ours and the notebook's code, each in its own processes, taken in turn."""
     from gluon_mgpu.bench import steps as benchmark
 
@@ -93,10 +100,10 @@ def steps(what, rounds, steps):
         click.echo(f"The main job, scratch on 2 CPU contexts: peak memory {peak:.0f} MB\n{printed}", nl=False)
 
 
-def _products(gpus):
+def _products(gpus: str) -> Callable[[F], F]:
     """The options of `async` and `copy`."""
 
-    def add(command):
+    def add(command: F) -> F:
         for option in (
             click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="After one that does not count."),
             click.option(
@@ -131,7 +138,7 @@ Examples:
 )
 @_products("2")
 @_out("async")
-def asynchronous(out, **options):
+def asynchronous(out: str | None, **options: Any) -> None:
     """Products of matrices: when the calls return, when they are done; all devices one after another, or at once."""
     from gluon_mgpu.bench import asynchrony
 
@@ -147,7 +154,7 @@ Examples:
 )
 @_products("1")
 @_out("copy")
-def copy(out, **options):
+def copy(out: str | None, **options: Any) -> None:
     """Products and the copies of them to the host: once all are done, or each as soon as it can."""
     from gluon_mgpu.bench import asynchrony
 
@@ -164,7 +171,7 @@ Examples:
 @_contexts("each number in a process of its own. 8 need 3.5 GB.")
 @click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="Times each way is measured.")
 @_out("allreduce")
-def allreduce(contexts, rounds, out):
+def allreduce(contexts: tuple[int, ...], rounds: int, out: str | None) -> None:
     """Sums of arrays over CPU contexts, by size and by way, beside the memory's own copy rate."""
     from gluon_mgpu.bench import allreduce as benchmark
 
@@ -181,7 +188,7 @@ Examples:
 @click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each way.")
 @click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Timed steps a run.")
 @_out("partition")
-def partition(rounds, steps, out):
+def partition(rounds: int, steps: int, out: str | None) -> None:
     """The three ways to split LeNet over two devices: time, bytes moved, devices that wait."""
     from gluon_mgpu.bench import partition as benchmark
 
@@ -200,7 +207,7 @@ Examples:
 @click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each point.")
 @_steps
 @_out("scaling")
-def scaling(models, contexts, rounds, steps, out):
+def scaling(models: tuple[str, ...], contexts: tuple[int, ...], rounds: int, steps: int, out: str | None) -> None:
     """More contexts: with the batch of all of them fixed (strong scaling), and with that of each (weak scaling)."""
     from gluon_mgpu.bench import scaling as benchmark
 
@@ -231,7 +238,16 @@ Examples:
 )
 @click.option("--out", type=click.Path(), metavar="DIR", help="Leave distributed.json, or compression.json, and .png.")
 @click.pass_context
-def distributed(context, what, models, rounds, steps, epochs, limit, out):
+def distributed(
+    context: click.Context,
+    what: str,
+    models: tuple[str, ...],
+    rounds: int,
+    steps: int,
+    epochs: int,
+    limit: int | None,
+    out: str | None,
+) -> None:
     """2 processes of 1 context against 1 process of 2, over Horovod and MXNet's parameter servers."""
     for name in ("epochs", "limit") if what == "speed" else ("models", "steps"):
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
@@ -242,9 +258,9 @@ def distributed(context, what, models, rounds, steps, epochs, limit, out):
 
         _show(benchmark, "distributed", benchmark.run(models, rounds, steps), out)
     else:
-        from gluon_mgpu.bench import compression as benchmark
+        from gluon_mgpu.bench import compression
 
-        _show(benchmark, "compression", benchmark.run(rounds, epochs, limit), out)
+        _show(compression, "compression", compression.run(rounds, epochs, limit), out)
 
 
 @bench.command(
@@ -257,7 +273,7 @@ Examples:
 )
 @click.argument("folder", type=click.Path())
 @_out("model")
-def model(folder, out):
+def model(folder: str, out: str | None) -> None:
     """A cost model fitted to what `allreduce` and `scaling` left in FOLDER, and its prediction for clusters; with what
     `distributed` left there, held against steps of 2 processes too."""
     from gluon_mgpu.bench import model as benchmark
@@ -289,7 +305,7 @@ Examples:
     help="Leave timeline.json, timeline.png and timeline.trace.json there; the last opens in chrome://tracing and "
     "Perfetto.",
 )
-def timeline(out, **options):
+def timeline(out: str | None, **options: Any) -> None:
     """What each context does in a few steps, by the engine's profile: forward, backward, allreduce, update, idle."""
     from gluon_mgpu.bench import timeline as benchmark
 
@@ -309,7 +325,7 @@ Examples:
 @_steps
 @click.option("--accuracy", is_flag=True, help="Train LeNet on Fashion-MNIST for 4 epochs with each too.")
 @_out("peers")
-def peers(out, **options):
+def peers(out: str | None, **options: Any) -> None:
     """The same network, data and batch here and in PyTorch, alone and distributed, on the same cores."""
     from gluon_mgpu.bench import peers as benchmark
 
