@@ -63,6 +63,7 @@ docs-quick: docs  ## the same, with the long cells shown and not run
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 install: $(READY)
 

@@ -24,7 +24,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx
 exclude_patterns = []
 templates_path = ["_templates"]
 nitpicky = True
-nitpick_ignore_regex = [("py:obj", ".*")]  # `names` in docstrings: a link where there is one
+nitpick_ignore_regex = [("py:(obj|class)", ".*")]  # `names` in docstrings, and types: a link where there is one
 
 # Pages are plain Markdown: a reader on a code host has headings' anchors and relative links too.
 myst_heading_anchors = 3
@@ -44,7 +44,7 @@ os.environ["IPYTHONDIR"] = ipython.name
 QUICK = "GLUON_MGPU_DOCS_QUICK" in os.environ  # cells with the tag "long" are shown and not run
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+python_maximum_signature_line_length = 150  # with the modules that are not shown; a longer one has a line an argument
 autodoc_inherit_docstrings = False  # MXNet's own are not ours
 default_role = "py:obj"
 autodoc_preserve_defaults = True
