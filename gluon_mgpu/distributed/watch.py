@@ -378,7 +378,7 @@ def _numbers(names: Sequence[str]) -> list[int]:
 def _resolved(host: str, port: int) -> tuple[str, int]:
     """An IPv4 address, since ps-lite and gloo know no other."""
     try:
-        return socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        return str(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]), port
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise Error(f"the host {host} does not resolve to an IPv4 address ({why}): give a name or an address") from None
