@@ -110,10 +110,9 @@ def commands(command, path=("gluon-mgpu",)):
     command.format_options(context, help)
     for heading, rows in help.sections.items():
         if heading != "Commands":  # they come below
-            yield f"\n**{heading}**\n\n" + "".join(f"`{names}`\n: {plain(text)}\n\n" for names, text in rows)
-    if command.epilog:
-        title, *lines = inspect.cleandoc(command.epilog.replace("\b", "")).strip().splitlines()
-        yield f"\n**{title.rstrip(':')}**\n\n```text\n{inspect.cleandoc(chr(10).join(lines))}\n```\n"
+            yield f"\n**{heading}**\n\n" + "".join(f"`{names.strip()}`\n: {plain(text)}\n\n" for names, text in rows)
+    lines = "\n".join(command.examples)
+    yield f"\n**Examples**\n\n```text\n{lines}\n```\n"
     for name, sub in getattr(command, "commands", {}).items():
         yield from commands(sub, (*path, name))
 

@@ -8,13 +8,18 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from gluon_mgpu import __version__, commands, datasets, devices, engine, recipes, records
 from gluon_mgpu.bench.cli import bench
+from gluon_mgpu.distributed import launch as launcher
 from gluon_mgpu.distributed import place, serve
 from gluon_mgpu.doctor import doctor
 from gluon_mgpu.errors import UsageError
 from gluon_mgpu.settings import MODELS, SCHEDULES, Settings
+
+SEED = click.IntRange(0, 2**31 - 1)
+PROCESSES = click.IntRange(1, launcher.MOST)
 
 
 class Numbers(click.ParamType):
@@ -62,17 +67,20 @@ def _list_recipes(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
 
 @click.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  train.py --impl scratch --gpus 2
-  train.py --impl highlevel --gpus 0,2 --device gpu
-  train.py --recipe gluon-lenet-mnist-4gpu
-  train.py --impl highlevel --model resnet18 --gpus 2 --lr 0.1 --momentum 0.9 --schedule cosine
-  train.py --impl highlevel --gpus 4 --seed 1 --out runs/first
-  train.py --resume runs/first --epochs 10""",
+    examples="""
+        gluon-mgpu train --impl scratch --gpus 2
+        gluon-mgpu train --impl highlevel --gpus 0,2 --device gpu
+        gluon-mgpu train --recipe gluon-lenet-mnist-4gpu
+        gluon-mgpu train --impl highlevel --model resnet18 --gpus 2 --lr 0.1 --momentum 0.9 --schedule cosine
+        gluon-mgpu train --impl highlevel --gpus 4 --seed 1 --out runs/first
+        gluon-mgpu train --resume runs/first --epochs 10
+    """,
 )
 @click.option(
-    "--recipe", type=click.Choice(list(recipes.RECIPES)), metavar="NAME", help="One of the notebooks' experiments."
+    "--recipe",
+    type=commands.Choice(tuple(recipes.RECIPES)),
+    metavar="NAME",
+    help="One of the notebooks' experiments, as --list-recipes names them. Options given beside it win.",
 )
 @click.option(
     "--list-recipes",
@@ -80,18 +88,18 @@ Examples:
     is_eager=True,
     expose_value=False,
     callback=_list_recipes,
-    help="Print these and their sources.",
+    help="Print the recipes, with their options and sources.",
 )
 @commands.impl
 @commands.setting(
-    "--model", kind=click.Choice(MODELS), help="lenet-max has max pooling; it and resnet18 are highlevel's only."
+    "--model", kind=commands.Choice(MODELS), help="lenet-max has max pooling; it and resnet18 are highlevel's only."
 )
-@commands.setting("--dataset", kind=click.Choice(datasets.NAMES))
+@commands.setting("--dataset", kind=commands.Choice(datasets.NAMES), help="synthetic needs no file.")
 @commands.gpus()
 @commands.device
 @click.option(
     "--kvstore",
-    type=click.Choice(place.KVSTORES),
+    type=commands.Choice(place.KVSTORES),
     default="local",
     show_default=True,
     help="What sums gradients: this process, Horovod (start it with horovodrun), or MXNet's parameter servers (start "
@@ -100,45 +108,93 @@ Examples:
 @click.option(
     "--compress",
     metavar="fp16|2bit:T",
+    shell_complete=lambda context, param, begun: [way for way in ("fp16", "2bit:0.5") if way.startswith(begun)],
     help="Send gradients as 16-bit numbers (horovod), or in 2 bits: above T, below -T, or nothing, and the rest with a "
     "later step (dist_sync).",
 )
-@commands.setting("--batch-size", kind=int, help="Examples a step, over all devices together.")
+@commands.setting(
+    "--batch-size", kind=int, metavar="N", values="x>=1", help="Examples a step, over all devices together."
+)
 @commands.setting(
     "--shares", kind=Numbers(float, "auto"), metavar="A,B,...|auto", help="Parts of a batch for unequal devices: 80,20."
 )
-@commands.setting("--lr", kind=float, help="Learning rate.")
+@commands.setting("--lr", kind=float, metavar="X", values="x>0", help="Learning rate.")
 @commands.setting("--scale-lr", kind=bool, flag=True, help="--lr is for a batch of 256: scale it to this one.")
-@commands.setting("--schedule", kind=click.Choice(SCHEDULES), help="How the learning rate goes on.")
 @commands.setting(
-    "--step-epochs", kind=Numbers(int), metavar="E,F,...", help="After which epochs --schedule step steps."
+    "--schedule",
+    kind=commands.Choice(SCHEDULES),
+    help="How the learning rate goes on: as it is, smaller after --step-epochs, or down to 0 along a cosine.",
 )
-@commands.setting("--step-factor", kind=float, help="What --schedule step multiplies the learning rate by.")
-@commands.setting("--warmup-epochs", kind=float, help="The learning rate first grows from 0 for so long.")
-@commands.setting("--momentum", kind=float, help="Part of the last update that the next one repeats, such as 0.9.")
-@commands.setting("--weight-decay", kind=float, help="Part of every parameter that is taken off a step, times --lr.")
-@commands.setting("--clip-norm", kind=float, metavar="NORM", help="Scale a gradient of a larger norm down to this one.")
 @commands.setting(
-    "--accumulate", kind=int, metavar="K", help="Compute a batch's gradient in K pieces: needs less memory."
+    "--step-epochs",
+    kind=Numbers(int),
+    metavar="E,F,...",
+    values="1<=x<epochs",
+    help="After which epochs --schedule step steps.",
 )
-@commands.setting("--epochs", kind=int)
-@commands.setting("--seed", kind=int, metavar="N", help="Makes a run on CPU repeatable bit for bit.")
+@commands.setting(
+    "--step-factor",
+    kind=float,
+    metavar="X",
+    values="0<x<1",
+    help="What --schedule step multiplies the learning rate by.",
+)
+@commands.setting(
+    "--warmup-epochs",
+    kind=float,
+    metavar="X",
+    values="0<=x<epochs",
+    help="The learning rate first grows from 0 for so long.",
+)
+@commands.setting(
+    "--momentum",
+    kind=float,
+    metavar="X",
+    values="0<=x<1",
+    help="Part of the last update that the next one repeats, such as 0.9.",
+)
+@commands.setting(
+    "--weight-decay",
+    kind=float,
+    metavar="X",
+    values="0<=x<1",
+    help="Part of every parameter that is taken off a step, times --lr.",
+)
+@commands.setting(
+    "--clip-norm", kind=float, metavar="NORM", values="x>0", help="Scale a gradient of a larger norm down to this one."
+)
+@commands.setting(
+    "--accumulate",
+    kind=int,
+    values="1<=x<=batch-size",
+    metavar="K",
+    help="Compute a batch's gradient in K pieces: needs less memory.",
+)
+@commands.setting("--epochs", kind=int, metavar="N", values="x>=1", help="How often to go through the training set.")
+@commands.setting(
+    "--seed",
+    kind=int,
+    values="0<=x<=2147483647",
+    metavar="N",
+    help="Makes a run on CPU repeatable bit for bit; else one is drawn.",
+)
 @commands.setting(
     "--limit",
     kind=int,
+    values="x>=1",
     metavar="N",
     help="Train on the first N examples, evaluate on the first N/6 of the test set (at least 100).",
 )
 @commands.data_dir
 @click.option(
     "--out",
-    type=click.Path(),
+    type=commands.FOLDER,
     metavar="DIR",
     help="Leave config.json, metrics.jsonl, curves.png and checkpoint.npz there.",
 )
 @click.option(
     "--resume",
-    type=click.Path(),
+    type=commands.FOLDER,
     metavar="DIR",
     help="Go on with a run from its checkpoint, with its own settings; other --gpus, --shares or --impl may be given, "
     "and more --epochs, but to a cosine schedule.",
@@ -146,7 +202,7 @@ Examples:
 @click.option("--tensorboard", is_flag=True, help="Write for TensorBoard too, into the run's folder.")
 @click.option(
     "--profile",
-    type=click.Path(),
+    type=commands.FILE,
     metavar="FILE",
     help="Record what each device does during 5 steps, for chrome://tracing or Perfetto, and draw it beside FILE as "
     ".png. The epoch that they are in takes a little longer.",
@@ -154,12 +210,13 @@ Examples:
 @click.option(
     "--hybridize/--no-hybridize",
     default=True,
-    help="highlevel: run the net as one graph (default), or operator by operator.",
+    show_default=True,
+    help="highlevel: run the net as one graph, or operator by operator.",
 )
 @click.version_option(__version__)
 @click.pass_context
 def train(context: click.Context, recipe: str | None, **options: Any) -> None:
-    """Train LeNet or ResNet-18 with data parallelism; prints time and test accuracy after each epoch."""
+    """Train LeNet or ResNet-18 with data parallelism. Prints time and test accuracy after each epoch."""
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     here = place.asked(options["kvstore"])
     if here.role != "worker":
@@ -190,33 +247,41 @@ def train(context: click.Context, recipe: str | None, **options: Any) -> None:
 
 @click.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  batch_size.py
-  batch_size.py --impl highlevel --epochs 10 --out runs/batch-size-10
-  batch_size.py --dataset synthetic --limit 12000""",
+    examples="""
+        gluon-mgpu batch-size
+        gluon-mgpu batch-size --impl highlevel --epochs 10 --out runs/batch-size-10
+        gluon-mgpu batch-size --dataset synthetic --limit 12000
+    """,
 )
 @commands.impl
-@commands.setting("--dataset", kind=click.Choice(datasets.NAMES))
+@commands.setting("--dataset", kind=commands.Choice(datasets.NAMES), help="synthetic needs no file.")
 @commands.device
-@commands.setting("--lr", kind=float, help="Learning rate at batch 256.")
-@commands.setting("--epochs", kind=int)
+@commands.setting("--lr", kind=float, metavar="X", values="x>0", help="Learning rate at batch 256.")
+@commands.setting("--epochs", kind=int, metavar="N", values="x>=1", help="How often to go through the training set.")
 @click.option(
-    "--seed", type=int, default=1, show_default=True, help="Of all four; early epochs differ much between seeds."
+    "--seed",
+    type=SEED,
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Of all four; early epochs differ much between seeds.",
 )
-@commands.setting("--limit", kind=int, metavar="N", help="Train on the first N examples, as train.py does.")
+@commands.setting(
+    "--limit", kind=int, values="x>=1", metavar="N", help="Train on the first N examples, as train.py does."
+)
 @commands.data_dir
 @click.option(
     "--out",
-    type=click.Path(),
+    type=commands.FOLDER,
     default="runs/batch-size",
     show_default=True,
     metavar="DIR",
     help="Leave the picture and a folder a run there.",
 )
 def batch_size(out: str, **options: Any) -> None:
-    """The lecture's experiment: 1 device at batch 256; 2 devices at 256, at 512, and at 512 with the learning rate
-    scaled. Shows time and test accuracy of each, as a table and a picture."""
+    """Train with twice the batch on twice the devices. The lecture's experiment: 1 device at batch 256; 2 devices at
+    256, at 512, and at 512 with the learning rate scaled. Shows time and test accuracy of each, as a table and a
+    picture."""
     from gluon_mgpu import batch_size as experiment
 
     click.echo(experiment.table(experiment.run(out, **options)))
@@ -225,20 +290,20 @@ def batch_size(out: str, **options: Any) -> None:
 
 @click.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  walkthrough.py
-  walkthrough.py --impl highlevel --gpus 2
-  walkthrough.py --dataset synthetic --gpus 0,2 --device cpu""",
+    examples="""
+        gluon-mgpu walkthrough
+        gluon-mgpu walkthrough --impl highlevel --gpus 2
+        gluon-mgpu walkthrough --dataset synthetic --gpus 0,2 --device cpu
+    """,
 )
 @commands.impl
-@commands.setting("--dataset", kind=click.Choice(datasets.NAMES))
+@commands.setting("--dataset", kind=commands.Choice(datasets.NAMES), help="synthetic needs no file.")
 @commands.gpus("4", "How many devices, or which; GPUs that are not there are left out.")
 @commands.device
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Of the parameters.")
+@click.option("--seed", type=SEED, metavar="N", default=0, show_default=True, help="Of the parameters.")
 @commands.data_dir
 def walkthrough(impl: str, gpus: str, **options: Any) -> None:
-    """The notebooks' inspection cells: what lies on which device during a training step, and what is equal where."""
+    """The notebooks' inspection cells, run. What lies on which device during a training step, what is equal where."""
     indices = devices.parse(gpus)
     engine.configure(len(indices))  # before the module imports mxnet
     from gluon_mgpu import walkthrough as tour
@@ -248,26 +313,26 @@ def walkthrough(impl: str, gpus: str, **options: Any) -> None:
 
 @click.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  evaluate.py runs/first
-  evaluate.py runs/first --impl highlevel --gpus 2
-  evaluate.py runs/first --images coat.png boot.jpg
-  evaluate.py runs/first --export lenet""",
+    examples="""
+        gluon-mgpu evaluate runs/first
+        gluon-mgpu evaluate runs/first --impl highlevel --gpus 2
+        gluon-mgpu evaluate runs/first --images coat.png boot.jpg
+        gluon-mgpu evaluate runs/first --export lenet
+    """,
 )
-@click.argument("run", type=click.Path(), metavar="RUN")
-@click.argument("files", nargs=-1, type=click.Path(), metavar="")
+@click.argument("run", type=commands.FOLDER, metavar="RUN")
+@click.argument("files", nargs=-1, type=commands.FILE, metavar="")
 @click.option(
     "--images",
     multiple=True,
-    type=click.Path(),
+    type=commands.FILE,
     metavar="FILE...",
     help="Print the most probable classes of image files instead. As in the data, the object is to be bright on a dark "
     "ground; colours become grey, and other sizes 28x28.",
 )
 @click.option(
     "--export",
-    type=click.Path(),
+    type=commands.FILE,
     metavar="PREFIX",
     help="Leave the net as Gluon's PREFIX-symbol.json and PREFIX-0000.params too, for gluon.SymbolBlock.imports. It "
     "takes images (n, 1, 28, 28) in [0, 1].",
@@ -290,7 +355,7 @@ def evaluate(
     device: str,
     data_dir: str | None,
 ) -> None:
-    """Test accuracy and confusion table of RUN, a folder that train.py --out left."""
+    """Test accuracy and confusion table of what was trained. RUN is the folder that train.py --out left."""
     if files and not images:
         raise UsageError(f"{files[0]}: give one RUN, and images after --images")
     indices = devices.parse(gpus)
@@ -314,11 +379,11 @@ def evaluate(
 
 @click.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  parity.py --quick
-  parity.py --seeds 10 --out runs/parity-10
-  parity.py --seeds 4,7 --device gpu""",
+    examples="""
+        gluon-mgpu parity --quick
+        gluon-mgpu parity --seeds 10 --out runs/parity-10
+        gluon-mgpu parity --seeds 4,7 --device gpu
+    """,
 )
 @click.option("--quick", is_flag=True, help="In 3 minutes: one training of two recipes, and no batch-size experiment.")
 @click.option(
@@ -333,7 +398,7 @@ Examples:
 @commands.data_dir
 @click.option(
     "--out",
-    type=click.Path(),
+    type=commands.FOLDER,
     default="runs/parity",
     show_default=True,
     metavar="DIR",
@@ -341,8 +406,8 @@ Examples:
 )
 @click.pass_context
 def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str, **options: Any) -> None:
-    """Hold this port against what the notebooks printed: accuracies, values, claims. Exit status 0 when all holds, 1
-    when something does not, which the first line names."""
+    """Hold this port against what the notebooks printed. That is accuracies, values, claims. Exit status 0 when all
+    holds, 1 when something does not, which the first line names."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick trains with one seed: leave --seeds away")
     engine.configure(4)  # as many contexts as the largest recipe has, before mxnet is imported
@@ -357,27 +422,46 @@ def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str
 @click.command(
     cls=commands.Command,
     context_settings={"allow_interspersed_args": False},
-    epilog="""\b
-Examples:
-  launch.py --workers 2 --servers 1 -- python scripts/train.py --impl highlevel --kvstore dist_sync
-  launch.py --workers 4 --servers 2 --port 9091 -- python my_mxnet_program.py""",
+    examples="""
+        gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train --impl highlevel --kvstore dist_sync
+        gluon-mgpu launch --workers 4 --servers 2 -- gluon-mgpu train --kvstore dist_sync --compress 2bit:0.5
+    """,
 )
-@click.option("--workers", type=int, default=2, show_default=True, metavar="N", help="How many processes train.")
-@click.option("--servers", type=int, default=1, show_default=True, metavar="N", help="How many hold the parameters.")
+@click.option("--workers", type=PROCESSES, default=2, show_default=True, metavar="N", help="How many processes train.")
 @click.option(
-    "--port", type=int, metavar="PORT", help="Where the scheduler listens, on PORT and the next one; else on free ones."
+    "--servers", type=PROCESSES, default=1, show_default=True, metavar="N", help="How many hold the parameters."
 )
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65534),
+    metavar="PORT",
+    help="Where the scheduler listens, on PORT and the next one; else on free ones.",
+)
+@click.argument(
+    "command",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND...",
+    shell_complete=lambda context, param, begun: [CompletionItem(begun, type="file")],
+)
 @click.pass_context
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
-    """Run an MXNet program on several processes of this machine, with MXNet's parameter servers: a scheduler, servers,
-    and workers, of which the first has the terminal. Where one fails, a line names it and all are ended."""
+    """Run an MXNet program on several processes of this machine. MXNet's parameter servers: a scheduler, servers, and
+    workers, of which the first has the terminal. Where one fails, a line names it and all are ended."""
     from gluon_mgpu.distributed import launch as launcher
 
     context.exit(launcher.launch(command, **options))
 
 
-@click.group(cls=commands.Group)
+@click.group(
+    cls=commands.Group,
+    epilog='In bash, eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)" lets TAB complete. Others: docs/cli.md',
+    examples="""
+        gluon-mgpu doctor
+        gluon-mgpu train --impl scratch --gpus 2
+        gluon-mgpu train --help
+    """,
+)
 @click.version_option(__version__)
 def main() -> None:
     """Data-parallel training with MXNet, from scratch and with Gluon."""

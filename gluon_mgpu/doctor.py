@@ -61,13 +61,19 @@ print(horovod.__version__)
 TRIAL = "--epochs=1 --dataset=synthetic --limit=512 --seed=1".split()
 
 
-@click.command(cls=commands.Command)
+@click.command(
+    cls=commands.Command,
+    examples="""
+        gluon-mgpu doctor
+        gluon-mgpu doctor --data-dir data
+    """,
+)
 @commands.data_dir
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
-    """What this machine can run, a line a finding with what to do: Python, NumPy, MXNet and the libraries that it
-    needs, cores, GPUs, data, free space, Horovod. At last it trains for a moment on 2 devices. Exit status 1 when the
-    main job, train --impl scratch --gpus 2, could not run."""
+    """What this machine can run, and what to do about the rest. A line a finding: Python, NumPy, MXNet and the
+    libraries that it needs, cores, GPUs, data, free space, Horovod. At last it trains for a moment on 2 devices. Exit
+    status 1 when the main job, train --impl scratch --gpus 2, could not run."""
     problems = 0
     for mark, finding in findings(data_dir):
         problems += mark == "problem"

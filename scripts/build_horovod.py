@@ -69,7 +69,7 @@ assert hvd.size() == 2 and (x.asnumpy() == 3 * np.arange(1000)).all(), x
 """
 
 
-@click.command(cls=commands.Command)
+@click.command(cls=commands.Command, examples="make horovod")
 def build_horovod():
     """Build Horovod for the MXNet of this environment, install it there, and sum an array over two processes."""
     if version("horovod") != f"{HOROVOD}+{MARK}":

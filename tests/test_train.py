@@ -122,7 +122,7 @@ def test_fashion_mnist_is_found_or_fetched_and_trained_on():
         (("--gpus", "2", "--batch-size", "1"), 2, "a batch of 1 on 2 devices"),
         (("--device", "gpu"), 2, "--device gpu: "),
         (("--impl", "scratch", "--no-hybridize"), 2, "highlevel's"),
-        (("--impl", "torch"), 2, "'torch' is not one of"),
+        (("--impl", "torch"), 2, "--impl torch: choose one of"),
         (("--lr", "0"), 2, "lr 0.0: give"),
         (("--lr", "-0.1"), 2, "lr -0.1: give"),
         (("--lr", "nan"), 2, "lr nan: give"),
@@ -130,7 +130,7 @@ def test_fashion_mnist_is_found_or_fetched_and_trained_on():
         (("--epochs", "0"), 2, "epochs 0: give"),
         (("--seed", "-1"), 2, "seed -1: give"),
         (("--model", "resnet18"), 2, "scratch has lenet only"),
-        (("--recipe", "none"), 2, "'none' is not one of"),
+        (("--recipe", "none"), 2, "--recipe none: choose one of"),
         (("--momentum", "1"), 2, "momentum 1.0: give"),
         (("--weight-decay", "-1"), 2, "weight_decay -1.0: give"),
         (("--clip-norm", "0"), 2, "clip_norm 0.0: give"),
@@ -155,8 +155,8 @@ def test_what_cannot_be_run_is_refused_in_one_line_with_its_exit_status(options,
     done = train("--epochs", "1", *dataset, *options)
     assert done.returncode == status, done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr and "epoch" not in done.stdout
-    said = [line for line in done.stderr.splitlines() if not line.startswith(("Usage: ", "Try ", "gluon_mgpu: "))]
-    assert len([line for line in said if line]) == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("gluon_mgpu: ")]
+    assert len(said) == 1, done.stderr
 
 
 def test_a_terminal_sees_a_bar_with_examples_and_loss_and_a_file_does_not():

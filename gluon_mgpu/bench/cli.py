@@ -18,14 +18,19 @@ ROUNDS = click.IntRange(min=3)
 _models = click.option(
     "--model",
     "models",
-    type=click.Choice(["lenet", "resnet18"]),
+    type=commands.Choice(["lenet", "resnet18"]),
     multiple=True,
     default=("lenet", "resnet18"),
     show_default=True,
     help="LeNet at batch 256, ResNet-18 at 64.",
 )
 _steps = click.option(
-    "--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps a run; ResNet-18's: a tenth."
+    "--steps",
+    type=click.IntRange(min=10),
+    metavar="N",
+    default=100,
+    show_default=True,
+    help="Steps a run; ResNet-18's: a tenth.",
 )
 
 
@@ -33,6 +38,7 @@ def _contexts(note: str) -> Callable[[F], F]:
     return click.option(
         "--contexts",
         type=click.IntRange(min=1),
+        metavar="N",
         multiple=True,
         default=(1, 2, 4, 8),
         show_default=True,
@@ -41,7 +47,7 @@ def _contexts(note: str) -> Callable[[F], F]:
 
 
 def _out(name: str) -> Callable[[F], F]:
-    return click.option("--out", type=click.Path(), metavar="DIR", help=f"Leave {name}.json and {name}.png there.")
+    return click.option("--out", type=commands.FOLDER, metavar="DIR", help=f"Leave {name}.json and {name}.png there.")
 
 
 def _show(benchmark: ModuleType, name: str, result: dict, out: str | None) -> None:
@@ -54,23 +60,30 @@ def _show(benchmark: ModuleType, name: str, result: dict, out: str | None) -> No
         click.echo(f"{out}/{name}.png shows it.")
 
 
-@click.group(cls=commands.Group)
+@click.group(
+    cls=commands.Group,
+    examples="""
+        gluon-mgpu bench steps
+        gluon-mgpu bench allreduce --out runs/bench
+        gluon-mgpu bench steps --help
+    """,
+)
 def bench() -> None:
-    """Measure what asynchrony, copies, allreduce, and more devices buy. Each subcommand prints a table."""
+    """Measure asynchrony, copies, allreduce, scaling, and more. Each subcommand prints a table."""
 
 
 @bench.command(
     "steps",
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py steps
-  bench.py steps --rounds 5 --steps 200
-  bench.py steps --what engine""",
+    examples="""
+        gluon-mgpu bench steps
+        gluon-mgpu bench steps --rounds 5 --steps 200
+        gluon-mgpu bench steps --what engine
+    """,
 )
 @click.option(
     "--what",
-    type=click.Choice(["step", "evaluate", "resnet18", "overhead", "engine", "profile", "main-job"]),
+    type=commands.Choice(["step", "evaluate", "resnet18", "overhead", "engine", "profile", "main-job"]),
     multiple=True,
     default=("step", "evaluate", "resnet18", "main-job"),
     show_default=True,
@@ -78,10 +91,10 @@ Examples:
     "of an epoch is not computation. engine: each setting left out in turn. profile: where a step's time goes, "
     "by operator. main-job: a whole run and its memory.",
 )
-@click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Runs of each subject.")
+@click.option("--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each subject.")
 @_steps
 def steps(what: tuple[str, ...], rounds: int, steps: int) -> None:
-    """Time and memory a step, ours and the notebook's code, each in its own processes, taken in turn."""
+    """Time and memory a step, ours and the notebook's code. Each in its own processes, taken in turn."""
     from gluon_mgpu.bench import steps as benchmark
 
     if "step" in what:
@@ -105,7 +118,14 @@ def _products(gpus: str) -> Callable[[F], F]:
 
     def add(command: F) -> F:
         for option in (
-            click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="After one that does not count."),
+            click.option(
+                "--rounds",
+                type=ROUNDS,
+                metavar="N",
+                default=5,
+                show_default=True,
+                help="After one that does not count.",
+            ),
             click.option(
                 "--products",
                 type=click.IntRange(min=1),
@@ -131,15 +151,15 @@ def _products(gpus: str) -> Callable[[F], F]:
 @bench.command(
     "async",
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py async
-  bench.py async --gpus 4 --device gpu --size 4000 --products 50""",
+    examples="""
+        gluon-mgpu bench async
+        gluon-mgpu bench async --gpus 4 --device gpu --size 4000 --products 50
+    """,
 )
 @_products("2")
 @_out("async")
 def asynchronous(out: str | None, **options: Any) -> None:
-    """Products of matrices: when the calls return, when they are done; all devices one after another, or at once."""
+    """When calls return, and when they are done. Products of matrices, on all devices one after another, or at once."""
     from gluon_mgpu.bench import asynchrony
 
     _show(asynchrony, "async", asynchrony.run("async", **options), out)
@@ -147,15 +167,15 @@ def asynchronous(out: str | None, **options: Any) -> None:
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py copy
-  bench.py copy --size 2000 --out runs/bench""",
+    examples="""
+        gluon-mgpu bench copy
+        gluon-mgpu bench copy --size 2000 --out runs/bench
+    """,
 )
 @_products("1")
 @_out("copy")
 def copy(out: str | None, **options: Any) -> None:
-    """Products and the copies of them to the host: once all are done, or each as soon as it can."""
+    """Products, and the copies of them to the host. Once all are done, or each as soon as it can."""
     from gluon_mgpu.bench import asynchrony
 
     _show(asynchrony, "copy", asynchrony.run("copy", **options), out)
@@ -163,16 +183,16 @@ def copy(out: str | None, **options: Any) -> None:
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py allreduce
-  bench.py allreduce --contexts 2 --contexts 4 --out runs/bench""",
+    examples="""
+        gluon-mgpu bench allreduce
+        gluon-mgpu bench allreduce --contexts 2 --contexts 4 --out runs/bench
+    """,
 )
 @_contexts("each number in a process of its own. 8 need 3.5 GB.")
-@click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="Times each way is measured.")
+@click.option("--rounds", type=ROUNDS, metavar="N", default=5, show_default=True, help="Times each way is measured.")
 @_out("allreduce")
 def allreduce(contexts: tuple[int, ...], rounds: int, out: str | None) -> None:
-    """Sums of arrays over CPU contexts, by size and by way, beside the memory's own copy rate."""
+    """Sums of arrays over CPU contexts, by size and by way. Beside the memory's own copy rate."""
     from gluon_mgpu.bench import allreduce as benchmark
 
     _show(benchmark, "allreduce", benchmark.run(contexts, rounds), out)
@@ -180,16 +200,18 @@ def allreduce(contexts: tuple[int, ...], rounds: int, out: str | None) -> None:
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py partition
-  bench.py partition --rounds 5 --out runs/bench""",
+    examples="""
+        gluon-mgpu bench partition
+        gluon-mgpu bench partition --rounds 5 --out runs/bench
+    """,
 )
-@click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each way.")
-@click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Timed steps a run.")
+@click.option("--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each way.")
+@click.option(
+    "--steps", type=click.IntRange(min=10), metavar="N", default=100, show_default=True, help="Timed steps a run."
+)
 @_out("partition")
 def partition(rounds: int, steps: int, out: str | None) -> None:
-    """The three ways to split LeNet over two devices: time, bytes moved, devices that wait."""
+    """The three ways to split LeNet over two devices. Time, bytes moved, devices that wait."""
     from gluon_mgpu.bench import partition as benchmark
 
     _show(benchmark, "partition", benchmark.run(rounds, steps), out)
@@ -197,18 +219,18 @@ def partition(rounds: int, steps: int, out: str | None) -> None:
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py scaling
-  bench.py scaling --model lenet --contexts 2 --contexts 16 --out runs/bench""",
+    examples="""
+        gluon-mgpu bench scaling
+        gluon-mgpu bench scaling --model lenet --contexts 2 --contexts 16 --out runs/bench
+    """,
 )
 @_models
 @_contexts("1 is always measured too.")
-@click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each point.")
+@click.option("--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each point.")
 @_steps
 @_out("scaling")
 def scaling(models: tuple[str, ...], contexts: tuple[int, ...], rounds: int, steps: int, out: str | None) -> None:
-    """More contexts: with the batch of all of them fixed (strong scaling), and with that of each (weak scaling)."""
+    """Strong and weak scaling over more contexts. With the batch of all of them fixed, and with that of each."""
     from gluon_mgpu.bench import scaling as benchmark
 
     _show(benchmark, "scaling", benchmark.run(models, contexts, rounds, steps), out)
@@ -216,27 +238,31 @@ def scaling(models: tuple[str, ...], contexts: tuple[int, ...], rounds: int, ste
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py distributed
-  bench.py distributed --model lenet --rounds 5 --out runs/bench
-  bench.py distributed --what compression --epochs 4 --out runs/bench""",
+    examples="""
+        gluon-mgpu bench distributed
+        gluon-mgpu bench distributed --model lenet --rounds 5 --out runs/bench
+        gluon-mgpu bench distributed --what compression --epochs 4 --out runs/bench
+    """,
 )
 @click.option(
     "--what",
-    type=click.Choice(["speed", "compression"]),
+    type=commands.Choice(["speed", "compression"]),
     default="speed",
     show_default=True,
     help="compression: bytes sent and accuracy of LeNet on Fashion-MNIST, with and without it.",
 )
 @_models
-@click.option("--rounds", type=ROUNDS, default=3, show_default=True, help="Runs of each way; compression's seeds.")
+@click.option(
+    "--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each way; compression's seeds."
+)
 @_steps
-@click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True, help="compression's.")
+@click.option("--epochs", type=click.IntRange(min=1), metavar="N", default=4, show_default=True, help="compression's.")
 @click.option(
     "--limit", type=click.IntRange(min=1, max=60000), metavar="N", help="compression's: the first N examples."
 )
-@click.option("--out", type=click.Path(), metavar="DIR", help="Leave distributed.json, or compression.json, and .png.")
+@click.option(
+    "--out", type=commands.FOLDER, metavar="DIR", help="Leave distributed.json, or compression.json, and .png."
+)
 @click.pass_context
 def distributed(
     context: click.Context,
@@ -248,7 +274,7 @@ def distributed(
     limit: int | None,
     out: str | None,
 ) -> None:
-    """2 processes of 1 context against 1 process of 2, over Horovod and MXNet's parameter servers."""
+    """2 processes of 1 context against 1 process of 2. Over Horovod and MXNet's parameter servers."""
     for name in ("epochs", "limit") if what == "speed" else ("models", "steps"):
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             other = "compression" if what == "speed" else "speed"
@@ -265,17 +291,17 @@ def distributed(
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py allreduce --out runs/bench && bench.py scaling --out runs/bench
-  bench.py model runs/bench
-  bench.py model runs/bench --out runs/bench""",
+    examples="""
+        gluon-mgpu bench allreduce --out runs/bench && gluon-mgpu bench scaling --out runs/bench
+        gluon-mgpu bench model runs/bench
+        gluon-mgpu bench model runs/bench --out runs/bench
+    """,
 )
-@click.argument("folder", type=click.Path())
+@click.argument("folder", type=commands.FOLDER)
 @_out("model")
 def model(folder: str, out: str | None) -> None:
-    """A cost model fitted to what `allreduce` and `scaling` left in FOLDER, and its prediction for clusters; with what
-    `distributed` left there, held against steps of 2 processes too."""
+    """A cost model, and what it predicts for clusters. Fitted to what `allreduce` and `scaling` left in FOLDER; with
+    what `distributed` left there, held against steps of 2 processes too."""
     from gluon_mgpu.bench import model as benchmark
 
     _show(benchmark, "model", benchmark.run(folder), out)
@@ -283,30 +309,30 @@ def model(folder: str, out: str | None) -> None:
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py timeline
-  bench.py timeline --impl highlevel --model resnet18 --out runs/bench""",
+    examples="""
+        gluon-mgpu bench timeline
+        gluon-mgpu bench timeline --impl highlevel --model resnet18 --out runs/bench
+    """,
 )
 @commands.impl
-@commands.setting("--model", kind=click.Choice(MODELS), help="lenet-max and resnet18 are highlevel's only.")
-@click.option("--contexts", type=click.IntRange(min=1), default=2, show_default=True, help="CPU contexts.")
+@commands.setting("--model", kind=commands.Choice(MODELS), help="lenet-max and resnet18 are highlevel's only.")
+@click.option("--contexts", type=click.IntRange(min=1), metavar="N", default=2, show_default=True, help="CPU contexts.")
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     metavar="N",
     help="Examples a step, over all contexts together; default 256, ResNet-18's 64.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps shown.")
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", default=5, show_default=True, help="Steps shown.")
 @click.option(
     "--out",
-    type=click.Path(),
+    type=commands.FOLDER,
     metavar="DIR",
     help="Leave timeline.json, timeline.png and timeline.trace.json there; the last opens in chrome://tracing and "
     "Perfetto.",
 )
 def timeline(out: str | None, **options: Any) -> None:
-    """What each context does in a few steps, by the engine's profile: forward, backward, allreduce, update, idle."""
+    """What each context does in a few steps. By the engine's profile: forward, backward, allreduce, update, idle."""
     from gluon_mgpu.bench import timeline as benchmark
 
     _show(benchmark, "timeline", benchmark.run(**options, out=out), out)
@@ -314,19 +340,21 @@ def timeline(out: str | None, **options: Any) -> None:
 
 @bench.command(
     cls=commands.Command,
-    epilog="""\b
-Examples:
-  bench.py peers
-  bench.py peers --model lenet --rounds 9 --out runs/bench
-  bench.py peers --model lenet --accuracy""",
+    examples="""
+        gluon-mgpu bench peers
+        gluon-mgpu bench peers --model lenet --rounds 9 --out runs/bench
+        gluon-mgpu bench peers --model lenet --accuracy
+    """,
 )
 @_models
-@click.option("--rounds", type=click.IntRange(min=5), default=5, show_default=True, help="Runs of each subject.")
+@click.option(
+    "--rounds", type=click.IntRange(min=5), metavar="N", default=5, show_default=True, help="Runs of each subject."
+)
 @_steps
 @click.option("--accuracy", is_flag=True, help="Train LeNet on Fashion-MNIST for 4 epochs with each too.")
 @_out("peers")
 def peers(out: str | None, **options: Any) -> None:
-    """The same network, data and batch here and in PyTorch, alone and distributed, on the same cores."""
+    """The same network, data and batch here and in PyTorch. Alone and distributed, on the same cores."""
     from gluon_mgpu.bench import peers as benchmark
 
     _show(benchmark, "peers", benchmark.run(**options), out)
