@@ -124,6 +124,20 @@ def before_parsing(app, docname, source):
         source[0] = re.sub(r"```\{code-cell\}[^\n]*\n:tags: \[long\]\n", "```python\n", source[0])
 
 
+def readable(app, pagename, templatename, context, doctree):
+    """Inline code may be broken after a mark, not within a name nor after an option's dashes; pictures open alone."""
+
+    def marked(word):
+        if word[1].startswith("-"):
+            return f'<span class="pre option">{word[1]}</span>'
+        marks = re.sub(r"((?:[_(=,/|]|\.(?![.\d])|[0-9a-f]{16})(?=.))", r"\1<wbr>", word[1])
+        return f'<span class="pre">{marks}</span>'
+
+    body = re.sub(r'<span class="pre">([^<]*)</span>', marked, context.get("body", ""))
+    picture = r'<img [^>]*src="([^"]*_images/[a-z]+\.png)"[^>]*/>'
+    context["body"] = re.sub(picture, r'<a class="picture" href="\1">\g<0></a>', body)
+
+
 def plain_docstring(app, what, name, obj, options, lines):
     """Docstrings are plain text: stars and bars stand for themselves."""
     lines[:] = [re.sub(r"([*|])", r"\\\1", line) for line in lines]
@@ -139,3 +153,4 @@ def setup(app):
     app.connect("autodoc-skip-member", skip_fields)
     app.add_transform(LinksOutOfDocs)
     app.connect("source-read", before_parsing)
+    app.connect("html-page-context", readable)
