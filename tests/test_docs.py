@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import gluon_mgpu
-from gluon_mgpu import datasets, engine, loop, scratch
+from gluon_mgpu import datasets, engine, loop, recipes, scratch
 
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGE = Path(gluon_mgpu.__file__).parent
@@ -82,6 +82,10 @@ def is_of(message, parts):
     return re.fullmatch(".*".join(map(re.escape, parts)), message, re.DOTALL) is not None
 
 
+def pages():
+    return "\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
+
+
 def test_every_message_of_the_package_is_explained():
     page = explained()
     missing = [f"{path}: {'…'.join(parts)}" for parts, path in package_messages().items()]
@@ -117,6 +121,13 @@ def test_every_module_has_a_page_of_the_api():
 def test_the_checksums_on_the_page_are_those_that_are_checked():
     shown = re.findall(r"^\| (\S+-ubyte) \| `(\w{64})` \|$", (DOCS / "datasets.md").read_text(), re.MULTILINE)
     assert shown == [file for files in datasets.SHA256.values() for file in files.items()]
+
+
+def test_what_the_pages_say_that_the_notebooks_printed_is_what_they_printed():
+    printed = {(r.options["gpus"], tuple(map(float, r.test_accuracy))) for r in recipes.RECIPES.values()}
+    rows = re.findall(r"^\| the notebook, on (\d) GPUs? \| (.*) \|$", pages(), re.MULTILINE)
+    assert len(rows) == 4
+    assert {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
 
 
 SHORTENED = ("allreduce", "train_batch")  # on the page: without settings and other processes
