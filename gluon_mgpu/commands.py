@@ -64,7 +64,7 @@ class _Ours(click.Command):
         main_thread = threading.current_thread() is threading.main_thread()
         if main_thread:  # SIGTERM ends a command, and what it started, as Ctrl-C does
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        kwargs.setdefault("prog_name", shlex.join(["python", sys.argv[0]]))
+        kwargs["prog_name"] = kwargs.get("prog_name") or shlex.join(["python", sys.argv[0]])
         debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0  # that of context.exit
