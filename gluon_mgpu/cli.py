@@ -448,8 +448,6 @@ def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
     """Run an MXNet program on several processes of this machine. MXNet's parameter servers: a scheduler, servers, and
     workers, of which the first has the terminal. Where one fails, a line names it and all are ended."""
-    from gluon_mgpu.distributed import launch as launcher
-
     context.exit(launcher.launch(command, **options))
 
 
