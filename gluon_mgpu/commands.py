@@ -149,7 +149,9 @@ def _usage(error: click.UsageError) -> str:
         options = [param for param in error.ctx.command.get_params(error.ctx) if isinstance(param, click.Option)]
         names = [name for option in options for name in (*option.opts, *option.secondary_opts)]
         line = f"{wrong}: no such option{nearest(wrong, names)}"
-    elif isinstance(error, click.BadParameter) and error.param and not isinstance(error, click.MissingParameter):
+    elif isinstance(error, click.MissingParameter):
+        line = error.format_message()
+    elif isinstance(error, click.BadParameter) and error.param and error.ctx:
         name = error.param.get_error_hint(error.ctx).replace("'", "")
         line = f"{name} {error.message}"
     else:
