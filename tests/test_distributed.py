@@ -101,6 +101,14 @@ def test_two_workers_of_two_contexts_with_all_that_a_step_can_do_are_one_process
     assert apart(parameters(tmp_path / "run"), parameters(tmp_path / "alone"), impl) < 1e-4
 
 
+def test_a_recipes_own_network_trains_on_two_workers_as_on_two_contexts(engine, tmp_path):
+    args = ["--impl", "highlevel", "--model", "lenet-max", "--device", "cpu", "--out", tmp_path / "run", *ARGS]
+    status, _, err = runs.run(engine, 2, *args)
+    assert status == 0, err
+    highlevel.train(2, BATCH, 0.2, model="lenet-max", device="cpu", out=str(tmp_path / "alone"), **OPTIONS)
+    assert apart(parameters(tmp_path / "run"), parameters(tmp_path / "alone"), "highlevel") == 0
+
+
 def test_workers_of_one_and_of_two_contexts_are_one_process_too(tmp_path):
     train = " ".join(map(str, [*runs.TRAIN, "--kvstore dist_sync --device cpu --out", tmp_path / "run", *ARGS]))
     program = ["sh", "-c", f"exec {train} --gpus $((1 + ${{DMLC_TASK_ID:-0}}))"]
