@@ -277,6 +277,7 @@ class Replicas:
 
     def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
         """{name: NumPy array}: what the net computes with, on that device of ctx."""
+        nd.waitall()  # a forward under way may put weights into oneDNN's order while they are read (docs/engine.md)
         return {name: p.data(self.ctx[device]).asnumpy() for name, p in self.named.items()}
 
     def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
