@@ -107,13 +107,13 @@ def test_all_threads_of_a_worker_have_cores_of_their_own_where_there_are_enough(
     assert status == 0, err
     found = json.loads(out.split("found", 1)[1])
     cores = os.sched_getaffinity(0)
-    part = len(cores) // count
     taken = set()
     for threads in found:
         own = set(threads[0])
         assert all(set(thread) == own for thread in threads)
-        if part:
-            assert own <= cores and len(own) == part and not own & taken
-            taken |= own
+        if count <= len(cores):
+            assert len(own) in (len(cores) // count, -(-len(cores) // count)) and not own & taken
         else:
             assert own == cores
+        taken |= own
+    assert taken == cores

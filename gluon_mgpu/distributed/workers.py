@@ -118,12 +118,11 @@ def bind(rank: int, gather: Callable[[Any], list[Any]]) -> None:
     cores = sorted(os.sched_getaffinity(0))
     all_cores = gather([BOOT_ID.read_text(), cores])
     sharing = [other for other, found in enumerate(all_cores) if found == all_cores[rank]]
-    part = len(cores) // len(sharing)
-    if part and len(sharing) > 1:
-        first = part * sharing.index(rank)
+    if 1 < len(sharing) <= len(cores):
+        first, end = (len(cores) * i // len(sharing) for i in (sharing.index(rank), sharing.index(rank) + 1))
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(int(thread), cores[first : first + part])
+                os.sched_setaffinity(int(thread), cores[first:end])
 
 
 @contextmanager
