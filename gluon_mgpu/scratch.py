@@ -266,6 +266,7 @@ class Replicas:
 
     def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
         """{name: NumPy array}: what the net computes with, on that device of ctx."""
+        nd.waitall()  # a forward under way may put weights into oneDNN's order while they are read (docs/engine.md)
         return self._named(self.device_params[device])
 
     def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
