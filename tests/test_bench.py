@@ -26,7 +26,7 @@ def test_ratios_are_of_runs_of_one_round_and_medians_of_those():
 def test_every_subject_trains_in_a_process_of_its_own_and_says_how_long_a_step_took():
     named = (steps.Subject("notebook", 2), steps.Subject("highlevel", 2), steps.Subject("highlevel", 2, without="both"))
     subjects = (*named, steps.EVALUATE[2], steps.RESNET18[2])
-    results = steps.measure(subjects, rounds=1, steps=10)
+    results = steps.measure(subjects, rounds=1, steps=5)
     for (run,) in results.values():
         assert 1 < run["step_ms"] < 10000 and 50 < run["peak_mb"] < 5000
 

@@ -83,6 +83,18 @@ def test_mxnet_may_be_imported_first_where_its_threads_are_safe():
     assert done.stderr.count("CPU contexts will take turns") == 1
 
 
+LOSS = """
+    from gluon_mgpu import scratch
+    epochs = scratch.train(1, 64, 0.2, epochs=1, dataset="synthetic", limit=1500, device="cpu", seed=1)
+    print(epochs[0].train_loss)
+"""
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return python(LOSS)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -96,13 +108,8 @@ def test_mxnet_may_be_imported_first_where_its_threads_are_safe():
     ],
     ids=str,
 )
-def test_one_context_trains_to_the_usual_loss_whatever_the_environment_holds(setting):
-    code = """
-        from gluon_mgpu import scratch
-        epochs = scratch.train(1, 64, 0.2, epochs=1, dataset="synthetic", limit=1500, device="cpu", seed=1)
-        print(epochs[0].train_loss)
-    """
-    done, usual = python(code, **setting), python(code)
+def test_one_context_trains_to_the_usual_loss_whatever_the_environment_holds(setting, usual):
+    done = python(LOSS, **setting)
     assert done.returncode == 0, done.stderr
     # Another number of threads sums in another order, which is all that may differ.
     assert float(done.stdout.split()[-1]) == pytest.approx(float(usual.stdout.split()[-1]), rel=1e-4)

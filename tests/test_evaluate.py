@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gluon_mgpu import checkpoint, datasets, evaluate
+from gluon_mgpu import checkpoint, cli, datasets, evaluate
 from gluon_mgpu.errors import Error, UsageError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -278,7 +278,7 @@ def test_a_prefix_that_names_no_files_is_refused(prefix, says, tmp_path):
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line_with_its_exit_status(
-    run, options, status, says, runs, tmp_path
+    run, options, status, says, runs, tmp_path, capfd
 ):
     content = (runs / "scratch" / "checkpoint.npz").read_bytes()
     arrays, facts = checkpoint.load(runs / "scratch" / "checkpoint.npz")
@@ -295,9 +295,11 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line_with_its_exit_status(
         checkpoint.save(folder / "checkpoint.npz", arrays, {"seed": 0, "epochs": 2, "steps": 0})
     if run == "other":
         checkpoint.save(folder / "checkpoint.npz", {**arrays, "W1": arrays["W2"]}, facts)
-    done = script("evaluate.py", folder, "--device", "cpu", *options)
-    assert done.returncode == status and done.stdout == "", done.stderr
-    assert re.fullmatch(r"error: [^\n]*\n", done.stderr) and says in done.stderr
+    with pytest.raises(SystemExit) as exit:
+        cli.evaluate([str(folder), "--device", "cpu", *options])
+    printed, errors = capfd.readouterr()
+    assert exit.value.code == status and printed == "", errors
+    assert re.fullmatch(r"error: [^\n]*\n", errors) and says in errors
 
 
 def test_the_installed_command_is_the_same(runs):
