@@ -92,7 +92,7 @@ def _list_recipes(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
 )
 @commands.impl
 @commands.setting(
-    "--model", kind=commands.Choice(MODELS), help="lenet-max has max pooling; it and resnet18 are highlevel's only."
+    "--model", kind=commands.Choice(MODELS), help="lenet-max has max pooling; all but lenet are highlevel's."
 )
 @commands.setting("--dataset", kind=commands.Choice(datasets.NAMES), help="synthetic needs no file.")
 @commands.gpus()
@@ -222,7 +222,7 @@ def train(context: click.Context, recipe: str | None, **options: Any) -> None:
     if here.role != "worker":
         serve.serve(here)
         return
-    place.check_compress(options["compress"], here, options["model"])
+    place.check_compress(options["compress"], here)
     if recipe and options["resume"] is not None:
         raise UsageError("--recipe and --resume: a resumed run has its own settings")
     if recipe:

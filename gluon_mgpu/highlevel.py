@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from gluon_mgpu.distributed.stores import TrainersStore  # noqa: E402
 from gluon_mgpu.distributed.workers import Workers, join  # noqa: E402
 from gluon_mgpu.errors import UsageError  # noqa: E402
 from gluon_mgpu.records import Epoch  # noqa: E402
+from gluon_mgpu.settings import MODELS as settings_models  # noqa: E402
 from gluon_mgpu.settings import SGD, Settings, Shares, shard_sizes  # noqa: E402
 
 POOLING = {"avg": nn.AvgPool2D, "max": nn.MaxPool2D}
@@ -40,14 +41,15 @@ def lenet(pooling: str = "avg") -> nn.HybridSequential:
     """LeNet for images (n, 1, 28, 28), not yet initialized. pooling: "avg" as in `scratch`, or "max"."""
     if pooling not in POOLING:
         raise UsageError(f"pooling {pooling!r}: choose one of {', '.join(POOLING)}")
+    first, second = 20, 50  # channels, to which blocks adds some and takes them away again
     net = blocks.InPieces(prefix="cnn_")
     with net.name_scope():
         net.add(
-            blocks.Conv2D(channels=20, in_channels=1, kernel_size=3, activation="relu"),
+            blocks.Conv2D(channels=first, in_channels=1, kernel_size=3, activation="relu"),
             POOLING[pooling](pool_size=(2, 2), strides=(2, 2)),
-            blocks.Conv2D(channels=50, in_channels=20, kernel_size=5, activation="relu"),
+            blocks.Conv2D(channels=second, in_channels=first, kernel_size=5, activation="relu"),
             POOLING[pooling](pool_size=(2, 2), strides=(2, 2)),
-            blocks.First(50),
+            blocks.First(second),
             nn.Flatten(),
             nn.Dense(128, activation="relu"),
             nn.Dense(10),
@@ -88,26 +90,52 @@ def resnet18() -> nn.HybridSequential:
     return net
 
 
-# Each network of --model, with its initial weights. Those of lenet-max are Gluon's default, as in its notebook.
-MODELS: dict[str, tuple[Callable[[], nn.HybridSequential], mx.init.Initializer]] = {
-    "lenet": (lenet, mx.init.Normal(0.01)),
-    "lenet-max": (lambda: lenet("max"), mx.init.Uniform(0.07)),
-    "resnet18": (resnet18, mx.init.Normal(0.01)),
+NORMAL = mx.init.Normal(0.01)  # scratch's
+IMAGE = 1, 28, 28
+
+
+class Model(NamedTuple):
+    """A network of `Settings.model`. build: gives a new net, not yet initialized. init: of its weights. names: of its
+    arrays in checkpoints, where they are not Gluon's."""
+
+    build: Callable[[], gluon.HybridBlock]
+    init: mx.init.Initializer
+    names: tuple[str, ...] = ()
+
+
+MODELS = {
+    "lenet": Model(lenet, NORMAL, checkpoint.LENET),
+    "lenet-max": Model(lambda: lenet("max"), mx.init.Uniform(0.07), checkpoint.LENET),  # as in its notebook
+    "resnet18": Model(resnet18, NORMAL),
 }
 
 
+def add_model(name: str, build: Callable[[], gluon.HybridBlock], init: mx.init.Initializer = NORMAL) -> None:
+    """Give `train`, and all that reads its runs in this process, a network of one's own as `model=name`.
+
+    build: gives a new net for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: of its weights.
+    """
+    MODELS[name] = Model(build, init)
+    if name not in settings_models:
+        settings_models.append(name)
+
+
 def initialize(
-    net: gluon.Block, ctx: list[Context], hybridize: bool = True, init: mx.init.Initializer = MODELS["lenet"][1]
+    net: gluon.Block,
+    ctx: list[Context],
+    hybridize: bool = True,
+    init: mx.init.Initializer = NORMAL,
+    shape: tuple[int, ...] = IMAGE,
 ) -> None:
     """Put a replica of the net on each device: weights drawn once, normal(0, 0.01) as in `scratch`, biases zero.
 
-    hybridize: run the net as one graph, its memory planned once, instead of operator by operator.
+    hybridize: run the net as one graph, its memory planned once, instead of operator by operator. shape: of an example.
     """
     net.initialize(init, ctx=ctx)
     if hybridize:
         net.hybridize(static_alloc=True, static_shape=True)
     for c in ctx:  # Gluon learns the shapes, and makes the parameters, at the first forward
-        net(nd.zeros((1, 1, 28, 28), ctx=c))
+        net(nd.zeros((1, *shape), ctx=c))
 
 
 def split_and_load(data: NDArray, ctx: list[Context], shares: Shares = None) -> list[NDArray]:
@@ -128,10 +156,10 @@ def forward_backward(net: gluon.Block, Xs: list[NDArray], ys: list[NDArray]) -> 
     return losses
 
 
-def zero_gradients(net: gluon.Block, ctx: Context) -> None:
-    """Gradients of 0 on a device that has no example of its own: Trainer wants all computed."""
+def zero_gradients(net: gluon.Block, ctx: Context, shape: tuple[int, ...] = IMAGE) -> None:
+    """Gradients of 0 on a device that has no example of its own: Trainer wants all computed. shape: of an example."""
     with autograd.record():
-        scores = net(nd.zeros((1, 1, 28, 28), ctx=ctx))
+        scores = net(nd.zeros((1, *shape), ctx=ctx))
     scores.backward(nd.zeros_like(scores))
 
 
@@ -162,7 +190,7 @@ def train_batch(
     used = {shard_loss.context for shard_loss in losses}
     for c in ctx:
         if c not in used:  # a device without an example adds nothing to the sum
-            zero_gradients(net, c)
+            zero_gradients(net, c, IMAGE if X is None else X.shape[1:])
     if not settings.clip_norm:
         trainer.step(n)  # allreduce, then the same update on each device
     else:
@@ -200,14 +228,19 @@ class Replicas:
         self, ctx: list[Context], settings: Settings = SGD, hybridize: bool = True, workers: Workers | None = None
     ) -> None:
         engine.check(ctx)
-        build, init = MODELS[settings.model]
-        self.ctx, self.settings, self.workers, self.net = ctx, settings, workers, build()
+        model = MODELS[settings.model]
+        self.ctx, self.settings, self.workers, self.net = ctx, settings, workers, model.build()
         self.batch_size = 0  # of the last step, over all workers
-        initialize(self.net, ctx, hybridize, init)
+        initialize(self.net, ctx, hybridize, model.init)
         named = self.net._collect_params_with_prefix()
-        self.named = dict(zip(checkpoint.LENET, named.values())) if settings.model != "resnet18" else named
+        self.named = dict(zip(model.names or named, named.values()))
         self.trained = {name: p for name, p in self.named.items() if p.grad_req != "null"}
-        self.statistics = [p for p in self.named.values() if p.grad_req == "null"]
+        self.statistics: Sequence[gluon.Parameter] = [p for p in self.named.values() if p.grad_req == "null"]
+        if self.statistics and workers and str(workers.compress).startswith("2bit"):
+            raise UsageError(
+                f"--compress {workers.compress} --model {settings.model}: its running statistics would be sent in 2 "
+                "bits too; leave --compress away"
+            )
         if settings.accumulate > 1:
             for p in self.trained.values():
                 p.grad_req = "add"

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,6 +49,9 @@ class Replicas(Protocol):
     """What the loop drives: the network on every device, as `scratch.Replicas` and `highlevel.Replicas` are."""
 
     ctx: list[Context]
+
+    @property
+    def statistics(self) -> Sequence[Any]: ...  # arrays that are counted and not trained: batch normalization's
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]: ...
 

@@ -176,7 +176,7 @@ class Run:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # as it is read back
         if self.resumed:
-            self._say_what_changed(config)
+            self._say_what_changed(config, replicas)
         self.config = config
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -192,14 +192,14 @@ class Run:
         if self.resumed:
             self._checkpoint(replicas, position)  # so that it is resumed with what was changed
 
-    def _say_what_changed(self, config: dict[str, Any]) -> None:
+    def _say_what_changed(self, config: dict[str, Any], replicas: loop.Replicas) -> None:
         was, both = self.config, self.config.keys() & config.keys()
         changed = [name for name in MAY_CHANGE if name in both and config[name] != was[name]]
         if changed:
             shown = [["even" if c[name] is None else c[name] for c in (config, was)] for name in changed]
             said = ", ".join(f"{name} {now} where the run had {then}" for name, (now, then) in zip(changed, shown))
             bits = "the same to rounding, not bit for bit"
-            if config["model"] == "resnet18" and {"devices", "shares"} & set(changed):
+            if replicas.statistics and {"devices", "shares"} & set(changed):
                 bits = "not the same result, since batch normalization is of each device's shard"
             place.say(f"{said}: {bits}")
 

@@ -230,6 +230,8 @@ def evaluate_accuracy(
 class Replicas:
     """What `loop` drives: LeNet's parameters, drawn once and copied to every device."""
 
+    statistics: Sequence[Any] = ()  # LeNet has none
+
     def __init__(
         self,
         ctx: list[Context],

@@ -12,7 +12,7 @@ from typing import Optional, Union
 from gluon_mgpu import datasets
 from gluon_mgpu.errors import UsageError
 
-MODELS = ("lenet", "lenet-max", "resnet18")
+MODELS = ["lenet", "lenet-max", "resnet18"]  # and what highlevel.add_model adds
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # that of scale_lr
 Shares = Union[Sequence[float], str, None]  # a number a device; "auto" until they are measured

@@ -84,7 +84,7 @@ def initial_scale_ten_times_larger(replace):
     init_params = scratch.init_params
     replace(scratch, "init_params", lambda: init_params(scale=0.1))
     larger = {"lenet": mx.init.Normal(0.1), "lenet-max": mx.init.Uniform(0.7), "resnet18": mx.init.Normal(0.1)}
-    replace(highlevel, "MODELS", {name: (highlevel.MODELS[name][0], init) for name, init in larger.items()})
+    replace(highlevel, "MODELS", {name: highlevel.MODELS[name]._replace(init=init) for name, init in larger.items()})
 
 
 def biases_not_updated(replace):

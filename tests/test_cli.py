@@ -12,7 +12,7 @@ import pytest
 
 from gluon_mgpu import cli, records
 from gluon_mgpu.errors import UsageError
-from gluon_mgpu.settings import SGD, Settings
+from gluon_mgpu.settings import MODELS, SGD, Settings
 
 ROOT = Path(__file__).parents[1]
 OF_ALL = {"--debug", "--help", "--version"}
@@ -191,7 +191,7 @@ def test_the_examples_of_a_script_name_it_and_are_those_of_the_installed_command
         (
             "bench timeline",
             "--model resnet",
-            "--model resnet: choose one of lenet, lenet-max, resnet18; did you mean resnet18?",
+            f"--model resnet: choose one of {', '.join(MODELS)}; did you mean resnet18?",
         ),
         (
             "train",

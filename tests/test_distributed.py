@@ -364,18 +364,24 @@ def test_a_process_started_for_workers_does_not_train_alone(monkeypatch, environ
 
 
 @pytest.mark.parametrize(
-    "compress, kvstore, model, said",
+    "compress, kvstore, said",
     [
-        ("fp16", "dist_sync", "lenet", "fp16 is horovod's"),
-        ("2bit:0.5", "local", "lenet", "2bit:THRESHOLD is dist_sync's"),
-        ("2bit:0", "dist_sync", "lenet", "give a threshold above 0"),
-        ("2bit", "dist_sync", "lenet", "give a threshold above 0"),
-        ("2bit:1", "dist_sync", "resnet18", "its running statistics would be sent in 2 bits too"),
+        ("fp16", "dist_sync", "fp16 is horovod's"),
+        ("2bit:0.5", "local", "2bit:THRESHOLD is dist_sync's"),
+        ("2bit:0", "dist_sync", "give a threshold above 0"),
+        ("2bit", "dist_sync", "give a threshold above 0"),
     ],
 )
-def test_a_compression_that_the_kvstore_does_not_offer_is_refused(compress, kvstore, model, said):
+def test_a_compression_that_the_kvstore_does_not_offer_is_refused(compress, kvstore, said):
     with pytest.raises(UsageError, match=said):
-        place.check_compress(compress, place.LOCAL._replace(kvstore=kvstore), model)
+        place.check_compress(compress, place.LOCAL._replace(kvstore=kvstore))
+
+
+def test_2_bits_are_refused_for_a_net_with_running_statistics_on_every_worker():
+    args = ("--impl", "highlevel", "--model", "resnet18", "--dataset", "synthetic", "--limit", 8, "--batch-size", 4)
+    status, out, err = runs.run("dist_sync", 2, "--device", "cpu", "--compress", "2bit:1", *args)
+    assert status == 2 and "epoch" not in out
+    assert "its running statistics would be sent in 2 bits too" in err and "Traceback" not in err
 
 
 def test_a_missing_horovod_is_one_line_that_says_how_to_get_it(monkeypatch):

@@ -71,7 +71,7 @@ def scores(run, images):
 def last_accuracy(run):
     """What the run wrote after its last epoch."""
     accuracy = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["test_accuracy"]
-    assert 0.2 < accuracy < 0.95, "a net that knows nothing, or all, tests little"
+    assert 0.2 < accuracy < 0.95, f"{accuracy}: a net that knows nothing, or all, tests little; change LIMIT or lr"
     return accuracy
 
 

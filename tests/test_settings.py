@@ -87,7 +87,7 @@ def test_a_setting_that_cannot_be_is_refused_by_name_in_one_line(wrong):
 
 
 def test_the_models_that_can_be_chosen_are_those_that_highlevel_builds():
-    assert tuple(highlevel.MODELS) == MODELS
+    assert list(highlevel.MODELS) == MODELS
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

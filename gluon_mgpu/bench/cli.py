@@ -315,7 +315,7 @@ def model(folder: str, out: str | None) -> None:
     """,
 )
 @commands.impl
-@commands.setting("--model", kind=commands.Choice(MODELS), help="lenet-max and resnet18 are highlevel's only.")
+@commands.setting("--model", kind=commands.Choice(MODELS), help="All but lenet are highlevel's.")
 @click.option("--contexts", type=click.IntRange(min=1), metavar="N", default=2, show_default=True, help="CPU contexts.")
 @click.option(
     "--batch-size",

@@ -72,8 +72,8 @@ def asked(kvstore: str) -> Place:
     raise UsageError(f"this is {here} of {here.workers}, started for {here.kvstore}: give --kvstore {here.kvstore}")
 
 
-def check_compress(compress: str | None, here: Place, model: str) -> None:
-    """Raises UsageError for a --compress that the kvstore does not offer, or not for this model."""
+def check_compress(compress: str | None, here: Place) -> None:
+    """Raises UsageError for a --compress that the kvstore does not offer."""
     if compress is None:
         return
     kind, _, threshold = compress.partition(":")
@@ -84,11 +84,6 @@ def check_compress(compress: str | None, here: Place, model: str) -> None:
             right = False
         if not right:
             raise UsageError(f"--compress {compress}: give a threshold above 0, such as 2bit:0.5")
-        if model == "resnet18":
-            raise UsageError(
-                f"--compress {compress} --model {model}: its running statistics would be sent in 2 bits too; leave "
-                "--compress away"
-            )
     elif (compress, here.kvstore) != ("fp16", "horovod"):
         raise UsageError(
             f"--compress {compress} --kvstore {here.kvstore}: fp16 is horovod's, and 2bit:THRESHOLD is dist_sync's"

@@ -28,10 +28,12 @@ NAMING = 5.0  # seconds within which a loss is named, where an operator noticed 
 
 
 class Workers:
-    """Several processes. rank: this one's, from 0; count: how many there are."""
+    """Several processes. rank: this one's, from 0; count: how many there are. compress: as `join` was given it."""
 
-    def __init__(self, store: Horovod | DistSync, member: watch.Member, rank: int, count: int) -> None:
-        self.store, self.member, self.rank, self.count = store, member, rank, count
+    def __init__(
+        self, store: Horovod | DistSync, member: watch.Member, rank: int, count: int, compress: str | None = None
+    ) -> None:
+        self.store, self.member, self.rank, self.count, self.compress = store, member, rank, count, compress
         self.gather, self.ask_to_stop, self.may_step = member.gather, member.ask_to_stop, member.may_step
 
     def meet(self, devices: int) -> list[int]:
@@ -135,7 +137,7 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     Raises UsageError where the process was not started for that, Error where Horovod is missing or nobody answers.
     """
     here = place.asked(kvstore)
-    place.check_compress(compress, here, model)
+    place.check_compress(compress, here)
     if kvstore == "local":
         yield ALONE
         return
@@ -158,7 +160,7 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
         store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
     stopped = None
     try:
-        yield Workers(store, member, here.rank, here.workers)
+        yield Workers(store, member, here.rank, here.workers, compress)
     except BetweenSteps as error:  # as all workers do
         stopped = error
     except BaseException as error:
