@@ -18,7 +18,7 @@ train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devi
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --batch-size 256 --lr 0.2 --epochs 4
 
 test: install  ## the suite
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"
 
 test-slow: install  ## the suite and the proofs that take minutes
 	$(BIN)/python -m pytest

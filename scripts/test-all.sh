@@ -49,7 +49,7 @@ for wanted in $PYTHONS; do
     try train "$python" scripts/train.py --impl scratch --gpus 2 --dataset synthetic --limit 2048 --epochs 1
     trains=$is
     # shellcheck disable=SC2086
-    try suite "$python" -m pytest -m "not slow" -p no:cacheprovider $TESTS
+    try suite "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow" -p no:cacheprovider $TESTS
     summary=$(tail -n 1 "$venv/suite.log" | sed -n 's/ in [0-9.]*s.*//p')
     row "$version" "$numpy" "$imports" "$trains" "${summary:-$is}"
 done
