@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train test test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick lint install clean
+.PHONY: train test test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick lint install clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -39,7 +39,7 @@ test-all:  ## the suite with each Python there is: PYTHONS="3.9 3.12:2.1" choose
 parity: install  ## everything held against what the notebooks printed
 	$(BIN)/python scripts/parity.py
 
-parity-quick: install
+parity-quick: install  ## the same in 3 minutes: one training of two recipes
 	$(BIN)/python scripts/parity.py --quick
 
 bench: install  ## speed and memory beside the notebook's own code
@@ -60,12 +60,12 @@ docs: install  ## the site, in build/docs; every code cell is run
 docs-quick: export GLUON_MGPU_DOCS_QUICK = 1
 docs-quick: docs  ## the same, with the long cells shown and not run
 
-lint: install
+lint: install  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-install: $(READY)
+install: $(READY)  ## .venv alone
 
 $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
@@ -75,5 +75,8 @@ $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	    { echo "$(VENV) is not set up, for what pip says above: it needs a network or a mirror that PIP_INDEX_URL names, 500 MB there, and a checkout that can be written" >&2; exit 1; }
 	@touch $@
 
-clean:
+clean:  ## remove .venv and what was built
 	rm -rf $(VENV) .venvs build dist docs/api *.egg-info
+
+help:  ## what make can make
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
