@@ -72,7 +72,7 @@ $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	@# The second one: docs/install.md, MXNet's pin of NumPy.
 	@pip="$(BIN)/python -m pip install --quiet --disable-pip-version-check"; \
 	    $$pip --editable $(if $(NUMPY),'.[dev]' 'numpy==$(NUMPY).*','.[cpu,dev]') && $$pip --no-deps mxnet==1.9.1 || \
-	    { echo "$(VENV) is not set up, for what pip says above: it needs a network or a mirror that PIP_INDEX_URL names, 500 MB there, and a checkout that can be written" >&2; exit 1; }
+	    { echo "$(VENV) is not set up, for what pip says above: it needs a network or a mirror that PIP_INDEX_URL names, 570 MB there, and a checkout that can be written" >&2; exit 1; }
 	@touch $@
 
 clean:  ## remove .venv and what was built
