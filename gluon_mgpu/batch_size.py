@@ -129,7 +129,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
         by_epoch.plot([e.epoch for e in epochs], accuracies, **look)
         by_time.plot(np.cumsum([e.train_seconds for e in epochs]), accuracies, **look)
     by_epoch.set(xlabel="epoch", ylabel="test accuracy")
-    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     by_time.set(xlabel="seconds of training", xlim=(0, None))
     figure.legend(*by_epoch.get_legend_handles_labels(), loc="lower center", ncol=len(results), frameon=False)
     for axes in (by_epoch, by_time):

@@ -197,7 +197,7 @@ def _list_recipes(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     type=commands.FOLDER,
     metavar="DIR",
     help="Go on with a run from its checkpoint, with its own settings; other --gpus, --shares or --impl may be given, "
-    "and more --epochs, but to a cosine schedule.",
+    "and other --epochs, but to a cosine schedule.",
 )
 @click.option("--tensorboard", is_flag=True, help="Write for TensorBoard too, into the run's folder.")
 @click.option(

@@ -25,7 +25,7 @@ from click.shell_completion import CompletionItem
 import gluon_mgpu
 from gluon_mgpu import devices, engine
 from gluon_mgpu.distributed import place
-from gluon_mgpu.errors import Error
+from gluon_mgpu.errors import Error, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])  # what click's decorators take, and give back
 
@@ -90,6 +90,16 @@ class Command(_Ours):
         super().__init__(*args, **kwargs)
         self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
 
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except UsageError as error:  # Settings names its fields, as from Python: "lr -1.0: ..."
+            options = {param.name: param.opts[0] for param in self.params if isinstance(param, click.Option)}
+            field = re.match(r"(\w+) \S+: ", str(error))
+            if field and field[1] in options:
+                error.args = (re.sub(r"^\w+|\w+_\w+", lambda word: options.get(word[0], word[0]), str(error)),)
+            raise
+
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         headings = {name: heading for heading, names in GROUPS.items() for name in names.split()}
         groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*GROUPS, "Other options")}
@@ -136,7 +146,7 @@ class Folder(click.Path):
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """The end of a line about a wrong word: which of the right ones may be meant, or nothing where none is near."""
-    near = difflib.get_close_matches(word.lower(), words, n=1)
+    near = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.65)
     return f"; did you mean {near[0]}?" if near else ""
 
 

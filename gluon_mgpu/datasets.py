@@ -100,7 +100,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     if limit is None:
         return data
     if limit > len(data.train_images):
-        raise UsageError(f"limit {limit} is more than {name} has: give {len(data.train_images)} or less, or no limit")
+        raise UsageError(f"limit {limit}: {name} has {len(data.train_images)} examples; give as many at most")
     test_limit = max(limit // 6, 100)
     return data._replace(
         train_images=data.train_images[:limit],

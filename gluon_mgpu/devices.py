@@ -68,7 +68,9 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     count = mx.context.num_gpus() if device != "cpu" else 0
     if count == 0:
         if device == "gpu":
-            raise UsageError(f"--device gpu: {_why_no_gpu(mx)}; --device cpu trains on CPU contexts")
+            raise UsageError(
+                f"--device gpu: {_why_no_gpu(mx)}; docs/install.md has GPUs, and --device cpu trains without"
+            )
         ctx = [mx.cpu(i) for i in indices]
         engine.check(ctx)
         if device == "auto":

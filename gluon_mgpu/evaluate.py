@@ -53,7 +53,10 @@ def load(
     """
     arrays, config, settings, position = records.last(folder)
     if arrays is None:
-        raise Error(f"{folder}: the run has no checkpoint yet; it leaves one after its first epoch, or on Ctrl-C")
+        raise Error(
+            f"{folder}: the run has no checkpoint yet; it leaves one after its first epoch, or on Ctrl-C; where it was "
+            f"killed, train.py --resume {folder} goes on"
+        )
     impl = impl or config["impl"]
     if impl == "scratch" and settings.model != "lenet":
         raise UsageError(f"--impl scratch: it has lenet only, and the run's {settings.model} is highlevel's")

@@ -97,10 +97,11 @@ def run(
     devices = sum(workers.meet(len(ctx)))
     if settings.batch_size < devices:
         size = settings.batch_size
-        raise UsageError(f"a batch of {size} on {devices} devices: give a larger batch, or {size} devices at most")
+        raise UsageError(f"a batch of {size} on {devices} devices: give a larger batch, or fewer devices")
     if isinstance(settings.shares, tuple) and len(settings.shares) != len(ctx):
+        devices_here = f"{len(ctx)} device{'s'[: len(ctx) != 1]}"
         raise UsageError(
-            f"shares {joined(settings.shares)}: {len(settings.shares)} for {len(ctx)} devices; give one for each"
+            f"shares {joined(settings.shares)}: {len(settings.shares)} for {devices_here}; give one for each"
         )
     if workers.count > 1 and settings.shares:
         raise UsageError(f"shares {settings.shares}: they are of one worker's devices: leave them away")
@@ -114,6 +115,9 @@ def run(
                 settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
         decided = workers.gather([asdict(settings), position.as_json()])[0]  # by worker 0
         settings, position = Settings(**decided[0]), records.Position.from_json(decided[1])
+        if len(position.history) == settings.epochs and profile is None:  # which is refused below
+            kept.end(position)  # a run that was killed may lack its last line, or picture
+            return position.history
         data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
         if settings.shares == "auto":
             settings = replace(settings, shares=measured_shares(make_replicas, ctx, settings, data))
@@ -142,7 +146,7 @@ def run(
                     _epoch(replicas, data, settings, position, ctrl_c, workers)
                     kept.epoch(replicas, position)
             except BetweenSteps:  # a second Ctrl-C, perhaps within a step, leaves the checkpoint of the last epoch
-                kept.interrupted(replicas, position)
+                kept.interrupted(replicas, position, steps_an_epoch)
                 raise
         kept.end(position)
         return position.history

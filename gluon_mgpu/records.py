@@ -134,6 +134,8 @@ class Run:
             raise Error(f"{self.asked}: the folder cannot be locked ({error.strerror}): give another one") from None
         if not self.resumed and self._holds(*FILES):
             raise UsageError(f"{self.asked}: a run is there already; --resume goes on with it, or give another folder")
+        for name in FILES:
+            checkpoint.remove_half_written(self.folder / name)  # by a run that was killed
 
     def position(self, settings: Settings) -> tuple[Settings, dict[str, np.ndarray] | None, Position]:
         """(settings, arrays, Position) to go on from; arrays is None where there are no parameters yet.
@@ -147,15 +149,19 @@ class Run:
         for name in SETTINGS:
             given, kept = getattr(settings, name), getattr(recorded, name)
             if name == "epochs" and given != kept and name not in free:
-                raise UsageError(f"{self.asked}: its cosine schedule ends with its {kept} epochs, which cannot change")
+                raise UsageError(f"{self.asked}: its cosine schedule ends with epoch {kept}, which cannot change")
             if given != kept and name not in free and not (name == "seed" and given is None):
-                raise UsageError(f"{self.asked}: the run has {name} {kept}, not {given}, and goes on with its own")
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(
+                    f"{self.asked}: the run has {name} {kept}, not {given}: give its own, or leave {option} away"
+                )
         if settings.epochs < len(position.history):
             raise UsageError(f"{self.asked}: epochs {settings.epochs}: {len(position.history)} are done already")
-        place.say(f"resuming {self.folder} after {position}")
+        other = settings.epochs != recorded.epochs
+        epochs = f": epochs {settings.epochs} where the run had {recorded.epochs}" if other else ""
+        place.say(f"resuming {self.folder} after {position}{epochs}")
         if len(position.history) == settings.epochs:
-            more = "; --epochs gives it more" * ("epochs" in free)
-            place.say(f"all {settings.epochs} epochs are done{more}")
+            place.say(f"all epochs are done{'; --epochs gives it more' * ('epochs' in free)}")
         if (self.folder / "tensorboard").exists() and not self.Writer:
             try:
                 self.Writer = _tensorboard_writer()
@@ -184,8 +190,6 @@ class Run:
             raise Error(f"{self.asked}: cannot be written ({error.strerror}): give another folder") from None
         if self.locked is None:
             self._lock()
-        for name in FILES:
-            checkpoint.remove_half_written(self.folder / name)  # by a run that was killed
         draw_curves([], io.BytesIO())  # loads matplotlib now, rather than within the first epochs
         self.begun = True
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
@@ -221,14 +225,15 @@ class Run:
             self._metrics(position)
             self._draw(position)
 
-    def interrupted(self, replicas: loop.Replicas, position: Position) -> None:
+    def interrupted(self, replicas: loop.Replicas, position: Position, steps_an_epoch: int) -> None:
         """On Ctrl-C, between two steps."""
         if not self.keeps:
             return
         self._checkpoint(replicas, position)
         self._metrics(position)
         path, again = self.folder / "checkpoint.npz", f"--resume {self.folder} goes on"
-        place.say(f"{path} holds the parameters after {position}; {again}")
+        within = f"{position.steps} of {steps_an_epoch} steps of epoch {len(position.history) + 1}"
+        place.say(f"{path} holds the parameters after {within if position.steps else position}; {again}")
         if position.history:
             self._draw(position)
 
@@ -278,6 +283,9 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
         try:
             config = json.loads(path.read_bytes())
         except FileNotFoundError:
+            runs = sorted(config.parent for config in Path(folder).glob("*/config.json"))
+            if runs:
+                raise UsageError(f"{folder} is no run itself: give one in it, such as {runs[0]}") from None
             raise UsageError(f"{folder}: there is no run; train.py --out {folder} begins one") from None
         except (OSError, ValueError) as error:
             raise Error(f"{path} cannot be read ({error}): begin the run anew in another folder") from None
@@ -341,6 +349,6 @@ def draw_curves(history: Sequence[Epoch], file: BinaryIO | str | Path) -> None:
     for axes, (title, values) in zip(figure.subplots(1, 2), panels):
         axes.plot([e.epoch for e in history], values, marker="o")
         axes.set(ylabel=title, xlabel="epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     figure.savefig(file, format="png", dpi=120)

@@ -317,7 +317,7 @@ def train(
     """
     checked = Settings(batch_size, lr, **settings)
     if checked.model != "lenet":
-        raise UsageError(f"model {checked.model}: scratch has lenet only; highlevel has the others")
+        raise UsageError(f"model {checked.model}: scratch has lenet only; --impl highlevel has the others")
     ctx = devices.contexts(num_gpus, device)
     with join(kvstore, compress, checked.model) as workers:
         return loop.run(

@@ -70,8 +70,13 @@ class Settings:
         )
         _require(1 <= self.accumulate <= self.batch_size, "accumulate", self.accumulate, f"give 1 to {self.batch_size}")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"choose one of {', '.join(SCHEDULES)}")
-        if bool(self.step_epochs) != (self.schedule == "step"):
-            raise UsageError("schedule step and step_epochs go together: after which epochs the learning rate steps")
+        _require(self.step_epochs or self.schedule != "step", "schedule", "step", "give step_epochs too, such as 2,3")
+        _require(
+            not self.step_epochs or self.schedule == "step",
+            "step_epochs",
+            joined(self.step_epochs),
+            "give schedule step too, or leave them away",
+        )
         grow = all(isinstance(e, int) for e in self.step_epochs) and list(self.step_epochs) == sorted(
             {*self.step_epochs}
         )
@@ -86,7 +91,7 @@ class Settings:
             0 <= self.warmup_epochs < self.epochs,
             "warmup_epochs",
             self.warmup_epochs,
-            f"give 0 to less than all {self.epochs} epochs",
+            f"give 0 to below {self.epochs}, the number of epochs",
         )
         if isinstance(self.shares, tuple):
             right = self.shares and all(isinstance(s, (int, float)) and 0 < s < 1e9 for s in self.shares)

@@ -172,6 +172,8 @@ def test_the_examples_of_a_script_name_it_and_are_those_of_the_installed_command
         ("train", "-epochs 3", "-epochs: no such option; did you mean --epochs?"),
         ("train", "--no-hybridise", "--no-hybridise: no such option; did you mean --no-hybridize?"),
         ("train", "--frobnicate", "--frobnicate: no such option"),
+        ("train", "--images x", "--images: no such option"),  # evaluate's; --shares is not meant
+        ("train", "--decay 0.1", "--decay: no such option; did you mean --weight-decay?"),
         ("evaluate", "--run runs/first", "--run: no such option"),  # RUN is no option
         ("bench model", "--uot x", "--uot: no such option; did you mean --out?"),
         ("", "trian --gpus 2", "trian: no such command; did you mean train?"),

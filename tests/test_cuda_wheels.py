@@ -99,7 +99,8 @@ def test_a_gpu_that_is_asked_for_is_refused_in_one_line(installed):
     done = installed.run(*TRAIN, "--device", "gpu")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: --device gpu: this machine has no GPU that MXNet can see; --device cpu trains on CPU contexts\n"
+        "error: --device gpu: this machine has no GPU that MXNet can see; docs/install.md has GPUs, and --device cpu "
+        "trains without\n"
     )
 
 

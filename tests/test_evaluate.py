@@ -266,7 +266,14 @@ def test_a_prefix_that_names_no_files_is_refused(prefix, says, tmp_path):
     "run, options, status, says",
     [
         ("none", (), 2, "there is no run"),
-        ("begun", (), 1, "no checkpoint yet"),
+        ("", (), 2, "is no run itself: give one in it, such as {folder}/run-a\n"),
+        (
+            "begun",
+            (),
+            1,
+            "no checkpoint yet; it leaves one after its first epoch, or on Ctrl-C; where it was killed, "
+            "train.py --resume {folder} goes on\n",
+        ),
         ("altered", (), 1, "altered"),
         ("old", (), 1, "another version"),
         ("other", (), 1, "another network than lenet"),
@@ -285,6 +292,9 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line_with_its_exit_status(
     folder = tmp_path / run
     if run in ("scratch", "max"):
         folder = runs / run
+    elif not run:
+        for name in ("run-b", "run-a"):
+            shutil.copytree(runs / "scratch", folder / name)
     elif run != "none":
         shutil.copytree(runs / "scratch", folder)
         (folder / "checkpoint.npz").unlink()
@@ -299,7 +309,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line_with_its_exit_status(
         cli.evaluate([str(folder), "--device", "cpu", *options])
     printed, errors = capfd.readouterr()
     assert exit.value.code == status and printed == "", errors
-    assert re.fullmatch(r"error: [^\n]*\n", errors) and says in errors
+    assert re.fullmatch(r"error: [^\n]*\n", errors) and says.format(folder=folder) in errors
 
 
 def test_the_installed_command_is_the_same(runs):

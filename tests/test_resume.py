@@ -109,12 +109,42 @@ def test_a_run_interrupted_again_and_again_ends_with_the_bits_of_a_whole_one(who
 @pytest.mark.parametrize("impl", IMPLS)
 def test_more_epochs_can_be_given_to_a_run_that_is_done(impl, whole, tmp_path, capsys):
     train(impl, out=tmp_path, epochs=1)
-    before = files(tmp_path)
-    assert [e.epoch for e in train(impl, resume=tmp_path, epochs=1)] == [1]
-    assert "all 1 epochs are done; --epochs gives it more" in capsys.readouterr().err
-    assert files(tmp_path)["checkpoint.npz"] == before["checkpoint.npz"]
+    capsys.readouterr()
     train(impl, resume=tmp_path)
+    assert f"resuming {tmp_path} after 1 epoch: epochs 3 where the run had 1\n" in capsys.readouterr().err
     assert_same_bits(left(tmp_path), whole[impl, False])
+
+
+def test_a_run_that_is_done_is_left_as_it_is_whatever_it_is_resumed_with(begun, capsys):
+    before, named = files(begun), f"gluon_mgpu: resuming {begun} after 1 epoch\n"
+    capsys.readouterr()
+    for impl, devices in (("scratch", 2), ("highlevel", 3)):
+        assert [e.epoch for e in train(impl, devices, resume=begun, epochs=1)] == [1]
+        said = capsys.readouterr()
+        assert said.err == f"{named}gluon_mgpu: all epochs are done; --epochs gives it more\n" and said.out == ""
+        assert files(begun) == before
+
+
+def test_what_a_run_killed_after_its_last_epoch_lacks_is_written_on_resume(begun):
+    before = files(begun)
+    for name in ("metrics.jsonl", "curves.png"):
+        (begun / name).unlink()
+        (begun / f".{name}.abc123.part").write_bytes(b"half")
+    train("scratch", resume=begun, epochs=1)
+    assert files(begun) == before
+
+
+def test_a_profile_of_a_run_that_is_done_is_refused(begun, tmp_path):
+    with pytest.raises(UsageError, match="profile.json: 0 steps to train, 10 an epoch: .*; give more epochs"):
+        train("scratch", resume=begun, epochs=1, profile=tmp_path / "profile.json")
+
+
+def test_fewer_epochs_than_the_run_was_to_have_are_said(begun, capsys):
+    config = json.loads((begun / "config.json").read_text())
+    (begun / "checkpoint.npz").unlink()
+    (begun / "config.json").write_text(json.dumps({**config, "epochs": 4}))  # as a run of 4 that was killed at once
+    assert len(train("scratch", resume=begun, epochs=1)) == 1
+    assert f"resuming {begun} after no step: epochs 1 where the run had 4\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -195,6 +225,7 @@ def test_other_settings_than_the_runs_are_refused_by_name_and_nothing_is_overwri
     before = files(begun)
     with pytest.raises(UsageError, match=f"the run has {next(iter(other))} .*, not ") as caught:
         train("scratch", resume=begun, **other)
+    assert str(caught.value).endswith(f": give its own, or leave --{next(iter(other)).replace('_', '-')} away")
     assert "\n" not in str(caught.value) and files(begun) == before
 
 
@@ -295,7 +326,7 @@ def test_a_file_in_place_of_a_runs_folder_is_refused_with_the_folder(begun):
 
 def test_another_number_of_epochs_is_refused_where_the_schedule_depends_on_it(tmp_path):
     train("scratch", out=tmp_path, epochs=1, schedule="cosine")
-    with pytest.raises(UsageError, match="its cosine schedule ends with its 1 epochs"):
+    with pytest.raises(UsageError, match="its cosine schedule ends with epoch 1, which"):
         train("scratch", resume=tmp_path, epochs=2, schedule="cosine")
 
 

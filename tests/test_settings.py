@@ -86,6 +86,15 @@ def test_a_setting_that_cannot_be_is_refused_by_name_in_one_line(wrong):
     assert next(iter(wrong)) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_from_python_settings_are_named_as_they_are_given():
+    with pytest.raises(UsageError, match="^weight_decay -1: give 0 to below 1"):
+        Settings(weight_decay=-1)
+    with pytest.raises(UsageError, match="^schedule step: give step_epochs too, such as 2,3$"):
+        Settings(schedule="step")
+    with pytest.raises(UsageError, match="^step_epochs 2,3: give schedule step too"):
+        Settings(step_epochs=(2, 3))
+
+
 def test_the_models_that_can_be_chosen_are_those_that_highlevel_builds():
     assert list(highlevel.MODELS) == MODELS
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from mxnet import nd
 
-from gluon_mgpu import checkpoint, cli, datasets, highlevel, loop, scratch
+from gluon_mgpu import checkpoint, cli, datasets, highlevel, loop, records, scratch
 from gluon_mgpu.errors import Error, UsageError
 from gluon_mgpu.settings import Settings
 
@@ -125,33 +126,43 @@ def test_fashion_mnist_is_found_or_fetched_and_trained_on():
         (("--gpus", "0"), 2, "at least 1 device and at most 1024"),
         (("--gpus", "1,1"), 2, "named twice"),
         (("--gpus", "two"), 2, "how many devices"),
-        (("--gpus", "2", "--batch-size", "1"), 2, "a batch of 1 on 2 devices"),
-        (("--device", "gpu"), 2, "--device gpu: "),
+        (("--gpus", "2", "--batch-size", "1"), 2, "a batch of 1 on 2 devices: give a larger batch, or fewer devices"),
+        (("--device", "gpu"), 2, "; docs/install.md has GPUs, and --device cpu trains without"),
         (("--impl", "scratch", "--no-hybridize"), 2, "highlevel's"),
         (("--impl", "torch"), 2, "--impl torch: choose one of"),
-        (("--lr", "0"), 2, "lr 0.0: give"),
-        (("--lr", "-0.1"), 2, "lr -0.1: give"),
+        (("--lr", "0"), 2, "error: --lr 0.0: give"),
+        (("--lr", "-0.1"), 2, "error: --lr -0.1: give"),
         (("--lr", "nan"), 2, "lr nan: give"),
         (("--lr", "1e39"), 2, "lr 1e+39: give"),
-        (("--epochs", "0"), 2, "epochs 0: give"),
-        (("--seed", "-1"), 2, "seed -1: give"),
-        (("--model", "resnet18"), 2, "scratch has lenet only"),
+        (("--epochs", "0"), 2, "error: --epochs 0: give"),
+        (("--seed", "-1"), 2, "error: --seed -1: give"),
+        (
+            ("--model", "resnet18"),
+            2,
+            "error: --model resnet18: scratch has lenet only; --impl highlevel has the others",
+        ),
         (("--recipe", "none"), 2, "--recipe none: choose one of"),
         (("--momentum", "1"), 2, "momentum 1.0: give"),
-        (("--weight-decay", "-1"), 2, "weight_decay -1.0: give"),
-        (("--clip-norm", "0"), 2, "clip_norm 0.0: give"),
+        (("--weight-decay", "-1"), 2, "error: --weight-decay -1.0: give"),
+        (("--clip-norm", "0"), 2, "error: --clip-norm 0.0: give"),
         (("--accumulate", "0"), 2, "accumulate 0: give"),
-        (("--schedule", "step"), 2, "schedule step and step_epochs go together"),
+        (("--schedule", "step"), 2, "error: --schedule step: give --step-epochs too, such as 2,3"),
+        (("--step-epochs", "2"), 2, "error: --step-epochs 2: give schedule step too"),
         (("--schedule", "step", "--step-epochs", "1,x"), 2, "1,x: give numbers with commas"),
-        (("--schedule", "step", "--step-epochs", "3,2", "--epochs", "5"), 2, "step_epochs 3,2: give growing"),
-        (("--warmup-epochs", "1"), 2, "warmup_epochs 1.0: give"),
-        (("--gpus", "2", "--shares", "80"), 2, "shares 80: 1 for 2 devices"),
-        (("--gpus", "2", "--shares", "80,0"), 2, "shares 80,0: give"),
+        (("--schedule", "step", "--step-epochs", "3,2", "--epochs", "5"), 2, "error: --step-epochs 3,2: give growing"),
+        (("--warmup-epochs", "1"), 2, "error: --warmup-epochs 1.0: give 0 to below 1, the number of epochs"),
+        (("--gpus", "2", "--shares", "80"), 2, "error: --shares 80: 1 for 2 devices; give one for each"),
+        (("--shares", "80,20"), 2, "error: --shares 80,20: 2 for 1 device; give one for each"),
+        (("--gpus", "2", "--shares", "80,0"), 2, "error: --shares 80,0: give"),
         (("--gpus", "2", "--shares", "fast"), 2, "fast: give numbers with commas between them, or auto"),
         (("--resume", "nowhere"), 2, "nowhere: there is no run"),
         (("--resume", "a", "--recipe", "gluon-lenet-mnist-4gpu"), 2, "a resumed run has its own settings"),
         (("--dataset", "mnist", "--data-dir", "nowhere"), 1, "no mnist in nowhere"),
-        (("--dataset", "fashion-mnist", "--limit", "60001"), 2, "60000"),
+        (
+            ("--dataset", "fashion-mnist", "--limit", "60001"),
+            2,
+            "error: --limit 60001: fashion-mnist has 60000 examples",
+        ),
         (("--out", "/proc/run"), 1, "--out /proc/run: cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -164,6 +175,26 @@ def test_what_cannot_be_run_is_refused_in_one_line_with_its_exit_status(options,
     assert exit.value.code == status, errors
     said = [line for line in errors.splitlines() if not line.startswith("gluon_mgpu: ")]
     assert len(said) == 1 and says in said[0] and "epoch" not in printed, errors
+
+
+def test_a_file_that_is_called_as_a_setting_is_not_taken_for_its_option(monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("model").touch()
+    with pytest.raises(SystemExit):
+        cli.train(["--resume", "model"])
+    assert capfd.readouterr().err == "error: model is a file: give the folder of a run, such as .\n"
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 4, 30])
+def test_the_epochs_on_the_curves_are_whole_numbers_with_room_between_them(epochs, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    records.draw_curves([records.Epoch(e, 1.0, 1.0, 2 / e, 0.5, 0.1) for e in range(1, epochs + 1)], "none.png")
+    for axes in drawn[0].axes:
+        low, high = axes.get_xlim()
+        shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert shown and all(tick == round(tick) for tick in shown) and len(shown) <= 11
+        assert low < 1 and high > epochs
 
 
 def test_a_terminal_sees_a_bar_with_examples_and_loss_and_a_file_does_not():
@@ -300,7 +331,7 @@ def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(aft
     assert status == 130 and errors.endswith("\ninterrupted\n")
     assert seconds < 10, "a user waits for this"  # takes about half a second; the bound only tells it from an epoch
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
-    done = "1 epoch and " * epochs + f"{facts['steps']} step{'s'[: facts['steps'] != 1]}"
+    done = f"{facts['steps']} of 79 steps of epoch {epochs + 1}"
     assert f"checkpoint.npz holds the parameters after {done}; --resume {tmp_path} goes on" in errors
     assert len(facts["history"]) == epochs == printed.count("test acc") and 0 < facts["steps"] < 79
     assert not list(tmp_path.glob(".*")), "a temporary file was left"

@@ -48,7 +48,7 @@ def run(
     }
     what["steps"] = steps
     if impl == "scratch" and model != "lenet":
-        raise UsageError(f"model {model}: scratch has lenet only; highlevel has the others")
+        raise UsageError(f"model {model}: scratch has lenet only; --impl highlevel has the others")
     if what["batch_size"] < contexts:
         raise UsageError(
             f"a batch of {what['batch_size']} on {contexts} contexts: give a larger batch, or fewer contexts"
