@@ -118,8 +118,8 @@ def test_another_experiment_in_the_folder_is_refused_with_the_runs_own_words(exp
 @pytest.mark.parametrize(
     "options, status, says",
     [
-        (("--lr", "0"), 2, "error: lr 0"),
-        (("--epochs", "0"), 2, "error: epochs 0: "),
+        (("--lr", "0"), 2, "error: --lr 0"),
+        (("--epochs", "0"), 2, "error: --epochs 0: "),
         (("--dataset", "mnist", "--data-dir", "nowhere"), 1, "error: no mnist in nowhere"),
         (("--device", "gpu"), 2, "error: 2 devices: --device gpu: "),
         (("--lr", "1e37"), 1, "error: 1 device, batch 256: .* not (a number|numbers).*; a smaller --lr may help$"),
