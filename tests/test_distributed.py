@@ -384,11 +384,18 @@ def test_2_bits_are_refused_for_a_net_with_running_statistics_on_every_worker():
     assert "its running statistics would be sent in 2 bits too" in err and "Traceback" not in err
 
 
-def test_a_missing_horovod_is_one_line_that_says_how_to_get_it(monkeypatch):
+@pytest.mark.parametrize("why", ["ImportError('no mxnet in it')", "OSError('undefined symbol: MXGetVersion')"])
+def test_a_horovod_that_cannot_be_loaded_is_one_line_that_says_how_to_get_it(why, monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_SIZE", "1")
-    monkeypatch.setitem(sys.modules, "horovod.mxnet", None)
-    with pytest.raises(Error, match="Horovod is not installed for this MXNet .*: `make horovod` builds it"):
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "horovod" / "mxnet").mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    (tmp_path / "horovod" / "mxnet" / "__init__.py").write_text(f"raise {why}")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = rf"Horovod is not installed for this MXNet \({why.split(chr(39))[1]}\): `make horovod` builds it"
+    with pytest.raises(Error, match=said):
         with workers.join("horovod"):
             pass
 

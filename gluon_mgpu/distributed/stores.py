@@ -28,7 +28,7 @@ class Horovod:
     def __init__(self, compress: str | None, model: str) -> None:
         try:
             import horovod.mxnet as hvd
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # OSError: built for another MXNet, it does not load
             raise Error(f"Horovod is not installed for this MXNet ({error}): `make horovod` builds it") from None
         self.hvd, self.compress = hvd, compress
         os.environ.setdefault("HOROVOD_CYCLE_TIME", CYCLES.get(model, "1"))
