@@ -88,6 +88,10 @@ def run(
             own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, **where}
             try:
                 own_process.train(str(r), {**common, **own}, bar.update, **environment)
+                if again and not _finished(
+                    r, out / r.folder, impl, seed, settings
+                ):  # one that was done, of another --impl
+                    raise UsageError(f"--out {out} has {r.folder} of another experiment")
             except UsageError as error:
                 raise UsageError(f"{error}; give another --out than {out}" if again else str(error)) from None
             except KeyboardInterrupt:
@@ -148,12 +152,16 @@ def _finished(r: Run, folder: Path, impl: str, seed: int, settings: dict[str, An
     return (
         arrays is not None
         and (config["impl"], len(config["devices"]), kept) == (impl, r.devices, wanted)
-        and len(position.history) == wanted.epochs
-        and (folder / "metrics.jsonl").exists()
+        and len(position.history) == wanted.epochs == len(_lines(folder))
     )
 
 
 def _result(r: Run, folder: Path) -> Result:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    epochs = [Epoch(**json.loads(line)) for line in lines]
+    epochs = [Epoch(**json.loads(line)) for line in _lines(folder)]
     return Result(r, json.loads((folder / "config.json").read_text()), epochs)
+
+
+def _lines(folder: Path) -> list[str]:
+    """A run that was killed may lack the last one, which it writes when it is resumed."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []

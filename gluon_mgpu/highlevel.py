@@ -113,7 +113,8 @@ MODELS = {
 def add_model(name: str, build: Callable[[], gluon.HybridBlock], init: mx.init.Initializer = NORMAL) -> None:
     """Give `train`, and all that reads its runs in this process, a network of one's own as `model=name`.
 
-    build: gives a new net for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: of its weights.
+    build: gives a new net for images (n, 1, 28, 28) in [0, 1] and 10 classes, whose layers are registered in the order
+    in which they compute, as a HybridSequential's are, and share no parameter. init: of its weights.
     """
     MODELS[name] = Model(build, init)
     if name not in settings_models:
@@ -235,7 +236,11 @@ class Replicas:
         named = self.net._collect_params_with_prefix()
         self.named = dict(zip(model.names or named, named.values()))
         self.trained = {name: p for name, p in self.named.items() if p.grad_req != "null"}
-        self.statistics: Sequence[gluon.Parameter] = [p for p in self.named.values() if p.grad_req == "null"]
+        counted = (
+            "running_mean",
+            "running_var",
+        )  # batch normalization's; other arrays without a gradient stay as they are
+        self.statistics: Sequence[gluon.Parameter] = [p for n, p in self.named.items() if n.endswith(counted)]
         if self.statistics and workers and str(workers.compress).startswith("2bit"):
             raise UsageError(
                 f"--compress {workers.compress} --model {settings.model}: its running statistics would be sent in 2 "

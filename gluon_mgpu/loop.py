@@ -104,7 +104,8 @@ def run(
             f"shares {joined(settings.shares)}: {len(settings.shares)} for {devices_here}; give one for each"
         )
     if workers.count > 1 and settings.shares:
-        raise UsageError(f"shares {settings.shares}: they are of one worker's devices: leave them away")
+        given = settings.shares if isinstance(settings.shares, str) else joined(settings.shares)
+        raise UsageError(f"shares {given}: they are of one worker's devices: leave them away")
     workers.agree({**config, "resume": bool(resume), **({} if resume else asdict(settings))})
     first = workers.rank == 0
     with records.Run(out, resume, tensorboard) if first else records.Run() as kept:
@@ -113,9 +114,9 @@ def run(
             settings, arrays, position = kept.position(settings)
             if settings.seed is None:
                 settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
-        decided = workers.gather([asdict(settings), position.as_json()])[0]  # by worker 0
+        decided = workers.gather([asdict(settings), position.as_json(), profile is None])[0]  # by worker 0
         settings, position = Settings(**decided[0]), records.Position.from_json(decided[1])
-        if len(position.history) == settings.epochs and profile is None:  # which is refused below
+        if len(position.history) == settings.epochs and decided[2]:  # a profile of no steps is refused below
             kept.end(position)  # a run that was killed may lack its last line, or picture
             return position.history
         data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from gluon_mgpu import IMPLS, __version__, checkpoint
 from gluon_mgpu.distributed import place
 from gluon_mgpu.errors import Error, UsageError
-from gluon_mgpu.settings import Settings
+from gluon_mgpu.settings import MODELS, Settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,10 +157,11 @@ class Run:
                 )
         if settings.epochs < len(position.history):
             raise UsageError(f"{self.asked}: epochs {settings.epochs}: {len(position.history)} are done already")
-        other = settings.epochs != recorded.epochs
+        done = len(position.history) == settings.epochs
+        other = settings.epochs != recorded.epochs and not done
         epochs = f": epochs {settings.epochs} where the run had {recorded.epochs}" if other else ""
         place.say(f"resuming {self.folder} after {position}{epochs}")
-        if len(position.history) == settings.epochs:
+        if done:
             place.say(f"all epochs are done{'; --epochs gives it more' * ('epochs' in free)}")
         if (self.folder / "tensorboard").exists() and not self.Writer:
             try:
@@ -203,7 +204,7 @@ class Run:
             shown = [["even" if c[name] is None else c[name] for c in (config, was)] for name in changed]
             said = ", ".join(f"{name} {now} where the run had {then}" for name, (now, then) in zip(changed, shown))
             bits = "the same to rounding, not bit for bit"
-            if replicas.statistics and {"devices", "shares"} & set(changed):
+            if replicas.statistics and {"devices", "shares", "workers"} & set(changed):
                 bits = "not the same result, since batch normalization is of each device's shard"
             place.say(f"{said}: {bits}")
 
@@ -294,7 +295,9 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
         if config["impl"] not in IMPLS or not _devices(config):
             raise ValueError(f"impl {config['impl']} on {config['devices']}")
     except (KeyError, TypeError, ValueError, UsageError) as error:
-        raise Error(f"{path} describes no run that can be ({error}): begin it anew in another folder") from None
+        own = isinstance(error, UsageError) and config["model"] not in MODELS
+        mend = "give the network with highlevel.add_model, from Python" if own else "begin it anew in another folder"
+        raise Error(f"{path} describes no run that can be ({error}): {mend}") from None
     return arrays, config, settings, position
 
 

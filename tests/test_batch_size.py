@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,23 @@ def test_an_experiment_that_is_there_is_shown_again_and_not_trained_again(experi
 def test_another_experiment_in_the_folder_is_refused_with_the_runs_own_words(experiment):
     again = subprocess.run(command("--out", experiment[0], "--lr", 0.3), capture_output=True, text=True)
     assert again.returncode == 2 and "the run has lr 0.2, not 0.3" in again.stderr
+
+
+def test_the_runs_of_another_implementation_are_not_shown_as_this_ones(experiment):
+    again = subprocess.run(command("--out", experiment[0], "--impl", "highlevel"), capture_output=True, text=True)
+    assert again.returncode == 2 and again.stdout == ""
+    said = f"has {FOLDERS[0]} of another experiment; give another --out than {experiment[0]}\n"
+    assert again.stderr.endswith(said), again.stderr
+
+
+def test_a_line_that_a_killed_run_did_not_write_is_written_and_shown(experiment, tmp_path):
+    out = shutil.copytree(experiment[0], tmp_path / "copy")
+    metrics = out / FOLDERS[3] / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole.splitlines(keepends=True)[0])
+    again = subprocess.run(command("--out", out), capture_output=True, text=True)
+    assert again.returncode == 0 and again.stdout.splitlines()[:-1] == experiment[1].splitlines()[:-1], again.stderr
+    assert metrics.read_text() == whole
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,16 @@ def test_a_run_of_two_workers_is_resumed_by_one_process_as_if_it_had_been_one(tw
     assert apart(parameters(folder), parameters(tmp_path / "whole"), impl) < 1e-4
 
 
+def test_workers_that_resume_a_run_that_is_done_end_at_once_also_where_one_of_them_wants_a_profile(alone, tmp_path):
+    folder = runs.copy(alone["scratch", 1], tmp_path / "resumed")
+    status, out, err = runs.run("dist_sync", 2, "--resume", folder)
+    assert (status, out) == (0, "") and "all epochs are done" in err
+    train = " ".join(map(str, [*runs.TRAIN, "--kvstore dist_sync --resume", folder]))
+    profile = f'[ "$DMLC_ROLE" = worker ] && [ $DMLC_TASK_ID = 0 ] && exec {train} --profile {tmp_path / "p.json"}'
+    status, out, err = runs.run("dist_sync", 2, program=["sh", "-c", f"{profile}; exec {train}"])
+    assert status == 2 and "steps" in runs.lines(err)[0] and "TypeError" not in err, err
+
+
 def test_a_run_of_one_process_is_resumed_by_three_workers(alone, tmp_path):
     folder = runs.copy(alone["scratch", 1], tmp_path / "resumed")
     status, _, err = runs.run("dist_sync", 3, "--resume", folder, "--epochs", 2)
@@ -377,7 +387,7 @@ def test_a_compression_that_the_kvstore_does_not_offer_is_refused(compress, kvst
         place.check_compress(compress, place.LOCAL._replace(kvstore=kvstore))
 
 
-def test_2_bits_are_refused_for_a_net_with_running_statistics_on_every_worker():
+def test_2_bits_are_refused_for_a_net_with_running_statistics():
     args = ("--impl", "highlevel", "--model", "resnet18", "--dataset", "synthetic", "--limit", 8, "--batch-size", 4)
     status, out, err = runs.run("dist_sync", 2, "--device", "cpu", "--compress", "2bit:1", *args)
     assert status == 2 and "epoch" not in out
@@ -388,7 +398,8 @@ def test_2_bits_are_refused_for_a_net_with_running_statistics_on_every_worker():
 def test_a_horovod_that_cannot_be_loaded_is_one_line_that_says_how_to_get_it(why, monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_SIZE", "1")
-    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+    for name in ("horovod", "horovod.mxnet"):  # gone again afterwards, whether or not they were there
+        monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "horovod" / "mxnet").mkdir(parents=True)
     (tmp_path / "horovod" / "__init__.py").touch()

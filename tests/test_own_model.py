@@ -1,11 +1,16 @@
 """A network of one's own, deeper than LeNet and with batch normalization, is trained, kept and read as any other."""
 
+import sys
+from pathlib import Path
+
 import mxnet as mx
 import numpy as np
 import pytest
+import runs
 from mxnet.gluon import nn
 
-from gluon_mgpu import checkpoint, datasets, evaluate, highlevel, settings
+from gluon_mgpu import checkpoint, datasets, evaluate, highlevel, records, settings
+from gluon_mgpu.errors import Error
 from gluon_mgpu.settings import Settings
 
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -16,6 +21,7 @@ def deep():
     net = nn.HybridSequential(prefix="deep_")
     with net.name_scope():
         net.add(nn.Conv2D(8, 3, strides=2), nn.BatchNorm(), nn.Activation("relu"), nn.Flatten())
+        net[0].weight.grad_req = "null"  # frozen: its gradient is not wanted, and it is no running statistic
         for units in (40, 30, 20):
             net.add(nn.Dense(units, activation="relu"))
         net.add(nn.Dense(10))
@@ -31,13 +37,18 @@ def known(monkeypatch):
 
 
 def test_every_array_of_it_is_trained_and_is_in_the_checkpoint(tmp_path):
+    ended = []
+    for lr in (1e-30, 0.05):
+        highlevel.train(2, 50, lr, epochs=1, out=tmp_path / str(lr), **OPTIONS)
+        ended.append(evaluate.load(tmp_path / str(lr), None, 1, "cpu").parameters)
+    untrained, trained = ended
     mx.random.seed(1)
-    before = highlevel.Replicas(CTX, Settings(model="deep")).parameters()
-    highlevel.train(2, 50, 0.05, epochs=1, out=tmp_path / "run", **OPTIONS)
-    after = evaluate.load(tmp_path / "run", None, 1, "cpu").parameters
+    drawn = highlevel.Replicas(CTX, Settings(model="deep")).parameters()
     # A weight and a bias of the convolution and of each dense layer; gamma, beta, mean and variance.
-    assert len(after) == 5 * 2 + 4 and after.keys() == before.keys()
-    assert [name for name, array in after.items() if np.array_equal(array, before[name])] == []
+    assert len(trained) == 5 * 2 + 4 and trained.keys() == drawn.keys()
+    statistics = {name for name in drawn if "running" in name}
+    assert {name for name, array in drawn.items() if not np.allclose(array, untrained[name], atol=1e-20)} == statistics
+    assert [name for name, array in drawn.items() if np.array_equal(array, trained[name])] == ["0.weight"]
 
 
 def test_its_run_is_evaluated_exported_and_resumed_as_it_was(tmp_path, capsys):
@@ -68,3 +79,38 @@ def test_a_net_for_images_of_another_shape_learns_its_shapes_and_steps_with_an_i
     for p in net.collect_params().values():
         if p.grad_req != "null":  # the device without an example has the same update
             np.testing.assert_array_equal(*(p.data(c).asnumpy() for c in CTX))
+
+
+WORKER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from gluon_mgpu.distributed import place, serve
+here = place.place()
+if here.role != "worker":
+    serve.serve(here)
+    sys.exit()
+import mxnet as mx, test_own_model
+from gluon_mgpu import highlevel
+highlevel.add_model("deep", test_own_model.deep, mx.init.Xavier())
+highlevel.train(1, 50, 0.05, epochs=1, out=sys.argv[2], kvstore="dist_sync", **test_own_model.OPTIONS)
+"""
+
+
+def test_two_workers_train_it_as_two_contexts_do_with_its_running_statistics(tmp_path):
+    program = tmp_path / "worker.py"
+    program.write_text("import gluon_mgpu\ngluon_mgpu.configure(contexts=2)" + WORKER)
+    line = [sys.executable, str(program), str(Path(__file__).parent), str(tmp_path / "workers")]
+    status, _, err = runs.run("dist_sync", 2, program=line)
+    assert status == 0, err
+    highlevel.train(2, 50, 0.05, epochs=1, out=tmp_path / "alone", **OPTIONS)
+    found, expected = (evaluate.load(tmp_path / name, None, 1, "cpu").parameters for name in ("workers", "alone"))
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_the_commands_say_that_they_do_not_have_it(tmp_path, capsys, monkeypatch):
+    highlevel.train(2, 50, 0.05, epochs=1, out=tmp_path / "run", **OPTIONS)
+    monkeypatch.setattr(settings, "MODELS", ["lenet"])
+    monkeypatch.setattr(records, "MODELS", ["lenet"])
+    with pytest.raises(Error, match="model deep: choose one of lenet.*: give the network with highlevel.add_model"):
+        evaluate.load(tmp_path / "run", None, 1, "cpu")
