@@ -1,10 +1,12 @@
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from gluon_mgpu.bench import own_process, steps
+from gluon_mgpu.bench import machine, own_process, steps
 from gluon_mgpu.errors import Error
 
 
@@ -95,3 +97,10 @@ def test_a_worker_gets_the_settings_it_is_given_and_none_of_the_users(monkeypatc
     first, found = own_process.lines("it", "environment_shown", settings={"OMP_NUM_THREADS": "3"})
     assert first == 1 and found["OMP_NUM_THREADS"] == "3" and found["UNRELATED"] == "kept"
     assert "MXNET_ENGINE_TYPE" not in found
+
+
+def test_peak_memory_is_of_the_process_alone_and_not_of_the_one_that_started_it():
+    large = np.ones(100_000_000)  # 800 MB
+    program = "from gluon_mgpu.bench import machine; print(machine.peak_mb())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert 5 < float(done.stdout) < 400 and machine.peak_mb() > large.nbytes / 2**20

@@ -113,7 +113,7 @@ def test_messages_are_found_as_they_are_written(code, parts):
 
 
 def test_every_module_has_a_page_of_the_api():
-    modules = {m.name.removeprefix("gluon_mgpu.") for m in pkgutil.walk_packages([PACKAGE], "gluon_mgpu.")}
+    modules = {m.name.removeprefix("gluon_mgpu.") for m in pkgutil.walk_packages([str(PACKAGE)], "gluon_mgpu.")}
     listed = set(re.findall(r"^   gluon_mgpu\.(\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
     assert listed == modules - INSIDE
 

@@ -36,6 +36,12 @@ def line() -> str:
     return f"{found['cores']} cores of {found['cpu']}; {named}"
 
 
+def peak_mb() -> float:
+    """The most memory that this process has had, in MB. getrusage would count what the process that started it had."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+
+
 def leave(out: str | Path, name: str, result: dict, draw: Callable[[dict, BinaryIO], None]) -> None:
     """Leave result, with the machine's facts, as NAME.json in the folder out, and draw(result, file) as NAME.png."""
     out = Path(out)

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import math
 import os
-import resource
 import select
 import shutil
 import signal
@@ -440,7 +439,7 @@ def work(job: dict, data: datasets.Dataset, train: Train, accuracy: Callable[[],
         found["losses"].append(None if loss is None else float(loss))
         if job["epochs"]:
             found["accuracy"].append(accuracy())
-    return {**found, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    return {**found, "peak_mb": machine.peak_mb()}
 
 
 def _notebook(subject: Subject, job: dict) -> tuple[datasets.Dataset, Train, Callable[[], float]]:

@@ -11,7 +11,6 @@ import importlib
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -331,7 +330,7 @@ def _worker(mode: str, subject: Subject, steps: int) -> None:
         print(json.dumps({name: spent["Total"] / steps for name, spent in operators.items()}))
         return
     step_ms = work(steps * size) / steps * 1000
-    print(json.dumps({"step_ms": step_ms, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    print(json.dumps({"step_ms": step_ms, "peak_mb": machine.peak_mb()}))
 
 
 if __name__ == "__main__":
