@@ -88,9 +88,8 @@ def run(
             own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, **where}
             try:
                 own_process.train(str(r), {**common, **own}, bar.update, **environment)
-                if again and not _finished(
-                    r, out / r.folder, impl, seed, settings
-                ):  # one that was done, of another --impl
+                # One that was done, of another --impl, is left as it is.
+                if again and not _finished(r, out / r.folder, impl, seed, settings):
                     raise UsageError(f"--out {out} has {r.folder} of another experiment")
             except UsageError as error:
                 raise UsageError(f"{error}; give another --out than {out}" if again else str(error)) from None

@@ -236,10 +236,8 @@ class Replicas:
         named = self.net._collect_params_with_prefix()
         self.named = dict(zip(model.names or named, named.values()))
         self.trained = {name: p for name, p in self.named.items() if p.grad_req != "null"}
-        counted = (
-            "running_mean",
-            "running_var",
-        )  # batch normalization's; other arrays without a gradient stay as they are
+        # Batch normalization's; other arrays without a gradient stay as they are.
+        counted = "running_mean", "running_var"
         self.statistics: Sequence[gluon.Parameter] = [p for n, p in self.named.items() if n.endswith(counted)]
         if self.statistics and workers and str(workers.compress).startswith("2bit"):
             raise UsageError(
