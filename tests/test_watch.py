@@ -24,6 +24,10 @@ PAIR = ("worker 0", "worker 1")
 def quick(monkeypatch):
     monkeypatch.setattr(watch, "BEAT", 0.05)
     monkeypatch.setattr(watch, "SILENCE", 1.0)
+    ended = []  # what a Member that ends its process asks for: here that is pytest's
+    monkeypatch.setattr(watch, "_end_in", lambda seconds, status: ended.append(status))
+    yield
+    assert not ended
 
 
 def joined(hub, *names):
@@ -86,7 +90,9 @@ def test_once_one_asks_to_stop_all_go_on_to_the_step_of_the_foremost(quick):
     assert first.stop_known.wait(10) and second.stop_known.wait(10)
     assert [first.may_step(step) for step in (10, 11, 12)] == [True, True, False]
     assert not second.may_step(12)
-    first.done(), server.done(), second.done()
+    server.done()
+    runs.wait(lambda: "server 0" in hub.ended)  # or it would be told that all workers are done, and end
+    first.done(), second.done()
     hub.close()
 
 
