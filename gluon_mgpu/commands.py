@@ -40,6 +40,8 @@ GROUPS = {
     "Files": "out resume tensorboard profile export",
 }
 
+NUMBERS = {"integer": "whole number: give one such as 4", "float": "number: give one such as 0.1"}  # by click's names
+
 
 class _Ours(click.Command):
     """Ends with one line and the right exit status instead of a traceback, which --debug shows.
@@ -164,6 +166,8 @@ def _usage(error: click.UsageError) -> str:
     elif isinstance(error, click.BadParameter) and error.param and error.ctx:
         name = error.param.get_error_hint(error.ctx).replace("'", "")
         line = f"{name} {error.message}"
+        for kind, wanted in NUMBERS.items():
+            line = re.sub(f"is not a valid {kind}( range)?", f"is no {wanted}", line)
     else:
         line = error.format_message()
     return " ".join(line.removesuffix(".").splitlines()) + help
