@@ -66,17 +66,17 @@ class Raw:
 def test_what_workers_gather_is_what_each_gave_by_rank(quick):
     hub = watch.Hub("127.0.0.1", 0, PAIR)
     members = joined(hub, *PAIR)
-    got = {}
+    got, history = {}, "x" * (4 << 20)
 
     def gather(member):
-        got[member.name] = [member.gather([member.name, turn]) for turn in range(3)]
+        got[member.name] = [member.gather([member.name, turn]) for turn in (*range(3), history)]
 
     threads = [threading.Thread(target=gather, args=(member,)) for member in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert got["worker 0"] == got["worker 1"] == [[["worker 0", i], ["worker 1", i]] for i in range(3)]
+    assert got["worker 0"] == got["worker 1"] == [[["worker 0", i], ["worker 1", i]] for i in (*range(3), history)]
     for member in members:
         member.done()
     hub.close()
@@ -154,7 +154,7 @@ def test_a_member_that_is_done_may_go(quick):
         "[1]",
         '{"name": "worker 7", "of": [2, 0]}',
         '{"name": ["worker 0"]}',
-        "x" * (2 << 20),
+        "x" * (32 << 20),
         "[" * 100_000,
     ],
 )

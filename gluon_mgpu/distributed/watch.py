@@ -25,7 +25,7 @@ SILENCE = 10.0  # seconds without one: lost. Nothing in a worker holds Python's 
 PATIENCE = 300.0  # seconds within which all have to come
 LAST_WORDS = 3.0  # seconds for a server to end once all workers are done
 WAITING_SAID = 5  # beats after which a process says for whom it waits
-LONGEST = 1 << 20  # bytes of a line
+LONGEST = 16 << 20  # bytes of a line; some 80,000 epochs of a run that is resumed
 
 
 class Hub:
@@ -203,7 +203,7 @@ class _Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.name, self.about = sock, "", ""
-        self.heard, self.rest = time.monotonic(), b""
+        self.heard, self.rest = time.monotonic(), bytearray()
         self.sending = threading.Lock()
         sock.settimeout(SILENCE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -220,9 +220,12 @@ class _Connection:
         received = self.sock.recv(1 << 16)
         if not received:
             return None
-        *lines, self.rest = (self.rest + received).split(b"\n")
+        self.rest += received
         if len(self.rest) > LONGEST:
             raise ValueError("too long")
+        if b"\n" not in received:
+            return []
+        *lines, self.rest = self.rest.split(b"\n")
         found = [json.loads(line) for line in lines]
         if not all(isinstance(message, dict) for message in found):
             raise ValueError("no message")
