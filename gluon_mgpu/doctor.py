@@ -294,9 +294,10 @@ def _space(folder: Path, what: str, remedy: str, grave: str) -> Finding:
 def _horovod(mxnet: bool) -> Finding:
     """mxnet: it can be imported."""
     if importlib.util.find_spec("horovod") is None:
-        tools = [tool for tool in ("g++", "cmake") if not shutil.which(tool)]
+        tools = [] if shutil.which("c++") or shutil.which("g++") else ["g++"]
+        tools += [] if shutil.which("make") else ["make"]
         first = f", after `apt install {' '.join(tools)}`" if tools else ""
-        return "note", f"Horovod is not installed, which only training on several machines needs: `make horovod`{first}"
+        return "note", f"Horovod is not installed, which only --kvstore horovod needs: `make horovod`{first}"
     if not mxnet:
         return "note", "Horovod is installed; it was not tried, as MXNet cannot be imported"
     version, why = _python_says(HOROVOD)
