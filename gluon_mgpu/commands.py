@@ -177,6 +177,8 @@ def _report(error: BaseException) -> int:
     """One line on standard error; returns the exit status."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
+    if isinstance(error, OSError) and isinstance(error.__context__, KeyboardInterrupt):
+        return 130  # click, too, wanted to tell whoever is gone
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         place.say("interrupted", prefix="")
         return 130

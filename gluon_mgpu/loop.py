@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -40,6 +41,7 @@ from mxnet.ndarray import NDArray  # noqa: E402
 # burst is issued. The seconds bound what Ctrl-C has to wait for.
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
+SAME_CTRL_C = 0.5  # seconds
 
 Batch = tuple[NDArray, NDArray]  # (X, y); (None, None) for a worker without a part
 Item = TypeVar("Item")
@@ -395,7 +397,8 @@ def mean(issued: Iterable[list[NDArray]]) -> float:
 class CtrlC:
     """Holds Ctrl-C, or SIGTERM, back until a step is issued whole: half a step would leave replicas that differ.
 
-    A second one is not held back. Where no step is left, the run is finished and ends as such. Outside the main thread,
+    A second one is not held back, where it is one: a launcher and a cluster may both pass on what stops a run. Where no
+    step is left, the run is finished and ends as such. Outside the main thread,
     where Python delivers no signal, this does nothing. Several workers stop at the same step, whichever was asked.
     """
 
@@ -403,7 +406,7 @@ class CtrlC:
         self.workers = workers
 
     def __enter__(self) -> CtrlC:
-        self.asked = self.stopped = False
+        self.asked, self.stopped, self.since = False, False, 0.0
         main = threading.current_thread() is threading.main_thread()
         self.before = {s: signal.signal(s, self._hold) for s in (signal.SIGINT, signal.SIGTERM) if main}
         return self
@@ -414,9 +417,12 @@ class CtrlC:
 
     def _hold(self, *_: object) -> None:
         if self.asked:
+            if time.monotonic() - self.since < SAME_CTRL_C:
+                return
             raise KeyboardInterrupt
-        self.asked = True
-        os.write(2, b"\ngluon_mgpu: ending after this step; Ctrl-C again ends at once, without a checkpoint\n")
+        self.asked, self.since = True, time.monotonic()
+        with suppress(OSError):  # whoever read it may have heard the same Ctrl-C, and be gone
+            os.write(2, b"\ngluon_mgpu: ending after this step; Ctrl-C again ends at once, without a checkpoint\n")
 
     def between(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items; BetweenSteps instead of the next one once Ctrl-C was pressed."""

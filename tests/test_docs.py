@@ -19,7 +19,7 @@ from gluon_mgpu import datasets, engine, loop, recipes, scratch
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGE = Path(gluon_mgpu.__file__).parent
 # A call of one of these names is a message, in its first argument; in the last one of _require, which names the value.
-SAYING = ("Error", "UsageError", "kind", "say", "_say", "fail", "error", "_end")
+SAYING = ("Error", "UsageError", "kind", "say", "_say", "fail", "error", "_end", "ended_after")
 NAMED = ast.parse("f'{name} {value}: '", mode="eval").body  # what _require puts before its last argument
 NOTICE = "gluon_mgpu: "
 # Modules without a page: the command line, which has its own; what starts processes; what imports PyTorch.

@@ -351,6 +351,18 @@ def test_ctrl_c_ends_a_run_with_130_and_a_whole_checkpoint_between_two_steps(aft
         np.testing.assert_array_equal(array, arrays[name])
 
 
+def test_ctrl_c_leaves_the_checkpoint_also_where_it_ended_who_reads_the_output(tmp_path):
+    command = [sys.executable, str(SCRIPT), *SYNTHETIC, "--limit", "20000", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while "running on" not in process.stdout.readline():
+            pass
+        time.sleep(0.7)  # into the epoch
+        process.stdout.close()  # as of `2>&1 | tee log`
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert checkpoint.load(tmp_path / "checkpoint.npz")[1]["steps"] > 0
+
+
 def test_batches_are_the_images_and_memory_that_no_engine_thread_gives_back_through_python(monkeypatch):
     monkeypatch.delattr(nd, "from_numpy")  # its memory is: a process that ends just then aborts (docs/engine.md)
     data = datasets.synthetic(10, 1, seed=0)
@@ -374,6 +386,7 @@ def test_a_second_ctrl_c_within_a_step_writes_no_checkpoint_of_half_a_step(tmp_p
     class Interrupted(Recorder):
         def train_batch(self, X, y, lr):
             signal.raise_signal(signal.SIGINT)
+            time.sleep(loop.SAME_CTRL_C)
             signal.raise_signal(signal.SIGINT)
             raise AssertionError("the second Ctrl-C was held back")
 
@@ -383,10 +396,12 @@ def test_a_second_ctrl_c_within_a_step_writes_no_checkpoint_of_half_a_step(tmp_p
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_first_ctrl_c_within_a_step_lets_it_end_and_then_writes_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]], ids=["one", "passed on twice"])
+def test_a_first_ctrl_c_within_a_step_lets_it_end_and_then_writes_the_checkpoint(tmp_path, signals):
     class Interrupted(Recorder):
         def train_batch(self, X, y, lr):
-            signal.raise_signal(signal.SIGINT)
+            for which in signals:
+                signal.raise_signal(which)
             return super().train_batch(X, y, lr)
 
     with pytest.raises(KeyboardInterrupt):

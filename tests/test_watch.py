@@ -18,15 +18,19 @@ from gluon_mgpu import Error
 from gluon_mgpu.distributed import watch
 
 PAIR = ("worker 0", "worker 1")
+MEMBERS = []  # that a test has joined
 
 
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(watch, "BEAT", 0.05)
-    monkeypatch.setattr(watch, "SILENCE", 1.0)
+    monkeypatch.setattr(watch, "SILENCE", 5.0)
     ended = []  # what a Member that ends its process asks for: here that is pytest's
     monkeypatch.setattr(watch, "_end_in", lambda seconds, status: ended.append(status))
     yield
+    for member in MEMBERS:  # also where a test failed
+        member.over = True
+    MEMBERS.clear()
     assert not ended
 
 
@@ -43,6 +47,7 @@ def joined(hub, *names):
         thread.start()
     for thread in threads:
         thread.join(10)
+    MEMBERS.extend(made.values())
     return [made[name] for name in names]
 
 
@@ -104,7 +109,9 @@ def keep_alive(connection):
 
 
 @pytest.mark.parametrize("end", ["closes", "is silent"])
-def test_a_member_that_ends_or_falls_silent_is_named_to_the_others(quick, end):
+def test_a_member_that_ends_or_falls_silent_is_named_to_the_others(quick, end, monkeypatch):
+    if end == "is silent":
+        monkeypatch.setattr(watch, "SILENCE", 2.0)
     lines = []
     hub = watch.Hub("127.0.0.1", 0, PAIR, lines.append)
     first, second = Raw(hub), Raw(hub)
@@ -115,7 +122,7 @@ def test_a_member_that_ends_or_falls_silent_is_named_to_the_others(quick, end):
         second.socket.shutdown(socket.SHUT_RDWR)
     else:
         threading.Thread(target=keep_alive, args=(first,), daemon=True).start()
-    why = "its connection ended" if end == "closes" else "it has given no sign of life for 1 s"
+    why = "its connection ended" if end == "closes" else "it has given no sign of life for 2 s"
     assert first.hear("lost")["lost"] == f"worker 1 (there) was lost: {why}"
     hub.thread.join(10)
     assert lines == [f"worker 1 (there) was lost: {why}"]
@@ -173,7 +180,8 @@ def test_a_stranger_disturbs_nobody(quick, said):
     hub.close()
 
 
-def test_a_stranger_that_says_nothing_is_sent_away(quick):
+def test_a_stranger_that_says_nothing_is_sent_away(quick, monkeypatch):
+    monkeypatch.setattr(watch, "SILENCE", 1.0)
     hub = watch.Hub("127.0.0.1", 0, PAIR)
     assert Raw(hub).socket.recv(1) == b""
     hub.over = True
@@ -208,7 +216,7 @@ def strangers_hold_all_files():
     hub.close()
 
 
-@pytest.mark.parametrize("said", ['{"gather": []}', '{"issued": "x"}', "[]", "x"])
+@pytest.mark.parametrize("said", ['{"gather": []}', '{"issued": "x"}', '{"issued": Infinity}', "[]", "x"])
 def test_a_member_that_says_what_none_can_say_is_lost_to_the_others(quick, said):
     hub = watch.Hub("127.0.0.1", 0, PAIR)
     first, second = Raw(hub), Raw(hub)
@@ -241,10 +249,11 @@ def test_a_process_started_for_another_number_of_workers_or_servers_is_refused_w
 
 
 def test_who_does_not_come_is_named(quick, monkeypatch):
-    monkeypatch.setattr(watch, "PATIENCE", 0.2)
     hub = watch.Hub("127.0.0.1", 0, (*PAIR, "server 0"))
     first = Raw(hub)
     first.hello("worker 0")
+    first.hear("missing")
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
     assert first.hear("lost")["lost"].startswith("worker 1, server 0 did not come within 0 s")
 
 
@@ -285,6 +294,22 @@ def test_a_process_whose_hub_is_lost_ends_with_a_line_that_names_it(quick):
         _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert err == "error: worker 1: worker 0 was lost: its connection ended\n"
+
+
+WAITS_IN_VAIN = """
+import time
+from gluon_mgpu.distributed import watch
+watch.BEAT = 0.05
+with watch.ended_after("worker 1: soon enough", 60):
+    pass
+with watch.ended_after("worker 1: nobody came", 0.5):
+    time.sleep(60)
+"""
+
+
+def test_what_takes_too_long_ends_the_process_with_a_line():
+    done = subprocess.run([sys.executable, "-c", WAITS_IN_VAIN], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (1, "error: worker 1: nobody came\n")
 
 
 @pytest.mark.parametrize("gone", ["closed", "closed by its reader", "not read"])

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import sys
+from contextlib import suppress
 from typing import NamedTuple
 
 from gluon_mgpu.errors import UsageError
@@ -138,7 +139,8 @@ def speaks() -> bool:
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """A notice on standard error. Worker 0 speaks for all of them."""
     if speaks():
-        print(f"{prefix}{line}", file=sys.stderr)
+        with suppress(OSError):  # nobody reads it any more
+            print(f"{prefix}{line}", file=sys.stderr)
 
 
 def _number(name: str, least: int, end: int | None = None, default: int | None = None) -> int:

@@ -14,8 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gluon_mgpu.errors import Error, UsageError
@@ -108,7 +108,13 @@ class Hub:
             messages = connection.messages()
             for message in messages or ():
                 self._take(connection, message)
-        except (OSError, ValueError, TypeError, RecursionError):  # a reset, or nothing that a member says
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+        ):  # a reset, or nothing that a member says
             messages = None
         if connection.name:  # a stranger has SILENCE seconds in all
             connection.heard = time.monotonic()
@@ -147,7 +153,7 @@ class Hub:
                 self._tell({"stop at": max(self.issued.values())})
         elif "failed" in message:
             self.ended.add(connection.name)
-            self._end(f"{connection.name}: {message['failed']}", message.get("status", 1))
+            self._end(f"{connection.name}: {message['failed']}", int(message.get("status", 1)))
         elif "done" in message:
             self.ended.add(connection.name)
             if self.ended.issuperset(self.workers):
@@ -358,6 +364,18 @@ def end_with(line: str, status: int, seconds: float) -> None:
         os.write(2, f"error: {line}\n".encode())
     with suppress(OSError, ValueError, AttributeError):  # gone, closed, or None
         sys.stdout.flush()
+
+
+@contextmanager
+def ended_after(line: str, seconds: float) -> Iterator[None]:
+    """End this process with that line where what is done in the meantime takes longer."""
+    timer = threading.Timer(seconds, end_with, (line, 1, BEAT))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def end_soon() -> None:

@@ -6,6 +6,8 @@ Gradients go over Horovod or over MXNet's own parameter servers; all else over `
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -128,6 +130,22 @@ def bind(rank: int, gather: Callable[[Any], list[Any]]) -> None:
 
 
 @contextmanager
+def _unheeded() -> Iterator[None]:
+    """Without the next Ctrl-C or SIGTERM."""
+
+    def as_before(*_: object) -> None:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {s: signal.signal(s, as_before) for s in (signal.SIGINT, signal.SIGTERM) if main}
+    try:
+        yield
+    finally:
+        as_before()
+
+
+@contextmanager
 def join(kvstore: str = "local", compress: str | None = None, model: str = "lenet") -> Iterator[Workers]:
     """This process as one of the Workers of a run, or ALONE for "local".
 
@@ -157,7 +175,12 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     else:
         member = watch.Member(here.root, here.port + 1, str(here), here.members())
         place.for_ps_lite(member.own_address, member.hub_address)
-        store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
+        with watch.ended_after(
+            f"{here}: MXNet's parameter servers, which are all there, do not reach each other: open DMLC_PS_ROOT_PORT "
+            "and the ports from 10,000 on between the machines",
+            watch.PATIENCE,
+        ):
+            store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
     stopped = None
     try:
         yield Workers(store, member, here.rank, here.workers, compress)
@@ -176,10 +199,11 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
             hub.close()  # which tells the others
         store.abandon()
         raise
-    member.gather(None)  # worker 0 may still be writing, and a launcher ends all once one has ended on Ctrl-C
-    store.close()
-    member.done()
-    if hub:
-        hub.close()
+    with _unheeded():  # a cluster may stop all, this one late
+        member.gather(None)  # worker 0 may still be writing, and a launcher ends all once one has ended on Ctrl-C
+        store.close()
+        member.done()
+        if hub:
+            hub.close()
     if stopped:
         raise stopped
