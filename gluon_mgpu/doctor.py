@@ -279,7 +279,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
 
 def _space(folder: Path, what: str, remedy: str, grave: str) -> Finding:
     """What room a folder has; `grave` where it has too little for a data set, or cannot be written."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         with tempfile.TemporaryFile(dir=there):
             free = shutil.disk_usage(there).free

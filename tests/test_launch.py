@@ -59,7 +59,7 @@ THERE = 'tell(me, {"pid": os.getpid(), "session": os.getsid(0), "environment": d
 SOONER = """
 import sys
 from gluon_mgpu.distributed import launch
-launch.SECONDS_TO_NOTICE = launch.SECONDS_TO_FINISH = launch.SECONDS_TO_INTERRUPT = 0.5
+launch.SECONDS_TO_NOTICE = launch.SECONDS_TO_FINISH = launch.SECONDS_TO_INTERRUPT = 2
 launch.SECONDS_TO_TERMINATE = 0.3
 sys.exit(launch.launch(sys.argv[2:], 2, 1))
 """
@@ -209,7 +209,10 @@ def test_the_exit_status_is_that_of_the_worker_that_failed_first(run, name, stat
         os._exit({status})
     if role == "worker":
         are_there("failed")
-        time.sleep(0.3)
+        stat = f"/proc/{{json.load(open(folder + '/{name}'))['pid']}}/stat"
+        while open(stat).read().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.02)
+        time.sleep(1)
         sys.exit(1 if {status} == 2 else 2)
     stay()
     """
@@ -219,12 +222,13 @@ def test_the_exit_status_is_that_of_the_worker_that_failed_first(run, name, stat
     assert line.startswith(f"error: {name[:-1]} {name[-1]} ") and line.endswith(f" ended with status {status}")
 
 
-def test_of_those_that_failed_since_the_last_look_the_one_that_was_killed_is_named():
-    def process(status):
-        return SimpleNamespace(status=status, ended=lambda: status is not None)
+def test_of_those_that_failed_since_the_last_look_the_one_that_was_killed_is_named_or_else_a_worker():
+    def process(status, role="server"):
+        return SimpleNamespace(status=status, role=role, ended=lambda: status is not None)
 
-    killed = process(-9)
-    assert launch._first_failed([process(1), process(None), killed, process(0), process(1)]) is killed
+    killed, worker = process(-9), process(2, "worker")
+    assert launch._first_failed([process(1), process(None), killed, process(0), worker]) is killed
+    assert launch._first_failed([process(1), process(None), process(0, "worker"), worker]) is worker
     assert launch._first_failed([process(0), process(None)]) is None
 
 

@@ -223,17 +223,20 @@ class TestSharesAuto:
 
         monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
 
-    def test_it_gives_the_slower_device_less_and_says_so_and_a_step_takes_less_time_than_with_even_shares(
-        self, slow, capsys
-    ):
+    @pytest.fixture
+    def shares(self, slow):
         ctx, data = [mx.cpu(0), mx.cpu(1)], datasets.synthetic(256, 100, seed=0)
         settings = Settings(dataset="synthetic", shares="auto")
-        shares = loop.measured_shares(lambda s: scratch.Replicas(ctx, s), ctx, settings, data)
+        return loop.measured_shares(lambda s: scratch.Replicas(ctx, s), ctx, settings, data)
+
+    def test_it_gives_the_slower_device_less_and_says_so(self, shares, capsys):
         assert f"--shares auto measured the devices and chose {shares[0]},{shares[1]}" in capsys.readouterr().err
         assert sum(shares) == 100 and 60 < shares[0] < 95  # 80 where both have a core of their own
 
-        X, y = next(loop.batches(data.train_images, data.train_labels, 256))
-        made = {s: scratch.Replicas(ctx, Settings(shares=s)) for s in (None, shares)}
+    @pytest.mark.slow  # a time, which wants the cores for itself
+    def test_a_step_with_its_shares_takes_less_time_than_with_even_ones(self, shares):
+        X, y = batch(256, seed=0)
+        made = {s: scratch.Replicas([mx.cpu(0), mx.cpu(1)], Settings(shares=s)) for s in (None, shares)}
         times = {s: [] for s in made}
         for _ in range(12):
             for s, replicas in made.items():  # in turn

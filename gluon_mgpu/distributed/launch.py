@@ -119,10 +119,10 @@ def _ended(processes: list[_Process]) -> bool:
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
-    """The process that failed first, or None. Where several have failed since the last look, one that a signal ended:
-    the others may have noticed, and ended themselves."""
+    """The process that failed first, or None. Where several have failed since the last look, one that a signal ended,
+    or else a worker: the others may have noticed, and ended themselves."""
     failed = [p for p in processes if p.ended() and p.status]
-    return min(failed, key=lambda p: p.status > 0, default=None)
+    return min(failed, key=lambda p: (p.status > 0, p.role != "worker"), default=None)
 
 
 def _names(processes: list[_Process]) -> str:
