@@ -133,6 +133,7 @@ def run(
             records.give(replicas, workers.broadcast(records.own(replicas)))
         where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "data": data.source}
         where["workers"] = workers.count
+        workers.on_failure(kept.failed)
         kept.begin({**config, **asdict(settings), **where}, replicas, position)
         steps_an_epoch = -(-len(data.train_labels) // settings.batch_size)
         steps = (

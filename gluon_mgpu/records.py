@@ -115,10 +115,15 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if self.writer:
             self.writer.close()
-        if self.begun and not self.resumed and kind and issubclass(kind, Error) and not self._holds("checkpoint.npz"):
-            (self.folder / "config.json").unlink(missing_ok=True)  # nothing came of it: the folder can be used again
+        if kind and issubclass(kind, Error):
+            self.failed()
         if self.locked is not None:
             os.close(self.locked)
+
+    def failed(self) -> None:
+        """Leave the folder as it was, where nothing came of the run, so that it can be used again."""
+        if self.begun and not self.resumed and not self._holds("checkpoint.npz"):
+            (self.folder / "config.json").unlink(missing_ok=True)
 
     def _holds(self, *names: str) -> bool:
         return any((self.folder / name).exists() for name in names)

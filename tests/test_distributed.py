@@ -192,6 +192,17 @@ def test_why_worker_0_ends_is_told_to_the_others_before_it_does(engine, tmp_path
     assert "error: worker 1: worker 0: its folder is taken" in runs.lines(ended(engine, body, tmp_path)[1])
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_worker_0_takes_back_what_it_has_begun_where_another_one_fails_and_not_where_it_is_lost(told, engine, tmp_path):
+    body = f"""
+        group.on_failure(lambda: print("taken back", flush=True))
+        group.gather(None)
+        if group.rank:
+            {"raise UsageError('no')" if told else "os._exit(1)"}
+        time.sleep(60)"""
+    assert ("taken back" in ended(engine, body, tmp_path)[0]) == told
+
+
 def test_no_worker_ends_on_ctrl_c_before_worker_0_has_left_the_checkpoint_also_one_asked_again_late(engine, tmp_path):
     body = """
         import signal, threading

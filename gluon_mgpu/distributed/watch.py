@@ -153,7 +153,7 @@ class Hub:
                 self._tell({"stop at": max(self.issued.values())})
         elif "failed" in message:
             self.ended.add(connection.name)
-            self._end(f"{connection.name}: {message['failed']}", int(message.get("status", 1)))
+            self._end(f"{connection.name}: {message['failed']}", int(message.get("status", 1)), failed=True)
         elif "done" in message:
             self.ended.add(connection.name)
             if self.ended.issuperset(self.workers):
@@ -192,10 +192,10 @@ class Hub:
     def _lost(self, name: str, why: str) -> None:
         self._end(f"{name} ({self.members[name].about}) was lost: {why}")
 
-    def _end(self, line: str, status: int = 1) -> None:
+    def _end(self, line: str, status: int = 1, failed: bool = False) -> None:
         if not self.over:
             self.over = True
-            self._tell({"lost": line, "status": status})
+            self._tell({"lost": line, "status": status, "failed": failed})
             self.on_loss(line)
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -239,7 +239,8 @@ class _Connection:
 
 
 class Member:
-    """A process's connection to the Hub at (host, port). Where another one is lost, it ends this process.
+    """A process's connection to the Hub at (host, port). Where another one is lost, it ends this process; where one
+    failed, and told so, it calls on_failure() before.
 
     expected: the names of all members, as the Hub has them. Raises Error for a host that does not resolve, or
     at which nobody answers within PATIENCE seconds.
@@ -258,6 +259,7 @@ class Member:
         self.missing: list[str] = []
         self.gathers = 0
         self.over = False
+        self.on_failure: Callable[[], object] = lambda: None
         about = f"{socket.gethostname()}, process {os.getpid()}"
         self.connection.send({"name": name, "about": about, "of": _numbers(expected)})
         for work in (self._listen, self._beat):
@@ -348,6 +350,8 @@ class Member:
             self.over = True
             end_soon()
         elif "lost" in message and not self.over:
+            if message.get("failed"):
+                self.on_failure()
             self._end(message["lost"], message.get("status", 1))
 
     def _end(self, line: str, status: int = 1) -> None:

@@ -50,6 +50,10 @@ class Workers:
         start = sum(sizes[:before])
         return slice(start, start + sum(sizes[before : before + self.devices[self.rank]]))
 
+    def on_failure(self, undo: Callable[[], object]) -> None:
+        """Call undo() where another worker fails: this process then ends at once."""
+        self.member.on_failure = undo
+
     def shown(self) -> tuple[str, ...]:
         return (f"as worker 0 of {self.count}",)
 
@@ -105,6 +109,9 @@ class Alone(Workers):
 
     def part(self, n: int) -> slice:
         return slice(0, n)
+
+    def on_failure(self, undo: Callable[[], object]) -> None:
+        pass
 
     def shown(self) -> tuple[str, ...]:
         return ()
