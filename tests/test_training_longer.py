@@ -223,18 +223,19 @@ class TestSharesAuto:
 
         monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
 
-    @pytest.fixture
-    def shares(self, slow):
+    def measured(self):
         ctx, data = [mx.cpu(0), mx.cpu(1)], datasets.synthetic(256, 100, seed=0)
         settings = Settings(dataset="synthetic", shares="auto")
         return loop.measured_shares(lambda s: scratch.Replicas(ctx, s), ctx, settings, data)
 
-    def test_it_gives_the_slower_device_less_and_says_so(self, shares, capsys):
+    def test_it_gives_the_slower_device_less_and_says_so(self, slow, capsys):
+        shares = self.measured()
         assert f"--shares auto measured the devices and chose {shares[0]},{shares[1]}" in capsys.readouterr().err
         assert sum(shares) == 100 and 60 < shares[0] < 95  # 80 where both have a core of their own
 
     @pytest.mark.slow  # a time, which wants the cores for itself
-    def test_a_step_with_its_shares_takes_less_time_than_with_even_ones(self, shares):
+    def test_a_step_with_its_shares_takes_less_time_than_with_even_ones(self, slow):
+        shares = self.measured()
         X, y = batch(256, seed=0)
         made = {s: scratch.Replicas([mx.cpu(0), mx.cpu(1)], Settings(shares=s)) for s in (None, shares)}
         times = {s: [] for s in made}
