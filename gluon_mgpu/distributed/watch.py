@@ -108,14 +108,8 @@ class Hub:
             messages = connection.messages()
             for message in messages or ():
                 self._take(connection, message)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            ArithmeticError,
-            RecursionError,
-        ):  # a reset, or nothing that a member says
-            messages = None
+        except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
+            messages = None  # a reset, or nothing that a member says
         if connection.name:  # a stranger has SILENCE seconds in all
             connection.heard = time.monotonic()
         if messages is None:
@@ -153,7 +147,9 @@ class Hub:
                 self._tell({"stop at": max(self.issued.values())})
         elif "failed" in message:
             self.ended.add(connection.name)
-            self._end(f"{connection.name}: {message['failed']}", int(message.get("status", 1)), failed=True)
+            self._end(
+                f"{connection.name}: {message['failed']}", int(message.get("status", 1)), bool(message.get("undo"))
+            )
         elif "done" in message:
             self.ended.add(connection.name)
             if self.ended.issuperset(self.workers):
@@ -192,10 +188,10 @@ class Hub:
     def _lost(self, name: str, why: str) -> None:
         self._end(f"{name} ({self.members[name].about}) was lost: {why}")
 
-    def _end(self, line: str, status: int = 1, failed: bool = False) -> None:
+    def _end(self, line: str, status: int = 1, undo: bool = False) -> None:
         if not self.over:
             self.over = True
-            self._tell({"lost": line, "status": status, "failed": failed})
+            self._tell({"lost": line, "status": status, "undo": undo})
             self.on_loss(line)
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -239,8 +235,8 @@ class _Connection:
 
 
 class Member:
-    """A process's connection to the Hub at (host, port). Where another one is lost, it ends this process; where one
-    failed, and told so, it calls on_failure() before.
+    """A process's connection to the Hub at (host, port). Where another one is lost, it ends this process,
+    and calls undo() where that one has `failed` and asked for it.
 
     expected: the names of all members, as the Hub has them. Raises Error for a host that does not resolve, or
     at which nobody answers within PATIENCE seconds.
@@ -259,7 +255,7 @@ class Member:
         self.missing: list[str] = []
         self.gathers = 0
         self.over = False
-        self.on_failure: Callable[[], object] = lambda: None
+        self.undo: Callable[[], object] = lambda: None
         about = f"{socket.gethostname()}, process {os.getpid()}"
         self.connection.send({"name": name, "about": about, "of": _numbers(expected)})
         for work in (self._listen, self._beat):
@@ -296,10 +292,10 @@ class Member:
             pass
         return step < self.stop_at
 
-    def failed(self, line: str, status: int) -> None:
-        """Tell the others why this process ends."""
+    def failed(self, line: str, status: int, undo: bool) -> None:
+        """Tell the others why this process ends, and whether they are to undo what they have begun."""
         self.over = True
-        self.connection.send({"failed": line, "status": status})
+        self.connection.send({"failed": line, "status": status, "undo": undo})
 
     def done(self) -> None:
         self.over = True
@@ -350,9 +346,9 @@ class Member:
             self.over = True
             end_soon()
         elif "lost" in message and not self.over:
-            if message.get("failed"):
-                self.on_failure()
             self._end(message["lost"], message.get("status", 1))
+            if message.get("undo"):
+                self.undo()
 
     def _end(self, line: str, status: int = 1) -> None:
         self.over = True

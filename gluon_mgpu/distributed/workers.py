@@ -51,8 +51,8 @@ class Workers:
         return slice(start, start + sum(sizes[before : before + self.devices[self.rank]]))
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """Call undo() where another worker fails: this process then ends at once."""
-        self.member.on_failure = undo
+        """Call undo() where another worker raises Error: this process then ends at once."""
+        self.member.undo = undo
 
     def shown(self) -> tuple[str, ...]:
         return (f"as worker 0 of {self.count}",)
@@ -201,7 +201,7 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
         else:
             time.sleep(NAMING)  # the watch may say who was lost, and end this process
             said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}", 1
-        member.failed(*said)
+        member.failed(*said, undo=isinstance(error, Error))
         if hub:
             hub.close()  # which tells the others
         store.abandon()
