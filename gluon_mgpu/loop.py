@@ -398,9 +398,9 @@ def mean(issued: Iterable[list[NDArray]]) -> float:
 class CtrlC:
     """Holds Ctrl-C, or SIGTERM, back until a step is issued whole: half a step would leave replicas that differ.
 
-    A second one is not held back, where it is one: a launcher and a cluster may both pass on what stops a run. Where no
-    step is left, the run is finished and ends as such. Outside the main thread,
-    where Python delivers no signal, this does nothing. Several workers stop at the same step, whichever was asked.
+    A second one is not held back. Within SAME_CTRL_C it is the first: a launcher and a cluster may both pass it on.
+    Where no step is left, the run is finished and ends as such. Outside the main thread, where Python delivers no
+    signal, this does nothing. Several workers stop at the same step, whichever was asked.
     """
 
     def __init__(self, workers: Workers = ALONE) -> None:

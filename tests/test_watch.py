@@ -188,9 +188,8 @@ def test_a_stranger_that_says_nothing_is_sent_away(quick, monkeypatch):
 
 
 def test_strangers_that_hold_all_files_disturb_nobody_once_they_are_gone():
-    program = (
-        "import test_watch; test_watch.strangers_hold_all_files(); print('undisturbed')"  # which may have none left
-    )
+    # In a process of its own: this one may have no file left.
+    program = "import test_watch; test_watch.strangers_hold_all_files(); print('undisturbed')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
     )
