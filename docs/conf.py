@@ -13,7 +13,7 @@ from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
 import gluon_mgpu
-from gluon_mgpu import cli
+from gluon_mgpu.commands.common import main as cli
 
 gluon_mgpu.configure()  # before autodoc imports the modules, and so mxnet
 

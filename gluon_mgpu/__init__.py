@@ -3,8 +3,8 @@
 Call `configure` before the first `import mxnet` of the process; importing `scratch` or `highlevel` does it too.
 """
 
-from gluon_mgpu.engine import configure
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.runtime.engine import configure
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["Error", "UsageError", "configure"]
 IMPLS = ("scratch", "highlevel")

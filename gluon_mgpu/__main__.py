@@ -6,7 +6,7 @@ import importlib
 import sys
 import traceback
 
-from gluon_mgpu import engine
+from gluon_mgpu.runtime import engine
 
 
 def main() -> None:
@@ -19,7 +19,9 @@ def main() -> None:
 def run(command: str, args: list[str] | None = None, prog_name: str | None = None) -> None:
     """Run a command, of those that `cli` has; where a library that it needs does not load, one line says so."""
     try:
-        module = importlib.import_module("gluon_mgpu.doctor" if command == "doctor" else "gluon_mgpu.cli")
+        module = importlib.import_module(
+            "gluon_mgpu.commands.doctor" if command == "doctor" else "gluon_mgpu.commands.main"
+        )
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

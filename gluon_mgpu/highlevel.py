@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gluon_mgpu import engine
+from gluon_mgpu.runtime import engine
 
 engine.configure()
 
@@ -22,13 +22,15 @@ from mxnet import Context, autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-from gluon_mgpu import blocks, checkpoint, devices, loop, shared_memory  # noqa: E402
 from gluon_mgpu.distributed.stores import TrainersStore  # noqa: E402
 from gluon_mgpu.distributed.workers import Workers, join  # noqa: E402
-from gluon_mgpu.errors import UsageError  # noqa: E402
-from gluon_mgpu.records import Epoch  # noqa: E402
-from gluon_mgpu.settings import MODELS as settings_models  # noqa: E402
-from gluon_mgpu.settings import SGD, Settings, Shares, shard_sizes  # noqa: E402
+from gluon_mgpu.runtime import devices  # noqa: E402
+from gluon_mgpu.runtime.errors import UsageError  # noqa: E402
+from gluon_mgpu.training import checkpoint, loop, shared_memory  # noqa: E402
+from gluon_mgpu.training import tuning as blocks  # noqa: E402
+from gluon_mgpu.training.records import Epoch  # noqa: E402
+from gluon_mgpu.training.settings import MODELS as settings_models  # noqa: E402
+from gluon_mgpu.training.settings import SGD, Settings, Shares, shard_sizes  # noqa: E402
 
 POOLING = {"avg": nn.AvgPool2D, "max": nn.MaxPool2D}
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gluon_mgpu import engine
+from gluon_mgpu.runtime import engine
 
 engine.configure()
 
 from mxnet import Context, autograd, nd  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-from gluon_mgpu import loop, scratch  # noqa: E402
-from gluon_mgpu.errors import UsageError  # noqa: E402
+from gluon_mgpu import scratch  # noqa: E402
+from gluon_mgpu.runtime.errors import UsageError  # noqa: E402
 from gluon_mgpu.scratch import Params  # noqa: E402
+from gluon_mgpu.training import loop  # noqa: E402
 
 
 def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:

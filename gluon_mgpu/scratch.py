@@ -15,18 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu import engine
+from gluon_mgpu.runtime import engine
 
 engine.configure()
 
 from mxnet import Context, autograd, nd  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-from gluon_mgpu import checkpoint, devices, loop, shared_memory  # noqa: E402
 from gluon_mgpu.distributed.workers import Workers, join  # noqa: E402
-from gluon_mgpu.errors import UsageError  # noqa: E402
-from gluon_mgpu.records import Epoch  # noqa: E402
-from gluon_mgpu.settings import SGD, Settings, Shares, shard_sizes  # noqa: E402
+from gluon_mgpu.runtime import devices  # noqa: E402
+from gluon_mgpu.runtime.errors import UsageError  # noqa: E402
+from gluon_mgpu.training import checkpoint, loop, shared_memory  # noqa: E402
+from gluon_mgpu.training.records import Epoch  # noqa: E402
+from gluon_mgpu.training.settings import SGD, Settings, Shares, shard_sizes  # noqa: E402
 
 Params = list[NDArray]  # of the network, on one device
 

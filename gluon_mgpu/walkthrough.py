@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from gluon_mgpu import engine
+from gluon_mgpu.runtime import engine
 
 engine.configure()
 
@@ -20,7 +20,9 @@ import numpy as np  # noqa: E402
 from mxnet import Context, gluon, nd  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-from gluon_mgpu import datasets, devices, highlevel, loop, scratch  # noqa: E402
+from gluon_mgpu import highlevel, scratch  # noqa: E402
+from gluon_mgpu.runtime import devices  # noqa: E402
+from gluon_mgpu.training import datasets, loop  # noqa: E402
 
 SCALE = 0.1  # of the weights, where the notebook has 0.01: so one step shows in the digits that are printed
 LR = 0.2

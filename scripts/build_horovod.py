@@ -22,8 +22,9 @@ import click
 import pooch
 from tqdm import tqdm
 
-from gluon_mgpu import checkpoint, commands
-from gluon_mgpu.errors import Error
+from gluon_mgpu.commands.common import common as commands
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import checkpoint
 
 HOROVOD = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of its sources

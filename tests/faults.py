@@ -14,7 +14,8 @@ import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet import gluon  # noqa: E402
 
-from gluon_mgpu import highlevel, loop, scratch, shared_memory  # noqa: E402
+from gluon_mgpu import highlevel, scratch  # noqa: E402
+from gluon_mgpu.training import loop, shared_memory  # noqa: E402
 
 
 def gradients_not_summed(replace):
@@ -123,7 +124,7 @@ FAULTS = {
 }
 
 if __name__ == "__main__":
-    from gluon_mgpu.cli import train
+    from gluon_mgpu.commands.main import train
 
     FAULTS[sys.argv[1]](setattr)
     train(sys.argv[2:])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gluon_mgpu import engine
+from gluon_mgpu.runtime import engine
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]

@@ -14,7 +14,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gluon_mgpu import batch_size, checkpoint, records
+from gluon_mgpu.training import batch_size, checkpoint, records
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "batch_size.py"
 SMALL = ("--dataset", "synthetic", "--limit", "2000", "--epochs", "2", "--device", "cpu")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench import machine, own_process, steps
 
-from gluon_mgpu.bench import machine, own_process, steps
-from gluon_mgpu.errors import Error
+from gluon_mgpu.runtime.errors import Error
 
 
 def test_ratios_are_of_runs_of_one_round_and_medians_of_those():
@@ -63,7 +63,7 @@ def test_a_worker_that_is_not_done_in_time_is_ended_and_named(monkeypatch, tmp_p
         ("import sys; sys.stdout.buffer.write(bytes([255]))", "it failed: it printed '\ufffd'"),
         ("", "it failed: no message"),
         ("print(1); import sys; sys.exit('gone')", "it failed: gone"),
-        ("from gluon_mgpu.errors import UsageError; raise UsageError('give 2')", "it: give 2"),
+        ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError('give 2')", "it: give 2"),
     ],
 )
 def test_a_worker_that_fails_leaves_one_line_and_no_process(program, message, monkeypatch, tmp_path):
@@ -101,6 +101,6 @@ def test_a_worker_gets_the_settings_it_is_given_and_none_of_the_users(monkeypatc
 
 def test_peak_memory_is_of_the_process_alone_and_not_of_the_one_that_started_it():
     large = np.ones(100_000_000)  # 800 MB
-    program = "from gluon_mgpu.bench import machine; print(machine.peak_mb())"
+    program = "from bench import machine; print(machine.peak_mb())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert 5 < float(done.stdout) < 400 and machine.peak_mb() > large.nbytes / 2**20

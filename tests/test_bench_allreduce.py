@@ -12,11 +12,11 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from bench import allreduce, machine
 
 from gluon_mgpu import highlevel, scratch
-from gluon_mgpu.bench import allreduce, machine
-from gluon_mgpu.errors import Error
-from gluon_mgpu.settings import Settings
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training.settings import Settings
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]  # no context count above 1 divides all
 
@@ -107,7 +107,7 @@ def test_the_bytes_of_the_stores_are_those_of_the_operators_in_the_engines_profi
         import json, sys
         import gluon_mgpu; gluon_mgpu.configure(3)
         import mxnet as mx
-        from gluon_mgpu.bench import allreduce
+        from bench import allreduce
         for k in 2, 3:  # on c cores the profiler knows cpu(0) to cpu(c + 1), and another ends the process
             for way in "KVStore local", "KVStore device":
                 arrays = [[mx.nd.ones((10,), mx.cpu(i)) for i in range(k)] for _ in range(4)]
@@ -232,7 +232,7 @@ def test_the_last_line_names_the_best_way_and_what_cannot_be_told_from_it():
 
 
 def test_ctrl_c_ends_the_measuring_at_once_with_its_worker():
-    code = "from gluon_mgpu.bench import allreduce; allreduce.run(contexts=(2,))"
+    code = "from bench import allreduce; allreduce.run(contexts=(2,))"
     measuring = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True)
     children = Path(f"/proc/{measuring.pid}/task/{measuring.pid}/children")
     for _ in range(200):

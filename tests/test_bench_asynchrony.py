@@ -14,10 +14,10 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from bench import asynchrony
 from mxnet import nd
 
-from gluon_mgpu.bench import asynchrony
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 # A process that has run a custom operator can hang where it forks, as Python 3.9's subprocess does: MXNet then waits
 # for the operator's thread, and that for Python. So these programs are processes of their own, and end at once.
@@ -27,7 +27,7 @@ import gluon_mgpu
 gluon_mgpu.configure(2)
 import mxnet as mx
 from mxnet import nd
-from gluon_mgpu.bench import asynchrony
+from bench import asynchrony
 
 let_go, was_let_go = threading.Event(), []
 
@@ -146,7 +146,7 @@ PROFILED = """
     gluon_mgpu.configure(2)
     import mxnet as mx
     from mxnet import nd, profiler
-    from gluon_mgpu.bench import asynchrony
+    from bench import asynchrony
     matrices = [nd.ones((400, 400), mx.cpu(i)) for i in range(2)]
     profiler.set_config(profile_imperative=True, filename=FILE)
     profiler.set_state("run")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import runs
+from bench import compression, distributed
 from click.testing import CliRunner
 
-from gluon_mgpu import cli
-from gluon_mgpu.bench import compression, distributed
-from gluon_mgpu.errors import Error
+from gluon_mgpu.commands.common import main as cli
+from gluon_mgpu.runtime.errors import Error
 
 
 def result():
@@ -74,7 +74,7 @@ def test_each_way_is_measured_once_a_round_and_two_processes_with_and_without_th
     assert len({name for name, _ in asked}) == 3 * 5 + 2  # scratch and highlevel, and highlevel's ResNet-18; the sums
     for name, module in asked:
         launcher = "horovod.runner.launch" if "horovod" in name else "gluon_mgpu" if "dist_sync" in name else None
-        assert module == (launcher or "gluon_mgpu.bench.distributed")
+        assert module == (launcher or "bench.distributed")
     assert all(len(run["step_ms"]) == 3 for run in found["runs"]) and distributed.table(found)
 
 
@@ -87,7 +87,7 @@ def test_where_horovod_is_not_installed_a_line_says_so_and_the_rest_is_measured(
 def test_a_step_over_dist_sync_sends_each_gradient_to_the_server_once_and_back_once():
     subject = distributed.Subject("dist_sync", "scratch", "lenet")
     job = {"subject": subject._asdict(), "steps": 5}
-    found = distributed.in_own_processes("it", "dist_sync", "gluon_mgpu.bench.distributed", job)
+    found = distributed.in_own_processes("it", "dist_sync", "bench.distributed", job)
     assert found["arrays"] == 1 and found["array_bytes"] == 4 * (200 + 25050 + 102528 + 1290)  # LeNet's layers
     for name in ("sent_bytes", "received_bytes"):
         assert 1 < found[name] / found["array_bytes"] < 1.05, name
@@ -98,8 +98,8 @@ def test_a_step_over_dist_sync_sends_each_gradient_to_the_server_once_and_back_o
 @pytest.mark.parametrize("kvstore", runs.ENGINES)
 def test_ctrl_c_ends_every_process_of_a_run(kvstore, tmp_path):
     job = {"subject": distributed.Subject(kvstore, "scratch", "lenet")._asdict(), "steps": 100}
-    given = "it", kvstore, "gluon_mgpu.bench.distributed", job
-    program = f"from gluon_mgpu.bench import distributed; distributed.in_own_processes(*{given})"
+    given = "it", kvstore, "bench.distributed", job
+    program = f"from bench import distributed; distributed.in_own_processes(*{given})"
     marked = {**os.environ, "GLUON_MGPU_TEST": str(tmp_path)}
     # with a process group of its own, as a terminal gives a command
     command = [sys.executable, "-c", program]
@@ -136,7 +136,7 @@ def _wait(done):
 
 def test_a_worker_that_fails_is_one_error():
     with pytest.raises(Error) as caught:
-        distributed.in_own_processes("it", "dist_sync", "gluon_mgpu.bench.no_such", {})
+        distributed.in_own_processes("it", "dist_sync", "bench.no_such", {})
     assert str(caught.value).startswith("it failed: ") and "\n" not in str(caught.value)
 
 

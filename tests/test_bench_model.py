@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+from bench import allreduce, machine, model
 
-from gluon_mgpu.bench import allreduce, machine, model
-from gluon_mgpu.errors import UsageError
+from gluon_mgpu.runtime.errors import UsageError
 
 MACHINE = {"cores": 2, "cpu": "Some CPU"}
 OPERATION_MS, GB_S = 0.04, 20.0
@@ -500,6 +500,6 @@ def test_a_measurement_of_processes_that_is_not_what_it_must_be_is_one_line(chan
 
 
 def test_the_model_needs_no_mxnet(tmp_path):
-    code = "import sys; from gluon_mgpu.bench import model; model.table(model.run(sys.argv[1])); print(*sys.modules)"
+    code = "import sys; from bench import model; model.table(model.run(sys.argv[1])); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, left(tmp_path)], capture_output=True, text=True, check=True)
     assert "numpy" in done.stdout.split() and "mxnet" not in done.stdout.split()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench import peers
 
-from gluon_mgpu import datasets
-from gluon_mgpu.bench import peers
-from gluon_mgpu.errors import Error
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import datasets
 
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make bench-peers installs PyTorch")
 SUBJECTS = {s.name: s for s in peers.SUBJECTS["lenet"]}
@@ -187,7 +187,7 @@ def test_ctrl_c_ends_all_processes_at_once(name):
     long = short(limit=60000)
     code = f"""
         from pathlib import Path
-        from gluon_mgpu.bench import peers
+        from bench import peers
         subject = next(s for s in peers.SUBJECTS["lenet"] if s.name == {name!r})
         peers.in_own_processes(subject, {long!r}, Path("unused"))
     """
@@ -223,9 +223,10 @@ OURS = """
     gluon_mgpu.configure(1)
     import mxnet as mx
     import numpy as np
-    from gluon_mgpu import datasets, highlevel, loop
-    from gluon_mgpu.bench import peers
-    from gluon_mgpu.settings import Settings
+    from gluon_mgpu import highlevel
+    from gluon_mgpu.training import datasets, loop
+    from bench import peers
+    from gluon_mgpu.training.settings import Settings
 
     model, file = sys.argv[1:]
     images, labels = datasets.synthetic(4, 1, seed=3)[1:3]
@@ -252,7 +253,7 @@ PYTORCHS = """
     import sys
     import numpy as np
     import torch
-    from gluon_mgpu.bench import torch_peers
+    from bench import torch_peers
 
     assert "mxnet" not in sys.modules
     model, file = sys.argv[1:]

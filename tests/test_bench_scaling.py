@@ -1,6 +1,6 @@
 import struct
 
-from gluon_mgpu.bench import scaling
+from bench import scaling
 
 
 def result(cores=2):

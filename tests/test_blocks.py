@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from mxnet import gluon, nd
 
-from gluon_mgpu import blocks, highlevel, scratch
-from gluon_mgpu.settings import Settings
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.training import tuning as blocks
+from gluon_mgpu.training.settings import Settings
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 import click
 import pytest
 
-from gluon_mgpu import cli, records
-from gluon_mgpu.errors import UsageError
-from gluon_mgpu.settings import MODELS, SGD, Settings
+from gluon_mgpu.commands.common import main as cli
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import records
+from gluon_mgpu.training.settings import MODELS, SGD, Settings
 
 ROOT = Path(__file__).parents[1]
 OF_ALL = {"--debug", "--help", "--version"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gluon_mgpu import cuda
+from gluon_mgpu.runtime import cuda
 
 LIBM = next(line.split()[-1] for line in open("/proc/self/maps") if re.search(r"/libm[.-][^/]*so", line))
 ALL = [library for _, *libraries in cuda.LIBRARIES for library in libraries]
@@ -56,7 +56,7 @@ def site(tmp_path):
             )
 
         def train(self, **driver):
-            return self.python("from gluon_mgpu.cli import train; train(['--gpus', '2'])", **driver)
+            return self.python("from gluon_mgpu.commands.main import train; train(['--gpus', '2'])", **driver)
 
         def opened(self):
             """What was opened, in order."""

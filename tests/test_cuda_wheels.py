@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gluon_mgpu import cuda
+from gluon_mgpu.runtime import cuda
 
 pytestmark = pytest.mark.cuda_wheels
 ROOT = Path(__file__).parents[1]

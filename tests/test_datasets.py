@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gluon_mgpu import datasets
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import datasets
 
 NAME = "fashion-mnist"
 TINY = datasets.synthetic(700, 120, seed=5)
 HTML = b"<!DOCTYPE html><title>Sign in to the network</title>"
 CHILD = """
 import json, sys
-from gluon_mgpu import datasets
+from gluon_mgpu.training import datasets
 datasets.SHA256[sys.argv[1]] = json.loads(sys.argv[2])
 print(datasets.load(sys.argv[1]).train_labels.sum())
 """

@@ -3,8 +3,9 @@ import ctypes
 import mxnet as mx
 import pytest
 
-from gluon_mgpu import UsageError, devices
-from gluon_mgpu.errors import Error
+from gluon_mgpu import UsageError
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.runtime.errors import Error
 
 
 @pytest.mark.parametrize("text, indices", [("2", [0, 1]), ("1", [0]), ("0,2", [0, 2]), ("3,", [3]), (" 1, 0 ", [1, 0])])

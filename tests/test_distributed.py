@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import runs
 
-from gluon_mgpu import Error, UsageError, checkpoint, highlevel, records, scratch
-from gluon_mgpu.distributed import launch, place, workers
+from gluon_mgpu import Error, UsageError, highlevel, scratch
+from gluon_mgpu.distributed import launch, workers
+from gluon_mgpu.distributed import process as place
+from gluon_mgpu.training import checkpoint, records
 
 MODULES = {"scratch": scratch, "highlevel": highlevel}
 STEPS, BATCH = 50, 32
@@ -134,7 +136,7 @@ def test_resnet18_on_two_workers_is_resnet18_on_two_contexts_with_its_running_st
 
 EXCHANGE = """
 import json, sys
-from gluon_mgpu.distributed import place, serve, workers
+from gluon_mgpu.distributed import process as place, serve, workers
 here = place.place()
 if here.role != "worker":
     serve.serve(here)
@@ -164,8 +166,8 @@ def exchanged(kvstore, compress, folder):
 
 ENDS = """
 import os, sys, time
-from gluon_mgpu.distributed import place, serve, workers
-from gluon_mgpu.errors import BetweenSteps, UsageError
+from gluon_mgpu.distributed import process as place, serve, workers
+from gluon_mgpu.runtime.errors import Interrupted, UsageError
 here = place.place()
 if here.role != "worker":
     serve.serve(here)
@@ -173,7 +175,7 @@ if here.role != "worker":
 try:
     with workers.join(sys.argv[1]) as group:
         BODY
-except (BetweenSteps, UsageError) as error:
+except (Interrupted, UsageError) as error:
     os._exit(getattr(error, "exit_status", 130))
 """
 
@@ -212,14 +214,14 @@ def test_no_worker_ends_on_ctrl_c_before_worker_0_has_left_the_checkpoint_also_o
         else:
             time.sleep(8)  # longer than a launcher waits for the others, once one has failed
             print('written', flush=True)
-        raise BetweenSteps"""
+        raise Interrupted"""
     assert "written" in ended(engine, body, tmp_path)[0]
 
 
 PICKLED = """
 import pickle, sys
 from pathlib import Path
-from gluon_mgpu.distributed import place, serve, workers
+from gluon_mgpu.distributed import process as place, serve, workers
 
 class Opened:
     def __reduce__(self):

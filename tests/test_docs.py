@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import gluon_mgpu
-from gluon_mgpu import datasets, engine, loop, recipes, scratch
+from gluon_mgpu import scratch
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.training import datasets, loop, recipes
 
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGE = Path(gluon_mgpu.__file__).parent

@@ -17,8 +17,10 @@ import click
 import numpy as np
 import pytest
 
-from gluon_mgpu import datasets, doctor, engine
-from gluon_mgpu.errors import Error
+from gluon_mgpu.commands.common import doctor
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import datasets
 
 ROOT = Path(__file__).parents[1]
 MARKS = ("ok", "note", "problem")

@@ -233,7 +233,7 @@ def test_a_missing_mxnet_is_one_line():
         import importlib.util
         find = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "mxnet" else find(name, *rest)
-        from gluon_mgpu.cli import train
+        from gluon_mgpu.commands.main import train
         train(["--gpus", "2"])
     """
     done = python(code)
@@ -259,7 +259,7 @@ def test_another_process_gets_the_users_environment_and_not_what_configure_made_
     done = python(
         """
         import os
-        from gluon_mgpu import engine
+        from gluon_mgpu.runtime import engine
         users = dict(os.environ)
         engine.configure(1)
         engine.configure(2)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gluon_mgpu import checkpoint, cli, datasets, evaluate
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.commands.common import main as cli
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import checkpoint, datasets, evaluate
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 IMPLS = ["scratch", "highlevel"]
@@ -207,7 +208,7 @@ def test_files_that_are_no_image_are_refused_by_name_and_nothing_is_executed(tmp
 
 LOAD = """
 import numpy as np
-from gluon_mgpu import numpy_names
+from gluon_mgpu.runtime import numpy_names
 numpy_names.lend()
 import mxnet as mx
 prefix, images, out = {0!r}, {1!r}, {2!r}

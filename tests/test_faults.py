@@ -13,7 +13,8 @@ import time
 import pytest
 import runs
 
-from gluon_mgpu import records, scratch
+from gluon_mgpu import scratch
+from gluon_mgpu.training import records
 
 pytestmark = pytest.mark.faults
 PROMISED = 30  # seconds

@@ -17,7 +17,7 @@ import json
 found = importlib.util.spec_from_file_location("build_horovod", {str(SCRIPT)!r})
 script = importlib.util.module_from_spec(found)
 found.loader.exec_module(script)
-from gluon_mgpu.errors import Error
+from gluon_mgpu.runtime.errors import Error
 try:
     print(script.wheel())
 except Error as error:

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gluon_mgpu import engine
 from gluon_mgpu.distributed import launch
-from gluon_mgpu.errors import UsageError
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import UsageError
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "launch.py"
 PROMISED = 30  # seconds within which all have ended, whatever happens to one

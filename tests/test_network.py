@@ -19,7 +19,7 @@ import pytest
 import runs
 from test_distributed import ARGS, BATCH, MODULES, OPTIONS, STEPS, apart, parameters
 
-from gluon_mgpu import engine
+from gluon_mgpu.runtime import engine
 
 lacks = machines.missing()
 pytestmark = [pytest.mark.network, pytest.mark.skipif(bool(lacks), reason=lacks or "")]

@@ -9,7 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from gluon_mgpu import numpy_names
+from gluon_mgpu.runtime import numpy_names
 
 
 def python(code, *arguments, **environment):
@@ -48,7 +48,7 @@ LENT = """
             if name.startswith("mxnet."):
                 lent.update(n for n in set(vars(np)) - before if not isinstance(getattr(np, n), types.ModuleType))
     sys.meta_path.insert(0, Spy())
-    from gluon_mgpu import numpy_names
+    from gluon_mgpu.runtime import numpy_names
     numpy_names.lend()
     import mxnet
     print(json.dumps(sorted(lent)))

@@ -9,9 +9,10 @@ import pytest
 import runs
 from mxnet.gluon import nn
 
-from gluon_mgpu import checkpoint, datasets, evaluate, highlevel, records, settings
-from gluon_mgpu.errors import Error
-from gluon_mgpu.settings import Settings
+from gluon_mgpu import highlevel
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import checkpoint, datasets, evaluate, records, settings
+from gluon_mgpu.training.settings import Settings
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 OPTIONS = {"model": "deep", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}
@@ -84,7 +85,7 @@ def test_a_net_for_images_of_another_shape_learns_its_shapes_and_steps_with_an_i
 WORKER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from gluon_mgpu.distributed import place, serve
+from gluon_mgpu.distributed import process as place, serve
 here = place.place()
 if here.role != "worker":
     serve.serve(here)

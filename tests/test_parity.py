@@ -14,10 +14,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 
-from gluon_mgpu import batch_size, cli, datasets, recipes, records, scratch
-from gluon_mgpu.errors import Error
+from gluon_mgpu import scratch
+from gluon_mgpu.commands.common import main as cli
 from gluon_mgpu.parity import bands, claims, drift, examples
 from gluon_mgpu.parity import run as whole
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import batch_size, datasets, recipes, records
 
 ROOT = Path(__file__).parents[1]
 CTX = [mx.cpu(i) for i in range(4)]

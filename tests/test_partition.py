@@ -11,13 +11,13 @@ from functools import partial
 import mxnet as mx
 import numpy as np
 import pytest
+from bench import partition as bench
 from mxnet import nd
 from mxnet.ndarray import register
 from test_step import losses_float64
 
 from gluon_mgpu import partition, scratch
-from gluon_mgpu.bench import partition as bench
-from gluon_mgpu.errors import UsageError
+from gluon_mgpu.runtime.errors import UsageError
 
 LR = 0.2
 NETWORK, LAYERS, DATA = partition.WAYS

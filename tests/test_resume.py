@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gluon_mgpu import checkpoint, engine, highlevel, records, scratch
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import checkpoint, records
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 IMPLS = {"scratch": scratch, "highlevel": highlevel}

@@ -4,9 +4,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 
-from gluon_mgpu import highlevel, recipes
-from gluon_mgpu.errors import UsageError
-from gluon_mgpu.settings import MODELS, Settings, shard_sizes
+from gluon_mgpu import highlevel
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import recipes
+from gluon_mgpu.training.settings import MODELS, Settings, shard_sizes
 
 
 def rates(settings, steps_an_epoch=10):

@@ -3,8 +3,9 @@ import numpy as np
 import pytest
 from mxnet import gluon, nd
 
-from gluon_mgpu import highlevel, scratch, shared_memory
-from gluon_mgpu.settings import Settings
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.training import shared_memory
+from gluon_mgpu.training.settings import Settings
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])

@@ -12,12 +12,14 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from bench import timeline as bench
 from mxnet import nd
 
-from gluon_mgpu import blocks, datasets, highlevel, loop, scratch, timeline
-from gluon_mgpu.bench import timeline as bench
-from gluon_mgpu.errors import Error, UsageError
-from gluon_mgpu.settings import Settings
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import datasets, loop, timeline
+from gluon_mgpu.training import tuning as blocks
+from gluon_mgpu.training.settings import Settings
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 SIZE = 32
@@ -388,7 +390,7 @@ def test_bench_refuses_in_one_line_what_it_cannot_record(options, message):
 
 
 def test_ctrl_c_ends_the_bench_with_its_process_and_leaves_nothing(tmp_path):
-    code = "import sys; from gluon_mgpu.bench import timeline; timeline.run(batch_size=2048, out=sys.argv[1])"
+    code = "import sys; from bench import timeline; timeline.run(batch_size=2048, out=sys.argv[1])"
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     temporary.mkdir()
     parent = subprocess.Popen(

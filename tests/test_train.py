@@ -20,9 +20,11 @@ import pytest
 from matplotlib.figure import Figure
 from mxnet import nd
 
-from gluon_mgpu import checkpoint, cli, datasets, highlevel, loop, records, scratch
-from gluon_mgpu.errors import Error, UsageError
-from gluon_mgpu.settings import Settings
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.commands.common import main as cli
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import checkpoint, datasets, loop, records
+from gluon_mgpu.training.settings import Settings
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from mxnet import autograd, nd
 
-from gluon_mgpu import checkpoint, datasets, highlevel, loop, records, scratch
-from gluon_mgpu.settings import Settings
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.training import checkpoint, datasets, loop, records
+from gluon_mgpu.training.settings import Settings
 
 IMPLS = [scratch, highlevel]
 BEYOND = {

@@ -11,8 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROGRAM = """\
 import gluon_mgpu
-from gluon_mgpu import datasets, devices, highlevel, loop, scratch
-from gluon_mgpu.settings import Settings
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.training import datasets, loop
+from gluon_mgpu.training.settings import Settings
 
 gluon_mgpu.configure(contexts=2)
 gluon_mgpu.configure(contexts="2")  # wrong

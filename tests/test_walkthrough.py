@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from mxnet import gluon
 
-from gluon_mgpu import datasets, devices, scratch, shared_memory, walkthrough
+from gluon_mgpu import scratch, walkthrough
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.training import datasets, shared_memory
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "walkthrough.py"
 IMPLS = ["scratch", "highlevel"]

@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from gluon_mgpu import Error
-from gluon_mgpu.distributed import watch
+from gluon_mgpu.distributed import heartbeat as watch
 
 PAIR = ("worker 0", "worker 1")
 MEMBERS = []  # that a test has joined
@@ -276,7 +276,7 @@ def test_a_taken_port_a_wrong_host_and_nobody_there_are_one_line_each(quick, mon
 
 WAITS = """
 import sys, time
-from gluon_mgpu.distributed import watch
+from gluon_mgpu.distributed import heartbeat as watch
 watch.BEAT, watch.SILENCE = 0.05, 1.0
 member = watch.Member("127.0.0.1", int(sys.argv[1]), "worker 1", sys.argv[2:])
 print("there", flush=True)
@@ -297,7 +297,7 @@ def test_a_process_whose_hub_is_lost_ends_with_a_line_that_names_it(quick):
 
 WAITS_IN_VAIN = """
 import time
-from gluon_mgpu.distributed import watch
+from gluon_mgpu.distributed import heartbeat as watch
 watch.BEAT = 0.05
 with watch.ended_after("worker 1: soon enough", 60):
     pass

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gluon_mgpu import engine
-from gluon_mgpu.errors import Error, UsageError
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 HOST = "127.0.0.1"  # of all roles: nothing listens beyond this machine
 MOST = 128  # of workers, and of servers

@@ -9,8 +9,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-from gluon_mgpu import engine
-from gluon_mgpu.distributed import place, watch
+from gluon_mgpu.distributed import heartbeat as watch
+from gluon_mgpu.distributed import process as place
+from gluon_mgpu.runtime import engine
 
 
 def serve(here: place.Place) -> None:

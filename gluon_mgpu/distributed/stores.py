@@ -10,8 +10,8 @@ from mxnet import Context, kvstore, nd
 from mxnet.base import _LIB, check_call
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import shared_memory
-from gluon_mgpu.errors import Error
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import shared_memory
 
 if TYPE_CHECKING:
     from gluon_mgpu.distributed.workers import Workers

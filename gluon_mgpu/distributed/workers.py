@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gluon_mgpu import __version__, engine
-from gluon_mgpu.distributed import place, watch
-from gluon_mgpu.errors import BetweenSteps, Error, UsageError
-from gluon_mgpu.settings import shard_sizes
+from gluon_mgpu import __version__
+from gluon_mgpu.distributed import heartbeat as watch
+from gluon_mgpu.distributed import process as place
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
+from gluon_mgpu.training.settings import shard_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,7 +193,7 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     stopped = None
     try:
         yield Workers(store, member, here.rank, here.workers, compress)
-    except BetweenSteps as error:  # as all workers do
+    except Interrupted as error:  # as all workers do
         stopped = error
     except BaseException as error:
         if isinstance(error, Error):

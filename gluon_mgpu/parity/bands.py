@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gluon_mgpu.recipes import RECIPES
+from gluon_mgpu.training.recipes import RECIPES
 
 WIDTH = 5  # chosen on the kept runs: with 4, six in 100 clean runs of gluon-lenet-mnist-1gpu would raise an alarm
 LEAST_ERROR = 1e-4  # of a test set of 10000: where all is right, as if one image were not

@@ -14,14 +14,15 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from gluon_mgpu import highlevel, loop, scratch
-from gluon_mgpu.datasets import Dataset
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.parity import bands
 from gluon_mgpu.parity.finding import Finding
-from gluon_mgpu.settings import Settings
+from gluon_mgpu.training import loop
+from gluon_mgpu.training.datasets import Dataset
+from gluon_mgpu.training.settings import Settings
 
 if TYPE_CHECKING:
-    from gluon_mgpu.batch_size import Result
+    from gluon_mgpu.training.batch_size import Result
 
 CHECK = "the lecture's claims"
 LIKE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies

@@ -16,9 +16,12 @@ import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import blocks, checkpoint, highlevel, loop, notebook, recipes, scratch
-from gluon_mgpu.datasets import Dataset
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.parity import notebook
 from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.training import checkpoint, loop, recipes
+from gluon_mgpu.training import tuning as blocks
+from gluon_mgpu.training.datasets import Dataset
 
 STEPS = 200
 ORDERS = 3  # of the examples within each batch, beside the first

@@ -17,9 +17,10 @@ import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import datasets, highlevel, loop, recipes, scratch
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.parity.finding import Finding
-from gluon_mgpu.settings import Settings
+from gluon_mgpu.training import datasets, loop, recipes
+from gluon_mgpu.training.settings import Settings
 
 IMPLS = {"scratch": scratch, "highlevel": highlevel}
 MODELS = {"scratch": ("lenet",), "highlevel": ("lenet", "lenet-max")}

@@ -17,9 +17,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from gluon_mgpu import __version__, batch_size, checkpoint, datasets, devices, engine, own_process, records
-from gluon_mgpu.errors import Error, UsageError
-from gluon_mgpu.recipes import RECIPES
+from gluon_mgpu import __version__
+from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime import subprocesses as own_process
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import batch_size, checkpoint, datasets, records
+from gluon_mgpu.training.recipes import RECIPES
 
 engine.configure()
 

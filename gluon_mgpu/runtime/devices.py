@@ -1,0 +1,141 @@
+"""Devices: `--gpus 2` or `--gpus 0,2` as MXNet contexts (GPUs if there are any, else CPU contexts), and the sizes of
+the shards that they get."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+if TYPE_CHECKING:
+    from mxnet import Context
+
+DEVICES = ("auto", "gpu", "cpu")
+MOST = 1024  # MXNet keeps tables by device index; a huge index would fill the memory
+KERNELS = range(5, 9)  # major compute capabilities for which mxnet-cu112 1.9.1 has kernels: docs/engine.md
+KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
+
+
+def parse(text: int | str | Sequence[int]) -> list[int]:
+    """Device indices from the text of --gpus: "2" -> [0, 1]; "0,2" -> [0, 2]; "2," -> [2]. A list is a list of indices.
+
+    Raises UsageError for text that is not a number, a count below 1, a negative index and a repeated index.
+    """
+    if isinstance(text, (list, tuple)):
+        return _checked(list(text), f"devices {text}")
+    parts = [part.strip() for part in str(text).split(",")]
+    if len(parts) > 1 and parts[-1] == "":
+        parts.pop()
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise UsageError(f"--gpus {text}: must be a number of devices (2) or a list of indices (0,2)") from None
+    if "," in str(text):
+        return _checked(numbers, f"--gpus {text}")
+    if not 1 <= numbers[0] <= MOST:
+        raise UsageError(f"--gpus {text}: must be 1 to {MOST} devices")
+    return list(range(numbers[0]))
+
+
+def _checked(indices: list[int], asked: str) -> list[int]:
+    for index in indices:
+        if not 0 <= index < MOST:
+            raise UsageError(f"{asked}: device index {index} is out of range; indices go from 0 to {MOST - 1}")
+        if indices.count(index) > 1:
+            raise UsageError(f"{asked}: device {index} is listed twice")
+    return indices
+
+
+def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
+    """The contexts to train on.
+
+    gpus: how many devices (2), which ones ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs if
+    this machine and this MXNet have any, else CPU contexts, with a notice. fewer: omit GPUs that the machine does not
+    have, with a notice, if at least one remains.
+    Raises UsageError for devices that do not exist, Error for a GPU that MXNet has no kernels for and for CPU contexts
+    that would hang (`engine.check`).
+    """
+    if device not in DEVICES:
+        raise UsageError(f"device {device!r}: must be one of {', '.join(DEVICES)}")
+    indices = parse(gpus)
+    engine.configure(len(indices))
+    import mxnet as mx
+
+    count = mx.context.num_gpus() if device != "cpu" else 0
+    if count == 0:
+        if device == "gpu":
+            raise UsageError(f"--device gpu: {_why_no_gpu(mx)}; see docs/install.md, or use --device cpu")
+        ctx = [mx.cpu(i) for i in indices]
+        engine.check(ctx)
+        if device == "auto":
+            log.say(f"{_why_no_gpu(mx)}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
+        return ctx
+    if max(indices) >= count:
+        has = "1 GPU, index 0" if count == 1 else f"{count} GPUs, indices 0 to {count - 1}"
+        asked = f"{len(indices)} GPUs" if indices == list(range(len(indices))) else f"GPU {max(indices)}"
+        there = [i for i in indices if i < count]
+        if not (fewer and there):
+            raise UsageError(f"{asked} requested, but this machine has {has}; --device cpu takes any number")
+        log.say(f"{asked} requested, but this machine has {has}: continuing with {len(there)}")
+        indices = there
+    for index in indices:
+        _refuse_gpu_without_kernels(index)
+    return [mx.gpu(i) for i in indices]
+
+
+def _why_no_gpu(mx: ModuleType) -> str:
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return "this MXNet is built without CUDA"
+    return "this machine has no GPU that MXNet can see"
+
+
+def _refuse_gpu_without_kernels(index: int) -> None:
+    name, major, minor = _gpu(index)
+    if major not in KERNELS:
+        raise Error(
+            f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
+            f"{KERNELS_FOR} only; use --device cpu"
+        )
+
+
+def _gpu(index: int) -> tuple[str, int, int]:
+    """(name, major, minor compute capability) of a GPU, from the driver, which numbers GPUs as MXNet does."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
+    status = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(handle), index)
+        or driver.cuDeviceGetName(name, len(name), handle)
+        or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
+        or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
+    )
+    if status:
+        raise Error(f"GPU {index}: the NVIDIA driver returned error {status}; run nvidia-smi for details")
+    return name.value.decode(), major.value, minor.value
+
+
+def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
+    """How many examples of a batch each of `parts` devices gets: ints that sum to `examples`.
+
+    shares: one number per device, to which its size is proportional; None: as even as possible, the first ones larger.
+    Each device gets at least one example; with fewer examples than devices, the last devices get none.
+    """
+    if examples <= parts:
+        return [int(i < examples) for i in range(parts)]
+    shares = shares or (1,) * parts
+    exact = [examples * share / sum(shares) for share in shares]
+    sizes = [max(1, int(e)) for e in exact]
+    while sum(sizes) != examples:  # largest remainder first
+        change = 1 if sum(sizes) < examples else -1
+        chosen = max((i for i in range(parts) if sizes[i] + change >= 1), key=lambda i: change * (exact[i] - sizes[i]))
+        sizes[chosen] += change
+    return sizes
+
+
+def joined(numbers: Sequence[object]) -> str:
+    """Numbers as --shares and --step-epochs take them: 80,20."""
+    return ",".join(f"{number:g}" if isinstance(number, (int, float)) else repr(number) for number in numbers)

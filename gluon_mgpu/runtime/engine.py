@@ -1,0 +1,218 @@
+"""What must stand before libmxnet loads, because MXNet 1.9.1 reads it once. docs/engine.md has reasons and figures.
+
+NumPy's dropped names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet; NumPy is
+imported by `configure` alone, since `gluon_mgpu.commands.doctor` must start where it is broken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from gluon_mgpu.runtime import cuda, log
+from gluon_mgpu.runtime.errors import Error
+
+if TYPE_CHECKING:
+    from mxnet import Context
+
+TEMP_COPIES = 64  # temporary spaces for several contexts; each can grow to the largest that a step needs
+SPINS = "20000"  # how often an OpenMP thread looks for work before it sleeps; libgomp's default starves a busy machine
+ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
+
+# (environment variable by which a user sets it, mallopt's parameter from malloc.h, value)
+ALLOCATOR = (
+    ("MALLOC_MMAP_MAX_", -4, 0),  # take large arrays from the heap instead of mapping each one
+    ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory: the next operator needs it again
+    ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes by which the heap grows
+    ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker reuses what another one freed
+)
+
+# If one of these is set, libgomp may start fewer threads than oneDNN planned for, and the result is wrong.
+FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
+# These bind the workers of all contexts to one core: that of the thread that started them.
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+
+# System libraries that libmxnet.so needs, with their Debian packages.
+LIBRARIES = {
+    "libgomp.so.1": "libgomp1",
+    "libquadmath.so.0": "libquadmath0",
+    "libstdc++.so.6": "libstdc++6",
+    "libgcc_s.so.1": "libgcc-s1",
+}
+
+# Modules whose package has another name.
+PACKAGES = {"PIL": "pillow", "distutils": "setuptools"}
+
+# Environment variables that `configure` may set or remove.
+TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
+
+_configured = False
+# Values of TOUCHED before and after `configure`, if they differ; None means not set.
+_before: dict[str, str | None] = {}
+_after: dict[str, str | None] = {}
+_set: dict[str, str] = {}  # values that this module set, to tell them from the user's
+
+
+def configure(contexts: int | None = None, processes: int = 1) -> None:
+    """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`.
+
+    contexts: how many contexts will compute at the same time; None: not known, so several, unless an earlier call gave
+    the number. processes: how many processes share this machine's cores. Settings from the user's environment are kept
+    if they are safe; a notice names each one that is overruled. Raises Error if MXNet is missing, if mxnet was already
+    imported with settings under which this number of CPU contexts can hang, and as `cuda.prepare` does.
+    """
+    global _configured
+    if contexts is None and _configured:
+        return
+    if contexts is not None and contexts < 1:
+        raise Error(f"contexts={contexts}: must be at least 1")
+    if "mxnet" in sys.modules:
+        _check_threads(contexts or 1)
+        copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
+        if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
+            log.say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns")
+    else:
+        _prepare(contexts, processes)
+    _configured = True
+
+
+def _prepare(contexts: int | None, processes: int) -> None:
+    given = {name: _before.get(name, os.environ.get(name)) for name in TOUCHED}
+    if importlib.util.find_spec("mxnet") is None:
+        raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
+    from gluon_mgpu.runtime import numpy_names
+
+    numpy_names.lend()
+    _set_threads(contexts, processes)
+    cuda.prepare()  # after the threads: a system library may load libgomp
+    if contexts != 1:
+        os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
+    for name in TOUCHED:
+        if os.environ.get(name) != given[name]:
+            _before[name], _after[name] = given[name], os.environ.get(name)
+    _set_allocator()
+
+
+def check(ctx: list[Context]) -> None:
+    """Raise Error if training on these contexts could hang. GPU contexts never do."""
+    _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
+
+
+def line_of(error: BaseException) -> str:
+    """One line for an unexpected error: what is missing and what to do, or the last line of its own message."""
+    if isinstance(error, ImportError):
+        while error.__context__:  # NumPy's message is a page of advice; the first error in the chain is the cause
+            error = error.__context__
+    lines = str(error).strip().splitlines() or [""]
+    more = "`gluon-mgpu doctor` may say what to do, --debug" if isinstance(error, ImportError) else "--debug"
+    return missing(str(error)) or f"{type(error).__name__}: {lines[-1]} ({more} shows where)"
+
+
+def missing(message: str) -> str | None:
+    """One line for an error message about a missing module or library; None for any other message.
+
+    The loader names only the first missing library. This line names all that MXNet needs and their packages. It loads
+    the libraries that are there, so call it only in a process in which MXNet failed to load.
+    """
+    module = re.search(r"No module named '(\w+)'", message)
+    if module:
+        return (
+            f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which `make install` sets up, "
+            f"or `pip install {PACKAGES.get(module[1], module[1])}`"
+        )
+    found = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
+    if not found:
+        return None
+    absent = {name: package for name, package in LIBRARIES.items() if not _found(name)}
+    if found[1] not in absent:
+        return f"{found[1]} is missing on this machine: install the package that contains it"
+    return (
+        f"MXNet needs {' and '.join(absent)}, missing on this machine: "
+        f"`apt install {' '.join(absent.values())}` (on Debian and Ubuntu)"
+    )
+
+
+def _found(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return not str(error).startswith(f"{library}: cannot open shared object file")  # a library that it needs
+    return True
+
+
+def users_environment() -> dict[str, str]:
+    """The environment without the changes of `configure`, for a child process that configures itself."""
+    own = {name: value for name, value in _before.items() if os.environ.get(name) == _after[name]}
+    return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
+
+
+def openmp_threads() -> int:
+    """How many OpenMP threads each of MXNet's workers uses."""
+    found = []
+    gomp = ctypes.CDLL("libgomp.so.1")
+    thread = threading.Thread(target=lambda: found.append(gomp.omp_get_max_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _check_threads(contexts: int) -> None:
+    if contexts > 1 and openmp_threads() > 1:
+        raise Error(
+            f"{contexts} CPU contexts can hang: OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu "
+            f"could set 1; call gluon_mgpu.configure(contexts={contexts}) before anything imports mxnet, or set "
+            "OMP_NUM_THREADS=1"
+        )
+
+
+def _set_threads(contexts: int | None, processes: int) -> None:
+    """One OpenMP thread if several workers can call OpenBLAS at the same time; else all cores of this process."""
+    alone = (
+        contexts == 1
+        and os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") == "1"
+        and os.environ.get("MXNET_ENGINE_TYPE", "") in ONE_WORKER_ENGINES
+    )
+    fewer = [name for name in FEWER_THREADS if name in os.environ]
+    if alone and not fewer:
+        asked = _users("OMP_NUM_THREADS")
+        if asked is None or not asked.strip().isdecimal() or int(asked) == 0:
+            cores = len(os.sched_getaffinity(0)) // processes
+            _put("OMP_NUM_THREADS", str(max(1, cores)), "not a valid thread count")
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+        return
+    why = f"because {fewer[0]} is set" if alone else "because several CPU contexts can hang with more"
+    for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
+        _put(name, "1", why)
+    if not alone:
+        for name in BINDING:
+            if name in os.environ:
+                log.say(f"ignoring {name}={os.environ.pop(name)}: it would bind all contexts to one core")
+
+
+def _users(name: str) -> str | None:
+    """The user's value of an environment variable, or None."""
+    value = os.environ.get(name)
+    return None if value == _set.get(name) else value
+
+
+def _put(name: str, value: str, why: str) -> None:
+    asked = _users(name)
+    if asked is not None and asked != value:
+        log.say(f"{name}={asked} is overruled: using {value}, {why} (docs/engine.md)")
+    os.environ[name] = _set[name] = value
+
+
+def _set_allocator() -> None:
+    """Have glibc's malloc keep freed memory, instead of faulting it in again for the next operator."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # not glibc
+        return
+    for variable, parameter, value in ALLOCATOR:
+        if variable not in os.environ:
+            mallopt(parameter, value)

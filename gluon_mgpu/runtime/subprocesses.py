@@ -1,0 +1,141 @@
+"""Run a program in a process of its own. It and everything it started end with the call, however that ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, NamedTuple
+
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+SECONDS_TO_STOP = 10  # after Ctrl-C, for the program to save what it has
+LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun writes this before each line of a worker
+
+
+class Finished(NamedTuple):
+    """status: the exit status, minus the signal that ended the process, or None if the time ran out."""
+
+    status: int | None
+    out: str
+    err: str
+
+
+def run(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    on_line: Callable[[str], object] | None = None,
+) -> Finished:
+    """Run a program to its end.
+
+    command: program and arguments. env: its whole environment; None: this process's, without what `engine.configure`
+    changed. seconds: how long it may take. on_line: called with each line of standard output as it arrives. Lines of
+    standard error that begin with "gluon_mgpu: " are notices, and are passed on at once. Ctrl-C reaches the program as
+    SIGINT; it then has SECONDS_TO_STOP to end by itself. Raises OSError if the program cannot be started.
+    """
+    process = subprocess.Popen(
+        command,
+        env=engine.users_environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C on the terminal reaches it through this process only
+    )
+    out: list[str] = []
+    err: list[str] = []
+    readers = [
+        threading.Thread(target=_read, args=(process.stdout, out, on_line), daemon=True),
+        threading.Thread(target=_read, args=(process.stderr, err, _pass_notice_on), daemon=True),
+    ]
+    status: int | None = None
+    try:
+        for reader in readers:
+            reader.start()
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(seconds)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_STOP)
+        raise
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a process that a driver holds does not end even then
+            process.wait(1)
+        for reader in readers:
+            reader.join(1)
+    return Finished(status, "".join(out), "".join(err))
+
+
+def check(name: str, finished: Finished, advice: str = "") -> None:
+    """Raise Error or UsageError, in the program's own words if it had any, unless it ended with status 0.
+
+    name: what was run, for the message. advice: what to do if the time ran out.
+    """
+    if finished.status == 0:
+        return
+    if finished.status is None:
+        raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
+    kind = UsageError if finished.status == 2 else Error
+    lines = finished.err.strip().splitlines()
+    for line in reversed(lines):  # a launcher may have added lines of its own
+        own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
+        if own:
+            raise (UsageError if own["kind"] == "UsageError" else kind)(f"{name}: {own['text']}")
+    how = f"ended by {signal.Signals(-finished.status).name}" if finished.status < 0 else f"status {finished.status}"
+    raise kind(f"{name} failed ({how}): {lines[-1] if lines else 'no message'}")
+
+
+def gluon_mgpu(
+    name: str,
+    command: str,
+    options: Mapping[str, Any],
+    *,
+    on_line: Callable[[str], object] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """Run `gluon-mgpu COMMAND --OPTION=VALUE ...` and return its standard output.
+
+    options: {option: value}; True gives the bare option, None and False omit it. env: added to the user's environment.
+    Raises Error or UsageError in the command's own words.
+    """
+    flags = [
+        f"--{option.replace('_', '-')}" + ("" if value is True else f"={_text(value)}")
+        for option, value in options.items()
+        if value is not None and value is not False
+    ]
+    environment = {**engine.users_environment(), **(env or {})}
+    finished = run([sys.executable, "-m", "gluon_mgpu", command, *flags], env=environment, on_line=on_line)
+    check(name, finished)
+    return finished.out
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _read(stream: IO[str] | None, lines: list[str], on_line: Callable[[str], object] | None) -> None:
+    assert stream
+    for line in stream:
+        line = LAUNCHER.sub("", line)
+        lines.append(line)
+        if on_line:
+            on_line(line)
+
+
+def _pass_notice_on(line: str) -> None:
+    if line.startswith("gluon_mgpu: "):
+        from tqdm import tqdm
+
+        tqdm.write(line, file=sys.stderr, end="")

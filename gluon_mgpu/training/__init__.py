@@ -1,0 +1,1 @@
+"""What both lessons need for real training, written once."""
