@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from gluon_mgpu.runtime import engine
@@ -31,19 +32,22 @@ def run(
     command: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
+    folder: str | Path | None = None,
     seconds: float | None = None,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
     """Run a program to its end.
 
     command: program and arguments. env: its whole environment; None: this process's, without what `engine.configure`
-    changed. seconds: how long it may take. on_line: called with each line of standard output as it arrives. Lines of
-    standard error that begin with "gluon_mgpu: " are notices, and are passed on at once. Ctrl-C reaches the program as
-    SIGINT; it then has SECONDS_TO_STOP to end by itself. Raises OSError if the program cannot be started.
+    changed. folder: its working directory. seconds: how long it may take. on_line: called with each line of standard
+    output as it arrives. Lines of standard error that begin with "gluon_mgpu: " are notices, and are passed on at once.
+    Ctrl-C reaches the program as SIGINT; it then has SECONDS_TO_STOP to end by itself. Raises OSError if the program
+    cannot be started.
     """
     process = subprocess.Popen(
         command,
         env=engine.users_environment() if env is None else env,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
