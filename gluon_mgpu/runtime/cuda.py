@@ -1,7 +1,7 @@
-"""CUDA without a CUDA installation: opens the libraries of NVIDIA's wheels before mxnet-cu112 looks for them.
+"""CUDA without a CUDA installation: opens the libraries from NVIDIA's wheels before mxnet-cu112 looks for them.
 
-The driver's library is the only one that a machine must bring. docs/engine.md has what was measured. Nothing here
-imports mxnet or NumPy.
+Only the driver's library must come from the machine. Measurements are in docs/engine.md. This module imports neither
+mxnet nor NumPy.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from gluon_mgpu.runtime.errors import Error
 
 DRIVER = "libcuda.so.1"
-# What libmxnet.so of mxnet-cu112 needs, and what that needs: by wheel, as pip is to be asked for it. A library comes
-# after those that it needs, so that it finds them open and looks for them nowhere else.
+# The libraries that mxnet-cu112 needs, directly or not: (wheel, as given to pip, and its libraries). Each library comes
+# after those that it needs itself, so that it uses the ones that are open already.
 LIBRARIES = (
     ("nvidia-cuda-runtime-cu11", "libcudart.so.11.0"),
     ("nvidia-cuda-nvrtc-cu11", "libnvrtc.so.11.2"),
@@ -29,7 +29,7 @@ LIBRARIES = (
     (
         "nvidia-cudnn-cu11<9",
         "libcudnn.so.8",
-        # Its parts, which it opens when the first convolution runs: from LD_LIBRARY_PATH, where that has others.
+        # cuDNN opens its parts at the first convolution, and would take other versions from LD_LIBRARY_PATH.
         "libcudnn_ops_infer.so.8",
         "libcudnn_ops_train.so.8",
         "libcudnn_cnn_infer.so.8",
@@ -39,38 +39,39 @@ LIBRARIES = (
     ),
     ("nvidia-nccl-cu11", "libnccl.so.2"),
 )
-AGAIN = "pip install --force-reinstall --no-deps"  # also where pip takes a wheel for installed whose files are gone
+# --force-reinstall: pip considers a wheel installed even if its files are gone.
+REINSTALL = "pip install --force-reinstall --no-deps"
 CHECKS = "MXNET_CUDA_LIB_CHECKING"
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
 
 def prepare() -> None:
-    """Open what mxnet-cu112 needs; with another MXNet it does nothing. Call it before the first `import mxnet`.
+    """Open the libraries that mxnet-cu112 needs, if it is installed. Call it before the first `import mxnet`.
 
-    Raises Error where two of MXNet's wheels are installed, where the driver or a library is missing.
+    Raises Error if two MXNet wheels are installed, or if the driver or a library is missing.
     """
     refuse_two_wheels()
     if "mxnet-cu112" in wheels():
         lines = missing()
         if lines:
             raise Error(lines[0])
-        # Without a GPU the first backward pass would say "GPU context requested", also where nobody did.
+        # Without this, the first backward pass on a machine without a GPU warns "GPU context requested".
         os.environ.setdefault(CHECKS, "0")
 
 
 def refuse_two_wheels() -> None:
-    """Raises Error where two of MXNet's wheels are installed in one folder: the files of one lie over the other's."""
+    """Raise Error if two MXNet wheels are installed in the same folder: one has overwritten the other's files."""
     names = list(wheels())
     if len(names) > 1:
         raise Error(
-            f"{' and '.join(names)} are both installed, and both write the folder mxnet: run "
-            f"`pip uninstall -y {' '.join(names)}`, then `pip install --no-deps mxnet==1.9.1` or, for NVIDIA's GPUs, "
+            f"{' and '.join(names)} are both installed and overwrite each other's files: run "
+            f"`pip uninstall -y {' '.join(names)}`, then `pip install --no-deps mxnet==1.9.1` or, for NVIDIA GPUs, "
             "`pip install --no-deps mxnet-cu112==1.9.1`"
         )
 
 
 def wheels() -> dict[str, str]:
-    """{name: version} of MXNet's wheels in the folder that `import mxnet` would read: usually one."""
+    """{name: version} of the MXNet wheels in the folder from which `import mxnet` loads: normally one."""
     spec = importlib.util.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -80,42 +81,41 @@ def wheels() -> dict[str, str]:
 
 
 def missing() -> list[str]:
-    """A line for each thing that mxnet-cu112 needs and cannot have, with what to do; none where all is there.
+    """One line for each problem with the libraries that mxnet-cu112 needs: what is wrong and what to do.
 
-    What is there is open from now on, for the whole process.
+    All other libraries are then open in this process.
     """
     lines, absent = [], {}
     try:
         _open(DRIVER)
     except OSError as error:
-        why = "is not there" if _is_absent(DRIVER, error) else f"cannot be opened ({error})"
+        why = "is missing" if _is_absent(DRIVER, error) else f"cannot be opened ({error})"
         lines.append(
-            f"{DRIVER} {why}: mxnet-cu112 needs NVIDIA's driver, on CPU contexts too. Install the driver, or the CPU "
+            f"{DRIVER} {why}: mxnet-cu112 needs NVIDIA's driver, even for CPU contexts. Install the driver, or the CPU "
             "wheel: `pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
         )
     for wheel, *libraries in LIBRARIES:
-        ours = _libraries_of(wheel)
+        in_wheel = _libraries_of(wheel)
         for library in libraries:
-            # The wheel's own goes before the system's: pip chose its wheels to fit each other, and parts of two CUDA
-            # installations in one process do not.
-            path = ours.get(library, library)
+            # Prefer the wheel's library to the system's: libraries of two CUDA versions do not work together.
+            path = in_wheel.get(library, library)
             try:
                 _open(path)
             except OSError as error:
                 if _is_absent(library, error):
                     absent[library] = wheel
                 elif str(error).startswith(path):
-                    lines.append(f"{error}: run `{AGAIN} '{wheel}'`")
+                    lines.append(f"{error}: run `{REINSTALL} '{wheel}'`")
                 else:
                     lines.append(f"{path} needs a library that this machine does not have: {error}")
     if absent:
         needed = " ".join(f"'{wheel}'" if "<" in wheel else wheel for wheel in dict.fromkeys(absent.values()))
-        lines.append(f"mxnet-cu112 needs {', '.join(absent)}, and nothing here has that: run `{AGAIN} {needed}`")
+        lines.append(f"mxnet-cu112 needs {', '.join(absent)}, which are missing: run `{REINSTALL} {needed}`")
     return lines
 
 
 def _libraries_of(wheel: str) -> dict[str, str]:
-    """{name: path} of the libraries in an installed wheel."""
+    """{name: path} of the libraries in a wheel; empty if it is not installed."""
     try:
         files = metadata.distribution(wheel.partition("<")[0]).files or ()
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""The names that MXNet 1.9.1 reads from NumPy and that NumPy has dropped: MXNet finds them, and nobody else does.
+"""Lends MXNet 1.9.1 the names that it reads from NumPy and that NumPy has removed, without other code seeing them.
 
-Most are read once, while MXNet is imported: they stand on the numpy module for as long as that takes. Two are read when
-something is called, by three of MXNet's modules: only these get a copy of the numpy module that has them. So `np.bool`
-is NumPy's own, or not there, and a library that asks `hasattr(np, "trapz")` gets the answer of the NumPy it runs on.
+Most of them are read while MXNet is imported: they exist on the numpy module only during that import. Two are read
+later, by three of MXNet's modules: those modules get a copy of the numpy module that has them. So for all other code
+`np.bool` is NumPy's own or missing, and `hasattr(np, "trapz")` gives this NumPy's own answer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import numpy as np
 
 def _financial(name: str) -> Callable[..., NoReturn]:
     def removed(*args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(f"numpy.{name} was removed from NumPy in 1.20 (NEP 32): numpy_financial has it")
+        raise RuntimeError(f"numpy.{name} was removed in NumPy 1.20 (NEP 32): use numpy_financial")
 
     return removed
 
 
-# Each as it was. MXNet files its own functions under NumPy's, so an old name for one must be another object: a partial.
+# MXNet keeps its own functions in a table with NumPy's functions as keys, so each old name needs an object of its own:
+# a partial.
 WHILE_IMPORTED = {
-    "bool": bool,  # dropped in 1.24; since 2.0 NumPy has its own, which MXNet can use. The others went in 2.0 or 2.4
+    "bool": bool,  # removed in 1.24 and defined again in 2.0; the names below were removed in 2.0 or 2.4
     "PZERO": 0.0,
     "NZERO": -0.0,
     "PINF": np.inf,
@@ -48,7 +49,7 @@ WHILE_IMPORTED = {
     **{name: _financial(name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")},
 }
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
-CALLED = (  # the modules that read these, and what they call NumPy
+READERS = (  # the modules that read WHEN_CALLED, and the name by which each knows NumPy
     ("mxnet.gluon.contrib.estimator.event_handler", "np"),
     ("mxnet.ndarray.numpy._op", "_np"),
     ("mxnet.symbol.numpy._symbol", "_np"),
@@ -56,43 +57,43 @@ CALLED = (  # the modules that read these, and what they call NumPy
 
 
 def lend() -> None:
-    """From now on `import mxnet` finds the names that this NumPy lacks. Call it before the first one."""
+    """Make the first `import mxnet` find the names that this NumPy lacks. Call it before that import."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """Finds mxnet where Python does, and puts the names in place around its import."""
+    """Finds mxnet as Python does, and lends the names while it is imported."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == "mxnet" else None
         if spec is not None and spec.loader is not None:
             execute = functools.partial(_execute, spec.loader.exec_module)
-            spec.loader.exec_module = execute  # type: ignore[method-assign]  # of this one loader
+            spec.loader.exec_module = execute  # type: ignore[method-assign]  # this loader only
         return spec
 
 
 def _execute(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    with _standing(_missing(WHILE_IMPORTED)):
+    with _lent(_missing(WHILE_IMPORTED)):
         exec_module(module)
     later = _missing(WHEN_CALLED)
     if later:
-        own = types.ModuleType("numpy")
-        vars(own).update({**vars(np), **later})
-        for name, variable in CALLED:
-            setattr(sys.modules[name], variable, own)
+        copy = types.ModuleType("numpy")
+        vars(copy).update({**vars(np), **later})
+        for name, variable in READERS:
+            setattr(sys.modules[name], variable, copy)
 
 
 def _missing(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that this NumPy has not, under its own name or as one that it warns of."""
+    """The names that this NumPy lacks. Deprecated names still exist; looking at them only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: value for name, value in names.items() if not hasattr(np, name)}
 
 
 @contextlib.contextmanager
-def _standing(names: dict[str, Any]) -> Iterator[None]:
+def _lent(names: dict[str, Any]) -> Iterator[None]:
     vars(np).update(names)
     try:
         yield

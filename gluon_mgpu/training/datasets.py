@@ -91,9 +91,9 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     is damaged or cannot be downloaded.
     """
     if name not in NAMES:
-        raise UsageError(f"dataset {name}: must be one of {', '.join(NAMES)}")
+        raise UsageError(f"dataset={name}: must be one of {', '.join(NAMES)}")
     if limit is not None and limit < 1:
-        raise UsageError(f"limit {limit}: must be at least 1")
+        raise UsageError(f"limit={limit}: must be at least 1")
     if name == "synthetic":
         train_size = 60000 if limit is None else limit
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
@@ -101,7 +101,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     if limit is None:
         return data
     if limit > len(data.train_images):
-        raise UsageError(f"limit {limit}: {name} has only {len(data.train_images)} training examples")
+        raise UsageError(f"limit={limit}: {name} has only {len(data.train_images)} training examples")
     test_limit = max(limit // 6, 100)
     return data._replace(
         train_images=data.train_images[:limit],
@@ -116,7 +116,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
 
     If data_dir or GLUON_MGPU_DATA names a folder, only that folder counts: raises UsageError if it has no such files.
     """
-    given = f"data_dir {data_dir}"
+    given = f"data_dir={data_dir}"
     if data_dir is None and os.environ.get("GLUON_MGPU_DATA"):
         data_dir = os.environ["GLUON_MGPU_DATA"]
         given = f"GLUON_MGPU_DATA={data_dir}"

@@ -1,7 +1,6 @@
-"""What the notebooks ran and printed: their experiments by name as options of train.py, with the accuracies and times
-recorded there, and the values they printed on the way. What the lecture on them claims is in `parity.claims`.
+"""What the notebooks ran and printed: their experiments as options of train.py, and the values in their outputs.
 
-Times are of the authors' GPUs in 2019 and no target here.
+Their times were measured on GPUs in 2019 and are not targets. The lecture's claims are in `parity.claims`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learnin
 class Recipe(NamedTuple):
     source: str
     options: dict[str, Any]  # of train.py
-    test_accuracy: tuple[float, ...] = ()  # after each epoch, as printed there; where the source prints none: empty
-    train_seconds: tuple[float, ...] = ()  # of each epoch, on the authors' GPUs
+    test_accuracy: tuple[float, ...] = ()  # after each epoch, as printed in the source; empty if it prints none
+    train_seconds: tuple[float, ...] = ()  # per epoch, on the authors' GPUs
 
 
 def _scratch(gpus: str, accuracy: tuple[float, ...], seconds: tuple[float, ...]) -> Recipe:
@@ -46,13 +45,13 @@ RECIPES = {
 }
 
 
-# Values that SCRATCH and PYTORCH print, a list a device.
+# Values that SCRATCH and PYTORCH print, one list per device.
 ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
 SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # of arange(24), on 2 devices
 SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # of arange(20), on 4 devices
-COPIED_BIAS = [0] * 20  # b1, and its gradient, on the device they were copied to
+COPIED_BIAS = [0] * 20  # b1 and its gradient, after the copy to a device
 
-# Seconds for 50 products of 4000 x 4000 float32 on a device, that PYTORCH printed of 4 GPUs.
+# Seconds for 50 products of 4000 x 4000 float32 matrices per device, as PYTORCH prints them for 4 GPUs.
 ASYNCHRONOUS = {
     "one device, until the calls return": 0.240,
     "one device, until they are done": 0.493,
@@ -64,10 +63,10 @@ ASYNCHRONOUS = {
 
 
 def table() -> str:
-    """Lines for a terminal: each recipe with its options, its source, and what that printed."""
+    """Lines for a terminal: each recipe with its options, its source, and the accuracies printed there."""
     lines = []
     for name, recipe in RECIPES.items():
         options = " ".join(f"--{option.replace('_', '-')} {value}" for option, value in recipe.options.items())
-        printed = " ".join(map(str, recipe.test_accuracy)) or "not printed there"
-        lines += [name, f"    {options}", f"    source: {recipe.source}", f"    test accuracy there: {printed}"]
+        printed = " ".join(map(str, recipe.test_accuracy)) or "not printed"
+        lines += [name, f"    {options}", f"    source: {recipe.source}", f"    test accuracy in the source: {printed}"]
     return "\n".join(lines)
