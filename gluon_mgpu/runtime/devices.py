@@ -94,7 +94,7 @@ def _why_no_gpu(mx: ModuleType) -> str:
 
 
 def _refuse_gpu_without_kernels(index: int) -> None:
-    name, major, minor = _gpu(index)
+    name, major, minor = gpu(index)
     if major not in KERNELS:
         raise Error(
             f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
@@ -102,7 +102,7 @@ def _refuse_gpu_without_kernels(index: int) -> None:
         )
 
 
-def _gpu(index: int) -> tuple[str, int, int]:
+def gpu(index: int) -> tuple[str, int, int]:
     """(name, major, minor compute capability) of a GPU, from the driver, which numbers GPUs as MXNet does."""
     driver = ctypes.CDLL("libcuda.so.1")
     handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)

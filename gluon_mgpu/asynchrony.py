@@ -1,0 +1,126 @@
+"""Lesson 4: asynchronous calls, computing on all devices at once, and copies, with products of matrices.
+
+A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a loop over
+devices in Python computes on all of them at once. Each function is a cell of its notebook and prints what the cell
+prints. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from gluon_mgpu.runtime import engine
+
+engine.configure()
+
+import mxnet as mx  # noqa: E402
+from mxnet import Context, nd  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
+
+SIZE, PRODUCTS = 4000, 50  # of the notebook
+
+
+def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
+    """Products of a matrix (n, n) with itself, on the device of x. Does not wait for them.
+
+    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. With more products in the
+    queue than that, contexts wait for each other (docs/engine.md).
+    """
+    return [nd.dot(x, x) for _ in range(products)]
+
+
+class BenchMark:
+    """Times a with block and prints its name and seconds, which are then in `seconds`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> BenchMark:
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.start
+        print(self.name, self.seconds)
+
+
+def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
+    """One random matrix (size, size) per device, already computed."""
+    x_devices = [nd.random.uniform(shape=(size, size), ctx=c) for c in ctx]
+    nd.waitall()
+    return x_devices
+
+
+def run_asynchronously(x: NDArray, products: int = PRODUCTS) -> float:
+    """Run computations on a single device asynchronously: the seconds until the calls return."""
+    with BenchMark(str(x.context)) as until_calls_return:
+        _held = run(x, products)  # releasing the results takes time too
+    nd.waitall()
+    return until_calls_return.seconds
+
+
+def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
+    """Run computations on a single device synchronously: the seconds until the products are done."""
+    with BenchMark(str(x.context)) as until_done:
+        _held = run(x, products)
+        nd.waitall()
+    return until_done.seconds
+
+
+def run_one_after_another(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
+    """Run computations on all devices, each one after the device before it is done: the seconds of all."""
+    start = time.perf_counter()
+    for x in x_devices:
+        run_synchronously(x, products)
+    seconds = time.perf_counter() - start
+    print("Total time elapsed is", seconds)
+    return seconds
+
+
+def run_at_once(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
+    """Run computations on all devices at once: nothing waits until all products are queued. Returns the seconds."""
+    with BenchMark("all devices") as all_devices:
+        _held = [run(x, products) for x in x_devices]
+        nd.waitall()
+    return all_devices.seconds
+
+
+def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArray]:
+    """Copies of arrays in host memory. Waits for each copy before it asks for the next one, unless non_blocking."""
+    copies = []
+    for y in x:
+        copies.append(y.copyto(mx.cpu()))
+        if not non_blocking:
+            copies[-1].wait_to_read()
+    return copies
+
+
+def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
+    """Copy the products once all of them are done: the seconds for the products, and for the copies."""
+    with BenchMark(f"Run on {x.context}") as on_device:
+        y = run(x, products)
+        nd.waitall()
+    with BenchMark("Copy to CPU") as to_cpu:
+        _held = copy_to_cpu(y)
+    return on_device.seconds, to_cpu.seconds
+
+
+def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True) -> float:
+    """Copy each product as soon as it is done, while the device computes the next one. Returns the seconds."""
+    with BenchMark("Copy to CPU") as to_cpu:
+        y = run(x, products)
+        _held = copy_to_cpu(y, non_blocking)
+        nd.waitall()
+    return to_cpu.seconds
+
+
+def notebook(ctx: Sequence[Context], size: int = SIZE, products: int = PRODUCTS) -> None:
+    """All cells of the notebook in its order, on the devices ctx."""
+    x_devices = matrices(ctx, size)
+    run_asynchronously(x_devices[0], products)
+    run_synchronously(x_devices[0], products)
+    run_one_after_another(x_devices, products)
+    run_at_once(x_devices, products)
+    run_then_copy(x_devices[0], products)
+    run_and_copy(x_devices[0], products)
