@@ -1,4 +1,4 @@
-"""`python -m gluon_mgpu train …` is `gluon-mgpu train …`, and `python scripts/train.py …`."""
+"""`python -m gluon_mgpu train ...` is `gluon-mgpu train ...`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from gluon_mgpu.runtime import engine
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["doctor"]:  # without the other commands, which cannot be imported where NumPy is broken
-        run("doctor", sys.argv[2:], "gluon-mgpu doctor")
-    else:
-        run("main", prog_name="gluon-mgpu")
+    run("gluon_mgpu.commands.main", "main", "gluon-mgpu")
 
 
-def run(command: str, args: list[str] | None = None, prog_name: str | None = None) -> None:
-    """Run a command, of those that `cli` has; where a library that it needs does not load, one line says so."""
+def run(module: str, command: str, program: str | None = None) -> None:
+    """Run a click command of a module. If the module cannot be imported, print one line.
+
+    program: the name of the program in messages; default `python` and the script's path.
+    """
     try:
-        module = importlib.import_module(
-            "gluon_mgpu.commands.doctor" if command == "doctor" else "gluon_mgpu.commands.main"
-        )
+        function = getattr(importlib.import_module(module), command)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
         sys.exit(f"error: {engine.line_of(error)}")
-    getattr(module, command)(args, prog_name=prog_name)
+    function(prog_name=program)
 
 
 if __name__ == "__main__":

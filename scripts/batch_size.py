@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""A second device and a larger batch, the lecture's experiment: `python scripts/batch_size.py --help`."""
+"""Compare batch sizes on one and two devices: `python scripts/batch_size.py --help`."""
 
 from start import start
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What this machine can run, and what to do about what it cannot: `python scripts/doctor.py --help`."""
+"""Check what this machine can run: `python scripts/doctor.py --help`."""
 
 from start import start
 

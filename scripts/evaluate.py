@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a run has learned: `python scripts/evaluate.py --help`."""
+"""Show what a run has learned: `python scripts/evaluate.py --help`."""
 
 from start import start
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Hold the port against what the notebooks printed: `python scripts/parity.py --help`."""
+"""Compare this project with what the notebooks printed: `python scripts/parity.py --help`."""
 
 from start import start
 

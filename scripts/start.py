@@ -1,10 +1,10 @@
-"""What each script here begins with: the package must be installed for the Python that runs it."""
+"""Every script here calls `start`, which needs the package to be installed for the Python that runs the script."""
 
 import sys
 
 
-def start(command):
-    """Run a command of the package; ends with one line where that is not there."""
+def start(command, module=None):
+    """Run a command. module: the module that defines it; default the command's module in gluon_mgpu.commands."""
     try:
         from gluon_mgpu.__main__ import run
     except KeyboardInterrupt:
@@ -12,6 +12,6 @@ def start(command):
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error} for {sys.executable}: use .venv/bin/python, which `make install` sets up, or "
-            "`pip install .`"
+            "run `pip install .`"
         )
-    run(command)
+    run(module or f"gluon_mgpu.commands.{command}", command)

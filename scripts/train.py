@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train LeNet on one or several devices: `python scripts/train.py --help`."""
+"""Train LeNet or ResNet-18 on one or several devices: `python scripts/train.py --help`."""
 
 from start import start
 

@@ -1,12 +1,13 @@
-"""What the commands have in common: errors as one line, exit statuses, options and their groups in --help, examples.
+"""What the commands share: one-line errors, exit statuses, and options with their groups in --help.
 
-Exit status 0; 1 a run failed; 2 the command was wrong; 130 interrupted. What is imported here needs no NumPy, since
-`gluon_mgpu.commands.doctor` must start where that is broken.
+Exit status: 0; 1 if a run failed; 2 if the command was wrong; 130 if interrupted. Nothing here needs NumPy, because
+`gluon_mgpu.commands.doctor` must start if NumPy is broken.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import shlex
@@ -20,74 +21,69 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 import gluon_mgpu
-from gluon_mgpu.distributed import process as place
-from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-F = TypeVar("F", bound=Callable[..., Any])  # what click's decorators take, and give back
+F = TypeVar("F", bound=Callable[..., Any])  # a function that click's decorators take and return
 
-# Where an option stands in --help: the same heading in every command, in this order; what is in none comes last.
+# The options under each heading of --help, by parameter name; "Other options" has the rest.
 GROUPS = {
-    "Network and data": "impl model models hybridize recipe list_recipes dataset limit data_dir images",
-    "Training": "batch_size epochs lr scale_lr schedule step_epochs step_factor warmup_epochs momentum weight_decay "
-    "clip_norm accumulate seed seeds quick",
-    "Devices": "gpus contexts device shares",
+    "Network and data": "impl model hybridize tune recipe list_recipes dataset limit data_dir images",
+    "Training": "batch_size epochs lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
+    "max_grad_norm grad_accum_steps seed seeds quick",
+    "Devices": "gpus device shares",
     "Several processes": "kvstore compress workers servers port",
-    "Measuring": "what rounds steps products size accuracy",
     "Files": "out resume tensorboard profile export",
 }
+PLAIN = {"is not a valid integer": "is not a whole number", "is not a valid float": "is not a number"}
 
-NUMBERS = {"integer": "whole number: give one such as 4", "float": "number: give one such as 0.1"}  # by click's names
 
-
-class _Ours(click.Command):
+class _Base(click.Command):
     """Ends with one line and the right exit status instead of a traceback, which --debug shows.
 
-    examples: lines for a shell, the last part of --help; those of `gluon-mgpu` stand there as it was called.
+    examples: shell commands, one per line, shown at the end of --help. `gluon-mgpu train` becomes
+    `python scripts/train.py` if that is how the user called this command.
     """
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.context_settings = {"help_option_names": ["-h", "--help"], **self.context_settings}
         self.examples = [line.strip() for line in examples.strip().splitlines()]
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(context, formatter)
-        lines, called = "\n".join(self.examples), context.find_root().info_name or ""
-        if called.endswith(".py"):  # python scripts/train.py
-            folder = re.sub(r"\w+\.py$", "", called)
-            lines = re.sub(r"gluon-mgpu ([\w-]+)", lambda m: f"{folder}{m[1].replace('-', '_')}.py", lines)
+        lines = as_called("\n".join(self.examples), context.find_root().info_name or "")
         with formatter.section("Examples"):
             formatter.write(textwrap.indent(lines, "  ") + "\n")
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        main_thread = threading.current_thread() is threading.main_thread()
-        if main_thread:  # SIGTERM ends a command, and what it started, as Ctrl-C does
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        kwargs["prog_name"] = kwargs.get("prog_name") or shlex.join(["python", sys.argv[0]])
+        program = kwargs["prog_name"] = kwargs.get("prog_name") or shlex.join(["python", sys.argv[0]])
         debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
+        main_thread = threading.current_thread() is threading.main_thread()
+        if main_thread:  # SIGTERM ends a command and its child processes, as Ctrl-C does
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0  # that of context.exit
+            status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0
         except (Exception, KeyboardInterrupt) as error:
             status = 1
             try:
                 if debug:
                     traceback.print_exc()
-                status = _report(error)
+                status = _report(error, program)
             finally:
-                if place.started():  # operators that wait for another process may never end, and Python waits for them
-                    with suppress(OSError, ValueError, AttributeError):  # a standard output that is gone
-                        sys.stdout.flush()
-                    os._exit(status)
+                if log.started():
+                    _exit_without_waiting(status)
         finally:
             if main_thread:
                 signal.signal(signal.SIGTERM, before)
         sys.exit(status)
 
 
-class Command(_Ours):
+class Command(_Base):
+    """A command whose options are in groups. A UsageError that names an argument, `lr=-1: ...`, names its option."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
@@ -95,136 +91,170 @@ class Command(_Ours):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except UsageError as error:  # Settings names its fields, as from Python: "lr -1.0: ..."
-            options = {param.name: param.opts[0] for param in self.params if isinstance(param, click.Option)}
-            field = re.match(r"(\w+) \S+: ", str(error))
-            if field and field[1] in options:
-                error.args = (re.sub(r"^\w+|\w+_\w+", lambda word: options.get(word[0], word[0]), str(error)),)
+        except UsageError as error:
+            options = {param.name or "": param for param in self.params if isinstance(param, click.Option)}
+            if "gpus" in options:
+                options["num_gpus"] = options["gpus"]  # as `train` calls it
+            error.args = (_with_options(str(error), options),)
             raise
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        headings = {name: heading for heading, names in GROUPS.items() for name in names.split()}
+        heading_of = {name: heading for heading, names in GROUPS.items() for name in names.split()}
         groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*GROUPS, "Other options")}
         for param in self.get_params(context):
             record = param.get_help_record(context)
             if record and isinstance(param, click.Option):
-                groups[headings.get(param.name or "", "Other options")].append(record)
-        width = max(len(names) for rows in groups.values() for names, _ in rows)
+                groups[heading_of.get(param.name or "", "Other options")].append(record)
+        width = min(30, max(len(names) for rows in groups.values() for names, _ in rows))  # the same in every group
         for heading, rows in groups.items():
             if rows:
                 with formatter.section(heading):
-                    formatter.write_dl([(f"{names:{min(width, 30)}}", help) for names, help in rows])
+                    formatter.write_dl([(names.ljust(width), help) for names, help in rows])
 
 
-class Group(_Ours, click.Group):
+class Group(_Base, click.Group):
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if not args and not context.resilient_parsing:  # click's versions differ in where to, and in the status
+        if not args and not context.resilient_parsing:  # versions of click differ in the stream and the exit status
             click.echo(context.get_help(), err=True)
             context.exit(2)
         return super().parse_args(context, args)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
-        if args[0] not in self.commands and not context.resilient_parsing:
-            context.fail(f"{args[0]}: no such command{nearest(args[0], self.commands)}")
+        commands = self.list_commands(context)
+        if args[0] not in commands and not context.resilient_parsing:
+            context.fail(f"{args[0]}: no such command{nearest(args[0], commands)}")
         return super().resolve_command(context, args)
 
 
+class Option(click.Option):
+    """An option that does not take the next option for its value, as `--profile --epochs 2` would."""
+
+    def type_cast_value(self, context: click.Context, value: Any) -> Any:
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(text, str) and text.startswith("--") for text in values):
+            raise click.BadOptionUsage(self.opts[0], f"Option '{self.opts[0]}' requires an argument.", context)
+        return super().type_cast_value(context, value)
+
+
 class Choice(click.Choice):
-    """One of some words. An error names the nearest."""
+    """One of several words. The error for any other word suggests the nearest."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        if value not in self.choices:
-            words = ", ".join(self.choices)
-            self.fail(f"{value}: choose one of {words}{nearest(value, self.choices)}", param, context)
-        return super().convert(value, param, context)
-
-
-class Folder(click.Path):
-    """A shell completes it as a folder. Whether it is one, its reader says."""
-
-    def shell_complete(self, context: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
-        return [CompletionItem(begun, type="dir")]
+        try:
+            return super().convert(value, param, context)
+        except click.BadParameter as error:
+            self.fail(error.message.rstrip(".") + nearest(str(value), self.choices), param, context)
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The end of a line about a wrong word: which of the right ones may be meant, or nothing where none is near."""
-    near = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.65)
-    return f"; did you mean {near[0]}?" if near else ""
+    """The end of an error message about a wrong word: a suggestion, or nothing if no word is similar."""
+    similar = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.65)
+    return f"; did you mean {similar[0]}?" if similar else ""
+
+
+def as_called(text: str, program: str) -> str:
+    """`text` with each `gluon-mgpu COMMAND` as the user types it. program: "gluon-mgpu", "python scripts/train.py"."""
+    script = re.fullmatch(r"(python (?:.*/)?)\w+\.py", program)
+    if not script:
+        return text
+    return re.sub(r"gluon-mgpu ([a-z][\w-]*)", lambda m: f"{script[1]}{m[1].replace('-', '_')}.py", text)
+
+
+def _with_options(text: str, options: dict[str, click.Option]) -> str:
+    """An error message that begins with `argument=value: ` with the options in place of all arguments."""
+
+    def of_argument(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        option = options.get(name)
+        if option is None:
+            return match[0]
+        if option.is_flag and value in ("True", "False"):
+            return (option.opts if value == "True" else option.secondary_opts or option.opts)[0]
+        return f"{option.opts[0]} {value}"
+
+    first = re.match(r"(\w+)=", text)
+    if not first or first[1] not in options:
+        return text
+    text = re.sub(r"(?<![\w/.-])(\w+)=(True|False|)", of_argument, text)
+    wrong, colon, advice = text.partition(": ")
+    renamed = {name: option.opts[0] for name, option in options.items() if option.opts[0] != f"--{name}"}
+    advice = re.sub(r"(?<![\w/.-])\w+(?![\w/-])", lambda match: renamed.get(match[0], match[0]), advice)
+    return wrong + colon + advice
 
 
 def _usage(error: click.UsageError) -> str:
-    """What click found wrong with a command, in one line."""
-    help = f" ({error.ctx.command_path} --help shows more)" if error.ctx else ""
+    """One line for what click found wrong with a command."""
+    line = error.format_message()
     if isinstance(error, click.NoSuchOption) and error.ctx:
-        first = error.__context__  # of -epochs, where `error` is of its -e
+        first = error.__context__  # -epochs is an error for "-epochs", then for "-e"
         wrong = first.option_name if isinstance(first, click.NoSuchOption) else error.option_name
         options = [param for param in error.ctx.command.get_params(error.ctx) if isinstance(param, click.Option)]
         names = [name for option in options for name in (*option.opts, *option.secondary_opts)]
         line = f"{wrong}: no such option{nearest(wrong, names)}"
-    elif isinstance(error, click.MissingParameter):
-        line = error.format_message()
-    elif isinstance(error, click.BadParameter) and error.param and error.ctx:
-        name = error.param.get_error_hint(error.ctx).replace("'", "")
-        line = f"{name} {error.message}"
-        for kind, wanted in NUMBERS.items():
-            line = re.sub(f"is not a valid {kind}( range)?", f"is no {wanted}", line)
-    else:
-        line = error.format_message()
-    return " ".join(line.removesuffix(".").splitlines()) + help
+    elif isinstance(error, click.BadParameter) and error.param and not isinstance(error, click.MissingParameter):
+        name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
+        line = f"{name}: {error.message}"
+    for clicks, plain in PLAIN.items():
+        line = line.replace(clicks, plain)
+    more = f" ({error.ctx.command_path} --help shows more)" if error.ctx else ""
+    return " ".join(line.removesuffix(".").splitlines()) + more
 
 
-def _report(error: BaseException) -> int:
-    """One line on standard error; returns the exit status."""
+def _report(error: BaseException, program: str) -> int:
+    """Print one line on standard error, and return the exit status."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, OSError) and isinstance(error.__context__, KeyboardInterrupt):
-        return 130  # click, too, wanted to tell whoever is gone
+        return 130  # click failed to print a newline: nobody reads our standard error any more
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        place.say("interrupted", prefix="")
+        log.say(as_called(str(error), program) or "interrupted", prefix="")
         return 130
     if isinstance(error, click.UsageError):
-        if place.speaks():  # all processes of a run have the same command
+        if log.speaks():  # every process of a run has the same command
             click.echo(f"error: {_usage(error)}", err=True)
         return error.exit_code
-    if isinstance(error, Error):
-        click.echo(f"error: {place.who()}{error}", err=True)
-        return error.exit_status
-    click.echo(f"error: {place.who()}{engine.line_of(error)}", err=True)
-    return 1
+    status, line = (error.exit_status, str(error)) if isinstance(error, Error) else (1, engine.line_of(error))
+    click.echo(f"error: {log.who()}{as_called(line, program)}", err=True)
+    return status
 
 
-def setting(
-    *names: str, kind: Any, help: str, values: str = "", metavar: str | None = None, flag: bool = False
-) -> Callable[[F], F]:
-    """An option for a field of Settings, with its default. Settings checks the value; `values` says in --help what it
-    may be, as click writes ranges."""
+def _exit_without_waiting(status: int) -> NoReturn:
+    """Python would wait for MXNet's operators, which may wait for another process of the run that has ended."""
+    with suppress(OSError, ValueError, AttributeError):  # standard output may be closed
+        sys.stdout.flush()
+    os._exit(status)
+
+
+option = functools.partial(click.option, cls=Option)
+
+
+def setting(*names: str, **kwargs: Any) -> Callable[[F], F]:
+    """An option for a field of Settings, with its default. The last name, or the first one, is the field's."""
     from gluon_mgpu.training.settings import SGD
 
-    default = getattr(SGD, names[0][2:].replace("-", "_"))
-    shown = [f"default: {default}"] if default not in (None, ()) and default is not False else []
-    shown += [values] if values else []
-    options: dict[str, Any] = {"is_flag": True} if flag else {"type": kind, "metavar": metavar}
-    return click.option(*names, default=default, help=f"{help}  [{'; '.join(shown)}]" if shown else help, **options)
+    field = names[-1].removeprefix("--").replace("-", "_")
+    return option(*names, default=getattr(SGD, field), show_default=True, **kwargs)
 
 
-def gpus(default: str = "1", help: str = "How many devices (2), or which (0,2).") -> Callable[[F], F]:
-    return click.option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
+def gpus(default: str = "1", help: str = "How many devices (2), or which ones (0,2).") -> Callable[[F], F]:
+    return option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
 
 
-FOLDER = Folder(readable=False)
-FILE = click.Path(readable=False)
+FOLDER = click.Path(file_okay=False)
+FILE = click.Path()
 IMPLS = Choice(gluon_mgpu.IMPLS)
-impl = click.option("--impl", type=IMPLS, default="scratch", show_default=True, help="NDArray alone, or Gluon.")
-device = click.option(
+SEED = click.IntRange(0, 2**31 - 1)
+impl = option("--impl", type=IMPLS, default="scratch", show_default=True, help="From NDArray alone, or with Gluon.")
+device = option(
     "--device",
     type=Choice(devices.DEVICES),
     default="auto",
     show_default=True,
-    help="auto: GPUs where there are any, else as many CPU contexts.",
+    help="auto: GPUs if there are any, else CPU contexts.",
 )
-data_dir = click.option(
+data_dir = option(
     "--data-dir",
     type=FOLDER,
     metavar="DIR",
-    help="Where the data is; else GLUON_MGPU_DATA, the usual folders, a download.",
+    help="The folder with the data; default GLUON_MGPU_DATA, else the usual folders, else a download.",
 )

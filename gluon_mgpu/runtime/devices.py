@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gluon_mgpu.runtime import engine, log
@@ -26,18 +25,18 @@ def parse(text: int | str | Sequence[int]) -> list[int]:
     Raises UsageError for text that is not a number, a count below 1, a negative index and a repeated index.
     """
     if isinstance(text, (list, tuple)):
-        return _checked(list(text), f"devices {text}")
+        return _checked(list(text), f"num_gpus={text}")
     parts = [part.strip() for part in str(text).split(",")]
     if len(parts) > 1 and parts[-1] == "":
         parts.pop()
     try:
         numbers = [int(part) for part in parts]
     except ValueError:
-        raise UsageError(f"--gpus {text}: must be a number of devices (2) or a list of indices (0,2)") from None
+        raise UsageError(f"num_gpus={text}: must be a number of devices (2) or a list of indices (0,2)") from None
     if "," in str(text):
-        return _checked(numbers, f"--gpus {text}")
+        return _checked(numbers, f"num_gpus={text}")
     if not 1 <= numbers[0] <= MOST:
-        raise UsageError(f"--gpus {text}: must be 1 to {MOST} devices")
+        raise UsageError(f"num_gpus={text}: must be 1 to {MOST} devices")
     return list(range(numbers[0]))
 
 
@@ -54,13 +53,13 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     """The contexts to train on.
 
     gpus: how many devices (2), which ones ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs if
-    this machine and this MXNet have any, else CPU contexts, with a notice. fewer: omit GPUs that the machine does not
-    have, with a notice, if at least one remains.
+    this machine and this MXNet have any, else CPU contexts (`say_if_no_gpu` prints a notice). fewer: omit GPUs that
+    the machine does not have, with a notice, if at least one remains.
     Raises UsageError for devices that do not exist, Error for a GPU that MXNet has no kernels for and for CPU contexts
     that would hang (`engine.check`).
     """
     if device not in DEVICES:
-        raise UsageError(f"device {device!r}: must be one of {', '.join(DEVICES)}")
+        raise UsageError(f"device={device}: must be one of {', '.join(DEVICES)}")
     indices = parse(gpus)
     engine.configure(len(indices))
     import mxnet as mx
@@ -68,26 +67,32 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     count = mx.context.num_gpus() if device != "cpu" else 0
     if count == 0:
         if device == "gpu":
-            raise UsageError(f"--device gpu: {_why_no_gpu(mx)}; see docs/install.md, or use --device cpu")
+            raise UsageError(f"device=gpu: {_why_no_gpu()}; see docs/install.md, or use device=cpu")
         ctx = [mx.cpu(i) for i in indices]
         engine.check(ctx)
-        if device == "auto":
-            log.say(f"{_why_no_gpu(mx)}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
         return ctx
     if max(indices) >= count:
         has = "1 GPU, index 0" if count == 1 else f"{count} GPUs, indices 0 to {count - 1}"
-        asked = f"{len(indices)} GPUs" if indices == list(range(len(indices))) else f"GPU {max(indices)}"
-        there = [i for i in indices if i < count]
-        if not (fewer and there):
-            raise UsageError(f"{asked} requested, but this machine has {has}; --device cpu takes any number")
-        log.say(f"{asked} requested, but this machine has {has}: continuing with {len(there)}")
-        indices = there
+        available = [i for i in indices if i < count]
+        if not (fewer and available):
+            asked = len(indices) if indices == list(range(len(indices))) else joined(indices)
+            raise UsageError(f"num_gpus={asked}: this machine has {has}; device=cpu takes any number")
+        log.say(f"this machine has {has}: continuing with {len(available)}")
+        indices = available
     for index in indices:
         _refuse_gpu_without_kernels(index)
     return [mx.gpu(i) for i in indices]
 
 
-def _why_no_gpu(mx: ModuleType) -> str:
+def say_if_no_gpu(ctx: list[Context], device: str) -> None:
+    """Say on standard error why training runs on CPU contexts, if `device` is "auto". Call it when training starts."""
+    if device == "auto" and ctx[0].device_type == "cpu":
+        log.say(f"{_why_no_gpu()}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
+
+
+def _why_no_gpu() -> str:
+    import mxnet as mx
+
     if not mx.runtime.Features().is_enabled("CUDA"):
         return "this MXNet is built without CUDA"
     return "this machine has no GPU that MXNet can see"

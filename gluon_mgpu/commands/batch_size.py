@@ -1,0 +1,58 @@
+"""`gluon-mgpu batch-size`: the lecture's experiment on batch sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.training import datasets
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+        gluon-mgpu batch-size
+        gluon-mgpu batch-size --impl highlevel --epochs 10 --out runs/batch-size-10
+        gluon-mgpu batch-size --dataset synthetic --limit 12000
+    """,
+)
+@common.impl
+@common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
+@common.device
+@common.setting(
+    "--lr", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Learning rate for batch size 256."
+)
+@common.setting("--epochs", type=click.IntRange(min=1), metavar="N", help="Number of passes through the training set.")
+@common.option(
+    "--seed",
+    type=common.SEED,
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="The seed of all four runs. The first epochs differ a lot between seeds.",
+)
+@common.setting(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Use only the first N training examples and the first N/6 test examples (at least 100).",
+)
+@common.data_dir
+@common.option(
+    "--out",
+    type=common.FOLDER,
+    default="runs/batch-size",
+    show_default=True,
+    metavar="DIR",
+    help="Write the picture and one folder per run to this folder; finished runs are skipped.",
+)
+def batch_size(out: str, **options: Any) -> None:
+    """Compare batch sizes on one and two devices. The lecture's experiment: 1 device with batch size 256; 2 devices
+    with 256, with 512, and with 512 and a scaled learning rate. Shows time and test accuracy as a table and a
+    picture."""
+    from gluon_mgpu.training import batch_size as experiment
+
+    click.echo(experiment.table(experiment.run(out, **options)))
+    click.echo(f"see {out}/{experiment.PICTURE} for the accuracy by epoch and by time")

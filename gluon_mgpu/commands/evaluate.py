@@ -1,0 +1,73 @@
+"""`gluon-mgpu evaluate`: the accuracy of a run, the classes of images, an export of the network."""
+
+from __future__ import annotations
+
+import click
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime.errors import UsageError
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+        gluon-mgpu evaluate runs/first
+        gluon-mgpu evaluate runs/first --impl highlevel --gpus 2
+        gluon-mgpu evaluate runs/first --images coat.png boot.jpg
+        gluon-mgpu evaluate runs/first --export lenet
+    """,
+)
+@click.argument("run", type=common.FOLDER, metavar="RUN")
+@click.argument("files", nargs=-1, type=common.FILE, metavar="")
+@common.option(
+    "--images",
+    multiple=True,
+    type=common.FILE,
+    metavar="FILE...",
+    help="Print the most probable classes of image files instead. As in the data set, the object should be bright on "
+    "a dark background. Images are converted to 28x28 pixels in grey.",
+)
+@common.option(
+    "--export",
+    type=common.FILE,
+    metavar="PREFIX",
+    help="Also export the network to PREFIX-symbol.json and PREFIX-0000.params, for gluon.SymbolBlock.imports. Its "
+    "input is images (n, 1, 28, 28) in [0, 1].",
+)
+@common.option(
+    "--impl", type=common.IMPLS, help="From NDArray alone, or with Gluon; default as in the run. Both can read lenet."
+)
+@common.gpus()
+@common.device
+@common.data_dir
+def evaluate(
+    run: str,
+    files: tuple[str, ...],
+    images: tuple[str, ...],
+    export: str | None,
+    impl: str | None,
+    gpus: str,
+    device: str,
+    data_dir: str | None,
+) -> None:
+    """Show the test accuracy and the confusion table of a run. RUN is the folder that train --out wrote."""
+    if files and not images:
+        raise UsageError(f"{files[0]}: only one RUN can be evaluated; image files go after --images")
+    indices = devices.parse(gpus)
+    engine.configure(len(indices))  # before the module imports mxnet
+    from gluon_mgpu.training import evaluate as evaluation
+
+    if export is not None:
+        evaluation.exported_files(export)  # check it before anything is computed
+    paths = images + files  # in `--images *.png`, only the first file is the option's value
+    pictures = [evaluation.read_image(path) for path in paths]
+    trained = evaluation.load(run, impl, indices, device)
+    if pictures:
+        click.echo(evaluation.classify(trained, paths, pictures))
+    if not pictures or export is not None:
+        test_images, test_labels = evaluation.held_out(trained.settings, data_dir)
+    if not pictures:
+        click.echo(evaluation.report(trained, test_images, test_labels))
+    if export is not None:
+        click.echo(evaluation.export(trained, export, test_images))

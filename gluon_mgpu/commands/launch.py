@@ -1,0 +1,41 @@
+"""`gluon-mgpu launch`: a training in several processes of this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.distributed import launch as launcher
+
+PROCESSES = click.IntRange(1, launcher.MOST)
+
+
+@click.command(
+    cls=common.Command,
+    context_settings={"allow_interspersed_args": False},
+    examples="""
+        gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train --impl highlevel --kvstore dist_sync
+        gluon-mgpu launch --workers 4 --servers 2 -- gluon-mgpu train --kvstore dist_sync --compress 2bit:0.5
+    """,
+)
+@common.option(
+    "--workers", type=PROCESSES, default=2, show_default=True, metavar="N", help="Number of processes that train."
+)
+@common.option(
+    "--servers", type=PROCESSES, default=1, show_default=True, metavar="N", help="Number of parameter servers."
+)
+@common.option(
+    "--port",
+    type=click.IntRange(1, 65534),
+    metavar="PORT",
+    help="The scheduler's port; the next port is used too. Default two free ports.",
+)
+@click.argument("command", nargs=-1, type=click.Path(readable=False), metavar="-- COMMAND...")
+@click.pass_context
+def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
+    """Run an MXNet program in several processes of this machine. Starts MXNet's parameter servers: a scheduler, servers
+    and workers. The first worker gets the terminal's input. If a process fails, the others are stopped and one line
+    names it."""
+    context.exit(launcher.launch(command, **options))

@@ -1,0 +1,78 @@
+"""`gluon-mgpu parity`: compare this project with what the notebooks printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import UsageError
+
+MOST_SEEDS = 1000
+
+
+class Seeds(click.ParamType):
+    """A number of seeds, 3 for the seeds 1, 2 and 3, or a list of them: 4,7. The value is a tuple."""
+
+    name = "seeds"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = [int(part) for part in value.removesuffix(",").split(",")]
+        except ValueError:
+            numbers = []
+        if "," not in value and numbers and 1 <= numbers[0] <= MOST_SEEDS:
+            return tuple(range(1, numbers[0] + 1))
+        seeds = all(0 <= number < 2**31 for number in numbers) and len(set(numbers)) == len(numbers)
+        if "," not in value or not numbers or not seeds:
+            self.fail(f"{value!r} is not a number of seeds (3) or a list of seeds (4,7)", param, context)
+        return tuple(numbers)
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+        gluon-mgpu parity --quick
+        gluon-mgpu parity --seeds 10 --out runs/parity-10
+        gluon-mgpu parity --seeds 4,7 --device gpu
+    """,
+)
+@click.option(
+    "--quick", is_flag=True, help="Take 3 minutes: train two recipes once, without the batch-size experiment."
+)
+@common.option(
+    "--seeds",
+    type=Seeds(),
+    default="3",
+    show_default=True,
+    metavar="N|I,J,...",
+    help="How many seeds to train each recipe with, or which ones.",
+)
+@common.device
+@common.data_dir
+@common.option(
+    "--out",
+    type=common.FOLDER,
+    default="runs/parity",
+    show_default=True,
+    metavar="DIR",
+    help="Write parity.json, parity.html and one folder per training run to this folder; finished runs are skipped.",
+)
+@click.pass_context
+def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str, **options: Any) -> None:
+    """Compare this project with what the notebooks printed. That is accuracies, values and claims. Exit status 0 if
+    everything agrees, 1 if something does not; the first line names it."""
+    if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
+        raise UsageError("--quick uses one seed: omit --seeds")
+    engine.configure(4)  # the largest recipe has 4 contexts; before mxnet is imported
+    from gluon_mgpu.parity import run as comparison
+
+    result = comparison.run(out, seeds=seeds, quick=quick, **options)
+    click.echo(comparison.table(result))
+    click.echo(f"\nsee {comparison.files(out, quick)[0]}")
+    context.exit(0 if result["holds"] else 1)

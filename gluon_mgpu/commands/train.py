@@ -1,0 +1,229 @@
+"""`gluon-mgpu train`: train a network on one or several devices."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from gluon_mgpu import __version__
+from gluon_mgpu.commands import common
+from gluon_mgpu.distributed import process, serve
+from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import datasets, recipes, records, settings
+
+AT_LEAST_1 = click.IntRange(min=1)
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
+BELOW_1 = click.FloatRange(0, 1, max_open=True)
+HIGHLEVEL_ONLY = ("hybridize", "tune")
+
+
+class Numbers(click.ParamType):
+    """Numbers separated by commas, or one of `words`. The value is a tuple or the word."""
+
+    name = "numbers"
+
+    def __init__(self, kind: type, *words: str) -> None:
+        self.kind, self.words = kind, words
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        if isinstance(value, tuple) or value in self.words:
+            return value
+        try:
+            return tuple(self.kind(part) for part in value.split(","))
+        except ValueError:
+            words = "".join(f" or {word}" for word in self.words)
+            self.fail(f"{value!r} is not a list of numbers separated by commas{words}", param, context)
+
+
+def list_recipes(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        click.echo(recipes.table())
+        context.exit()
+
+
+def complete_compress(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    return [word for word in ("fp16", "2bit:0.5") if word.startswith(begun)]
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+        gluon-mgpu train --impl scratch --gpus 2
+        gluon-mgpu train --impl highlevel --gpus 0,2 --device gpu
+        gluon-mgpu train --recipe gluon-lenet-mnist-4gpu
+        gluon-mgpu train --impl highlevel --model resnet18 --gpus 2 --lr 0.1 --momentum 0.9 --schedule cosine
+        gluon-mgpu train --impl highlevel --gpus 4 --seed 1 --out runs/first
+        gluon-mgpu train --resume runs/first --epochs 10
+    """,
+)
+@common.option(
+    "--recipe",
+    type=common.Choice(tuple(recipes.RECIPES)),
+    metavar="NAME",
+    help="One of the notebooks' experiments; see --list-recipes. Options on the command line override it.",
+)
+@click.option(
+    "--list-recipes",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=list_recipes,
+    help="Print the recipes with their options and sources.",
+)
+@common.impl
+@common.setting(
+    "--model", type=common.Choice(settings.MODELS), help="scratch has only lenet; lenet-max has max pooling."
+)
+@common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
+@common.gpus()
+@common.device
+@common.option(
+    "--kvstore",
+    type=common.Choice(process.KVSTORES),
+    default="local",
+    show_default=True,
+    help="What sums the gradients: this process, Horovod (start it with horovodrun), or MXNet's parameter servers "
+    "(start them with the launch command). See docs/distributed.md.",
+)
+@common.option(
+    "--compress",
+    metavar="fp16|2bit:T",
+    shell_complete=complete_compress,
+    help="Send gradients as 16-bit numbers (horovod), or as 2-bit numbers with threshold T (dist_sync).",
+)
+@common.setting("--batch-size", type=AT_LEAST_1, metavar="N", help="Examples per step, over all devices together.")
+@common.setting(
+    "--shares",
+    type=Numbers(float, "auto"),
+    metavar="A,B,...|auto",
+    help="How to divide a batch between unequal devices: 80,20. auto measures the devices.",
+)
+@common.setting("--lr", type=ABOVE_0, metavar="X", help="Learning rate.")
+@common.setting("--scale-lr", is_flag=True, help="Multiply --lr by the batch size / 256.")
+@common.setting(
+    "--schedule",
+    type=common.Choice(settings.SCHEDULES),
+    help="constant; step: multiply the learning rate by --step-factor after each of --step-epochs; cosine: decrease "
+    "it to 0.",
+)
+@common.setting(
+    "--step-epochs", "milestones", type=Numbers(int), metavar="E,F,...", help="The epochs for --schedule step."
+)
+@common.setting(
+    "--step-factor",
+    "gamma",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="X",
+    help="The factor for --schedule step.",
+)
+@common.setting(
+    "--warmup-epochs",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Increase the learning rate from 0 during the first X epochs. Must be less than --epochs.",
+)
+@common.setting("--momentum", type=BELOW_1, metavar="X", help="Momentum of SGD, such as 0.9.")
+@common.setting("--weight-decay", type=BELOW_1, metavar="X", help="Weight decay of all parameters, such as 0.0005.")
+@common.setting(
+    "--clip-norm",
+    "max_grad_norm",
+    type=ABOVE_0,
+    metavar="NORM",
+    help="Scale the gradient down to this norm if its norm is larger.",
+)
+@common.setting(
+    "--accumulate",
+    "grad_accum_steps",
+    type=AT_LEAST_1,
+    metavar="K",
+    help="Compute the gradient of each batch in K parts, which needs less memory.",
+)
+@common.setting("--epochs", type=AT_LEAST_1, metavar="N", help="Number of passes through the training set.")
+@common.setting(
+    "--seed",
+    type=common.SEED,
+    metavar="N",
+    help="A run on CPU with the same seed is the same bit for bit; default a random seed.",
+)
+@common.setting(
+    "--limit",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Use only the first N training examples and the first N/6 test examples (at least 100).",
+)
+@common.data_dir
+@common.option(
+    "--out",
+    type=common.FOLDER,
+    metavar="DIR",
+    help="Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.",
+)
+@common.option(
+    "--resume",
+    type=common.FOLDER,
+    metavar="DIR",
+    help="Continue the run in this folder with its own settings. These may differ: --impl, --gpus, --shares and, "
+    "except for a cosine schedule, --epochs.",
+)
+@click.option("--tensorboard", is_flag=True, help="Also write logs for TensorBoard to the run's folder.")
+@common.option(
+    "--profile",
+    type=common.FILE,
+    metavar="FILE",
+    help="Record what each device does during a few steps, for chrome://tracing or Perfetto, and draw it as .png "
+    "next to FILE.",
+)
+@click.option(
+    "--hybridize/--no-hybridize",
+    default=True,
+    show_default=True,
+    help="highlevel: run the network as one graph, or operator by operator.",
+)
+@click.option(
+    "--tune/--no-tune",
+    default=True,
+    show_default=True,
+    help="highlevel on CPU contexts: compute the same values with faster operators, or run the network as written.",
+)
+@click.version_option(__version__)
+@click.pass_context
+def train(context: click.Context, recipe: str | None, **options: Any) -> None:
+    """Train LeNet or ResNet-18 with data parallelism. Prints the time and the test accuracy after each epoch."""
+    given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    here = process.expect(options["kvstore"])
+    if here.role != "worker":
+        serve.serve(here)
+        return
+    process.check_compress(options["compress"], here)
+    if recipe and options["resume"] is not None:
+        raise UsageError("--recipe and --resume cannot be combined: a resumed run has its own settings")
+    if recipe:
+        options.update({k: v for k, v in recipes.RECIPES[recipe].options.items() if k not in given})
+    if options["resume"] and (here.rank == 0 or Path(options["resume"]).is_dir()):
+        options.update(of_resumed_run(options, given, here))
+    settings.Settings(**{name: options[name] for name in settings.NAMES})  # check them before MXNet is imported
+    impl, gpus, batch_size, lr = (options.pop(name) for name in ("impl", "gpus", "batch_size", "lr"))
+    if impl == "scratch":
+        for name in HIGHLEVEL_ONLY:
+            if name in given:
+                raise UsageError(f"--{name} and --no-{name} need --impl highlevel")
+            del options[name]
+    indices = devices.parse(gpus)
+    engine.configure(len(indices), processes=here.local_workers)  # before the implementation imports mxnet
+    importlib.import_module(f"gluon_mgpu.{impl}").train(indices, batch_size, lr, **options)
+
+
+def of_resumed_run(options: dict[str, Any], given: set[str], here: process.Process) -> dict[str, Any]:
+    """The options of the run in the folder options["resume"], except those on the command line."""
+    of_run = records.options(options["resume"])
+    kept = {name: value for name, value in of_run.items() if name not in given}
+    gpus = kept.get("gpus", options["gpus"])
+    other_devices = here.workers > 1 or len(devices.parse(gpus)) != len(of_run["gpus"])
+    if other_devices and "shares" not in given:
+        kept["shares"] = None
+    return kept

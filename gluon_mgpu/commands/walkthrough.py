@@ -1,0 +1,36 @@
+"""`gluon-mgpu walkthrough`: the notebooks' inspection cells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.training import datasets
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+        gluon-mgpu walkthrough
+        gluon-mgpu walkthrough --impl highlevel --gpus 2
+        gluon-mgpu walkthrough --dataset synthetic --gpus 0,2 --device cpu
+    """,
+)
+@common.impl
+@common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
+@common.gpus("4", "How many devices, or which ones. GPUs that this machine does not have are omitted.")
+@common.device
+@common.option(
+    "--seed", type=common.SEED, metavar="N", default=0, show_default=True, help="The seed of the parameters."
+)
+@common.data_dir
+def walkthrough(impl: str, gpus: str, **options: Any) -> None:
+    """Run the notebooks' inspection cells. Shows which data is on which device during a training step."""
+    indices = devices.parse(gpus)
+    engine.configure(len(indices))  # before the module imports mxnet
+    from gluon_mgpu import walkthrough as tour
+
+    tour.walk(impl, indices, **options)
