@@ -1,8 +1,8 @@
-"""LeNet split over devices in the three ways there are, from NDArray alone: by layers, by channels, by examples.
+"""Lesson 3: LeNet split over devices in the three possible ways: by layers, by channels, and by examples.
 
-Every device records and differentiates its own part. What passes from one to another is a copy outside the record: the
-graph ends there, so the gradient is carried back by hand, `output.backward(gradient)`, and each exchange can be seen.
-Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch), on the ways of distributed training.
+Each device records and differentiates its own part. What passes between devices is copied outside `autograd.record`:
+the recorded graph ends there, and the gradient is carried back by hand with `output.backward(gradient)`, so every
+exchange is visible. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from mxnet.ndarray import NDArray  # noqa: E402
 from gluon_mgpu import scratch  # noqa: E402
 from gluon_mgpu.runtime.errors import UsageError  # noqa: E402
 from gluon_mgpu.scratch import Params  # noqa: E402
-from gluon_mgpu.training import loop  # noqa: E402
+from gluon_mgpu.training.batches import split_batch  # noqa: E402
 
 
 def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Convolution, ReLU and average pooling of 2x2: (n, c, h, w) to (n, outputs, ...)."""
+    """Convolution, ReLU and 2x2 average pooling: (n, c, h, w) to (n, outputs, ...)."""
     h = nd.Convolution(data=X, weight=W, bias=b, kernel=W.shape[2:], num_filter=W.shape[0])
     return nd.Pooling(nd.Activation(h, act_type="relu"), pool_type="avg", kernel=(2, 2), stride=(2, 2))
 
 
 def hidden(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Dense layer with ReLU: (n, ...), flattened, to (n, outputs)."""
+    """Dense layer with ReLU: (n, ...), which is flattened, to (n, outputs)."""
     return nd.Activation(scores(X, W, b), act_type="relu")
 
 
 def scores(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Dense layer: (n, ...), flattened, to (n, outputs)."""
+    """Dense layer: (n, ...), which is flattened, to (n, outputs)."""
     return nd.FullyConnected(X, W, b, num_hidden=W.shape[0])
 
 
 Layer = Callable[[NDArray, NDArray, NDArray], NDArray]
-# The layers of scratch.lenet, two parameters each. They take the number of outputs from W, so that some of the rows of
-# W and b give just these channels. Images (n, 1, 28, 28) become:
+# The layers of scratch.lenet, with two parameters each. The number of outputs is that of the rows of W, so some rows of
+# W and b compute just those channels. Images (n, 1, 28, 28) become:
 LAYERS: tuple[Layer, ...] = (
     convolution,  # (n, 20, 13, 13)
     convolution,  # (n, 50, 4, 4)
@@ -49,94 +49,95 @@ LAYERS: tuple[Layer, ...] = (
 )
 
 
-# 1. Network partitioning: the layers on different devices.
+# 1. Network partitioning: different layers on different devices.
 
 
 def stages(devices: int) -> list[slice]:
-    """The layers of each device, as slices of LAYERS: one layer each, and the last device has all that are left.
+    """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
 
-    On 2 devices the first convolution is alone, the most even cut: the second has nine tenths of the arithmetic, and
-    what takes time beside it is the first one's ReLU and pooling, of 13520 numbers an example. A cut after the second
-    would send a quarter of the bytes, and leave the other device next to nothing to do.
+    With 2 devices the first convolution is alone. The second device then has nine tenths of the arithmetic, but the
+    ReLU and the pooling of the first convolution take long too: 13,520 numbers per example. A cut after the second
+    convolution would send a quarter of the bytes and leave the last device almost nothing to do.
     """
     layers = len(LAYERS)
     if devices > layers:
-        raise UsageError(f"network partitioning on {devices} devices: LeNet has {layers} layers; give {layers} at most")
+        raise UsageError(f"network partitioning on {devices} devices: LeNet has only {layers} layers")
     return [slice(i, i + 1) for i in range(devices - 1)] + [slice(devices - 1, layers)]
 
 
-def partition_network(params: Params, ctx: list[Context], micro_batches: int = 1) -> list[Params]:
-    """A list a device: the parameters of its layers. micro_batches: as `train_batch_network` is to be called."""
-    grad_req = "add" if micro_batches > 1 else "write"
+def partition_network(params: Params, ctx: list[Context]) -> list[Params]:
+    """For each device, the parameters of its layers."""
     return [
-        scratch.get_params(params[2 * stage.start : 2 * stage.stop], c, grad_req)
-        for stage, c in zip(stages(len(ctx)), ctx)
+        scratch.get_params(params[2 * layers.start : 2 * layers.stop], c) for layers, c in zip(stages(len(ctx)), ctx)
     ]
 
 
 def forward(h: NDArray, layers: Sequence[Layer], params: Params) -> NDArray:
+    """Apply some layers to their input."""
     for layer, W, b in zip(layers, params[::2], params[1::2]):
         h = layer(h, W, b)
     return h
 
 
 def forward_backward_network(device_params: list[Params], X: NDArray, y: NDArray, ctx: list[Context]) -> NDArray:
-    """Gradients of each device's layers; returns the losses (n,), on the last device."""
-    *stages_before, last = stages(len(ctx))
+    """Compute the gradients of each device's layers. Returns the losses (n,), on the last device."""
+    *earlier, last = stages(len(ctx))
     inputs, outputs = [X.as_in_context(ctx[0])], []
-    for stage, params, following in zip(stages_before, device_params, ctx[1:]):
+    for layers, params, next_device in zip(earlier, device_params, ctx[1:]):
         with autograd.record():
-            outputs.append(forward(inputs[-1], LAYERS[stage], params))
-        inputs.append(outputs[-1].copyto(following))  # on 2 devices (n, 20, 13, 13)
+            outputs.append(forward(inputs[-1], LAYERS[layers], params))
+        inputs.append(outputs[-1].copyto(next_device))  # from the first to the second device: (n, 20, 13, 13)
         inputs[-1].attach_grad()
     y = y.as_in_context(ctx[-1])
     with autograd.record():
         losses = scratch.loss(forward(inputs[-1], LAYERS[last], device_params[-1]), y)
     losses.backward()
-    for output, received in zip(reversed(outputs), reversed(inputs)):
-        output.backward(received.grad.copyto(output.context))  # of the shape of output
+    for output, copy in zip(reversed(outputs), reversed(inputs)):
+        output.backward(copy.grad.copyto(output.context))  # the gradient has the output's shape
     return losses
 
 
 def train_batch_network(
     X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float, micro_batches: int = 1
 ) -> list[NDArray]:
-    """One step of network partitioning: X (n, 1, 28, 28), y (n,).
+    """One step of network partitioning: X (n, 1, 28, 28), y (n,). Returns the losses of each micro-batch.
 
-    Only one device works at a time, unless the batch is cut into micro-batches, whose gradients add up: then the first
-    device takes the second of them while the next device has the first. Nothing here arranges that: the engine starts
-    on every device what has its inputs. Returns the losses of each micro-batch, still being computed.
+    With one micro-batch, only one device works at a time. With more, the first device computes the second micro-batch
+    while the next device computes the first. No code here arranges that: each device starts as soon as its inputs are
+    there.
     """
     if micro_batches > 1:
-        scratch.zero_gradients(device_params)
-    losses = [forward_backward_network(device_params, *piece, ctx) for piece in loop.pieces(X, y, micro_batches)]
+        for params in device_params:
+            for p in params:
+                p.attach_grad("add")  # new gradients, all zero, to which each micro-batch adds
+    losses = [forward_backward_network(device_params, *part, ctx) for part in split_batch(X, y, micro_batches)]
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
     return losses
 
 
-# 2. Layer-wise partitioning: the channels of every layer on different devices.
+# 2. Layer-wise partitioning: different channels of every layer on different devices.
 
 
 def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
-    """A list a device: its share of the outputs, which are the first axis, of each of the eight parameters."""
+    """For each device, its rows of each of the eight parameters: its share of the outputs, which are the first axis."""
     if len(ctx) > 10:
-        raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: LeNet has 10 outputs; give 10 at most")
+        raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: LeNet has only 10 outputs")
     shards = zip(*[scratch.split_and_load(p, ctx) for p in params])
     return [scratch.get_params(list(rows), c) for rows, c in zip(shards, ctx)]
 
 
 def gather(parts: list[NDArray], device: Context) -> NDArray:
-    """The channels (n, some, ...) that each device computed, together on one device: (n, all, ...), with a gradient."""
+    """The channels (n, some, ...) of all devices, joined on one device: (n, all, ...), with a gradient attached."""
     whole = nd.concat(*[part.as_in_context(device) for part in parts], dim=1)
     whole.attach_grad()
     return whole
 
 
 def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """For each of parts (n, some, ...) the gradient of its channels, on its device.
+    """For each of parts (n, some, ...), the gradient of its channels, on its device.
 
-    gradients: of the whole (n, all, ...), from each device that used it. They are summed, since all of them did.
+    gradients: of all channels (n, all, ...), one per device. They are summed, since each device used all channels.
     """
     reduced, start = [], 0
     for part in parts:
@@ -148,13 +149,13 @@ def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArr
 
 
 def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray, ctx: list[Context]) -> NDArray:
-    """Gradients of each device's channels; returns the losses (n,), on the first device."""
+    """Compute the gradients of each device's channels. Returns the losses (n,), on the first device."""
     inputs, exchanges = [X.as_in_context(c) for c in ctx], []
     for i, layer in enumerate(LAYERS):
-        with autograd.record():  # a channel is computed from all channels of the layer before
+        with autograd.record():  # a channel depends on all channels of the layer before
             parts = [layer(x, *params[2 * i : 2 * i + 2]) for x, params in zip(inputs, device_params)]
-        users = ctx if i + 1 < len(LAYERS) else ctx[:1]  # one device computes the loss
-        inputs = [gather(parts, c) for c in users]
+        receivers = ctx if i + 1 < len(LAYERS) else ctx[:1]  # one device computes the loss
+        inputs = [gather(parts, c) for c in receivers]
         exchanges.append((parts, inputs))
     y = y.as_in_context(ctx[0])
     with autograd.record():
@@ -169,22 +170,22 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
 def train_batch_layers(
     X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float
 ) -> list[NDArray]:
-    """One step of layer-wise partitioning: X (n, 1, 28, 28), y (n,). Returns the losses in a list, as the others do."""
+    """One step of layer-wise partitioning: X (n, 1, 28, 28), y (n,). Returns a list with the losses (n,)."""
     losses = forward_backward_layers(device_params, X, y, ctx)
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
     return [losses]
 
 
-# 3. Data parallelism: all of the network on every device, and a part of the batch.
+# 3. Data parallelism: the whole network on every device, and a part of the batch.
 
 
 def replicate(params: Params, ctx: list[Context]) -> list[Params]:
-    """A list a device: a replica of the eight parameters."""
+    """For each device, a replica of the eight parameters."""
     return [scratch.get_params(params, c) for c in ctx]
 
 
-# How each way spreads the parameters over devices, and its step.
+# For each way, the function that places the parameters on the devices, and its step.
 WAYS: dict[str, tuple[Callable[..., list[Params]], Callable[..., list[NDArray]]]] = {
     "network partitioning": (partition_network, train_batch_network),
     "layer-wise partitioning": (partition_layers, train_batch_layers),

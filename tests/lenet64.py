@@ -1,0 +1,80 @@
+"""LeNet in float64 NumPy, forward and backward: the reference for numerical tests. Written without MXNet."""
+
+import numpy as np
+
+EPSILON = float(np.finfo(np.float32).eps)
+
+
+def additions(examples):
+    """The length of the longest sum in a step: the gradient of the first convolution, or the first dense layer."""
+    return max(examples * 26 * 26, 800)
+
+
+def assert_close(found, expected, additions):
+    """Fail unless found differs from expected by at most what rounding to float32 in so many additions can do."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= additions * EPSILON * np.abs(expected).max()
+
+
+def scores(params, X):
+    """Scores (n, 10) of images X (n, 1, 28, 28)."""
+    return _forward(params, X)[-1]
+
+
+def losses_and_gradients(params, X, y):
+    """Losses (n,) of images X (n, 1, 28, 28) with labels y (n,), and the gradients of their sum by the parameters."""
+    _, _, W2, _, W3, _, W4, _ = params
+    a1, h1, a2, h2, a3, h3, scores = _forward(params, X)
+    shifted = scores - scores.max(1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    examples = np.arange(len(X))
+    d4 = np.exp(log_p)
+    d4[examples, y] -= 1
+    d3 = (d4 @ W4) * (a3 > 0)
+    d2 = _unpool((d3 @ W3).reshape(len(X), 50, 4, 4), a2.shape) * (a2 > 0)
+    d1 = _unpool(_convolve_back(d2, W2), a1.shape) * (a1 > 0)
+    gradients = [_kernel_gradient(X, d1), d1.sum((0, 2, 3)), _kernel_gradient(h1, d2), d2.sum((0, 2, 3))]
+    gradients += [d3.T @ h2, d3.sum(0), d4.T @ h3, d4.sum(0)]
+    return -log_p[examples, y], gradients
+
+
+def _forward(params, X):
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    a1 = _convolve(X, W1) + b1[:, None, None]
+    h1 = _pool(np.maximum(a1, 0))
+    a2 = _convolve(h1, W2) + b2[:, None, None]
+    h2 = _pool(np.maximum(a2, 0)).reshape(len(X), -1)
+    a3 = h2 @ W3.T + b3
+    h3 = np.maximum(a3, 0)
+    return a1, h1, a2, h2, a3, h3, h3 @ W4.T + b4
+
+
+def _windows(X, height, width):
+    return np.lib.stride_tricks.sliding_window_view(X, (height, width), (2, 3))  # (n, c, h, w, height, width)
+
+
+def _convolve(X, W):
+    return np.einsum("nihwyx,oiyx->nohw", _windows(X, *W.shape[2:]), W, optimize=True)
+
+
+def _kernel_gradient(X, d):
+    kernel = X.shape[2] - d.shape[2] + 1
+    return np.einsum("nihwyx,nohw->oiyx", _windows(X, kernel, kernel), d, optimize=True)
+
+
+def _convolve_back(d, W):
+    margin = W.shape[2] - 1
+    padded = np.pad(d, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
+    return np.einsum("nohwyx,oiyx->nihw", _windows(padded, *W.shape[2:]), W[:, :, ::-1, ::-1], optimize=True)
+
+
+def _pool(X):
+    n, c, h, w = X.shape
+    return X[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).mean((3, 5))
+
+
+def _unpool(d, shape):
+    X = np.zeros(shape)
+    X[:, :, : 2 * d.shape[2], : 2 * d.shape[3]] = d.repeat(2, 2).repeat(2, 3) / 4
+    return X
