@@ -1,13 +1,21 @@
-"""Notices on standard error. With several processes, worker 0 speaks for all of them.
+"""Notices, errors and progress bars on standard error. With several processes, worker 0 speaks for all of them.
 
-Launchers tell a process who it is through environment variables; nothing here imports more than the standard library.
+Launchers tell a process who it is through environment variables.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import warnings
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: the abstract socket on which launch.py receives errors
 
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
@@ -15,6 +23,18 @@ def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     if speaks():
         with suppress(OSError):  # the reader may be gone
             print(f"{prefix}{line}", file=sys.stderr)
+
+
+def error(line: str) -> None:
+    """Print "error: LINE" on standard error. Under launch.py, which prints one error per run, send it the line."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(1)
+            sender.sendto(line.encode(), f"\0{launcher}")
+            return
+    with suppress(OSError, ValueError):  # the reader may be gone
+        print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def started() -> bool:
@@ -36,3 +56,13 @@ def who() -> str:
     else:
         return ""
     return "the scheduler: " if role == "scheduler" else f"{role} {rank}: "
+
+
+def progress(**options: Any) -> tqdm:
+    """A progress bar: on a terminal and in Jupyter, in worker 0 only. options: tqdm's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without ipywidgets, tqdm says that it falls back to text
+        from tqdm.auto import tqdm
+
+    hidden = not speaks() or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    return tqdm(leave=False, disable=hidden, **options)

@@ -1,6 +1,6 @@
-"""Files that are whole or not there: a checkpoint is one .npz archive of arrays and of facts about them, no pickle.
+"""Files that are complete or absent. A checkpoint is one .npz archive of arrays and JSON facts, without pickle.
 
-Its last bytes, the archive's comment, are the SHA-256 of all that comes before them.
+Its last bytes, the archive's comment, are the SHA-256 of everything before them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ import numpy as np
 from gluon_mgpu.runtime.errors import Error
 
 FACTS = "facts.json"
-LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # its arrays' names, in the order of the layers
-PART = ".part"  # the end of the name of a file that is being written
+PART = ".part"  # suffix of a file that is being written
 DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 
 
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Put a file in place at once: write(file) fills a binary file beside it, which then takes its name.
+    """Write a file completely or not at all: write(file) fills a temporary file, which then replaces `path`.
 
-    Raises Error where that cannot be, as on a full disk or where no file is; what is there is then as it was.
+    Raises Error if that is impossible, as on a full disk. An existing file is then left unchanged.
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which a file would replace
-        raise Error(f"{path} is no file: give the name of one")
+        raise Error(f"{path} is not a regular file; pass a file path")
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         try:
@@ -44,24 +43,24 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, path)
         except BaseException:
-            with suppress(FileNotFoundError):  # it has its name already
+            with suppress(FileNotFoundError):  # already renamed
                 os.unlink(temporary)
             raise
     except OSError as error:
-        raise Error(f"{path} cannot be written ({error.strerror}): make room, or give another folder") from None
+        raise Error(f"cannot write {path} ({error.strerror}): free some space, or use another folder") from None
 
 
-def remove_half_written(path: str | Path) -> None:
-    """Remove what writers of this file left beside it that were killed."""
+def remove_partial(path: str | Path) -> None:
+    """Remove the temporary files of killed processes that were writing `path`."""
     for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
         left.unlink()
 
 
 def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
-    """arrays: {name: NumPy array}. facts: what JSON can hold."""
+    """Write a checkpoint. facts: anything that JSON can represent."""
     packed = io.BytesIO()
-    held: dict[str, Any] = {**arrays, FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)}
-    np.savez(packed, **held)
+    members: dict[str, Any] = {**arrays, FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+    np.savez(packed, **members)
     with zipfile.ZipFile(packed, "a") as archive:
         archive.comment = bytes(DIGEST)
     content = packed.getbuffer()[:-DIGEST]
@@ -75,18 +74,18 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(arrays, facts) of a checkpoint; raises Error for one that is missing, cut off or altered."""
+    """(arrays, facts) of a checkpoint. Raises Error if it is missing, truncated or altered."""
     try:
         packed = Path(path).read_bytes()
         if hashlib.sha256(packed[:-DIGEST]).hexdigest().encode() != packed[-DIGEST:]:
-            raise ValueError("its SHA-256 is not the one it ends with: cut off or altered")
+            raise ValueError("wrong SHA-256: truncated or altered")
         with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         return arrays, json.loads(arrays.pop(FACTS).tobytes())
     except FileNotFoundError:
-        raise Error(f"{path}: there is no such checkpoint") from None
+        raise Error(f"{path} does not exist") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise Error(f"{path} is no whole checkpoint ({error}): begin the run anew in another folder") from None
+        raise Error(f"{path} is damaged ({error}): start the run again in another folder") from None
 
 
 def _umask() -> int:

@@ -1,162 +1,154 @@
-"""What determines the result of a run, checked in one place: for the command line, for Python, and for a run resumed.
+"""Everything that determines the result of a run, checked in one place: for the command line, Python and resumed runs.
 
-Beyond the notebooks' batch size and learning rate: momentum, weight decay, a schedule, gradient accumulation, clipping,
-shares. By default all of these are off, and a step is the notebooks' own.
+Beyond the notebooks' batch size and learning rate: momentum, weight decay, a schedule, gradient accumulation, clipping
+and shares. All of these are off by default, and a step is then the notebooks' own.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Optional, Union
+from __future__ import annotations
 
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gluon_mgpu.runtime import log
+from gluon_mgpu.runtime.devices import joined
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets
 
-MODELS = ["lenet", "lenet-max", "resnet18"]  # and what highlevel.add_model adds
+MODELS = ["lenet", "lenet-max", "resnet18"]  # networks.register adds to them
 SCHEDULES = ("constant", "step", "cosine")
-BASE_BATCH_SIZE = 256  # that of scale_lr
-Shares = Union[Sequence[float], str, None]  # a number a device; "auto" until they are measured
+BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
+RENAMED = {  # names of version 0.1.0, which its config.json files and callers use
+    "accumulate": "grad_accum_steps",
+    "clip_norm": "max_grad_norm",
+    "step_epochs": "milestones",
+    "step_factor": "gamma",
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises UsageError, in one line with the value, for a setting that cannot be."""
+    """Raises UsageError, in one line with the name and the value, if a setting is invalid."""
 
-    batch_size: int = 256  # examples an update, over all devices together
+    batch_size: int = 256  # examples per update, over all devices together
     lr: float = 0.2  # learning rate
     model: str = "lenet"
     dataset: str = "fashion-mnist"
     epochs: int = 4
-    limit: Optional[int] = None  # train on the first so many examples; None: all
-    seed: Optional[int] = None  # of the parameters, of the order of every epoch, of the synthetic set; None draws one
+    limit: int | None = None  # train on the first `limit` examples; None: all
+    seed: int | None = None  # of the parameters, the shuffling and the synthetic set; None: a random one
     momentum: float = 0.0
-    weight_decay: float = 0.0  # of every parameter, as Gluon and PyTorch do it
-    clip_norm: Optional[float] = None  # largest norm of the whole gradient, which is the mean over the batch
-    accumulate: int = 1  # in how many pieces, one after the other, the gradient of a batch is computed
+    weight_decay: float = 0.0  # of every parameter, as in Gluon and PyTorch
+    max_grad_norm: float | None = None  # largest norm of the whole gradient, the mean over the batch
+    grad_accum_steps: int = 1  # the number of parts in which the gradient of a batch is computed
     schedule: str = "constant"
-    step_epochs: tuple[int, ...] = ()  # schedule "step": after which the learning rate is multiplied by step_factor
-    step_factor: float = 0.1
-    warmup_epochs: float = 0.0  # the learning rate first grows linearly from 0 for so long
+    milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
+    gamma: float = 0.1
+    warmup_epochs: float = 0.0  # lr first grows linearly from 0 for this long
     scale_lr: bool = False  # lr is for a batch of 256; use lr * batch_size / 256
-    shares: Union[tuple[float, ...], str, None] = None  # of a batch, a device's: (80, 20), "auto", or None: even
+    shares: tuple[float, ...] | str | None = None  # of a batch, per device: (80, 20), "auto", or None: even
 
     def __post_init__(self) -> None:
-        for name in ("step_epochs", "shares"):  # JSON and callers have lists
+        for name in ("milestones", "shares"):  # JSON and callers have lists
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        self._check()
-
-    def _check(self) -> None:
         for field in fields(self):
-            value, wanted = getattr(self, field.name), _KINDS[field.type]
-            if isinstance(value, bool) is not (field.type is bool) or not isinstance(value, wanted):
-                raise UsageError(f"{field.name} {value!r}: not of the right kind")
-        _require(self.batch_size >= 1, "batch_size", self.batch_size, "give at least 1")
-        # what float32 can hold; nan is neither
-        _require(1e-37 < self.lr < 1e38, "lr", self.lr, "give a number above 0, such as 0.2")
-        _require(1e-37 < self.peak_lr < 1e38, "lr", self.peak_lr, "too large or small once scaled to the batch")
-        _require(self.model in MODELS, "model", self.model, f"choose one of {', '.join(MODELS)}")
-        _require(self.dataset in datasets.NAMES, "dataset", self.dataset, f"choose one of {', '.join(datasets.NAMES)}")
-        _require(self.epochs >= 1, "epochs", self.epochs, "give at least 1")
-        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "give at least 1")
-        _require(self.seed is None or 0 <= self.seed < 2**31, "seed", self.seed, "give 0 to 2147483647")
-        _require(0 <= self.momentum < 1, "momentum", self.momentum, "give 0 to below 1, such as 0.9")
-        _require(0 <= self.weight_decay < 1, "weight_decay", self.weight_decay, "give 0 to below 1, such as 0.0005")
-        _require(
-            self.clip_norm is None or 1e-30 < self.clip_norm < 1e30,
-            "clip_norm",
-            self.clip_norm,
-            "give a number above 0",
-        )
-        _require(1 <= self.accumulate <= self.batch_size, "accumulate", self.accumulate, f"give 1 to {self.batch_size}")
-        _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"choose one of {', '.join(SCHEDULES)}")
-        _require(self.step_epochs or self.schedule != "step", "schedule", "step", "give step_epochs too, such as 2,3")
-        _require(
-            not self.step_epochs or self.schedule == "step",
-            "step_epochs",
-            joined(self.step_epochs),
-            "give schedule step too, or leave them away",
-        )
-        grow = all(isinstance(e, int) for e in self.step_epochs) and list(self.step_epochs) == sorted(
-            {*self.step_epochs}
-        )
-        _require(
-            grow and all(1 <= e < self.epochs for e in self.step_epochs),
-            "step_epochs",
-            joined(self.step_epochs),
-            f"give growing epochs, from 1 to less than all {self.epochs}",
-        )
-        _require(0 < self.step_factor < 1, "step_factor", self.step_factor, "give a number between 0 and 1")
-        _require(
-            0 <= self.warmup_epochs < self.epochs,
-            "warmup_epochs",
-            self.warmup_epochs,
-            f"give 0 to below {self.epochs}, the number of epochs",
-        )
+            self._check_type(field.name)
+        self._check_values()
+
+    @classmethod
+    def create(cls, batch_size: int, lr: float, **options: Any) -> Settings:
+        """From the arguments of `train`. Names of version 0.1.0 work too, with a notice."""
+        for old in options.keys() & RENAMED.keys():
+            log.say(f"{old} is now called {RENAMED[old]}")
+            options[RENAMED[old]] = options.pop(old)
+        unknown = sorted(options.keys() - set(NAMES))
+        if unknown:
+            raise UsageError(f"{unknown[0]}={options[unknown[0]]!r}: unknown option")
+        return cls(batch_size, lr, **options)
+
+    def _check_type(self, name: str) -> None:
+        value, wanted = getattr(self, name), TYPES[name]
+        if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, wanted):
+            raise UsageError(f"{name}={value!r}: wrong type")
+
+    def _check_values(self) -> None:
+        self._require("batch_size", self.batch_size >= 1, "must be at least 1")
+        # The limits are those of float32. A comparison with nan is false.
+        self._require("lr", 1e-37 < self.lr < 1e38, "must be a number above 0, such as 0.2")
+        self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range when scaled to the batch")
+        self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
+        self._require("dataset", self.dataset in datasets.NAMES, f"must be one of {', '.join(datasets.NAMES)}")
+        self._require("epochs", self.epochs >= 1, "must be at least 1")
+        self._require("limit", self.limit is None or self.limit >= 1, "must be at least 1")
+        self._require("seed", self.seed is None or 0 <= self.seed < 2**31, "must be 0 to 2147483647")
+        self._require("momentum", 0 <= self.momentum < 1, "must be at least 0 and less than 1, such as 0.9")
+        self._require("weight_decay", 0 <= self.weight_decay < 1, "must be at least 0 and less than 1, such as 0.0005")
+        norm = self.max_grad_norm
+        self._require("max_grad_norm", norm is None or 1e-30 < norm < 1e30, "must be a number above 0")
+        most = self.batch_size
+        self._require("grad_accum_steps", 1 <= self.grad_accum_steps <= most, f"must be 1 to {most}, the batch size")
+        self._require("schedule", self.schedule in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}")
+        self._check_milestones()
+        self._require("gamma", 0 < self.gamma < 1, "must be above 0 and less than 1")
+        warmup = 0 <= self.warmup_epochs < self.epochs
+        self._require("warmup_epochs", warmup, f"must be at least 0 and less than {self.epochs}, the number of epochs")
         if isinstance(self.shares, tuple):
-            right = self.shares and all(isinstance(s, (int, float)) and 0 < s < 1e9 for s in self.shares)
-            _require(right, "shares", joined(self.shares), "give a number above 0 a device, such as 80,20")
-        elif self.shares not in (None, "auto"):
-            raise UsageError(f"shares {self.shares!r}: give a number a device, such as 80,20, or auto")
+            numbers = self.shares and all(isinstance(s, (int, float)) and 0 < s < 1e9 for s in self.shares)
+            self._require("shares", bool(numbers), "must be one number above 0 per device, such as 80,20")
+        else:
+            valid = self.shares in (None, "auto")
+            self._require("shares", valid, "must be one number per device, such as 80,20, or auto")
+
+    def _check_milestones(self) -> None:
+        if self.schedule == "step":
+            self._require("schedule", bool(self.milestones), "needs milestones, such as 2,3")
+        self._require("milestones", self.schedule == "step" or not self.milestones, "only used by schedule=step")
+        integers = all(isinstance(epoch, int) for epoch in self.milestones)
+        increasing = integers and list(self.milestones) == sorted(set(self.milestones))
+        within = increasing and all(1 <= epoch < self.epochs for epoch in self.milestones)
+        self._require("milestones", within, f"must be increasing epochs, from 1 to less than {self.epochs}")
+
+    def _require(self, name: str, condition: bool, advice: str) -> None:
+        if not condition:
+            value = getattr(self, name)
+            raise UsageError(f"{name}={joined(value) if isinstance(value, tuple) else value}: {advice}")
 
     @property
     def peak_lr(self) -> float:
         """The learning rate before the schedule changes it."""
         return self.lr * self.batch_size / BASE_BATCH_SIZE if self.scale_lr else self.lr
 
-    def learning_rate(self, step: int, steps_an_epoch: int) -> float:
-        """The learning rate of an update. step: how many updates came before it."""
-        warmup = round(self.warmup_epochs * steps_an_epoch)
+    def learning_rate(self, step: int, steps_per_epoch: int) -> float:
+        """The learning rate of an update. step: the number of updates before it."""
+        warmup = round(self.warmup_epochs * steps_per_epoch)
         if step < warmup:
             return self.peak_lr * (step + 1) / warmup
         if self.schedule == "step":
-            return self.peak_lr * self.step_factor ** sum(step >= e * steps_an_epoch for e in self.step_epochs)
+            return self.peak_lr * self.gamma ** sum(step >= epoch * steps_per_epoch for epoch in self.milestones)
         if self.schedule == "cosine":
-            way = (step - warmup) / (self.epochs * steps_an_epoch - warmup)
-            return self.peak_lr * (1 + math.cos(math.pi * way)) / 2
+            progress = (step - warmup) / (self.epochs * steps_per_epoch - warmup)
+            return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
         return self.peak_lr
 
 
-_KINDS: dict[object, Union[type, tuple[type, ...]]] = {
-    int: int,
-    float: (int, float),
-    str: str,
-    bool: bool,
-    tuple[int, ...]: tuple,
-    Optional[int]: (int, type(None)),
-    Optional[float]: (int, float, type(None)),
-    Union[tuple[float, ...], str, None]: (tuple, str, type(None)),
+NAMES = tuple(field.name for field in fields(Settings))
+_NONE = type(None)
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("batch_size", "epochs", "grad_accum_steps"), int),
+    **dict.fromkeys(("model", "dataset", "schedule"), str),
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "gamma", "warmup_epochs"), (int, float)),
+    **dict.fromkeys(("limit", "seed"), (int, _NONE)),
+    "max_grad_norm": (int, float, _NONE),
+    "milestones": tuple,
+    "scale_lr": bool,
+    "shares": (tuple, str, _NONE),
 }
 
-
-def _require(right: object, name: str, value: object, advice: str) -> None:
-    if not right:
-        raise UsageError(f"{name} {value}: {advice}")
-
-
-def shard_sizes(examples: int, parts: int, shares: Shares = None) -> list[int]:
-    """How many examples of a batch each of `parts` devices gets: ints that sum to `examples`.
-
-    shares: a number a device, of which its size is in proportion; None: as even as can be, the first ones larger. Every
-    device gets at least one example; where there are fewer examples than devices, the last devices get none.
-    """
-    if examples <= parts:
-        return [int(i < examples) for i in range(parts)]
-    if isinstance(shares, str):
-        raise UsageError(f"shares {shares}: train alone measures them; give a number a device, such as 80,20")
-    shares = shares or (1,) * parts
-    exact = [examples * share / sum(shares) for share in shares]
-    sizes = [max(1, int(e)) for e in exact]
-    while sum(sizes) != examples:  # by the largest remainder
-        grow = 1 if sum(sizes) < examples else -1
-        chosen = max((i for i in range(parts) if sizes[i] + grow >= 1), key=lambda i: grow * (exact[i] - sizes[i]))
-        sizes[chosen] += grow
-    return sizes
-
-
-def joined(numbers: Sequence[object]) -> str:
-    """As --shares and --step-epochs take them: 80,20."""
-    return ",".join(f"{number:g}" if isinstance(number, (int, float)) else repr(number) for number in numbers)
-
-
 SGD = Settings()  # the notebooks' own step
+
+
+def add_model(name: str) -> None:
+    """Accept another network's name."""
+    if name not in MODELS:
+        MODELS.append(name)

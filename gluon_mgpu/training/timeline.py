@@ -1,7 +1,7 @@
-"""What each context does during some training steps: MXNet's own profile of them, as a Chrome trace and as a picture.
+"""What each context does during some training steps: MXNet's profile of them, as a Chrome trace and as a picture.
 
-`recorded` profiles steps of a training and leaves the trace, which chrome://tracing and Perfetto open; `summary` counts
-seconds and idle shares from it; `draw` draws it, one lane a context. docs/engine.md has what the profile holds.
+`Recorder` profiles steps and writes the trace, which chrome://tracing and Perfetto open; `summary` computes seconds and
+idle shares from it; `draw` draws it, one lane per context. docs/engine.md describes the profile.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,14 +20,11 @@ from gluon_mgpu.training import checkpoint
 
 if TYPE_CHECKING:
     from mxnet import Context
-    from mxnet.ndarray import NDArray
-
-    from gluon_mgpu.training import loop
 
 WARM_UP = 10  # steps before the recorded ones
-STEPS = 5  # that are shown
-AROUND = 2  # one more step is recorded before these and one after, so that the engine is as busy as within a run
-HOST_LANES = 2  # MXNet's profile has one of pinned and one of shared host memory, after those of cores and GPUs
+STEPS = 5  # shown
+AROUND = 2  # one more step is recorded before these and one after, so that the engine is as busy as usual
+HOST_LANES = 2  # for pinned and for shared host memory, after the lanes of cores and GPUs
 GPU_LANES = 32  # in a build with CUDA
 
 COLORS = {
@@ -42,104 +40,122 @@ MEANING = {
     "allreduce": "allreduce: copies between devices, and adds",
     "other": "other: memory freed, Python woken, layouts",
 }
-ONE_BY_ONE = "While recorded, imperative operators run one by one, not in bulks"
-SEPARATOR = ","  # between the operators of a hybridized net's bulk, which the profile names together
+ONE_BY_ONE = "During recording, imperative operators run one by one, not in bulk"
+SEPARATOR = ","  # between the operators of a hybridized network that ran as one bulk
 
-# The operators of both implementations, under every setting of `Settings`. Whatever `_backward_` begins is backward,
-# whatever `_update` ends is update, whatever `Copy` begins is allreduce.
+# The operators of both implementations, under all settings. In addition, a name that begins with `_backward_` is
+# backward, one that ends with `_update` is update, and one that begins with `Copy` is allreduce.
 OPERATORS = {
     "forward": (
         *("Convolution", "BatchNorm", "Activation", "Pooling", "Flatten", "FullyConnected", "elemwise_add"),
-        *("slice_axis", "_zeros"),  # channels added to blocks, and taken away
+        *("slice_axis", "_zeros"),  # padded channels (tuning)
         *("log_softmax", "pick", "_mul_scalar", "mean"),  # the loss
     ),
-    "backward": ("SetValueOp", "_full", "zeros_like", "reset_arrays"),  # what it begins from: ones, and gradients of 0
+    "backward": ("SetValueOp", "_full", "zeros_like", "reset_arrays"),  # what it starts from: ones, and zero gradients
     "allreduce": (
-        *("add_n", "broadcast_add", "ElementwiseSum"),  # on CPU contexts; on GPUs scratch's, and that of Gluon's store
-        "Concat",  # of running statistics
+        *("add_n", "broadcast_add", "ElementwiseSum"),  # of scratch, of tuning and of Gluon's store
+        "Concat",  # running statistics
     ),
     "update": (
         *("square", "sum", "dot", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "min", "_ones"),
-        "broadcast_mul",  # these clip by the norm
+        "broadcast_mul",  # clipping by the norm
     ),
-    # Memory or a net is freed; Python waits for an array, such as the losses; oneDNN changes an array's layout.
+    # Freeing memory or a network; Python waiting for an array, such as the losses; oneDNN changing a layout.
     "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
 PHASE = {operator: phase for phase, operators in OPERATORS.items() for operator in operators}
-# Where a net that is not hybridized has such operators itself, their gradients show it: {gradient: phases of them}. Its
-# additions are then these, and the sums of gradients, which have the same name, count with them; or it has no running
-# statistics.
+# A network that is not hybridized may use such operators itself. The presence of their gradients shows that:
+# {gradient: phases of the operators}. Sums of gradients then count as the network's additions.
 OWN = {
     "_backward_broadcast_add": {"broadcast_add": "forward", "add_n": "backward"},
     "_backward_Concat": {"Concat": "forward"},
 }
 
 
-@contextmanager
-def recorded(
-    file: str | Path | None,
-    replicas: loop.Replicas,
-    about: str,
-    total: int,
-    steps_an_epoch: int,
-    before: int = 0,
-    steps: int = STEPS,
-) -> Iterator[None]:
-    """While this is open, `replicas.train_batch` records `steps` steps of the training; file None records nothing.
+class Recorder:
+    """Profiles some steps of a training. The loop opens `step()` around each step that it issues.
 
-    file: of the trace; the picture is left beside it as .png when this ends. replicas: those of either implementation.
-    about: what is trained, for the picture. total: steps of the whole run, before: how many of them came before.
-    The recorded steps follow a warm-up and lie in one epoch. The engine is waited for before the first and after the
-    last of them; what is computed is the same. Raises UsageError for a file that cannot be, for contexts that MXNet's
-    profiler has no lane for, and for a run without enough steps.
+    The recorded steps follow a warm-up and lie within one epoch. The engine is waited for before the first and after
+    the last of them; the computed values are the same. The trace is written after the last one, and the picture, with
+    the suffix .png, when the recorder closes.
     """
-    if file is None:
-        yield
-        return
-    file, needed = Path(file), steps + AROUND
-    lanes = _lanes(replicas.ctx)
-    if file.suffix == ".png" or file.is_dir() or not file.parent.is_dir():
-        raise UsageError(f"--profile {file}: give a file such as profile.json in a folder that is there")
-    starts = range(before + WARM_UP, total - needed + 1)
-    first = next((s for s in starts if s % steps_an_epoch + needed <= steps_an_epoch), None)
-    if first is None:
+
+    def __init__(
+        self,
+        file: str | Path | None,
+        ctx: list[Context],
+        about: str,
+        total: int,
+        steps_per_epoch: int,
+        before: int = 0,
+        steps: int = STEPS,
+    ) -> None:
+        """file: of the trace; None: record nothing. about: what is trained, for the picture. total: steps of the whole
+        run; before: how many of them came before.
+
+        Raises UsageError for an invalid file, for contexts that MXNet's profiler does not support, and for a run that
+        has too few steps.
+        """
+        self.file = None if file is None else Path(file)
+        self.about, self.issued, self.running = about, before, False
+        self.trace: dict[str, Any] | None = None
+        if self.file is None:
+            return
+        self.needed = steps + AROUND
+        self.lanes = _lanes(ctx)
+        if self.file.suffix == ".png" or self.file.is_dir() or not self.file.parent.is_dir():
+            raise UsageError(f"profile={file}: must be a file such as profile.json in an existing folder")
+        self.first = self._first_step(total, steps_per_epoch)
+
+    def _first_step(self, total: int, steps_per_epoch: int) -> int:
+        """The step at which recording starts: the earliest after the warm-up with enough steps left in its epoch."""
+        if steps_per_epoch < self.needed:
+            raise UsageError(
+                f"profile={self.file}: an epoch has {steps_per_epoch} steps, and recording needs {self.needed}; use a "
+                "smaller batch_size or a larger limit"
+            )
+        for step in range(self.issued + WARM_UP, total - self.needed + 1):
+            if step % steps_per_epoch + self.needed <= steps_per_epoch:
+                return step
         raise UsageError(
-            f"--profile {file}: {total - before} steps to train, {steps_an_epoch} an epoch: {needed} of one epoch are "
-            f"recorded, after {WARM_UP}; give more epochs, or a smaller batch"
+            f"profile={self.file}: {total - self.issued} steps are left to train, and recording needs {self.needed} "
+            f"steps of one epoch after a warm-up of {WARM_UP}; use more epochs or a smaller batch_size"
         )
-    train_batch, issued, running = replicas.train_batch, before, False
-    trace: dict[str, Any] | None = None
 
-    def recording_train_batch(*args: Any, **kwargs: Any) -> list[NDArray]:
-        nonlocal issued, running, trace
-        if issued == first:
-            _start(raw)
-            running = True
-        losses = train_batch(*args, **kwargs)
-        issued += 1
-        if issued == first + needed:
-            running = False
+    def __enter__(self) -> Recorder:
+        self.folder = tempfile.TemporaryDirectory() if self.file else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.running:
             _stop()
-            trace = chrome_trace(_read_raw(raw), lanes, needed, about)
-            checkpoint.write_whole(file, lambda f: f.write(json.dumps(trace).encode()))
-        return losses
+        if self.folder:
+            self.folder.cleanup()
+        if self.trace and self.file:
+            checkpoint.write_whole(self.file.with_suffix(".png"), partial(draw, self.trace))
 
-    with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "profile.json"
-        replicas.train_batch = recording_train_batch  # type: ignore[method-assign]  # until this ends
-        try:
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Open this while a step is issued."""
+        if not self.file or not self.folder:
             yield
-        finally:
-            replicas.train_batch = train_batch  # type: ignore[method-assign]
-            if running:
-                _stop()
-    if trace:
-        checkpoint.write_whole(file.with_suffix(".png"), lambda f: draw(trace, f))
+            return
+        raw = Path(self.folder.name) / "profile.json"
+        if self.issued == self.first:
+            _start(raw)
+            self.running = True
+        yield
+        self.issued += 1
+        if self.running and self.issued == self.first + self.needed:
+            self.running = False
+            _stop()
+            self.trace = chrome_trace(_read_raw(raw), self.lanes, self.needed, self.about)
+            checkpoint.write_whole(self.file, lambda file: file.write(json.dumps(self.trace).encode()))
 
 
 def _lanes(ctx: list[Context]) -> dict[int, str]:
-    """{MXNet's number: name} of each context. MXNet makes a lane for each core that this process may use, and ends the
-    process at an operator of a context that has none."""
+    """{MXNet's number: name} of each context. MXNet has one lane per core of this process, and ends the process at an
+    operator of a context without a lane."""
     import mxnet as mx
 
     cores = len(os.sched_getaffinity(0))
@@ -147,8 +163,8 @@ def _lanes(ctx: list[Context]) -> dict[int, str]:
     lanes = {c.device_id + (cores if c.device_type == "gpu" else 0): str(c) for c in ctx}
     if max(lanes) >= cores + gpus + HOST_LANES:
         raise UsageError(
-            f"a profile of {lanes[max(lanes)]}: on {cores} cores MXNet's profiler ends at "
-            f"cpu({cores + gpus + HOST_LANES - 1}); give fewer contexts"
+            f"cannot profile {lanes[max(lanes)]}: on {cores} cores MXNet's profiler supports contexts up to "
+            f"cpu({cores + gpus + HOST_LANES - 1}); use fewer devices"
         )
     return lanes
 
@@ -157,7 +173,7 @@ def _start(raw: Path) -> None:
     import mxnet as mx
 
     mx.nd.waitall()
-    # With aggregate_stats the engine puts no operators into an "ImperativeBulk", which would hide their names.
+    # aggregate_stats keeps the engine from merging operators into an "ImperativeBulk", which would hide their names.
     mx.profiler.set_config(
         filename=str(raw),
         profile_imperative=True,
@@ -181,16 +197,16 @@ def _stop() -> None:
 
 
 def _read_raw(path: Path) -> list[dict[str, Any]]:
-    """The events of a profile of MXNet's. From the second one of a process on, MXNet writes a comma too many."""
+    """The events of a profile. In every profile of a process but the first, MXNet writes one comma too many."""
     text = path.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1)
     return json.loads(text)["traceEvents"]
 
 
 def phase(operator: str, own: Mapping[str, str] | None = None) -> str:
-    """The phase of an operator, or of a hybridized net's bulk of them, by its name; "other" for an unknown one.
+    """The phase of an operator, or of a bulk of operators, by its name; "other" if it is unknown.
 
-    own: phases of operators that are the net's own here, {operator: phase}. Copies are all counted as
-    allreduce, those that bring a device its shard too: on CPU contexts they have one name.
+    own: {operator: phase} of operators that the network itself uses. All copies count as allreduce, even those of
+    shards to devices: on CPU contexts they have the same name.
     """
     if SEPARATOR in operator:
         return "backward" if "_backward_" in operator else "forward"
@@ -204,14 +220,14 @@ def phase(operator: str, own: Mapping[str, str] | None = None) -> str:
 
 
 def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, about: str = "") -> dict[str, Any]:
-    """A Chrome trace, as a dict for JSON, of MXNet's events: lanes are processes, the phase is an event's category.
+    """A Chrome trace, as a dict for JSON: each lane is a process, and an event's category is its phase.
 
-    raw: MXNet's traceEvents. lanes: {process: name of the context} of those that train. steps: how many were recorded,
-    the one before and the one after those shown too. A step ends where its last update does, on whichever context.
-    Raises Error where the updates do not divide into so many steps.
+    raw: MXNet's traceEvents. lanes: {process: name of the context} of the training contexts. steps: how many were
+    recorded, including one before and one after those shown. A step ends with its last update on any context.
+    Raises Error if the number of updates is not a multiple of steps.
     """
     marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]
-    spans = sorted(  # MXNet writes the end of an operator right after its beginning
+    spans = sorted(  # MXNet writes an operator's end right after its beginning
         ((b["ts"], e["ts"], b["pid"], b["tid"], b["name"]) for b, e in zip(marks[::2], marks[1::2])),
     )
     operators = {name for *_, name in spans}
@@ -224,7 +240,7 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
     for begin, end, process, thread, name in spans:
         if name.endswith("_update") and process in updates:
             updates[process].append(end - start)
-        pid = processes.setdefault(process, len(processes))  # the host's, where that does not train
+        pid = processes.setdefault(process, len(processes))  # the host's, if it does not train
         tid = threads.setdefault((process, thread), len([p for p, _ in threads if p == process]))
         span = {"ph": "X", "ts": begin - start, "dur": end - begin, "pid": pid, "tid": tid}
         events.append({"name": name, "cat": phase(name, own), **span})
@@ -245,33 +261,32 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
 
 
 def _step_ends(updates: dict[str, list[float]], steps: int) -> list[float]:
-    """When each step ends: at the last of its updates. updates: {context: sorted times at which each was done}."""
+    """When each step ends: at its last update. updates: {context: sorted times of its updates}."""
     ends = [0.0] * steps
     for context, times in updates.items():
-        a_step = len(times) // steps
+        per_step = len(times) // steps
         if not times or len(times) % steps:
-            raise Error(f"the profile has {len(times)} updates on {context} in {steps} steps: it is not whole")
-        ends = [max(end, times[(i + 1) * a_step - 1]) for i, end in enumerate(ends)]
+            raise Error(f"the profile is incomplete: {len(times)} updates on {context} in {steps} steps")
+        ends = [max(end, times[(i + 1) * per_step - 1]) for i, end in enumerate(ends)]
     return ends
 
 
 def read(file: str | Path) -> dict[str, Any]:
-    """The trace that `recorded` left; raises Error for a file that is none."""
+    """Read a trace that `Recorder` wrote. Raises Error for any other file."""
     try:
         trace = json.loads(Path(file).read_text())
         if not trace["otherData"]["contexts"] or not _steps(trace):
             raise ValueError("it has no contexts or steps")
         return trace
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Error(f"{file} is no recorded timeline ({error}): record it anew") from None
+        raise Error(f"{file} is not a recorded timeline ({error}); record it again") from None
 
 
 def summary(trace: dict[str, Any]) -> dict[str, Any]:
-    """What a trace shows, as a dict for JSON: over the recorded steps, for each context the seconds in each phase.
+    """Seconds that each context spent in each phase during the recorded steps, as a dict for JSON.
 
     {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}, "unknown":
-    names of operators that are in no phase and so count as "other"}. Where operators overlap on a context, the one that
-    began first counts.
+    operators without a phase, counted as "other"}. If operators overlap on a context, the one that began first counts.
     """
     steps = _steps(trace)
     window = steps[-1][1] - steps[0][0]
@@ -309,15 +324,17 @@ def _steps(trace: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 def draw(trace: dict[str, Any], file: BinaryIO | str | Path, note: str = ONE_BY_ONE) -> None:
-    """A trace as a PNG picture: all recorded steps, and below the end of one step larger. file: binary and open, or a
-    path. note: a line below the title."""
+    """Draw a trace as a PNG picture: all recorded steps, and below them the end of one step, enlarged.
+
+    file: an open binary file or a path. note: a line below the title.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     steps, spans = _steps(trace), lanes(trace)
     shown = summary(trace)
     start = steps[0][0]
-    figure = Figure(figsize=(12, 2.6 + 1.3 * len(spans)))
+    figure = Figure(figsize=(12, 2.6 + 1.3 * len(spans)), layout="constrained")
     whole, part = figure.subplots(2, 1)
     for axes in (whole, part):
         for y, of_context in enumerate(spans.values()):
@@ -338,10 +355,9 @@ def draw(trace: dict[str, Any], file: BinaryIO | str | Path, note: str = ONE_BY_
     middle = (len(steps) - 1) // 2
     begin, end = steps[middle]
     part.set_xlim((end - 0.1 * (end - begin) - start) / 1e3, (end + 0.05 * (end - begin) - start) / 1e3)
-    part.set_title(f"where step {middle + 1} ends, enlarged", fontsize="small")
+    part.set_title(f"the end of step {middle + 1}, enlarged", fontsize="small")
     part.set_xlabel("ms")
     handles = [Patch(color=color, label=MEANING.get(name, name)) for name, color in COLORS.items()]
-    figure.legend(handles=handles, loc="lower center", ncol=len(handles), frameon=False, fontsize="small")
+    figure.legend(handles=handles, loc="outside lower center", ncol=len(handles), frameon=False, fontsize="small")
     figure.suptitle(f"{trace['otherData']['about']}\n{note}", fontsize="medium")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(file, format="png", dpi=120)

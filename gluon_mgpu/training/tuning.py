@@ -1,15 +1,14 @@
-"""Gluon's LeNet on CPU contexts in the shapes that they compute fastest: the same scores and gradients, to rounding.
+"""Speed on CPU contexts, applied from outside: `tune` takes a plain Gluon network and returns a faster equivalent.
 
-Channels in blocks of 16: oneDNN's direct convolutions take no others, and LeNet's 20 and 50 go through matrix products
-at half the rate. Channels of zeros are added, and left out again where the dense layers begin. Batches in pieces of 64:
-what one layer leaves, the next finds in the cache. docs/performance.md has the measurements. Only where the processor
-has AVX-512, on which they were made, and MXNet is built without CUDA.
+Channels are padded to blocks of 16, because oneDNN's direct convolutions take no other sizes: LeNet's 20 and 50
+channels would go through matrix products at half the speed. The added channels are zeros, and are dropped before the
+dense layers. Batches are computed in pieces of 64, so that one layer's output is in the cache when the next layer reads
+it. Gradients are summed in the memory that CPU contexts share. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,11 +18,170 @@ from gluon_mgpu.runtime import engine
 engine.configure()
 
 import mxnet as mx  # noqa: E402
-from mxnet import nd  # noqa: E402
+import numpy as np  # noqa: E402
+from mxnet import Context, gluon, kvstore, nd  # noqa: E402
 from mxnet.gluon import HybridBlock, nn  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-CHANNELS, EXAMPLES = 16, 64
+BLOCK = 16  # channels
+PIECE = 64  # examples
+LAYERS = (
+    nn.Conv2D,
+    nn.MaxPool2D,
+    nn.AvgPool2D,
+    nn.GlobalMaxPool2D,
+    nn.GlobalAvgPool2D,
+    nn.Activation,
+    nn.Flatten,
+    nn.Dense,
+)
+
+
+def tune(net: gluon.Block, ctx: list[Context]) -> gluon.Block:
+    """A network that computes what `net` computes, to rounding, with the same Parameter objects, only faster.
+
+    net: initialized and called once, so that its shapes are known. Returns net itself if there is nothing to gain: on
+    GPUs, on a processor without AVX-512, and for networks other than a Sequential of LAYERS.
+    """
+    on_cpus = all(c.device_type == "cpu" for c in ctx) and not mx.runtime.Features().is_enabled("CUDA")
+    return tuned(net) if on_cpus and _avx512() and tunable(net) else net
+
+
+def tunable(net: gluon.Block) -> bool:
+    """Whether `tuned` can transform a network."""
+    return type(net) in (nn.Sequential, nn.HybridSequential) and all(
+        type(layer) in LAYERS and (type(layer) is not nn.Conv2D or _is_plain(layer)) for layer in net
+    )
+
+
+def _is_plain(layer: nn.Conv2D) -> bool:
+    kwargs = layer._kwargs
+    return kwargs["num_group"] == 1 and kwargs["layout"] == "NCHW" and np.dtype(layer.weight.dtype) == np.float32
+
+
+def tuned(net: nn.HybridSequential) -> InPieces:
+    """The transformed network: see `tune`."""
+    fast = InPieces(prefix=f"{net.prefix}tuned_")
+    channels = padded = 0  # after the last convolution, without and with padding
+    for layer in net:
+        if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
+            fast.add(FirstChannels(channels))
+            padded = channels
+        if type(layer) is nn.Conv2D:
+            fast.add(PaddedConv2D(layer))
+            channels = layer._channels
+            padded = round_up(channels)
+        else:
+            fast.add(layer)
+    if padded > channels:
+        fast.add(FirstChannels(channels))
+    fast.hybridize(static_alloc=True, static_shape=True)
+    return fast
+
+
+def round_up(channels: int) -> int:
+    """Channels including padding. A single channel, as in an image, has a fast kernel of its own."""
+    return -(-channels // BLOCK) * BLOCK if channels > 1 else channels
+
+
+class PaddedConv2D(HybridBlock):
+    """A convolution with `layer`'s parameters whose input and output channels are padded with zeros to `round_up`."""
+
+    def __init__(self, layer: nn.Conv2D) -> None:
+        super().__init__(prefix=layer.prefix, params=layer.params)
+        self.weight = self.params.get("weight")
+        self.bias = self.params.get("bias") if layer.bias is not None else None
+        self.act, self.kwargs = layer.act, layer._kwargs
+
+    def hybrid_forward(self, F: ModuleType, x: NDArray, weight: NDArray, bias: NDArray | None = None) -> NDArray:
+        outputs, inputs, *kernel = self.weight.shape
+        wide, deep = round_up(outputs), round_up(inputs)
+        zeros = F.zeros if F is mx.sym else partial(F.zeros, ctx=x.context)
+        if deep > inputs:
+            weight = F.concat(weight, zeros((outputs, deep - inputs, *kernel)), dim=1)
+        if wide > outputs:
+            weight = F.concat(weight, zeros((wide - outputs, deep, *kernel)), dim=0)
+            if bias is not None:
+                bias = F.concat(bias, zeros((wide - outputs,)), dim=0)
+        arrays = [x, weight] if bias is None else [x, weight, bias]
+        y = F.Convolution(*arrays, **{**self.kwargs, "num_filter": wide})
+        return self.act(y) if self.act else y
+
+
+class FirstChannels(HybridBlock):
+    """The first channels of (n, more channels, h, w)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
+        return F.slice_axis(x, axis=1, begin=0, end=self.channels)
+
+
+class InPieces(nn.HybridSequential):
+    """A HybridSequential that computes a batch in pieces of PIECE examples, within one graph.
+
+    No layer may look at other examples of the batch.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.graphs: dict[int, Callable[[NDArray], NDArray]] = {}  # by number of pieces
+
+    def forward(self, x: NDArray) -> NDArray:
+        count = -(-x.shape[0] // PIECE) if self._active and isinstance(x, nd.NDArray) else 1
+        if count <= 1:
+            return super().forward(x)
+        if count not in self.graphs:
+            self.graphs[count] = _Pieces(self, count).__call__  # a block here would look like an unregistered child
+        return self.graphs[count](x)
+
+
+class _Pieces(HybridBlock):
+    """The graph of a network for a batch in `count` pieces."""
+
+    def __init__(self, net: InPieces, count: int) -> None:
+        super().__init__()
+        self.net, self.count = net, count
+        self._active, self._flags = True, list(net._flags)  # hybridize() would reset net, its child
+
+    def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
+        ends = [*range(PIECE, self.count * PIECE, PIECE), None]  # the last piece may be smaller
+        pieces = [F.slice_axis(x, axis=0, begin=i * PIECE, end=end) for i, end in enumerate(ends)]
+        return F.concat(*[self.net(piece) for piece in pieces], dim=0)
+
+
+def store(ctx: list[Context]) -> str | SharedMemoryStore:
+    """The fastest key-value store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's own."""
+    on_cpus = all(c.device_type == "cpu" for c in ctx)
+    return SharedMemoryStore() if len(ctx) > 1 and on_cpus else "device"
+
+
+class SharedMemoryStore(kvstore.KVStoreBase):
+    """Sums gradients on CPU contexts, where each context can read the others' arrays.
+
+    On k contexts this reads and writes 3k - 1 times an array's bytes; MXNet's KVStore needs 5k + 1. The contexts take
+    turns at summing an array.
+    """
+
+    type, rank, num_workers = "shared_memory", 0, 1
+
+    def broadcast(self, key: int, value: NDArray, out: list[NDArray], priority: int = 0) -> None:
+        for x in out:
+            if x is not value:
+                value.copyto(x)
+
+    def pushpull(self, key: int, value: list[NDArray], out: list[NDArray] | None = None, priority: int = 0) -> None:
+        first = key % len(value)
+        total, *others = value[first:] + value[:first]
+        nd.add_n(total, *others, out=total)
+        for x in others:
+            total.copyto(x)
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        return False  # it runs no optimizer
 
 
 def _avx512() -> bool:
@@ -32,94 +190,3 @@ def _avx512() -> bool:
             return any(line.startswith("flags") and " avx512f " in line for line in file)
     except OSError:
         return False
-
-
-USED = _avx512() and not mx.runtime.Features().is_enabled("CUDA")
-
-
-@contextmanager
-def as_written() -> Iterator[None]:
-    """Nets that are made, and first computed, within this are computed as they are written."""
-    global USED
-    before, USED = USED, False
-    try:
-        yield
-    finally:
-        USED = before
-
-
-def rounded(channels: int) -> int:
-    """The channels, and those added. An image's one channel has a kernel of its own."""
-    return -(-channels // CHANNELS) * CHANNELS if USED and channels > 1 else channels
-
-
-def parts(X: NDArray) -> int:
-    """In how many pieces a batch X (n, ...) should be computed: 1 where this module does nothing."""
-    return max(1, -(-X.shape[0] // EXAMPLES)) if USED else 1
-
-
-def pieces(F: ModuleType, X: NDArray, count: int) -> list[NDArray]:
-    """X (n, ...) along its first axis in so many pieces of EXAMPLES, of which the last may be smaller."""
-    ends = [*range(EXAMPLES, count * EXAMPLES, EXAMPLES), None]
-    return [F.slice_axis(X, axis=0, begin=i * EXAMPLES, end=end) for i, end in enumerate(ends)]
-
-
-class Conv2D(nn.Conv2D):
-    """Gluon's, with its parameters, which gives `rounded` channels. Needs in_channels, a bias, one group, float32."""
-
-    def hybrid_forward(self, F: ModuleType, x: NDArray, weight: NDArray, bias: NDArray) -> NDArray:
-        outputs, inputs, kernel = self._channels, self._in_channels, self._kwargs["kernel"]
-        wide = rounded(outputs)
-        zeros = F.zeros if F is mx.sym else partial(F.zeros, ctx=weight.context)
-        if rounded(inputs) > inputs:
-            weight = F.concat(weight, zeros((outputs, rounded(inputs) - inputs, *kernel)), dim=1)
-        if wide > outputs:
-            weight = F.concat(weight, zeros((wide - outputs, rounded(inputs), *kernel)), dim=0)
-            bias = F.concat(bias, zeros((wide - outputs,)), dim=0)
-        y = F.Convolution(x, weight, bias, **{**self._kwargs, "num_filter": wide})
-        return self.act(y) if self.act else y
-
-
-class First(HybridBlock):
-    """The first channels of (n, more channels, h, w)."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-
-    def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
-        added = rounded(self.channels) > self.channels
-        return F.slice_axis(x, axis=1, begin=0, end=self.channels) if added else x
-
-
-class InPieces(nn.HybridSequential):
-    """Gluon's, which, hybridized, takes a batch in pieces within one graph. No layer may look at other examples."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.graphs: dict[int, Callable[[NDArray], NDArray]] = {}  # by number of pieces
-
-    def forward(self, x: NDArray) -> NDArray:
-        count = parts(x) if self._active and isinstance(x, nd.NDArray) else 1
-        if count == 1:
-            return super().forward(x)
-        if count not in self.graphs:
-            # A block here would look to Gluon like a forgotten child.
-            self.graphs[count] = _Pieces(self, count, self._flags).__call__
-        return self.graphs[count](x)
-
-    def _clear_cached_op(self) -> None:  # as when it is hybridized in another way, or cast
-        super()._clear_cached_op()
-        self.graphs = {}
-
-
-class _Pieces(HybridBlock):
-    """A net's graph for so many pieces of a batch."""
-
-    def __init__(self, net: HybridBlock, count: int, flags: list[tuple[str, Any]]) -> None:
-        super().__init__()
-        self.net, self.count = net, count
-        self._active, self._flags = True, list(flags)  # hybridize would have the net, its child, forget its graphs
-
-    def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
-        return F.concat(*[self.net(piece) for piece in pieces(F, x, self.count)], dim=0)

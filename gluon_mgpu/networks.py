@@ -1,0 +1,80 @@
+"""ResNet-18, and the registry of the networks that highlevel can train.
+
+A network of your own: `networks.register("mlp", build)`, then `highlevel.train(2, 256, 0.2, model="mlp")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+from gluon_mgpu.runtime import engine
+
+engine.configure()
+
+import mxnet as mx  # noqa: E402
+from mxnet import gluon  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
+
+from gluon_mgpu.training import settings  # noqa: E402
+
+NORMAL = mx.init.Normal(0.01)  # as scratch.init_params
+
+
+class Network(NamedTuple):
+    build: Callable[[], gluon.Block]  # returns a new network, not yet initialized
+    init: mx.init.Initializer = NORMAL  # of its weights
+    names: tuple[str, ...] = ()  # of its arrays in checkpoints, if they are not Gluon's
+
+
+NETWORKS: dict[str, Network] = {}
+
+
+def register(
+    name: str, build: Callable[[], gluon.Block], init: mx.init.Initializer = NORMAL, names: tuple[str, ...] = ()
+) -> None:
+    """Make a network available as `model=name` to `highlevel.train` and everything that reads its runs.
+
+    build: returns a new, uninitialized network for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: of its
+    weights. names: of its arrays in checkpoints; default: Gluon's.
+    """
+    NETWORKS[name] = Network(build, init, names)
+    settings.add_model(name)
+
+
+class Residual(nn.HybridBlock):
+    """Two 3x3 convolutions whose output is added to their input: (n, c, h, w) to (n, channels, h/stride, w/stride).
+
+    If the shape changes, a 1x1 convolution adapts the input. Source: He et al., arXiv:1512.03385.
+    """
+
+    def __init__(self, channels: int, stride: int = 1, change_shape: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2D(channels, kernel_size=3, strides=stride, padding=1)
+        self.bn1 = nn.BatchNorm()
+        self.conv2 = nn.Conv2D(channels, kernel_size=3, padding=1)
+        self.bn2 = nn.BatchNorm()
+        self.conv3 = nn.Conv2D(channels, kernel_size=1, strides=stride) if change_shape else None
+
+    def hybrid_forward(self, F: ModuleType, X: NDArray) -> NDArray:
+        Y = F.Activation(self.bn1(self.conv1(X)), act_type="relu")
+        Y = self.bn2(self.conv2(Y))
+        return F.Activation(Y + (self.conv3(X) if self.conv3 else X), act_type="relu")
+
+
+def resnet18() -> nn.HybridSequential:
+    """ResNet-18 for images (n, 1, 28, 28): a 3x3 stem without pooling (Dive into Deep Learning's variant for small
+    images)."""
+    net = nn.HybridSequential(prefix="resnet_")
+    with net.name_scope():
+        net.add(nn.Conv2D(64, kernel_size=3, padding=1), nn.BatchNorm(), nn.Activation("relu"))  # (n, 64, 28, 28)
+        for channels in (64, 128, 256, 512):  # the last stage returns (n, 512, 4, 4)
+            smaller = channels > 64
+            net.add(Residual(channels, 1 + smaller, smaller), Residual(channels))
+        net.add(nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(10))
+    return net
+
+
+register("resnet18", resnet18)

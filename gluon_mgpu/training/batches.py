@@ -1,0 +1,122 @@
+"""Batches in, numbers out: making batches in host memory, and reading results while later steps are already issued.
+
+MXNet's engine runs behind Python. Steps are issued in bursts and their results read later, so Python waits once per
+burst and not once per step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Optional
+
+import numpy as np
+
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.devices import shard_sizes
+
+engine.configure()
+
+import mxnet as mx  # noqa: E402
+from mxnet import Context, nd  # noqa: E402
+from mxnet.base import _LIB, check_call  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
+
+# How far Python may run ahead of the engine. Issuing a burst and then sleeping disturbs MXNet's workers on the same
+# cores less than waking up at every step (docs/engine.md). The seconds bound how long Ctrl-C has to wait.
+MOST_STEPS_AHEAD = 16
+MOST_SECONDS_AHEAD = 0.4
+
+Batch = tuple[Optional[NDArray], Optional[NDArray]]  # (X, y), or (None, None) for a worker without examples
+
+
+def batches(
+    images: np.ndarray,
+    labels: np.ndarray,
+    batch_size: int,
+    order: np.ndarray | None = None,
+    part: Callable[[int], slice] | None = None,
+) -> Iterator[Batch]:
+    """Batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
+
+    images, labels: uint8 arrays. order: the indices to take, in this order; default: all, as they are. part: maps the
+    size of a batch to the slice of it that this worker takes; if that is empty, the batch is (None, None).
+    """
+    order = np.arange(len(labels)) if order is None else order
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        if part:
+            chosen = chosen[part(len(chosen))]
+        if not len(chosen):
+            yield None, None
+            continue
+        X, pixels = _empty((len(chosen), *images.shape[1:]))
+        y, classes = _empty(chosen.shape)
+        np.divide(images[chosen], 255, out=pixels, dtype=np.float32)
+        classes[:] = labels[chosen]
+        yield X, y
+
+
+def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
+    """A new float32 NDArray in host memory and the same memory as a NumPy array, to fill before the engine uses it.
+
+    nd.array would copy, after waiting for everything queued on cpu(0). nd.from_numpy calls Python from an engine thread
+    to release the memory, which aborts a process that is about to exit.
+    """
+    array, memory = nd.empty(shape, mx.cpu()), ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(memory)))
+    return array, np.ctypeslib.as_array(ctypes.cast(memory, ctypes.POINTER(ctypes.c_float)), shape)
+
+
+def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the examples in an epoch, as indices (examples,)."""
+    return np.random.default_rng([seed, epoch]).permutation(examples)
+
+
+def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, NDArray]]:
+    """A batch in `parts` parts of nearly equal size, in the host's memory."""
+    start = 0
+    for size in shard_sizes(X.shape[0], min(parts, X.shape[0])):
+        yield X[start : start + size], y[start : start + size]
+        start += size
+
+
+def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]) -> list[NDArray]:
+    """Shards of a batch with sizes in proportion to shares, one per device; devices without examples get no shard."""
+    shards, start = [], 0
+    for size, c in zip(shard_sizes(data.shape[0], len(ctx), shares), ctx):
+        if size:
+            shards.append(data[start : start + size].as_in_context(c))
+        start += size
+    return shards
+
+
+def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
+    """The results of each step as one NumPy vector (n,), in order, while later steps are issued ahead of the engine.
+
+    issued: an iterator that issues the next step when asked for it, and returns its results, one vector per shard.
+    """
+    ahead: deque[list[NDArray]] = deque()
+    allowed, began = 1, time.perf_counter()
+    for shards in issued:
+        ahead.append(shards)
+        if len(ahead) >= allowed:
+            burst = len(ahead) - allowed // 8  # the engine keeps the rest busy while the next burst is issued
+            for _ in range(burst):
+                yield _joined(ahead.popleft())
+            now = time.perf_counter()
+            allowed = int(np.clip(MOST_SECONDS_AHEAD * burst / (now - began), 1, MOST_STEPS_AHEAD))
+            began = now
+    for shards in ahead:
+        yield _joined(shards)
+
+
+def mean(issued: Iterable[list[NDArray]]) -> float:
+    """The mean of all results that `issued` returns, read as in `read_behind`."""
+    return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
+
+
+def _joined(shards: list[NDArray]) -> np.ndarray:
+    return np.concatenate([shard.asnumpy() for shard in shards] or [np.empty(0, np.float32)])

@@ -1,0 +1,73 @@
+"""Ctrl-C and SIGTERM during training: finish the step, save a checkpoint, end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+from gluon_mgpu.distributed.workers import ALONE, Workers
+from gluon_mgpu.runtime.errors import Interrupted
+
+SAME_CTRL_C = 0.5  # seconds within which a second signal is the same one: a launcher and a cluster may both send it
+
+Item = TypeVar("Item")
+
+
+class CtrlC:
+    """Defers Ctrl-C and SIGTERM until the step is issued completely, since half a step would leave unequal replicas.
+
+    A second Ctrl-C takes effect at once. If no step is left, the run ends as usual. Python delivers signals to the main
+    thread only; elsewhere this class does nothing. Several workers stop at the same step, whichever of them was asked.
+    """
+
+    def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
+        """checkpoint: whether one will be saved, for the notice."""
+        self.workers, self.checkpoint = workers, checkpoint
+
+    def __enter__(self) -> CtrlC:
+        self.asked, self.stopped, self.since = False, False, 0.0
+        main = threading.current_thread() is threading.main_thread()
+        self.before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM) if main}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for which, handler in self.before.items():
+            signal.signal(which, handler)
+
+    def _handle(self, *_: object) -> None:
+        if self.asked:
+            if time.monotonic() - self.since < SAME_CTRL_C:
+                return
+            raise KeyboardInterrupt
+        self.asked, self.since = True, time.monotonic()
+        without = ", without saving a checkpoint" if self.checkpoint else ""
+        with suppress(OSError):  # whoever reads it may be gone
+            os.write(2, f"\ngluon_mgpu: stopping after this step; press Ctrl-C again to stop now{without}\n".encode())
+
+    def between(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; raises Interrupted instead of the next one after Ctrl-C."""
+        yield from self.until(items)
+        if self.stopped:
+            raise Interrupted
+
+    def until(self, items: Iterable[Item], step: Callable[[], int] | None = None) -> Iterator[Item]:
+        """The items; after Ctrl-C no more of them, and `stopped` is set.
+
+        step: returns how many steps of the run were issued. With it, several workers stop at the same step.
+        """
+        for item in items:
+            if step and self.workers.count > 1:
+                if self.asked and not self.workers.stopping:
+                    self.workers.ask_to_stop()
+                proceed = self.workers.may_step(step())
+            else:
+                proceed = not self.asked
+            if not proceed:
+                self.stopped = True
+                return
+            yield item

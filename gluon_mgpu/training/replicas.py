@@ -1,0 +1,260 @@
+"""The replicas that the training loop drives, and everything a step can do beyond the notebooks' own, written once.
+
+`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`. With all extras off, a step is their lesson's
+`train_batch`; otherwise `Replicas.extended_step` composes the same functions of the lesson.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from types import ModuleType
+
+import numpy as np
+
+from gluon_mgpu.distributed.workers import ALONE, Workers
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training.batches import split_batch, split_by_shares
+from gluon_mgpu.training.settings import SGD, Settings
+
+engine.configure()
+
+import mxnet as mx  # noqa: E402
+from mxnet import Context, nd  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
+
+LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
+VELOCITY = "velocity/"  # in a state_dict, before the name of the parameter
+RUNNING_STATS = ("running_mean", "running_var")  # of batch normalization
+
+
+def implementation(impl: str) -> ModuleType:
+    """The lesson module "scratch" or "highlevel". By name: training imports neither of them."""
+    return importlib.import_module(f"gluon_mgpu.{impl}")
+
+
+class Replicas(ABC):
+    """A network on every device of ctx.
+
+    A derived class sets `arrays`: for each device, {name: NDArray} of all that belongs in a checkpoint. Arrays that are
+    trained have a gradient attached.
+    """
+
+    networks: tuple[str, ...] = ()  # the implementation has only these; (): any that is registered
+    own_options: tuple[str, ...] = ()  # keyword arguments of `train` that go to __init__
+    arrays: list[dict[str, NDArray]]
+
+    def __init__(self, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE) -> None:
+        engine.check(ctx)
+        self.ctx, self.settings, self.workers = ctx, settings, workers
+        self._batch_size = 0  # of the last step, over all workers
+
+    # What an implementation adds
+
+    @abstractmethod
+    def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        """The lesson's train_batch."""
+
+    @abstractmethod
+    def split_and_load(self, data: NDArray) -> list[NDArray]:
+        """The lesson's split_and_load."""
+
+    @abstractmethod
+    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
+        """The lesson's forward_backward: returns the losses of each shard."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Sum the gradients over the devices of this process."""
+
+    @abstractmethod
+    def update(self, lr: float, batch_size: int) -> None:
+        """Update each replica with its gradients, which are sums over batch_size examples."""
+
+    @abstractmethod
+    def predict(self, X: NDArray) -> NDArray:
+        """Scores (n, 10) of X (n, 1, 28, 28), on the device where X is. Does not wait for them."""
+
+    @abstractmethod
+    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
+        """The lesson's evaluate_accuracy, on all devices."""
+
+    @abstractmethod
+    def velocities(self, device: int) -> dict[str, NDArray]:
+        """Momentum's state on a device; empty without momentum."""
+
+    @property
+    def extras(self) -> bool:
+        """Whether the settings ask for more than the lesson's step."""
+        s = self.settings
+        return bool(s.grad_accum_steps > 1 or s.max_grad_norm or s.shares or self.workers.count > 1)
+
+    # A step
+
+    def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
+        """One step: X (n, 1, 28, 28), y (n,). Returns the losses of each shard, without waiting for them.
+
+        batch_size: with several workers, the global batch, of which X and y are this worker's part, None if it has no
+        part.
+        """
+        own = 0 if X is None else X.shape[0]
+        if self.workers.count > 1 and batch_size != self._batch_size:  # on all workers at the same step
+            self.sync_running_stats()
+            self._batch_size, self._part = batch_size, own / batch_size
+        if self.extras or own < len(self.ctx):
+            losses = self.extended_step(X, y, lr, batch_size or own)
+        else:
+            assert X is not None and y is not None
+            losses = self.lesson_step(X, y, lr)
+        if self.running_stats and len(self.ctx) > 1 and own:
+            self._average_running_stats(losses, own)
+        return losses
+
+    def extended_step(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int) -> list[NDArray]:
+        """A step with gradient accumulation, shares, devices without examples, workers and clipping."""
+        s = self.settings
+        if s.grad_accum_steps > 1 or X is None or X.shape[0] < len(self.ctx):
+            self.zero_grad()
+        losses: list[NDArray] = []
+        if X is not None and y is not None:
+            for X_part, y_part in split_batch(X, y, s.grad_accum_steps):
+                losses += self.forward_backward(self.split(X_part), self.split(y_part))
+        self.reduce()
+        if self.workers.count > 1:
+            self._sum_over_workers()
+        if s.max_grad_norm:
+            for grads in self.grads():  # the gradients are sums, and the norm is of the mean
+                clip_grad_norm(list(grads.values()), s.max_grad_norm * batch_size)
+        self.update(lr, batch_size)
+        return losses
+
+    def split(self, data: NDArray) -> list[NDArray]:
+        """Shards of a batch on the devices: by the settings' shares, or as the lesson splits."""
+        shares = self.settings.shares
+        if isinstance(shares, tuple):
+            return split_by_shares(data, self.ctx, shares)
+        return self.split_and_load(data)
+
+    def grads(self) -> list[dict[str, NDArray]]:
+        """For each device, {name: gradient} of the arrays that are trained."""
+        return [
+            {name: array.grad for name, array in arrays.items() if array.grad is not None} for arrays in self.arrays
+        ]
+
+    def zero_grad(self) -> None:
+        for arrays in self.arrays:
+            for array in arrays.values():
+                if array.grad is not None:
+                    array.grad[:] = 0
+                    array._fresh_grad = True  # else Trainer refuses an array that backward has not reached
+
+    def _sum_over_workers(self) -> None:
+        """Add the sums of the other workers to this worker's, on all its devices."""
+        for key, grads in enumerate(zip(*(of_device.values() for of_device in self.grads()))):
+            self.workers.allreduce(grads[0], key)
+            for grad in grads[1:]:
+                grads[0].copyto(grad)
+
+    # Running statistics of batch normalization
+
+    @property
+    def running_stats(self) -> list[str]:
+        """The names of batch normalization's arrays, which are counted on each device and not trained."""
+        return [name for name in self.arrays[0] if name.endswith(RUNNING_STATS)]
+
+    def _average_running_stats(self, losses: list[NDArray], n: int) -> None:
+        """Give all replicas the mean over the devices, weighted by examples, so that any device evaluates alike."""
+        flat = []
+        for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
+            weight = sum(x.shape[0] for x in losses if x.context == c) / n
+            # A hybridized network's backward pass writes the statistics without telling the engine. Reading one number
+            # of its last gradient, too, orders this after it.
+            last = next(iter(grads.values())).reshape(-1)[:1]
+            flat.append(nd.concat(*[arrays[name] for name in self.running_stats], last, dim=0) * weight)
+        self._set_running_stats(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in flat]))
+
+    def sync_running_stats(self) -> None:
+        """Average the running statistics over the workers, weighted by their parts of a batch. All workers call it.
+
+        Not in each step: a step only adds to them, so they can be averaged later. They are written without telling the
+        engine, so a sum over workers has to wait for all steps, and all later steps for it.
+        """
+        if self.workers.count == 1 or not self.running_stats or not self._batch_size:
+            return
+        nd.waitall()
+        own = nd.concat(*[self.arrays[0][name] for name in self.running_stats], dim=0).as_in_context(mx.cpu())
+        average = own * self._part
+        self.workers.allreduce(average, "statistics")
+        self._set_running_stats(average)
+        nd.waitall()
+
+    def _set_running_stats(self, average: NDArray) -> None:
+        for c, arrays in zip(self.ctx, self.arrays):
+            here, start = average.as_in_context(c), 0
+            for name in self.running_stats:
+                size = arrays[name].shape[0]
+                here[start : start + size].copyto(arrays[name])
+                start += size
+
+    # State
+
+    def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
+        """{name: NumPy array} of what the network computes with on a device, given by its position in ctx."""
+        nd.waitall()  # a forward pass may be changing the layout of weights while they are read (docs/engine.md)
+        return {name: array.asnumpy() for name, array in self.arrays[device].items()}
+
+    def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
+        """{name: NumPy array} of the gradients on a device, given by its position in ctx."""
+        return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Everything that a checkpoint holds: parameters by name, and momentum's state as "velocity/name"."""
+        velocities = {VELOCITY + name: array.asnumpy() for name, array in self.velocities(0).items()}
+        return {**self.parameters(), **velocities}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Set all replicas to a `state_dict`. Raises Error if its names or shapes differ from this network's."""
+        expected = self.state_dict()
+        if {name: a.shape for name, a in state.items()} != {name: a.shape for name, a in expected.items()}:
+            raise Error("the checkpoint holds the parameters of another network")
+        for device, arrays in enumerate(self.arrays):
+            velocities = {VELOCITY + name: array for name, array in self.velocities(device).items()}
+            for name, array in {**arrays, **velocities}.items():
+                array[:] = state[name]
+
+
+def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
+    """Scale the gradients of one device so that their joint norm is at most max_norm."""
+    norm = nd.sqrt(nd.add_n(*[nd.sum(nd.square(grad)) for grad in grads]))
+    scale = nd.minimum(max_norm / (norm + 1e-8), 1)
+    for grad in grads:
+        grad[:] = nd.broadcast_mul(grad, scale.reshape((1,) * grad.ndim))
+
+
+def sgd_momentum(
+    params: list[NDArray], velocities: list[NDArray], lr: float, batch_size: int, settings: Settings
+) -> None:
+    """SGD on one device with momentum (if there are velocities) and weight decay.
+
+    v = momentum * v - lr * (gradient / batch_size + weight_decay * p), then p += v.
+    """
+    rule = {"lr": lr, "rescale_grad": 1 / batch_size, "wd": settings.weight_decay}
+    for i, p in enumerate(params):
+        if velocities:
+            nd.sgd_mom_update(p, p.grad, velocities[i], out=p, momentum=settings.momentum, **rule)
+        else:
+            nd.sgd_update(p, p.grad, out=p, **rule)
+
+
+def check_model(replicas: type[Replicas], model: str) -> None:
+    """Raise UsageError if an implementation does not have a network."""
+    if replicas.networks and model not in replicas.networks:
+        has = ", ".join(replicas.networks)
+        raise UsageError(f"model={model}: {implementation_name(replicas)} has only {has}; use highlevel")
+
+
+def implementation_name(replicas: type[Replicas]) -> str:
+    """The lesson's name: "scratch" or "highlevel"."""
+    return replicas.__module__.rpartition(".")[2]
