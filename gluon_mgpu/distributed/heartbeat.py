@@ -1,38 +1,40 @@
-"""Who of a run's processes is alive, and what its workers agree on. It carries lines of JSON, and no gradient.
+"""Which processes of a run are alive, and what its workers agree on: lines of JSON over TCP, no gradients.
 
-The Hub listens: in the scheduler's process, or with Horovod in worker 0's. Every process is a Member of it. A process
-whose connection ends, or that gives no sign of life for SILENCE seconds, is lost; then every other one says so in one
-line and ends, since MXNet's stores and Horovod would wait for it for ever.
+The Coordinator listens in the scheduler's process or, with Horovod, in worker 0's. Every worker and server is a Client.
+A process is lost if its connection ends or if it is silent for SILENCE seconds. All other processes then end and one of
+them reports the loss: MXNet's parameter servers and Horovod would wait for the lost process forever.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import Any
 
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-BEAT = 1.0  # seconds between signs of life
-SILENCE = 10.0  # seconds without one: lost. Nothing in a worker holds Python's lock for so long
-PATIENCE = 300.0  # seconds within which all have to come
-LAST_WORDS = 3.0  # seconds for a server to end once all workers are done
-WAITING_SAID = 5  # beats after which a process says for whom it waits
-LONGEST = 16 << 20  # bytes of a line; some 80,000 epochs of a run that is resumed
+BEAT = 1.0  # seconds between two signs of life
+SILENCE = 10.0  # seconds without a sign of life after which a process is lost; no worker holds the GIL that long
+PATIENCE = 300.0  # seconds within which all processes must connect
+NOTICE_AFTER = 5.0  # seconds after which a waiting process says what it is waiting for
+GRACE = 3.0  # seconds that servers and the scheduler get to end once all workers are done; ps-lite may take 10 s
+LONGEST = 16 << 20  # bytes per line; the history of some 80,000 epochs, sent when a run is resumed
 
 
-class Hub:
-    """Listens on (host, port), port 0 for a free one, for the processes of a run, `expected` by name.
+class Coordinator:
+    """Listens for the clients of a run on (host, port); port 0 chooses a free port.
 
-    on_loss: called with what the others are told, once one is lost; on_over: once all workers are done. Raises Error
-    for a port that is taken and a host that is not this machine's.
+    expected: the clients' names, workers first. on_end(line, reported): called once if a process fails or is lost, with
+    the error message and whether a client reports it. on_over(): called once all workers are done.
+    Raises Error if the port is in use or the host is not this machine.
     """
 
     def __init__(
@@ -40,12 +42,13 @@ class Hub:
         host: str,
         port: int,
         expected: Sequence[str],
-        on_loss: Callable[[str], object] = lambda line: None,
+        on_end: Callable[[str, bool], object] = lambda line, reported: None,
         on_over: Callable[[], object] = lambda: None,
     ) -> None:
-        self.expected, self.on_loss, self.on_over = list(expected), on_loss, on_over
+        self.expected, self.on_end, self.on_over = list(expected), on_end, on_over
         self.workers = [name for name in self.expected if name.startswith("worker")]
-        self.numbers = _numbers(self.expected)
+        self.counts = _counts(self.expected)
+        self.dist_sync = self.counts[1] > 0
         address = _resolved(host, port)
         self.listener = socket.socket()
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,251 +56,239 @@ class Hub:
             self.listener.bind(address)
         except OSError as error:
             self.listener.close()
-            raise Error(f"{host}, port {port} cannot be listened on ({error.strerror}): give another port") from None
+            raise Error(f"cannot listen on {host}, port {port} ({error.strerror}): use another port") from None
         self.listener.listen(128)
+        self.listener.settimeout(BEAT / 4)
         self.address, self.port = self.listener.getsockname()
-        self.members: dict[str, _Connection] = {}
-        self.ended: set[str] = set()
-        self.gathering: dict[int, dict[str, Any]] = {}
-        self.issued: dict[str, int] = {}
-        self.over = self.asked = self.stopping = False
-        self.since = time.monotonic()
+        self.lock = threading.Lock()  # for what follows; every connection has a thread
+        self.clients: dict[str, _Connection] = {}
+        self.ended: set[str] = set()  # clients that said that they end
+        self.gathering: dict[str, Any] = {}  # values of an all_gather that is not complete
+        self.issued: dict[str, int] = {}  # steps that each worker had issued when it was asked to stop
+        self.over = self.stopping = False
+        self.started = time.monotonic()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
     def close(self) -> None:
-        """Wait until all members are done; then listen no more."""
-        while self.thread.is_alive() and self.ended != set(self.members):
+        """Wait until all clients are done, then stop listening."""
+        while self.thread.is_alive() and self.ended != set(self.clients):
             time.sleep(BEAT / 20)
         self.over = True
         self.thread.join(2 * BEAT)
 
     def ask_to_stop(self) -> bool:
-        """All workers will stop at one step. Returns whether there are any yet."""
-        self.asked = len(self.members) == len(self.expected)
-        return self.asked
+        """Have all workers stop at the same step. Returns False if they are not all connected yet."""
+        with self.lock:
+            if self._missing():
+                return False
+            self._hold()
+            return True
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.listener, selectors.EVENT_READ)
-            beat = time.monotonic()
-            while not self.over:
-                for key, _ in selector.select(BEAT / 4):
-                    if key.data:
-                        self._read(selector, key.data)
-                    else:
-                        self._accept(selector)
-                if self.asked:
-                    self._hold()
-                now = time.monotonic()
-                if now - beat > BEAT:
-                    beat = now
-                    self._tell({"missing": [name for name in self.expected if name not in self.members]})
-                    self._look(selector, now)
-            self.listener.close()
+        last_beat = time.monotonic()
+        while not self.over:
+            try:
+                connection = _Connection(self.listener.accept()[0])
+                threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # nobody connects, or strangers use up all file descriptors or threads
+                time.sleep(BEAT / 100)
+            now = time.monotonic()
+            if now - last_beat > BEAT:
+                last_beat = now
+                with self.lock:
+                    self._beat(now)
+        self.listener.close()
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection = _Connection(self.listener.accept()[0])
-        except OSError:  # it is gone again, or strangers hold all files that we may open: `_look` sends them away
-            return
-        selector.register(connection.sock, selectors.EVENT_READ, connection)
+    def _beat(self, now: float) -> None:
+        missing = self._missing()
+        self._send_all({"missing": missing})
+        if missing and now - self.started > PATIENCE:
+            late = ", ".join(missing)
+            self._end(f"{late} did not connect within {PATIENCE:.0f} s: check that it runs and has this address")
 
-    def _read(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
-        try:
-            messages = connection.messages()
-            for message in messages or ():
-                self._take(connection, message)
-        except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
-            messages = None  # a reset, or nothing that a member says
-        if connection.name:  # a stranger has SILENCE seconds in all
-            connection.heard = time.monotonic()
-        if messages is None:
-            self._drop(selector, connection)
-            if connection.name and connection.name not in self.ended:
-                self._lost(connection.name, "its connection ended")
+    def _read(self, connection: _Connection) -> None:
+        def handle(message: dict[str, Any]) -> None:
+            with self.lock:
+                self._handle(connection, message)
 
-    def _drop(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
-        selector.unregister(connection.sock)
-        connection.sock.close()
+        why = connection.read(handle)
+        name = connection.name
+        with self.lock:
+            if name and name not in self.ended:
+                self._end(f"{name} ({connection.about}) was lost: {why}", lost=name)
 
-    def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
-        if not connection.name:
-            name = str(message.get("name"))
-            refusal = self._refusal(name, message.get("of"))
-            if refusal:
-                connection.send({"lost": str(refusal), "status": refusal.exit_status})
-                return
-            connection.name, connection.about = name, str(message.get("about"))
-            self.members[name] = connection
-            if len(self.members) == len(self.expected):
-                self._tell({"all": True})
-        elif "gather" in message and connection.name in self.workers:
-            values = self.gathering.setdefault(message["gather"], {})
-            values[connection.name] = message.get("value")
-            if len(values) == len(self.workers):
-                told = {"gathered": message["gather"], "values": [values[name] for name in self.workers]}
-                del self.gathering[message["gather"]]
-                self._tell(told)
+    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+        name = connection.name
+        if not name:
+            self._welcome(connection, message)
+        elif "gather" in message and name in self.workers:
+            self.gathering[name] = message["gather"]
+            if len(self.gathering) == len(self.workers):
+                self._send_all({"gathered": [self.gathering.pop(worker) for worker in self.workers]})
         elif "stop" in message:
             self._hold()
-        elif "issued" in message and connection.name in self.workers:
-            self.issued[connection.name] = int(message["issued"])
+        elif "issued" in message and name in self.workers:
+            self.issued[name] = int(message["issued"])
             if len(self.issued) == len(self.workers):
-                self._tell({"stop at": max(self.issued.values())})
+                self._send_all({"stop at": max(self.issued.values())})
         elif "failed" in message:
-            self.ended.add(connection.name)
+            self.ended.add(name)
+            # Horovod's workers share a terminal, on which the failed worker reports its own error.
             self._end(
-                f"{connection.name}: {message['failed']}", int(message.get("status", 1)), bool(message.get("undo"))
+                f"{name}: {message['failed']}",
+                int(message.get("status", 1)),
+                undo=bool(message.get("undo")),
+                report=self.dist_sync,
             )
         elif "done" in message:
-            self.ended.add(connection.name)
+            self.ended.add(name)
             if self.ended.issuperset(self.workers):
-                self._tell({"over": True})
-                self.ended.update(self.expected)  # who goes now is not lost
+                self._send_all({"over": True})
+                self.ended.update(self.expected)  # a server that ends now is not lost
                 self.on_over()
 
-    def _refusal(self, name: str, numbers: object) -> UsageError | None:
-        if numbers != self.numbers:
-            return UsageError(
-                f"{name} has DMLC_NUM_WORKER, DMLC_NUM_SERVER {numbers} where the scheduler has {self.numbers}: give "
-                "all processes the same"
+    def _welcome(self, connection: _Connection, message: dict[str, Any]) -> None:
+        name = str(message.get("name"))
+        refusal = self._refusal(name, message.get("of"))
+        if refusal:
+            connection.send({"end": refusal, "status": UsageError.exit_status, "report": True})
+            return
+        connection.name, connection.about = name, str(message.get("about"))
+        self.clients[name] = connection
+        if not self._missing():
+            self._send_all({"complete": True})
+
+    def _refusal(self, name: str, counts: object) -> str | None:
+        if counts != self.counts:
+            return (
+                f"{name} has [DMLC_NUM_WORKER, DMLC_NUM_SERVER] = {counts}, but the scheduler has {self.counts}: set "
+                "the same values in all processes"
             )
-        if name in self.members:
-            return UsageError(f"{name} is there already: each worker and each server needs its own DMLC_TASK_ID")
-        return None if name in self.expected else UsageError(f"this run has no {name}: DMLC_TASK_ID begins with 0")
+        if name in self.clients:
+            return f"{name} is already connected: give each worker and each server its own DMLC_TASK_ID"
+        return None if name in self.expected else f"{name} is not part of this run"
+
+    def _missing(self) -> list[str]:
+        return [name for name in self.expected if name not in self.clients]
 
     def _hold(self) -> None:
+        """Ask every worker how many steps it has issued. It issues no other until it knows where to stop."""
         if not self.stopping:
             self.stopping = True
-            self._tell({"hold": True})
+            self._send_all({"hold": True})
 
-    def _look(self, selector: selectors.BaseSelector, now: float) -> None:
-        for connection in [key.data for key in selector.get_map().values() if key.data]:
-            if now - connection.heard <= SILENCE:
-                continue
-            if not connection.name:
-                self._drop(selector, connection)
-            elif connection.name not in self.ended:
-                return self._lost(connection.name, f"it has given no sign of life for {SILENCE:.0f} s")
-        missing = [name for name in self.expected if name not in self.members]
-        if missing and now - self.since > PATIENCE:
-            late = ", ".join(missing)
-            self._end(f"{late} did not come within {PATIENCE:.0f} s: is it started, and with this address?")
+    def _end(self, line: str, status: int = 1, undo: bool = False, report: bool = True, lost: str = "") -> None:
+        """End all processes of the run; the first client that is still there reports why."""
+        if self.over:
+            return
+        there = [name for name in self.expected if name in self.clients and name not in {*self.ended, lost}]
+        reporter = there[0] if there and report else None
+        for name in there:
+            self.clients[name].send({"end": line, "status": status, "undo": undo, "report": name == reporter})
+        self.over = True  # only now: `close` returns, and the process may end
+        self.on_end(line, bool(there))
 
-    def _lost(self, name: str, why: str) -> None:
-        self._end(f"{name} ({self.members[name].about}) was lost: {why}")
-
-    def _end(self, line: str, status: int = 1, undo: bool = False) -> None:
-        if not self.over:
-            self.over = True
-            self._tell({"lost": line, "status": status, "undo": undo})
-            self.on_loss(line)
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        for name, connection in self.members.items():
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for name, connection in self.clients.items():
             if name not in self.ended:
                 connection.send(message)
 
 
 class _Connection:
-    """Lines of JSON over a socket."""
+    """Lines of JSON over a socket. name: the client's, once it has said who it is."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.name, self.about = sock, "", ""
-        self.heard, self.rest = time.monotonic(), bytearray()
         self.sending = threading.Lock()
         sock.settimeout(SILENCE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: dict[str, Any]) -> None:
+        with self.sending, suppress(OSError):  # the thread that reads notices a lost connection
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self, handle: Callable[[dict[str, Any]], object]) -> str:
+        """Call handle(message) for every message until the connection ends; returns why it ended."""
+        rest = bytearray()
         try:
-            with self.sending:
-                self.sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass  # whoever reads will see that it is gone
-
-    def messages(self) -> list[dict[str, Any]] | None:
-        """What has come, as dictionaries; None at the end. Raises OSError or ValueError for what is no such thing."""
-        received = self.sock.recv(1 << 16)
-        if not received:
-            return None
-        self.rest += received
-        if len(self.rest) > LONGEST:
-            raise ValueError("too long")
-        if b"\n" not in received:
-            return []
-        *lines, self.rest = self.rest.split(b"\n")
-        found = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in found):
-            raise ValueError("no message")
-        return found
+            while received := self.sock.recv(1 << 16):
+                rest += received
+                if len(rest) > LONGEST:
+                    raise ValueError("line too long")
+                if b"\n" not in received:
+                    continue
+                *lines, rest = rest.split(b"\n")
+                for message in map(json.loads, lines):
+                    if not isinstance(message, dict):
+                        raise ValueError("not a message")
+                    handle(message)
+        except socket.timeout:
+            return f"no sign of life for {SILENCE:.0f} s"
+        except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
+            pass  # the connection was reset, or a stranger sent something else than a message
+        finally:
+            self.sock.close()
+        return "its connection ended"
 
 
-class Member:
-    """A process's connection to the Hub at (host, port). Where another one is lost, it ends this process,
-    and calls undo() where that one has `failed` and asked for it.
+class Client:
+    """A process's connection to the Coordinator at (host, port). The constructor waits until all clients are there.
 
-    expected: the names of all members, as the Hub has them. Raises Error for a host that does not resolve, or
-    at which nobody answers within PATIENCE seconds.
+    If another process fails or is lost, this process ends, wherever its main thread is; if the process failed with an
+    error that asks for it, `undo` is called first. expected: the same names that the Coordinator has.
+    Raises Error if the host does not resolve or does not answer within PATIENCE seconds.
     """
 
     def __init__(self, host: str, port: int, name: str, expected: Sequence[str]) -> None:
-        self.name = name
+        self.name, self.counts = name, _counts(expected)
         self.connection = _Connection(_connect(host, port, name))
-        self.own_address, self.hub_address = (
-            end[0] for end in (self.connection.sock.getsockname(), self.connection.sock.getpeername())
-        )
-        self.all_there, self.stop_known = threading.Event(), threading.Event()
+        self.own_address = self.connection.sock.getsockname()[0]
+        self.coordinator_address = self.connection.sock.getpeername()[0]
+        self.complete, self.stop_known = threading.Event(), threading.Event()
         self.issued, self.stopping, self.stop_at, self.stepping = 0, False, 0, threading.Lock()
-        self.answers: dict[int, list[Any]] = {}
-        self.answered = threading.Condition()
+        self.gathered: SimpleQueue[list[Any]] = SimpleQueue()
         self.missing: list[str] = []
-        self.gathers = 0
         self.over = False
         self.undo: Callable[[], object] = lambda: None
         about = f"{socket.gethostname()}, process {os.getpid()}"
-        self.connection.send({"name": name, "about": about, "of": _numbers(expected)})
+        self.connection.send({"name": name, "about": about, "of": self.counts})
         for work in (self._listen, self._beat):
             threading.Thread(target=work, daemon=True).start()
-        waited = 0
-        while not self.all_there.wait(BEAT):  # the hub loses patience, not we
-            waited += 1
-            if waited == WAITING_SAID and self.missing:
-                print(f"gluon_mgpu: {name}: waiting for {', '.join(self.missing)}", file=sys.stderr)
+        if not self.complete.wait(NOTICE_AFTER):
+            _notice(f"{name}: waiting for {', '.join(self.missing)}")
+            self.complete.wait()  # the coordinator ends this process after PATIENCE seconds
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every worker gave, by rank; waits for all. value: what JSON can hold."""
-        self.gathers += 1
-        number = self.gathers
-        self.connection.send({"gather": number, "value": value})
-        with self.answered:
-            while number not in self.answers:
-                self.answered.wait(BEAT)  # so that Ctrl-C is heard
-            return self.answers.pop(number)
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all workers, by rank. Waits for every worker. value: anything that JSON can represent."""
+        self.connection.send({"gather": value})
+        return self.gathered.get()
 
     def ask_to_stop(self) -> bool:
-        """All workers will stop at one step. Returns whether there are any yet: a Member has met them."""
+        """Have all workers stop at the same step. Returns True: they are all connected."""
         self.connection.send({"stop": True})
         return True
 
     def may_step(self, step: int) -> bool:
-        """Whether this worker may issue its step of that number, from 0. Once one asked to stop, all go on to the step
-        that the foremost has issued: it may be waiting for it, and cannot be asked to go back."""
+        """Whether this worker may issue step number `step`, from 0.
+
+        Once a worker has asked to stop, all go on to the last step that any of them has issued: its gradients are
+        summed over all workers, so it cannot complete without the others.
+        """
         with self.stepping:
             if not self.stopping:
                 self.issued = step + 1
                 return True
-        while not self.stop_known.wait(BEAT):
-            pass
+        self.stop_known.wait()
         return step < self.stop_at
 
     def failed(self, line: str, status: int, undo: bool) -> None:
-        """Tell the others why this process ends, and whether they are to undo what they have begun."""
+        """Tell the other processes why this one ends, and whether they should call their `undo`."""
         self.over = True
         self.connection.send({"failed": line, "status": status, "undo": undo})
 
     def done(self) -> None:
+        """Tell the coordinator that this process ends as planned."""
         self.over = True
         self.connection.send({"done": True})
 
@@ -307,69 +298,60 @@ class Member:
             time.sleep(BEAT)
 
     def _listen(self) -> None:
-        why = "its connection ended"
-        while True:
-            try:
-                messages = self.connection.messages()
-            except socket.timeout:
-                messages, why = None, f"it has given no sign of life for {SILENCE:.0f} s"
-            except (OSError, ValueError):
-                messages = None
-            for message in messages or ():
-                self._take(message)
-            if messages is None:
-                if not self.over:
-                    self._end(f"{self.hub_name()} was lost: {why}")
-                return
+        why = self.connection.read(self._handle)
+        if self.over:
+            return
+        if self.counts[1]:  # dist_sync
+            self._end(f"{self.name}: the scheduler was lost: {why}", 1, report=True)
+        else:  # Horovod's workers share a terminal: one report is enough
+            self._end(f"{self.name}: worker 0 was lost: {why}", 1, report=self.name == "worker 1")
 
-    def hub_name(self) -> str:
-        return "worker 0" if self.name.startswith("worker") and "DMLC_ROLE" not in os.environ else "the scheduler"
-
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "missing" in message:
             self.missing = message["missing"]
-        elif "all" in message:
-            self.all_there.set()
+        elif "complete" in message:
+            self.complete.set()
         elif "gathered" in message:
-            with self.answered:
-                self.answers[message["gathered"]] = message["values"]
-                self.answered.notify_all()
+            self.gathered.put(message["gathered"])
         elif "hold" in message:
-            with self.stepping:  # what is said is what will be, whatever the main thread waits for
+            with self.stepping:  # from here on `issued` is final: `may_step` waits for the answer
                 self.stopping = True
-                issued = self.issued
-            self.connection.send({"issued": issued})
+            self.connection.send({"issued": self.issued})
         elif "stop at" in message:
             self.stop_at = message["stop at"]
             self.stop_known.set()
         elif "over" in message:
             self.over = True
-            end_soon()
-        elif "lost" in message and not self.over:
-            self._end(message["lost"], message.get("status", 1))
+            exit_after(GRACE, 0)
+        elif "end" in message and not self.over:
+            self._end(message["end"], message.get("status", 1), bool(message.get("report")))
             if message.get("undo"):
                 self.undo()
 
-    def _end(self, line: str, status: int = 1) -> None:
+    def _end(self, line: str, status: int, report: bool) -> None:
         self.over = True
-        # Not at once, so that a launcher sees the one that failed end first.
-        end_with(f"{self.name}: {line}", status if self.name.startswith("worker") else 1, BEAT / 2)
+        # The delay lets a launcher see that the failed process ended first. An interrupt (130) is not an error.
+        status = status if self.name.startswith("worker") else 1
+        end_process(line if report and status != 130 else None, status, BEAT / 2)
 
 
-def end_with(line: str, status: int, seconds: float) -> None:
-    """Say what was wrong, and end this process within so many seconds: also where nobody reads what it says. What waits
-    for a lost process, in MXNet's threads, cannot be called back."""
-    _end_in(seconds, status)
-    with suppress(OSError):
-        os.write(2, f"error: {line}\n".encode())
-    with suppress(OSError, ValueError, AttributeError):  # gone, closed, or None
+def end_process(line: str | None, status: int, seconds: float) -> None:
+    """End this process within some seconds, and report an error if there is a line.
+
+    The process ends even if nobody reads its output, and while its main thread waits for a lost process inside MXNet,
+    where it cannot be interrupted.
+    """
+    exit_after(seconds, status)
+    if line is not None:
+        log.error(line)
+    with suppress(OSError, ValueError, AttributeError):  # standard output is gone, closed, or None
         sys.stdout.flush()
 
 
 @contextmanager
-def ended_after(line: str, seconds: float) -> Iterator[None]:
-    """End this process with that line where what is done in the meantime takes longer."""
-    timer = threading.Timer(seconds, end_with, (line, 1, BEAT))
+def time_limit(seconds: float, line: str) -> Iterator[None]:
+    """End this process with an error message if the body takes longer."""
+    timer = threading.Timer(seconds, end_process, (line, 1, BEAT))
     timer.daemon = True
     timer.start()
     try:
@@ -378,48 +360,47 @@ def ended_after(line: str, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def end_soon() -> None:
-    """All workers are done: end this process, where it does not by itself. A server and the scheduler were once seen to
-    stay in ps-lite for 10 s more."""
-    _end_in(LAST_WORDS, 0)
-
-
-def _end_in(seconds: float, status: int) -> None:
+def exit_after(seconds: float, status: int) -> None:
+    """End this process after some seconds if it has not ended by itself."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()
 
 
-def _numbers(names: Sequence[str]) -> list[int]:
-    """How many workers and how many servers."""
+def _counts(names: Sequence[str]) -> list[int]:
+    """[number of workers, number of servers]."""
     workers = sum(name.startswith("worker") for name in names)
     return [workers, len(names) - workers]
 
 
 def _resolved(host: str, port: int) -> tuple[str, int]:
-    """An IPv4 address, since ps-lite and gloo know no other."""
+    """An IPv4 address: ps-lite and gloo support no other kind."""
     try:
         return str(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]), port
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise Error(f"the host {host} does not resolve to an IPv4 address ({why}): give a name or an address") from None
+        raise Error(f"host {host} does not resolve to an IPv4 address ({why})") from None
 
 
 def _connect(host: str, port: int, name: str) -> socket.socket:
-    began, said = time.monotonic(), False
+    """Connect to the Coordinator, which may not have started yet."""
+    began, noticed = time.monotonic(), False
     while True:
         try:
             return socket.create_connection(_resolved(host, port), timeout=SILENCE)
-        except OSError as error:  # it may only be starting
-            waited, why = time.monotonic() - began, error.strerror or "timed out"
-            asked = "is the run's first process started, and is this its address?"
+        except OSError as error:
+            waited = time.monotonic() - began
+            line = (
+                f"no answer from {host}, port {port} ({error.strerror or 'timed out'}): check that the run's first "
+                "process is running and has this address"
+            )
             if waited > PATIENCE:
-                raise Error(f"nobody answers at {host}, port {port}, for {PATIENCE:.0f} s ({why}): {asked}") from None
-            if waited > WAITING_SAID * BEAT and not said:
-                said = True
-                print(
-                    f"gluon_mgpu: {name}: nobody answers at {host}, port {port} ({why}), asked for {PATIENCE:.0f} s: "
-                    f"{asked}",
-                    file=sys.stderr,
-                )
+                raise Error(line) from None
+            if waited > NOTICE_AFTER and not noticed:
+                noticed = True
+                _notice(f"{name}: {line}; trying for {PATIENCE:.0f} s")
             time.sleep(BEAT / 4)
+
+
+def _notice(line: str) -> None:
+    print(f"gluon_mgpu: {line}", file=sys.stderr, flush=True)

@@ -1,15 +1,15 @@
-"""MXNet's parameter-server roles on one machine: a scheduler, servers and workers, each a process of the same command.
+"""Run a command as all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
-`import mxnet` runs the role of a scheduler or a server where DMLC_ROLE asks for it. What is here starts the processes,
-sees to it that they end together, and passes Ctrl-C on. Nothing here imports mxnet.
+The command finds its role in DMLC_ROLE; in any MXNet program, `import mxnet` serves if the role is scheduler or server.
+This module starts the processes, ends all of them if one fails, and passes Ctrl-C on. Nothing here imports mxnet.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
-import select
 import shutil
 import signal
 import socket
@@ -20,23 +20,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-HOST = "127.0.0.1"  # of all roles: nothing listens beyond this machine
-MOST = 128  # of workers, and of servers
-PORTS = range(10000, 32767)  # below those that Linux gives to any socket: what is free now is so when it is needed
-SECONDS_TO_NOTICE = 5  # after one has failed, for the others to see it and end by themselves
-SECONDS_TO_FINISH = 10  # after the last worker, for the servers and the scheduler
-SECONDS_TO_INTERRUPT = 20  # after Ctrl-C, for the workers to end with a checkpoint
+HOST = "127.0.0.1"  # no process listens beyond this machine
+MOST = 128  # workers, and servers
+PORTS = range(10000, 32767)  # Linux does not give these to other sockets, so a free port stays free until it is used
+SECONDS_BETWEEN_LOOKS = 0.02
+SECONDS_TO_NOTICE = 5  # for the other processes to end by themselves after one has failed
+SECONDS_TO_FINISH = 10  # for the servers and the scheduler to end after the last worker
+SECONDS_TO_INTERRUPT = 20  # for the workers to save a checkpoint after Ctrl-C
 SECONDS_TO_TERMINATE = 3  # between SIGTERM and SIGKILL
 
-# By these ps-lite would listen elsewhere: on one port in every process, on no port, on every interface.
+# With these, ps-lite would listen on one port in every process, on no port, or on every network interface.
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
 
-# Run in each process before the command: it is killed when its parent, argv[1], ends, in whatever way (1 is
-# PR_SET_PDEATHSIG); what the command starts by itself is not. Not done between fork and exec, where Python code
-# is unsafe beside NumPy's threads.
+# Runs in each process before the command, and has Linux kill the process when its parent, argv[1], ends for whatever
+# reason (1 is PR_SET_PDEATHSIG). Not in preexec_fn, because Python code between fork and exec can deadlock.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -50,68 +50,82 @@ except OSError as error:
 
 
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None) -> int:
-    """Run a command as each of the roles, and wait for all of them; returns the exit status.
+    """Run a command as every process of a run, wait for all of them, and return the exit status.
 
-    command: a list, program and arguments. workers, servers: how many of them. port: where the scheduler listens; it
-    uses the next one too. None takes free ones. Call it in the main thread, to which signals are delivered.
+    command: program and arguments. port: the scheduler listens on this port and the next one; None: on free ports.
+    Call it in the main thread, which receives the signals.
 
-    0 when every process ended with 0. Where one did not, a line on standard error names it, and the others are ended;
-    the status is that of a worker if it is 1, 2 or 130, and 1 otherwise. 130 after Ctrl-C or SIGTERM, which the workers
-    get as SIGINT. Raises UsageError, before anything is started, for values that cannot be.
+    The status is 0 if all processes end with 0. If one fails, one line on standard error says why or at least which
+    one, and the other processes are ended; the status is then the failed worker's if it is 1, 2 or 130, else 1.
+    Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
+    Raises UsageError for invalid arguments, before anything is started.
     """
-    for option, number in (("--workers", workers), ("--servers", servers)):
+    for name, number in (("workers", workers), ("servers", servers)):
         if not 1 <= number <= MOST:
-            raise UsageError(f"{option} {number}: give 1 to {MOST}")
+            raise UsageError(f"{name}={number}: must be 1 to {MOST}")
     if not command:
-        raise UsageError("no command to run: give it last, as in -- python scripts/train.py --kvstore dist_sync")
+        raise UsageError("no command to run: add it at the end, such as -- python scripts/train.py --kvstore dist_sync")
     users = engine.users_environment()
     if shutil.which(command[0], path=users.get("PATH")) is None:
-        raise UsageError(f"{command[0]}: no such program, or not an executable one")
-    everyones = {
-        **{name: value for name, value in users.items() if name not in NOT_PASSED_ON},
-        "DMLC_PS_ROOT_URI": HOST,
-        "DMLC_PS_ROOT_PORT": str(_free_port() if port is None else _checked(port)),
-        "DMLC_NUM_WORKER": str(workers),
-        "DMLC_NUM_SERVER": str(servers),
-        "DMLC_NODE_HOST": HOST,
-        "DMLC_INTERFACE": "lo",
-        "GLUON_MGPU_LOCAL_WORKERS": str(workers),
-    }
-    processes = []
-    with _Signals() as signals:
+        raise UsageError(f"{command[0]}: not found, or not an executable program")
+    if port is not None:
+        _check_port(port)
+    processes: list[_Process] = []
+    with _Events() as events:
+        environment = {
+            **{name: value for name, value in users.items() if name not in NOT_PASSED_ON},
+            "DMLC_PS_ROOT_URI": HOST,
+            "DMLC_PS_ROOT_PORT": str(port or free_port()),
+            "DMLC_NUM_WORKER": str(workers),
+            "DMLC_NUM_SERVER": str(servers),
+            "DMLC_NODE_HOST": HOST,
+            "DMLC_INTERFACE": "lo",
+            "GLUON_MGPU_LOCAL_WORKERS": str(workers),
+            log.LAUNCHER: events.address,
+        }
         try:
-            for role, how_many in (("scheduler", 1), ("server", servers), ("worker", workers)):
-                for number in range(how_many):
-                    processes.append(_Process(command, everyones, role, number))
-            return _watch(processes, signals)
+            for role, count in (("scheduler", 1), ("server", servers), ("worker", workers)):
+                for rank in range(count):
+                    processes.append(_Process(command, environment, role, rank))
+            return _supervise(processes, events)
         finally:
             _kill(processes)
 
 
-def _watch(processes: list[_Process], signals: _Signals) -> int:
-    """Wait until all have ended, and make them where one has failed or Ctrl-C was pressed; returns the exit status."""
+def _supervise(processes: list[_Process], events: _Events) -> int:
+    """Wait until all processes have ended, and end them if one fails or after Ctrl-C. Returns the exit status."""
     workers = [p for p in processes if p.role == "worker"]
     try:
-        signals.wait(lambda: _first_failed(processes) or _ended(workers))
-        signals.wait(lambda: _first_failed(processes) or _ended(processes), SECONDS_TO_FINISH)
+        events.wait(lambda: _first_failed(processes) or _ended(workers))
+        events.wait(lambda: _first_failed(processes) or _ended(processes), SECONDS_TO_FINISH)
     except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):  # the second one
-            _signal(workers, signal.SIGINT)
-            if not signals.wait(lambda: _ended(workers), SECONDS_TO_INTERRUPT):
-                _say(f"gluon_mgpu: {_names(workers)} did not end within {SECONDS_TO_INTERRUPT} s: ended now")
-            _terminate(processes, signals)
+        _interrupt(processes, workers, events)
         return 130
     failed = _first_failed(processes)
+    error = events.error()
+    if failed and (failed.status < 0 or not error):  # only the launcher knows that a signal killed a process
+        error = f"{failed.name} {failed.how_it_ended()}"
+    if error:
+        _say(f"error: {error}")
     with suppress(KeyboardInterrupt):
         if failed:
-            _say(f"error: {failed.name} {failed.end()}")
-            signals.wait(lambda: _ended(processes), SECONDS_TO_NOTICE)
+            events.wait(lambda: _ended(processes), SECONDS_TO_NOTICE)
         elif not _ended(processes):
-            _say(f"gluon_mgpu: {_names(processes)} did not end within {SECONDS_TO_FINISH} s of the workers: ended now")
-        _terminate(processes, signals)
+            _say(f"gluon_mgpu: ending {_running(processes)}, {SECONDS_TO_FINISH} s after the workers")
+        _terminate(processes, events)
     if not failed:
         return 0
     return failed.status if failed.role == "worker" and failed.status in (1, 2, 130) else 1
+
+
+def _interrupt(processes: list[_Process], workers: list[_Process], events: _Events) -> None:
+    with suppress(KeyboardInterrupt):  # a second Ctrl-C
+        _signal(workers, signal.SIGINT)
+        if not events.wait(lambda: _ended(workers), SECONDS_TO_INTERRUPT):
+            _say(f"gluon_mgpu: ending {_running(workers)}, {SECONDS_TO_INTERRUPT} s after Ctrl-C")
+        _terminate(processes, events)
+    if events.error():
+        _say(f"error: {events.error()}")
 
 
 def _ended(processes: list[_Process]) -> bool:
@@ -119,30 +133,30 @@ def _ended(processes: list[_Process]) -> bool:
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
-    """The process that failed first, or None. Where several have failed since the last look, one that a signal ended,
-    or else a worker: the others may have noticed, and ended themselves."""
+    """The process that failed first, or None. If several failed since the last look: one that a signal killed, else a
+    worker, because the others may have ended themselves when they noticed."""
     failed = [p for p in processes if p.ended() and p.status]
     return min(failed, key=lambda p: (p.status > 0, p.role != "worker"), default=None)
 
 
-def _names(processes: list[_Process]) -> str:
+def _running(processes: list[_Process]) -> str:
     return ", ".join(p.name for p in processes if not p.ended())
 
 
 def _signal(processes: list[_Process], which: int) -> None:
-    """To those that have not ended, and to what they have started."""
+    """Send a signal to the processes that are running, and to their children."""
     for process in processes:
         if not process.ended():
             os.killpg(process.popen.pid, which)
 
 
-def _terminate(processes: list[_Process], signals: _Signals) -> None:
+def _terminate(processes: list[_Process], events: _Events) -> None:
     _signal(processes, signal.SIGTERM)
-    signals.wait(lambda: _ended(processes), SECONDS_TO_TERMINATE)
+    events.wait(lambda: _ended(processes), SECONDS_TO_TERMINATE)
 
 
 def _kill(processes: list[_Process]) -> None:
-    """However things stand: nothing is left, also of what has been stopped, or started by a process that has ended."""
+    """Leave nothing behind: neither stopped processes nor children of processes that have ended."""
     for process in processes:
         os.killpg(process.popen.pid, signal.SIGKILL)
     for process in processes:
@@ -150,22 +164,26 @@ def _kill(processes: list[_Process]) -> None:
 
 
 class _Process:
-    def __init__(self, command: Sequence[str], everyones: dict[str, str], role: str, number: int) -> None:
-        first_worker = (role, number) == ("worker", 0)
-        task = {} if role == "scheduler" else {"DMLC_TASK_ID": str(number)}
+    """A process of the run. Worker 0 has the launcher's standard input; only workers have its standard output."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], role: str, rank: int) -> None:
+        first_worker = (role, rank) == ("worker", 0)
+        task = {} if role == "scheduler" else {"DMLC_TASK_ID": str(rank)}
         self.role, self.has_ended, self.status = role, False, 0
         self.popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command],
-            env={**everyones, "DMLC_ROLE": role, **task},
+            env={**environment, "DMLC_ROLE": role, **task},
             stdin=None if first_worker else subprocess.DEVNULL,
             stdout=None if role == "worker" else 2,  # standard error
-            start_new_session=True,  # Ctrl-C on the terminal reaches it through here alone
+            start_new_session=True,  # Ctrl-C on the terminal reaches only the launcher, which passes it on
         )
         self.name = " ".join((role, *task.values(), f"(process {self.popen.pid})"))
 
     def ended(self) -> bool:
-        """Whether it has; `status` is then its exit status, or minus the signal that ended it. It stays a zombie, so
-        that its number, which is its group's, cannot be given to another process before `_kill`."""
+        """Whether it has ended; `status` is then its exit status, or minus the signal that killed it.
+
+        It stays a zombie until `_kill`, so that its process group's number cannot be given to another process.
+        """
         if not self.has_ended:
             found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if found:
@@ -173,72 +191,81 @@ class _Process:
                 self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return self.has_ended
 
-    def end(self) -> str:
+    def how_it_ended(self) -> str:
         if self.status < 0:
             return f"was killed by {signal.Signals(-self.status).name}"
         return f"ended with status {self.status}"
 
 
-class _Signals:
-    """Ctrl-C, SIGTERM and the end of a child, as they come. Each one wakes `wait`, whichever thread it is given to."""
+class _Events:
+    """What happens while the processes run: Ctrl-C, SIGTERM, and errors that they report (`log.error`)."""
 
-    def __enter__(self) -> _Signals:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        self._fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        which = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
-        self._handlers = {s: signal.signal(s, lambda *_: None) for s in which}
+    def __enter__(self) -> _Events:
+        self._interrupted, self._error = False, ""
+        self._handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reports.bind("")  # Linux chooses an abstract address, which disappears with the socket
+        self._reports.setblocking(False)
+        self.address = self._reports.getsockname()[1:].decode()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._reports.close()
         for which, handler in self._handlers.items():
             signal.signal(which, handler)
-        signal.set_wakeup_fd(self._fd)
-        self._read.close()
-        self._write.close()
 
-    def wait(self, done: Callable[[], Any], seconds: float | None = None) -> bool:
-        """Until done(), or for so long; returns whether it is done. Raises KeyboardInterrupt on Ctrl-C or SIGTERM."""
-        until = None if seconds is None else time.monotonic() + seconds
+    def _interrupt(self, *_: object) -> None:
+        self._interrupted = True
+
+    def error(self) -> str:
+        """The first error that a process reported, or ""."""
+        with suppress(BlockingIOError):
+            while True:
+                line = self._reports.recv(1 << 16).decode(errors="replace")
+                self._error = self._error or line
+        return self._error
+
+    def wait(self, done: Callable[[], Any], seconds: float = math.inf) -> bool:
+        """Wait until done() or for some seconds; returns whether it is done. KeyboardInterrupt on Ctrl-C or SIGTERM."""
+        until = time.monotonic() + seconds
         while not done():
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            if self._interrupted:
+                self._interrupted = False
+                raise KeyboardInterrupt
+            if time.monotonic() > until:
                 return False
-            if select.select([self._read], [], [], left)[0]:
-                if {signal.SIGINT, signal.SIGTERM} & {*self._read.recv(4096)}:
-                    raise KeyboardInterrupt
+            self.error()  # its queue is short
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         return True
 
 
-def _checked(port: int) -> int:
-    if not 1 <= port <= 65534:
-        raise UsageError(f"--port {port}: give 1 to 65534")
-    for one in (port, port + 1):
-        why = _not_free(one)
-        if why:
-            which = "" if one == port else f" {one}, which is needed too,"
-            raise UsageError(f"--port {port}:{which} {why}; give another one, or none for a free one")
-    return port
-
-
-def _free_port() -> int:
+def free_port() -> int:
+    """A port such that it and the next one are free. Raises Error if there is none."""
     for port in random.sample(PORTS, 100):
-        if not _not_free(port) and not _not_free(port + 1):
+        if not _why_not(port) and not _why_not(port + 1):
             return port
-    raise Error(f"no two free ports next to each other from {PORTS[0]} to {PORTS[-1] + 1}: give --port")
+    raise Error(f"no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose one with --port")
 
 
-def _not_free(port: int) -> str | None:
-    """Why a process cannot listen on it, or None."""
+def _check_port(port: int) -> None:
+    if not 1 <= port <= 65534:
+        raise UsageError(f"port={port}: must be 1 to 65534")
+    for needed in (port, port + 1):
+        why = _why_not(needed)
+        if why:
+            raise UsageError(f"port={port}: the scheduler needs ports {port} and {port + 1}, but {needed} {why}")
+
+
+def _why_not(port: int) -> str | None:
+    """Why a process cannot listen on a port, or None."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ps-lite does
         try:
             listener.bind((HOST, port))
         except OSError as error:
-            return "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+            return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
     return None
 
 
 def _say(line: str) -> None:
-    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # a progress bar may stand there
+    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # below a progress bar

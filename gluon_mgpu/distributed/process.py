@@ -1,4 +1,7 @@
-"""Which process of a run this one is, by the environment that horovodrun or launch.py gave it. Imports no mxnet."""
+"""Which process of a run this one is, according to the environment that horovodrun or launch.py gave it.
+
+Nothing here imports mxnet.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,31 @@ import fcntl
 import os
 import socket
 import struct
-import sys
-from contextlib import suppress
 from typing import NamedTuple
 
 from gluon_mgpu.runtime.errors import UsageError
 
 KVSTORES = ("local", "horovod", "dist_sync")
-DIVIDED = 10_000  # numbers: an array of so many is divided among the servers. By itself MXNet begins at 1,000,000
+DIVIDED = 10_000  # arrays of this many numbers are divided among the servers; MXNet's default is 1,000,000
 
 
-class Place(NamedTuple):
-    kvstore: str  # one of KVSTORES
-    role: str  # "worker"; of dist_sync also "server" and "scheduler"
-    rank: int  # among those of this role, from 0
-    workers: int
-    servers: int
-    local_workers: int  # that share this machine's cores
-    root: str = ""  # dist_sync: the scheduler's host
-    port: int = 0  # and its port
+class Process(NamedTuple):
+    """One process of a run. The defaults describe a process that trains alone.
 
-    def members(self) -> list[str]:
+    role: "worker"; with dist_sync also "server" or "scheduler". rank: among the processes of its role, from 0.
+    local_workers: how many workers share this machine's cores. root, port: the scheduler's host and port (dist_sync).
+    """
+
+    kvstore: str = "local"  # one of KVSTORES
+    role: str = "worker"
+    rank: int = 0
+    workers: int = 1
+    servers: int = 0
+    local_workers: int = 1
+    root: str = ""
+    port: int = 0
+
+    def names(self) -> list[str]:
         """The names of all workers and servers of the run."""
         return [f"worker {i}" for i in range(self.workers)] + [f"server {i}" for i in range(self.servers)]
 
@@ -34,113 +41,89 @@ class Place(NamedTuple):
         return "the scheduler" if self.role == "scheduler" else f"{self.role} {self.rank}"
 
 
-LOCAL = Place("local", "worker", 0, 1, 0, 1)
-
-
-def place() -> Place:
-    """This process's Place; LOCAL for one that runs alone. Raises UsageError for an environment that says no such."""
+def current() -> Process:
+    """This process. Raises UsageError if the environment variables are invalid."""
     if "DMLC_ROLE" in os.environ:
         role = os.environ["DMLC_ROLE"]
         if role not in ("worker", "server", "scheduler"):
-            raise UsageError(f"DMLC_ROLE={role}: give worker, server or scheduler")
+            raise UsageError(f"DMLC_ROLE is {role!r}: must be worker, server or scheduler")
         root = os.environ.get("DMLC_PS_ROOT_URI")
         if not root:
-            raise UsageError("DMLC_PS_ROOT_URI is not set: give every process the scheduler's address")
+            raise UsageError("DMLC_PS_ROOT_URI is not set: set it to the scheduler's address in every process")
         workers, servers = _number("DMLC_NUM_WORKER", 1), _number("DMLC_NUM_SERVER", 1)
         rank = 0 if role == "scheduler" else _number("DMLC_TASK_ID", 0, workers if role == "worker" else servers)
         local = _number("GLUON_MGPU_LOCAL_WORKERS", 1, default=1)
-        # Its own watch listens one port above.
-        return Place("dist_sync", role, rank, workers, servers, local, root, _number("DMLC_PS_ROOT_PORT", 1, 65535))
+        port = _number("DMLC_PS_ROOT_PORT", 1, 65535)  # the coordinator uses the next port
+        return Process("dist_sync", role, rank, workers, servers, local, root, port)
     if "HOROVOD_RANK" in os.environ:
         workers = _number("HOROVOD_SIZE", 1)
         local = _number("HOROVOD_LOCAL_SIZE", 1, default=1)
-        return Place("horovod", "worker", _number("HOROVOD_RANK", 0, workers), workers, 0, local)
-    return LOCAL
+        return Process("horovod", "worker", _number("HOROVOD_RANK", 0, workers), workers, local_workers=local)
+    return Process()
 
 
-def asked(kvstore: str) -> Place:
-    """This process's Place, which must be of the kvstore that was asked for. Raises UsageError where it is not."""
-    here = place()
+def expect(kvstore: str) -> Process:
+    """This process. Raises UsageError if it was not started for this kvstore."""
+    here = current()
     if kvstore == here.kvstore:
         return here
     if kvstore == "horovod":
-        raise UsageError("--kvstore horovod: start it with `horovodrun --gloo -np 2 python scripts/train.py …`")
+        raise UsageError("kvstore=horovod: start it with `horovodrun --gloo -np 2 python scripts/train.py ...`")
     if kvstore == "dist_sync":
         raise UsageError(
-            "--kvstore dist_sync: start the processes with `python scripts/launch.py --workers 2 --servers 1 -- python "
-            "scripts/train.py …`, or on several machines as docs/distributed.md says"
+            "kvstore=dist_sync: start it with `python scripts/launch.py --workers 2 --servers 1 -- python "
+            "scripts/train.py ...`; for several machines see docs/distributed.md"
         )
-    raise UsageError(f"this is {here} of {here.workers}, started for {here.kvstore}: give --kvstore {here.kvstore}")
+    raise UsageError(
+        f"kvstore={kvstore}: this process was started as {here} of {here.workers} for {here.kvstore}; use that kvstore"
+    )
 
 
-def check_compress(compress: str | None, here: Place) -> None:
-    """Raises UsageError for a --compress that the kvstore does not offer."""
+def check_compress(compress: str | None, here: Process) -> None:
+    """Raise UsageError unless the kvstore supports this compression: "fp16" or "2bit:THRESHOLD"."""
     if compress is None:
         return
     kind, _, threshold = compress.partition(":")
     if (kind, here.kvstore) == ("2bit", "dist_sync"):
         try:
-            right = 0 < float(threshold) < 1e30
+            valid = 0 < float(threshold) < 1e30
         except ValueError:
-            right = False
-        if not right:
-            raise UsageError(f"--compress {compress}: give a threshold above 0, such as 2bit:0.5")
+            valid = False
+        if not valid:
+            raise UsageError(f"compress={compress}: must be 2bit: and a threshold above 0, such as 2bit:0.5")
     elif (compress, here.kvstore) != ("fp16", "horovod"):
         raise UsageError(
-            f"--compress {compress} --kvstore {here.kvstore}: fp16 is horovod's, and 2bit:THRESHOLD is dist_sync's"
+            f"compress={compress}: kvstore {here.kvstore} does not support it; fp16 needs horovod, 2bit:THRESHOLD "
+            "needs dist_sync"
         )
 
 
-def own_address() -> str:
-    """Where Horovod's other workers reach this one: the address of its interface. To itself, a machine's own name may
-    be 127.0.1.1. Raises UsageError where there is no such interface, for which Horovod would end the process."""
+def horovod_address() -> str:
+    """The address at which Horovod's other workers reach this one: that of its network interface.
+
+    The machine's own name would not do: it may resolve to 127.0.1.1 on the machine itself.
+    Raises UsageError if the interface does not exist; Horovod would abort.
+    """
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
     if not interface:
         return os.environ.get("HOROVOD_HOSTNAME", "localhost")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
-            found = fcntl.ioctl(asking, 0x8915, struct.pack("256s", interface.encode()))  # netdevice(7), SIOCGIFADDR
+            found = fcntl.ioctl(query, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR, netdevice(7)
         except OSError as error:
             raise UsageError(
-                f"HOROVOD_GLOO_IFACE={interface}: no such interface with an IPv4 address here ({error.strerror}): give "
-                "one by which the other machines reach this one"
+                f"HOROVOD_GLOO_IFACE is {interface!r}: this machine has no such interface with an IPv4 address "
+                f"({error.strerror}); use the interface at which the other machines reach this one"
             ) from None
     return socket.inet_ntoa(found[20:24])
 
 
-def for_ps_lite(address: str, root: str) -> None:
-    """Set what ps-lite reads of the environment and a user cannot be expected to know. address: at which this process
-    is reached, where DMLC_NODE_HOST does not say. root: the scheduler's, of which ps-lite wants no name."""
-    os.environ.setdefault("DMLC_NODE_HOST", address)
-    os.environ["DMLC_PS_ROOT_URI"] = root
+def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
+    """Set the environment variables that ps-lite reads and that the user need not know."""
+    os.environ.setdefault("DMLC_NODE_HOST", own_address)
+    os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite does not resolve names
     os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED))
-    os.environ.pop("PORT", None)  # ps-lite would listen there, in every process
-
-
-def started() -> bool:
-    """Whether horovodrun, launch.py or the like started this process as one of several."""
-    return "HOROVOD_RANK" in os.environ or "DMLC_ROLE" in os.environ
-
-
-def who() -> str:
-    """What an error begins with, so that one knows whose it is."""
-    try:
-        return f"{place()}: " if started() else ""
-    except UsageError:
-        return ""
-
-
-def speaks() -> bool:
-    """Whether this process is worker 0, or alone."""
-    role, rank = os.environ.get("DMLC_ROLE", "worker"), os.environ.get("HOROVOD_RANK", "0")
-    return role == "worker" and rank == "0" and os.environ.get("DMLC_TASK_ID", "0") == "0"
-
-
-def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
-    """A notice on standard error. Worker 0 speaks for all of them."""
-    if speaks():
-        with suppress(OSError):  # nobody reads it any more
-            print(f"{prefix}{line}", file=sys.stderr)
+    os.environ.pop("PORT", None)  # every process would listen on this port
 
 
 def _number(name: str, least: int, end: int | None = None, default: int | None = None) -> int:
@@ -152,7 +135,6 @@ def _number(name: str, least: int, end: int | None = None, default: int | None =
     except ValueError:
         number = least - 1
     if number < least or (end is not None and number >= end):
-        allowed = f"{least} or more" if end is None else f"{least} to {end - 1}"
-        shown = "is not set" if text is None else f"is {text!r}"
-        raise UsageError(f"{name} {shown}: give a number, {allowed}")
+        allowed = f"at least {least}" if end is None else f"{least} to {end - 1}"
+        raise UsageError(f"{name} is {'not set' if text is None else repr(text)}: must be a number, {allowed}")
     return number

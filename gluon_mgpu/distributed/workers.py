@@ -1,6 +1,7 @@
-"""The workers of a run as each of them sees them: what it sums with the others, and what it agrees on with them.
+"""The workers of a run, as one of them sees them: what they sum, and what they agree on.
 
-Gradients go over Horovod or over MXNet's own parameter servers; all else over `watch`.
+Gradients travel through Horovod or MXNet's parameter servers (`stores`), everything else through the heartbeat's
+connection (`heartbeat`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gluon_mgpu import __version__
-from gluon_mgpu.distributed import heartbeat as watch
-from gluon_mgpu.distributed import process as place
+from gluon_mgpu.distributed import heartbeat, process
+from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.devices import shard_sizes
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
-from gluon_mgpu.training.settings import shard_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,192 +28,239 @@ if TYPE_CHECKING:
 
     from gluon_mgpu.distributed.stores import DistSync, Horovod
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a machine's own, also in its containers
-NAMING = 5.0  # seconds within which a loss is named, where an operator noticed it first
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart; containers on one machine share it
+SECONDS_TO_NAME = 5.0  # after an unexpected error, for the coordinator to name a lost process, its likely cause
 
 
 class Workers:
-    """Several processes. rank: this one's, from 0; count: how many there are. compress: as `join` was given it."""
+    """The workers of a run. This class is a process that trains alone; `join` returns one that trains with others.
+
+    rank: this worker's, from 0. count: how many workers there are. compress: how gradients are compressed, or None.
+    """
+
+    rank, count = 0, 1
+    compress: str | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a worker has asked to stop."""
+        return False
+
+    def exchange_device_counts(self, devices: int) -> list[int]:
+        """How many devices each worker has, by rank. devices: how many this one has. Call it before `part`."""
+        return [devices]
+
+    def part(self, n: int) -> slice:
+        """This worker's part of n examples, if they are divided evenly among the devices of all workers."""
+        return slice(0, n)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all workers, by rank. Waits for every worker. value: anything that JSON can represent."""
+        return [value]
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Raise UsageError if a worker's facts differ from worker 0's. facts: {name: value that JSON can represent}."""
+
+    def allreduce(self, array: NDArray, key: int | str) -> None:
+        """Sum an array over all workers, in place and asynchronously, as MXNet's operators are.
+
+        key: the same in all workers and different for each array; an int for a gradient (lower ones are sent first), a
+        str for any other array.
+        """
+
+    def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Worker 0's arrays, by name. Every worker passes arrays of the same names, shapes and types."""
+        return arrays
+
+    def on_failure(self, undo: Callable[[], object]) -> None:
+        """Call undo() if another worker raises an Error, just before this process ends."""
+
+    def ask_to_stop(self) -> bool:
+        """Have all workers stop at the same step. Returns whether there is anyone to ask."""
+        return False
+
+    def may_step(self, step: int) -> bool:
+        """Whether this worker may issue step number `step`, from 0: False once all workers have reached the last one
+        that any of them had issued when they were asked to stop."""
+        return True
+
+
+ALONE = Workers()
+
+
+class Group(Workers):
+    """Several workers. store: sums arrays. client: this worker's. coordinator: in worker 0 of Horovod, else None."""
 
     def __init__(
-        self, store: Horovod | DistSync, member: watch.Member, rank: int, count: int, compress: str | None = None
+        self,
+        here: Process,
+        compress: str | None,
+        store: Horovod | DistSync,
+        client: heartbeat.Client,
+        coordinator: heartbeat.Coordinator | None = None,
     ) -> None:
-        self.store, self.member, self.rank, self.count, self.compress = store, member, rank, count, compress
-        self.gather, self.ask_to_stop, self.may_step = member.gather, member.ask_to_stop, member.may_step
+        self.rank, self.count, self.compress = here.rank, here.workers, compress
+        self.store, self.client, self.coordinator = store, client, coordinator
+        self.devices = [1] * here.workers
 
-    def meet(self, devices: int) -> list[int]:
-        """How many devices each worker has. devices: how many this one has."""
-        self.devices = self.gather(devices)
+    @property
+    def stopping(self) -> bool:
+        return self.client.stopping
+
+    def exchange_device_counts(self, devices: int) -> list[int]:
+        self.devices = self.all_gather(devices)
         return self.devices
 
     def part(self, n: int) -> slice:
-        """The slice of n examples that this worker's devices take, where all devices of the run have even parts."""
-        before = sum(self.devices[: self.rank])
         sizes = shard_sizes(n, sum(self.devices))
-        start = sum(sizes[:before])
-        return slice(start, start + sum(sizes[before : before + self.devices[self.rank]]))
+        first = sum(self.devices[: self.rank])
+        start = sum(sizes[:first])
+        return slice(start, start + sum(sizes[first : first + self.devices[self.rank]]))
 
-    def on_failure(self, undo: Callable[[], object]) -> None:
-        """Call undo() where another worker raises Error: this process then ends at once."""
-        self.member.undo = undo
-
-    def shown(self) -> tuple[str, ...]:
-        return (f"as worker 0 of {self.count}",)
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.client.all_gather(value)
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raises UsageError where a worker's facts are not worker 0's. facts: {name: what JSON can hold}."""
-        first, *others = self.gather({"version": __version__, **facts})
+        first, *others = self.all_gather({"version": __version__, **facts})
         for rank, other in enumerate(others, 1):
             for name in {**first, **other}:
                 if first.get(name) != other.get(name):
                     raise UsageError(
-                        f"worker {rank} has {name} {other.get(name)} where worker 0 has {first.get(name)}: start all "
+                        f"worker {rank} has {name} {other.get(name)}, but worker 0 has {first.get(name)}: start all "
                         "workers with the same options, data and version"
                     )
 
-    @property
-    def stopping(self) -> bool:
-        """Whether one of the workers asked to stop."""
-        return self.member.stopping
-
     def allreduce(self, array: NDArray, key: int | str) -> None:
-        """Sum an NDArray over all workers, in place and behind Python, as any operator. key: its number, the same in
-        all workers; the lower, the sooner it is needed."""
         self.store.allreduce(array, key)
 
     def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """{name: NumPy array}: those of worker 0. The others' must have the same names, shapes and types."""
         from mxnet import nd
 
-        given = {}
-        for key, (name, array) in enumerate(arrays.items()):
-            values = array if self.rank == 0 else array * 0
-            given[name] = nd.array(values, dtype=array.dtype)
-            self.store.allreduce(given[name], f"broadcast {key}")
-        return {name: array.asnumpy() for name, array in given.items()}
-
-
-class Alone(Workers):
-    """One process, which has nobody to ask."""
-
-    rank, count, stopping = 0, 1, False
-
-    def __init__(self) -> None:
-        pass
-
-    def meet(self, devices: int) -> list[int]:
-        return [devices]
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def agree(self, facts: dict[str, Any]) -> None:
-        pass
-
-    def part(self, n: int) -> slice:
-        return slice(0, n)
+        sums = {}
+        for i, (name, array) in enumerate(arrays.items()):
+            sums[name] = nd.array(array if self.rank == 0 else array * 0, dtype=array.dtype)
+            self.allreduce(sums[name], f"broadcast {i}")
+        return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        pass
+        self.client.undo = undo
 
-    def shown(self) -> tuple[str, ...]:
-        return ()
+    def ask_to_stop(self) -> bool:
+        return self.client.ask_to_stop()
 
+    def may_step(self, step: int) -> bool:
+        return self.client.may_step(step)
 
-ALONE = Alone()
+    def leave(self) -> None:
+        """End this worker's part in the run, after all workers have finished or stopped."""
+        with _one_signal_ignored():  # a cluster signals every process, perhaps this one late
+            self.all_gather(None)  # worker 0 may still be writing, and a launcher ends all workers after the first
+            self.store.close()
+            self.client.done()
+            if self.coordinator:
+                self.coordinator.close()
 
-
-def bind(rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Keep this process to a part of the cores that workers of its machine have in common, each to another.
-
-    Else the kernel puts Horovod's threads of all workers beside one of them, and the others wait for that one at every
-    sum. Workers that have cores of their own keep them, and so do those that are more than the cores.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    all_cores = gather([BOOT_ID.read_text(), cores])
-    sharing = [other for other, found in enumerate(all_cores) if found == all_cores[rank]]
-    if 1 < len(sharing) <= len(cores):
-        first, end = (len(cores) * i // len(sharing) for i in (sharing.index(rank), sharing.index(rank) + 1))
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(int(thread), cores[first:end])
-
-
-@contextmanager
-def _unheeded() -> Iterator[None]:
-    """Without the next Ctrl-C or SIGTERM."""
-
-    def as_before(*_: object) -> None:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-
-    main = threading.current_thread() is threading.main_thread()
-    before = {s: signal.signal(s, as_before) for s in (signal.SIGINT, signal.SIGTERM) if main}
-    try:
-        yield
-    finally:
-        as_before()
+    def fail(self, error: BaseException) -> None:
+        """Tell the other processes, which then end, that this worker ends with an error."""
+        if isinstance(error, Error):
+            line, status = str(error), error.exit_status
+        elif isinstance(error, KeyboardInterrupt):
+            line, status = "interrupted", 130
+        else:
+            time.sleep(SECONDS_TO_NAME)  # if a process was lost, the heartbeat ends this one now
+            line, status = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}", 1
+        self.client.failed(line, status, undo=isinstance(error, Error))
+        if self.coordinator:
+            self.coordinator.close()  # after it has told the others
+        self.store.abandon()
 
 
 @contextmanager
 def join(kvstore: str = "local", compress: str | None = None, model: str = "lenet") -> Iterator[Workers]:
-    """This process as one of the Workers of a run, or ALONE for "local".
+    """This process as one of the Workers of a run; ALONE for "local". Waits until all processes of the run are there.
 
-    kvstore: "local", "horovod" or "dist_sync". compress: what is sent of a gradient: "fp16" (horovod), or "2bit:0.5"
-    for above 0.5, below -0.5 or neither, what is left being sent with a later step (dist_sync). model: of `Settings`.
-    Waits until all are there. Where one is lost later, this process ends with a line that names it.
-    Raises UsageError where the process was not started for that, Error where Horovod is missing or nobody answers.
+    kvstore: "local", "horovod" or "dist_sync". model: the network's name. compress: "fp16" sends gradients as float16
+    (horovod); "2bit:T" sends T, -T or 0 for each number and adds the rest to the next step's gradient (dist_sync).
+    If a process of the run is lost later, this process ends and an error message names the lost one.
+    Raises UsageError if the process was not started for this kvstore, Error if Horovod is missing or nobody answers.
     """
-    here = place.asked(kvstore)
-    place.check_compress(compress, here)
+    here = process.expect(kvstore)
+    process.check_compress(compress, here)
     if kvstore == "local":
         yield ALONE
         return
-    engine.configure()
+    engine.configure(processes=here.local_workers)
+    workers = _join_horovod(here, compress, model) if kvstore == "horovod" else _join_dist_sync(here, compress)
+    interrupted = None
+    try:
+        yield workers
+    except Interrupted as error:  # all workers have stopped at the same step
+        interrupted = error
+    except BaseException as error:
+        workers.fail(error)
+        raise
+    workers.leave()
+    if interrupted:
+        raise interrupted
+
+
+def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
     from gluon_mgpu.distributed import stores
 
-    hub = None
-    if kvstore == "horovod":
-        own = place.own_address()
-        ring = stores.Horovod(compress, model)
-        if here.rank == 0:
-            hub = watch.Hub(own, 0, here.members())
-        host, port = ring.from_worker_0(f"{own} {hub.port}" if hub else "").split()
-        member = watch.Member(host, int(port), str(here), here.members())
-        bind(here.rank, member.gather)
-        store: Horovod | DistSync = ring
-    else:
-        member = watch.Member(here.root, here.port + 1, str(here), here.members())
-        place.for_ps_lite(member.own_address, member.hub_address)
-        with watch.ended_after(
-            f"{here}: MXNet's parameter servers, which are all there, do not reach each other: open DMLC_PS_ROOT_PORT "
-            "and the ports from 10,000 on between the machines",
-            watch.PATIENCE,
-        ):
-            store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
-    stopped = None
+    own_address = process.horovod_address()
+    store = stores.Horovod(compress, model)
+    coordinator = heartbeat.Coordinator(own_address, 0, here.names()) if here.rank == 0 else None
+    address = store.from_worker_0(f"{own_address} {coordinator.port}" if coordinator else "")
+    host, port = address.split()
+    client = heartbeat.Client(host, int(port), str(here), here.names())
+    pin_to_cores(here.rank, client.all_gather)
+    return Group(here, compress, store, client, coordinator)
+
+
+def _join_dist_sync(here: Process, compress: str | None) -> Group:
+    from gluon_mgpu.distributed import stores
+
+    client = heartbeat.Client(here.root, here.port + 1, str(here), here.names())
+    process.prepare_ps_lite(client.own_address, client.coordinator_address)
+    blocked = (
+        f"{here}: all processes are connected, but MXNet's parameter servers do not reach each other: open "
+        "DMLC_PS_ROOT_PORT and the ports above 10,000 between the machines"
+    )
+    with heartbeat.time_limit(heartbeat.PATIENCE, blocked):
+        store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
+    return Group(here, compress, store, client)
+
+
+def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
+    """Pin each worker on this machine to its own subset of the cores, if there are at least as many cores as workers.
+
+    Without it, the kernel may run Horovod's threads of all workers on one core, and every sum waits for that core.
+    Workers that were given different cores keep them.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    all_cores = all_gather([BOOT_ID.read_text(), cores])
+    sharing = [other for other, found in enumerate(all_cores) if found == all_cores[rank]]
+    if not 1 < len(sharing) <= len(cores):
+        return
+    i = sharing.index(rank)
+    own = cores[len(cores) * i // len(sharing) : len(cores) * (i + 1) // len(sharing)]
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # the thread has ended
+            os.sched_setaffinity(int(thread), own)
+
+
+@contextmanager
+def _one_signal_ignored() -> Iterator[None]:
+    """Ignore the first Ctrl-C or SIGTERM during the body."""
+    before: dict[int, Any] = {}
+
+    def restore(*_: object) -> None:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+    if threading.current_thread() is threading.main_thread():  # signals can be handled in no other thread
+        before = {which: signal.signal(which, restore) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield Workers(store, member, here.rank, here.workers, compress)
-    except Interrupted as error:  # as all workers do
-        stopped = error
-    except BaseException as error:
-        if isinstance(error, Error):
-            said = str(error), error.exit_status
-        elif isinstance(error, KeyboardInterrupt):
-            said = "interrupted", 130
-        else:
-            time.sleep(NAMING)  # the watch may say who was lost, and end this process
-            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}", 1
-        member.failed(*said, undo=isinstance(error, Error))
-        if hub:
-            hub.close()  # which tells the others
-        store.abandon()
-        raise
-    with _unheeded():  # a cluster may stop all, this one late
-        member.gather(None)  # worker 0 may still be writing, and a launcher ends all once one has ended on Ctrl-C
-        store.close()
-        member.done()
-        if hub:
-            hub.close()
-    if stopped:
-        raise stopped
+        yield
+    finally:
+        restore()
