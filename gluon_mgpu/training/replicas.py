@@ -222,7 +222,7 @@ class Replicas(ABC):
         for device, arrays in enumerate(self.arrays):
             velocities = {VELOCITY + name: array for name, array in self.velocities(device).items()}
             for name, array in {**arrays, **velocities}.items():
-                array[:] = state[name]
+                nd.array(state[name]).copyto(array)  # array[:] fails on weights in a layout of oneDNN
 
 
 def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
