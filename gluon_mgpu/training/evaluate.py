@@ -1,16 +1,14 @@
-"""What a run has learned: its accuracy and confusion table, the classes of images, its net as Gluon's own files.
+"""What a run has learned: test accuracy and confusion table, the classes of images, and an export to Gluon's files.
 
-Reads the folder that `train.py --out` left and changes nothing in it, so that the run may be training on meanwhile.
+Only reads the run's folder, so the run may still be training.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,60 +16,61 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import datasets, loop, records
-from gluon_mgpu.training import tuning as blocks
+from gluon_mgpu.training import datasets, records
+from gluon_mgpu.training.batches import batches, read_behind
+from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model, implementation
 from gluon_mgpu.training.settings import Settings
 
 engine.configure()
 
 import mxnet as mx  # noqa: E402
-from mxnet import gluon, nd  # noqa: E402
+from mxnet import gluon  # noqa: E402
+from mxnet.ndarray import NDArray  # noqa: E402
 
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # Pillow would run Ghostscript for EPS
-CHECKED = 1000  # test images at most that an exported net is checked on
-ROUNDING = 1e-4  # of the largest score: how far the scores of an exported net may be from the run's
-TOP = 3  # classes named for an image
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, for which Pillow runs Ghostscript
+CHECKED = 1000  # an exported network is checked on this many test images at most
+ROUNDING = 1e-4  # largest difference of an exported network's scores, as a fraction of the largest score
+TOP = 3  # classes printed per image
 
 
 class Trained(NamedTuple):
     """A run's network with the parameters of its checkpoint."""
 
-    replicas: loop.Replicas
+    replicas: Replicas
     settings: Settings
     parameters: dict[str, np.ndarray]
-    title: str  # what it is: "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
+    title: str  # "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
 
 
 def load(
     folder: str | Path, impl: str | None = None, gpus: int | str | Sequence[int] = 1, device: str = "auto"
 ) -> Trained:
-    """The network of the run in `folder`, as `Trained`.
+    """The network of the run in `folder`.
 
-    impl: "scratch" or "highlevel"; None: the run's own. gpus, device: as in `devices.contexts`.
-    Raises UsageError where no run is and for a network that impl does not have, Error for a run without a checkpoint
-    yet, or with one that is cut off, altered, or of another network or version.
+    impl: "scratch" or "highlevel"; None: as in the run. gpus, device: as in `devices.contexts`.
+    Raises UsageError if the folder holds no run or impl does not have its network; Error if the run has no checkpoint
+    yet, or the checkpoint is damaged or from another network or version.
     """
     arrays, config, settings, position = records.last(folder)
     if arrays is None:
         raise Error(
-            f"{folder}: the run has no checkpoint yet; it leaves one after its first epoch, or on Ctrl-C; where it was "
-            f"killed, train.py --resume {folder} goes on"
+            f"{folder}: no checkpoint yet; it is written after the first epoch or on Ctrl-C. If the run was killed, "
+            f"`gluon-mgpu train --resume {folder}` continues it"
         )
     impl = impl or config["impl"]
-    if impl == "scratch" and settings.model != "lenet":
-        raise UsageError(f"--impl scratch: it has lenet only, and the run's {settings.model} is highlevel's")
+    kind: type[Replicas] = implementation(impl).Replicas
+    check_model(kind, settings.model)
     ctx = devices.contexts(gpus, device)
-    options = {"hybridize": config.get("hybridize", True)} if impl == "highlevel" else {}
-    # shares were for the run's devices; without momentum the replicas have no velocities to load
-    settings = replace(settings, shares=None, momentum=0.0)
-    replicas = importlib.import_module(f"gluon_mgpu.{impl}").Replicas(ctx, settings, **options)
-    parameters = {name: array for name, array in arrays.items() if not name.startswith(records.VELOCITY)}
-    expected = {name: array.shape for name, array in replicas.parameters().items()}
-    if {name: array.shape for name, array in parameters.items()} != expected:
-        raise Error(f"{folder}: its checkpoint holds the parameters of another network than {settings.model}")
-    replicas.load(parameters, {})
+    options = {name: config[name] for name in kind.own_options if name in config}
+    settings = replace(settings, shares=None, momentum=0.0)  # for other devices, and without velocities
+    replicas = kind(ctx, settings, **options)
+    parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
+    try:
+        replicas.load_state_dict(parameters)
+    except Error as error:
+        raise Error(f"{folder}: {error}") from None
     return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({impl}) after {position}, on {ctx}")
 
 
@@ -82,9 +81,16 @@ def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np
 
 
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
-    """The network's scores (n, 10) of images, uint8 (n, 1, 28, 28), in batches as the run's own."""
-    test_iter = loop.batches(images, np.zeros(len(images)), trained.settings.batch_size)
-    return np.concatenate(list(loop.read_behind(trained.replicas.predict(X) for X, _ in test_iter)))
+    """The network's scores (n, 10) of images, uint8 (n, 1, 28, 28)."""
+    replicas = trained.replicas
+    issued = ([replicas.predict(shard) for shard in replicas.split(X)] for X in _batches(trained, images))
+    return np.concatenate(list(read_behind(issued)))
+
+
+def _batches(trained: Trained, images: np.ndarray) -> Iterator[NDArray]:
+    for X, _ in batches(images, np.zeros(len(images)), trained.settings.batch_size):
+        assert X is not None
+        yield X
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
@@ -92,73 +98,61 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     classes = datasets.CLASSES[trained.settings.dataset]
     counts = confusion(labels, scores(trained, images).argmax(axis=1), len(classes))
     right, total = counts.trace(), counts.sum()
-    return "\n".join(
-        [trained.title, f"test accuracy: {right / total:.4f} ({right}/{total})", "", table(counts, classes)]
-    )
+    return f"{trained.title}\ntest accuracy: {right / total:.4f} ({right}/{total})\n\n{table(counts, classes)}"
 
 
 def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """How often class i was taken for class j: counts (classes, classes) from two vectors (n,) of whole numbers."""
+    """Counts (classes, classes): how often an example of class i was predicted as class j."""
     counts = np.zeros((classes, classes), int)
     np.add.at(counts, (labels, predicted), 1)
     return counts
 
 
 def table(counts: np.ndarray, classes: Sequence[str]) -> str:
-    """Confusion counts (n, n) as text, with the names of the n classes and the recall of each: right / examples.
-
-    A count of 0 is a dot, the recall of a class without examples a dash.
-    """
-    cells = [[str(count or ".") for count in row] for row in counts]
-    heads = [name.split() for name in classes]  # two words stand one above the other
-    widths = [max(map(len, [*head, *column])) + 2 for head, column in zip(heads, zip(*cells))]
-    margin = max(map(len, classes))
-
-    def line(name: str, texts: Sequence[str], recall: str) -> str:
-        return name.ljust(margin) + "".join(text.rjust(width) for text, width in zip(texts, widths)) + recall.rjust(8)
-
-    lines = ["rows: true class; columns: predicted class"]
-    if max(map(len, heads)) > 1:
-        lines.append(line("", [head[0] if len(head) > 1 else "" for head in heads], "").rstrip())
-    lines.append(line("", [head[-1] for head in heads], "recall"))
+    """Confusion counts (n, n) as text, with the recall of each class. Zeros are shown as dots."""
+    rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()
-        lines.append(line(name, cells[i], f"{counts[i, i] / examples:.3f}" if examples else "-"))
+        recall = f"{counts[i, i] / examples:.3f}" if examples else "-"
+        rows.append([name, *(str(count or ".") for count in counts[i]), recall])
+    margin, *widths = (max(map(len, column)) for column in zip(*rows))
+    lines = ["rows: true class; columns: predicted class"]
+    for name, *cells in rows:
+        lines.append(name.ljust(margin) + "".join(cell.rjust(width + 2) for cell, width in zip(cells, widths)))
     return "\n".join(lines)
 
 
 def read_image(path: str | Path) -> np.ndarray:
-    """An image file as uint8 (1, 28, 28), in shades of grey; a line on standard error says when it was resized.
+    """An image file in shades of grey, uint8 (1, 28, 28). A notice says if it was resized.
 
-    What is transparent becomes black, the data's ground. Raises Error for a file that is not there, or that is no whole
-    image of one of FORMATS, and for one of more pixels than Pillow holds safe.
+    Transparent pixels become black, the background of the data sets. Raises Error if the file is missing, damaged, not
+    of one of FORMATS, or so large that Pillow considers it an attack.
     """
-    advice = f"give a file of one of {', '.join(FORMATS)}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
-                image = ImageOps.exif_transpose(image)  # decodes it too
-                if image.mode.startswith("I"):  # 16 bits, which Pillow would clip, not scale, to 8
+                image = ImageOps.exif_transpose(image)  # this decodes the image
+                if image.mode.startswith("I"):  # Pillow would clip 16 bits to 8 instead of scaling
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 if image.has_transparency_data:
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
                 image = image.convert("L")
     except UnidentifiedImageError:
-        raise Error(f"{path} is no image that can be read: {advice}") from None
+        raise Error(f"{path}: not an image; supported formats: {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Error(f"{path} has more than {Image.MAX_IMAGE_PIXELS} pixels: make it smaller, 28x28 is enough") from None
-    except Exception as error:  # decoders raise many kinds for damaged files
-        raise Error(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {advice}") from None
+        raise Error(f"{path}: more than {Image.MAX_IMAGE_PIXELS} pixels; 28x28 is enough") from None
+    except Exception as error:  # decoders raise many types for damaged files
+        raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if image.size != (28, 28):
-        print(f"gluon_mgpu: {path}: resized from {image.width}x{image.height} to 28x28", file=sys.stderr)
+        log.say(f"{path}: resized from {image.width}x{image.height} to 28x28")
         image = image.resize((28, 28))
     return np.asarray(image)[None]
 
 
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
-    """Lines for a terminal: for each image, uint8 (1, 28, 28), its most probable classes with their probabilities."""
+    """Lines for a terminal: the most probable classes of each image, uint8 (1, 28, 28), with their probabilities."""
     classes = datasets.CLASSES[trained.settings.dataset]
     lines = []
     for path, row in zip(paths, softmax(scores(trained, np.stack(images)))):
@@ -174,64 +168,56 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def exported_files(prefix: str) -> tuple[Path, Path]:
-    """The paths of the symbol and of the parameters that Gluon gives an export, none of which may exist yet.
+    """The paths of an export: PREFIX-symbol.json and PREFIX-0000.params.
 
-    Raises UsageError for one that does, and for a prefix without a name or in a folder that is not there.
+    Raises UsageError if one of them exists, or if the prefix has no name or names a folder that does not exist.
     """
     if os.path.basename(prefix) in ("", ".", ".."):
-        raise UsageError(f"--export {prefix}: give what the files' names begin with, such as {Path(prefix) / 'lenet'}")
+        raise UsageError(f"export={prefix}: must end with a name, such as {Path(prefix) / 'lenet'}")
     if not Path(prefix).parent.is_dir():
-        raise UsageError(f"--export {prefix}: there is no folder {Path(prefix).parent}")
+        raise UsageError(f"export={prefix}: there is no folder {Path(prefix).parent}")
     files = Path(f"{prefix}-symbol.json"), Path(f"{prefix}-0000.params")
     for file in files:
         if os.path.lexists(file):
-            raise UsageError(f"--export {prefix}: {file} exists already; give another prefix")
+            raise UsageError(f"export={prefix}: {file} already exists; use another prefix")
     return files
 
 
 def export(trained: Trained, prefix: str, images: np.ndarray) -> str:
-    """Leave Gluon's PREFIX-symbol.json and PREFIX-0000.params, both or none; returns two lines that say so.
+    """Export the network, as written, to `exported_files(prefix)`. Returns two lines that say so.
 
-    The files are first loaded back with SymbolBlock.imports, and their scores of images, uint8 (n, 1, 28, 28), compared
-    with the run's. Raises UsageError as `exported_files`, Error for files that cannot be written or whose scores differ
-    by more than rounding.
+    The files are first loaded with SymbolBlock.imports, and their scores of images, uint8 (n, 1, 28, 28), compared with
+    the run's. Raises UsageError as `exported_files` does and if the network is not hybrid; Error if the files cannot be
+    written or if their scores differ by more than rounding. If it raises, it leaves no file.
     """
-    from gluon_mgpu import highlevel
-
-    files = exported_files(prefix)
+    symbol, params = exported_files(prefix)
     images, ctx = images[:CHECKED], trained.replicas.ctx[0]
-    with blocks.as_written():
-        net = highlevel.Replicas([mx.cpu()], trained.settings, hybridize=False)
-        net.load(trained.parameters, {})
-        net.net.hybridize()
-        net.net(nd.zeros((1, 1, 28, 28)))  # makes the graph that is exported
+    plain = implementation("highlevel").Replicas([mx.cpu()], trained.settings, tune=False)
+    if not isinstance(plain.net, gluon.HybridBlock):
+        raise UsageError(f"export={prefix}: {trained.settings.model} is not a HybridBlock, so it cannot be exported")
+    plain.load_state_dict(trained.parameters)
     expected = scores(trained, images)
     try:
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=files[0].parent) as folder:
-            net.net.export(f"{folder}/net")
-            made = f"{folder}/net-symbol.json", f"{folder}/net-0000.params"
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=symbol.parent) as folder:
+            written = f"{folder}/net-symbol.json", f"{folder}/net-0000.params"
+            plain.net.export(f"{folder}/net")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "Cannot decide type": the symbol leaves the input's open
-                block = gluon.SymbolBlock.imports(made[0], ["data"], made[1], ctx=ctx)
-            test_iter = loop.batches(images, np.zeros(len(images)), trained.settings.batch_size)
-            found = np.concatenate([block(X.as_in_context(ctx)).asnumpy() for X, _ in test_iter])
+                warnings.simplefilter("ignore")  # "Cannot decide type", because the graph leaves its input's type open
+                block = gluon.SymbolBlock.imports(written[0], ["data"], written[1], ctx)
+            found = np.concatenate([block(X.as_in_context(ctx)).asnumpy() for X in _batches(trained, images)])
             difference = np.abs(found - expected).max()
-            if not difference <= ROUNDING * np.abs(expected).max():  # nan is no number's equal
+            if not difference <= ROUNDING * np.abs(expected).max():  # also if it is nan
                 raise Error(
-                    f"--export {prefix}: scores of the exported net differ by {difference:.2g}: nothing is left"
+                    f"export={prefix}: scores of the exported network differ by {difference:.2g}; files removed"
                 )
-            try:
-                for file, path in zip(made, files):
-                    os.replace(file, path)
-            except BaseException:
-                for path in files:
-                    path.unlink(missing_ok=True)
-                raise
+            os.replace(written[0], symbol)
+            os.replace(written[1], params)
     except (OSError, mx.MXNetError) as error:
+        symbol.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]
-        raise Error(f"--export {prefix}: cannot be written ({reason}): give another prefix") from None
+        raise Error(f"export={prefix}: cannot be written ({reason})") from None
     return (
-        f"exported to {files[0]} and {files[1]}: on {len(images)} test images, scores of up to "
+        f"exported to {symbol} and {params}; on {len(images)} test images, its scores of up to "
         f"{np.abs(expected).max():.3g} differ from the run's by at most {difference:.2g}\n"
-        f"load: gluon.SymbolBlock.imports('{files[0]}', ['data'], '{files[1]}')"
+        f"load it with gluon.SymbolBlock.imports('{symbol}', ['data'], '{params}')"
     )
