@@ -1,13 +1,12 @@
 #!/bin/sh
-# Prints a Python that MXNet 1.9.1 runs on, 3.9 to 3.13, and that can make virtual environments; fails with one line,
-# also on a machine that MXNet does not run on.
-# PYTHON=python3.12, or a path, in the environment is taken instead of searching.
-suits='import ctypes, ensurepip, sys, venv; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))'
-machine="this machine is $(uname -sm), and this project was tried on x86-64 Linux"
+# Prints a Python that can run MXNet 1.9.1 (3.9 to 3.13) and create virtual environments. If there is none, or if MXNet
+# does not run on this machine, it fails with one line. PYTHON=python3.12 (or a path) in the environment skips the search.
+suitable='import ctypes, ensurepip, sys, venv; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))'
+machine="this machine is $(uname -sm), but this project is tested on x86-64 Linux"
 case $machine in
     *"Linux x86_64,"*) ;;
-    *"Linux aarch64,"*) echo "$machine only" >&2 ;;  # which MXNet has a wheel for
-    *) echo "$machine: use such a one, or a container of it" >&2; exit 1 ;;
+    *"Linux aarch64,"*) echo "$machine only" >&2 ;;  # MXNet has a wheel for it
+    *) echo "$machine: use such a machine, or a container" >&2; exit 1 ;;
 esac
 pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
 case ${PYTHON:-} in
@@ -16,10 +15,10 @@ case ${PYTHON:-} in
     *) set -- "$PYTHON" ;;
 esac
 for python; do
-    if "$python" -c "$suits" >/dev/null 2>&1; then
+    if "$python" -c "$suitable" >/dev/null 2>&1; then
         command -v "$python"
         exit 0
     fi
 done
-echo "no suitable Python${PYTHON:+ in PYTHON=$PYTHON}: install one of 3.9, 3.10, 3.11, 3.12 and 3.13 with its venv module (Debian, Ubuntu: python3-venv)" >&2
+echo "no suitable Python${PYTHON:+ in PYTHON=$PYTHON}: install Python 3.9 to 3.13 with its venv module (Debian, Ubuntu: python3-venv)" >&2
 exit 1

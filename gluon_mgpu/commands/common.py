@@ -97,6 +97,8 @@ class Command(_Base):
                 options["num_gpus"] = options["gpus"]  # as `train` calls it
             error.args = (_with_options(str(error), options),)
             raise
+        except KeyboardInterrupt as error:  # click would print an empty line
+            raise click.Abort(*error.args) from error
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         heading_of = {name: heading for heading, names in GROUPS.items() for name in names.split()}
@@ -204,17 +206,16 @@ def _report(error: BaseException, program: str) -> int:
     """Print one line on standard error, and return the exit status."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
-    if isinstance(error, OSError) and isinstance(error.__context__, KeyboardInterrupt):
-        return 130  # click failed to print a newline: nobody reads our standard error any more
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        log.say(as_called(str(error), program) or "interrupted", prefix="")
+        new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C
+        log.say(as_called(str(error), program) or "interrupted", prefix=new_line)
         return 130
     if isinstance(error, click.UsageError):
         if log.speaks():  # every process of a run has the same command
-            click.echo(f"error: {_usage(error)}", err=True)
+            log.error(_usage(error))
         return error.exit_code
     status, line = (error.exit_status, str(error)) if isinstance(error, Error) else (1, engine.line_of(error))
-    click.echo(f"error: {log.who()}{as_called(line, program)}", err=True)
+    log.error(f"{log.who()}{as_called(line, program)}")
     return status
 
 

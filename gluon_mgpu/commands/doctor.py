@@ -86,15 +86,6 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
 
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     """Yields each finding as soon as it is known. The trial run of the main job comes last, if there is no problem."""
-    found = []
-    for finding in _checks(data_dir):
-        found.append(finding)
-        yield finding
-    if all(mark != "problem" for mark, _ in found):
-        yield _trial()
-
-
-def _checks(data_dir: str | Path | None) -> Iterator[Finding]:
     yield _python()
     numpy = _numpy()
     yield numpy
@@ -103,11 +94,14 @@ def _checks(data_dir: str | Path | None) -> Iterator[Finding]:
     yield _cores()
     yield from _gpus("CUDA" in features, gpus)
     if numpy[0] == "problem":
-        yield "note", "the data sets were not checked, because that needs NumPy"
+        data = [("note", "the data sets were not checked, because that needs NumPy")]
     else:
-        yield from _data(data_dir)
+        data = list(_data(data_dir))
+    yield from data
     yield _space(Path.cwd(), "the current folder", "choose another folder with --out", "note")
     yield _horovod(mxnet[0] == "ok")
+    if all(mark != "problem" for mark, _ in (numpy, mxnet, *data)):
+        yield _trial(gpus)
 
 
 def _python() -> Finding:
@@ -296,9 +290,10 @@ def _horovod(mxnet: bool) -> Finding:
     return "ok", f"Horovod {version}, built for this MXNet"
 
 
-def _trial() -> Finding:
-    """A short run of the main job, with 512 synthetic examples."""
-    finished = _run([sys.executable, "-m", "gluon_mgpu", *MAIN_JOB.split(), *TRIAL], SECONDS)
+def _trial(gpus: int) -> Finding:
+    """A short run of the main job, with 512 synthetic examples. gpus: the number of GPUs that MXNet sees."""
+    device = "--device=auto" if gpus else "--device=cpu"  # without a notice that there is no GPU
+    finished = _run([sys.executable, "-m", "gluon_mgpu", *MAIN_JOB.split(), device, *TRIAL], SECONDS)
     try:
         subprocesses.check(f"a trial of {MAIN_JOB}", finished, f"run `gluon-mgpu {MAIN_JOB}` to see where it hangs")
     except Error as error:

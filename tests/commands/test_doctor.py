@@ -1,0 +1,366 @@
+"""doctor's findings on bare environments, with stand-ins for broken packages, drivers and loaders."""
+
+import gzip
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import venv
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+
+from gluon_mgpu.commands import doctor
+from gluon_mgpu.runtime import cuda, engine
+from gluon_mgpu.training import datasets
+
+ROOT = Path(__file__).parents[2]
+TRAIN = "train --dataset=synthetic --limit=100 --epochs=1".split()
+
+
+def run(*arguments, python=sys.executable, **environment):
+    """A finished `python ARGUMENTS`."""
+    command, environment = [python, *map(str, arguments)], {**engine.users_environment(), **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def examine(**options):
+    """A finished doctor, which ends with status 0 exactly if it found no problem."""
+    done = run(ROOT / "scripts/doctor.py", **options)
+    assert done.returncode == bool(marked(done, "problem"))
+    return done
+
+
+def marked(done, mark):
+    """The lines with a mark."""
+    return [line[9:] for line in done.stdout.splitlines() if line.split()[0] == mark]
+
+
+def error_of(done):
+    """The error of a command that ended with status 1 and one line."""
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+def module(folder, name, code):
+    path = folder / f"{name}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(code))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def wait_until_ended(pids):
+    wait(lambda: not any(alive(pid) for pid in pids.read_text().split()))
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """(python, packages): a new environment that has only click and this package; `packages` is its PYTHONPATH."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    os.symlink(Path(click.__file__).parent, packages / "click")
+    os.symlink(ROOT / "gluon_mgpu", packages / "gluon_mgpu")
+    return {"python": str(tmp_path / "bare/bin/python"), "PYTHONPATH": str(packages)}, packages
+
+
+def test_doctor_finds_no_problem_on_a_machine_that_runs_these_tests():
+    # DMLC_ROLE: the environment of a server, in which a child process would never end
+    done = run("-m", "gluon_mgpu", "doctor", GLUON_MGPU_DATA="", MXNET_HOME="/nonexistent", DMLC_ROLE="server")
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, lines[-1]) == (0, "", "can run train --impl scratch --gpus 2")
+    assert all(line.split()[0] in ("ok", "note") for line in lines[:-1])
+    assert f"NumPy {np.__version__}" in marked(done, "ok")
+    assert "running on: [" in lines[-2]
+    assert "\x1b" not in done.stdout
+
+
+def test_doctor_runs_without_numpy_and_mxnet_and_says_what_to_install(bare):
+    done = examine(**bare[0])
+    assert done.stderr == ""
+    numpy, mxnet = marked(done, "problem")
+    assert "pip install 'numpy" in numpy and "pip install --no-deps mxnet==1.9.1" in mxnet
+    assert run("-m", "gluon_mgpu", "doctor", **bare[0]).stdout == done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "walkthrough", "batch-size"])
+def test_other_commands_without_numpy_fail_with_one_line(bare, command):
+    for program in ([ROOT / f"scripts/{command.replace('-', '_')}.py"], ["-m", "gluon_mgpu", command]):
+        error = error_of(run(*program, **bare[0]))
+        assert f"numpy is not installed for {bare[0]['python']}" in error and "pip install numpy" in error
+
+
+def test_commands_without_click_or_the_package_fail_with_one_line(bare):
+    options, packages = bare
+    (packages / "click").unlink()
+    for command in ("train", "doctor"):
+        script = ROOT / f"scripts/{command}.py"
+        assert "click is not installed" in error_of(run(script, **options))
+        assert "gluon_mgpu" in error_of(run(script, python=options["python"]))
+
+
+BROKEN = {
+    "RuntimeError: built for another machine": "raise RuntimeError('built for another machine')",
+    "no_such": "try:\n    import no_such\nexcept ImportError as e:\n    raise ImportError('a page\\nof advice') from e",
+    "SIGILL": "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
+}
+
+
+@pytest.mark.parametrize("cause", BROKEN)
+def test_a_broken_numpy_is_a_problem_with_its_first_cause(bare, cause):
+    options, packages = bare
+    module(packages, "numpy", BROKEN[cause])
+    problem = marked(examine(**options), "problem")[0]
+    assert cause in problem and "pip install" in problem
+    if cause != "SIGILL":
+        script = ROOT / "scripts/train.py"
+        done = run(script, **options)
+        assert cause in error_of(done)
+        debug = run(script, "--debug", **options).stderr
+        assert debug.startswith("Traceback") and debug.endswith(done.stderr)
+
+
+def test_versions_that_are_not_tested_are_noted(tmp_path, monkeypatch):
+    module(tmp_path, "numpy", "__version__ = '1.21.6'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._numpy()[0] == "note"
+    for version, mark in (((3, 8), "note"), ((3, 9), "ok"), ((3, 13), "ok"), ((3, 14), "note")):
+        monkeypatch.setattr(sys, "version_info", (*version, 0, "final", 0))
+        assert doctor._python()[0] == mark
+
+
+def test_two_wheels_of_mxnet_are_a_problem(monkeypatch):
+    monkeypatch.setattr(cuda, "wheels", lambda: {"mxnet": "1.9.1", "mxnet-cu112": "1.9.1"})
+    (mark, line), _, _ = doctor._mxnet(True)
+    assert mark == "problem" and "`pip uninstall -y mxnet mxnet-cu112`" in line
+
+
+BLIND = r"""
+#include <stdlib.h>
+#include <string.h>
+unsigned int la_version(unsigned int version) { return version; }
+/* The loader asks here before it opens a path. It gets a wrong path for the libraries in HIDDEN. */
+char *la_objsearch(const char *path, unsigned long *cookie, unsigned int flag) {
+  const char *file = strrchr(path, '/');
+  return file && strstr(getenv("HIDDEN"), file + 1) ? "/nonexistent" : (char *)path;
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_missing_system_libraries_are_one_problem_with_their_packages(tmp_path):
+    (tmp_path / "blind.c").write_text(BLIND)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "blind.so", "blind.c"], cwd=tmp_path, check=True)
+    environment = {"LD_AUDIT": str(tmp_path / "blind.so"), "HIDDEN": "libgomp.so.1 libquadmath.so.0"}
+    [problem] = marked(examine(**environment), "problem")
+    error = error_of(run("-m", "gluon_mgpu", *TRAIN, **environment))
+    for line in (problem, error):
+        assert "libgomp.so.1 and libquadmath.so.0" in line and "`apt install libgomp1 libquadmath0`" in line
+
+
+def test_a_trial_that_fails_is_a_problem_with_the_error_of_the_run():
+    [problem] = marked(examine(MXNET_CPU_TEMP_COPY="many"), "problem")  # MXNet can be imported but cannot compute
+    assert "MXNET_CPU_TEMP_COPY expect int but value='many'" in problem
+
+
+def test_the_cores_are_the_ones_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for quota, mark, gpus in ((None, "ok", 8), (8, "ok", 8), (3.9, "note", 3), (0.5, "note", 1)):
+        monkeypatch.setattr(doctor, "cgroup_cores", lambda quota=quota: quota)
+        found, line = doctor._cores()
+        assert found == mark and f"--gpus {gpus}," in line
+
+
+@pytest.mark.parametrize(
+    "own, files, cores",
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"a/b/cpu.max": "300000 100000\n", "a/cpu.max": "200000 100000\n"}, 2),
+        ("0::/the/host's/path\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("1:cpu,x:/a\n", {"cpu/a/cpu.cfs_quota_us": "250000", "cpu/a/cpu.cfs_period_us": "100000"}, 2.5),
+        ("1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_the_quota_of_a_control_group_is_read_in_both_versions(tmp_path, own, files, cores):
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "mount" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert doctor.cgroup_cores(tmp_path / "own", tmp_path / "mount") == cores
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """A function that puts a stand-in for nvidia-smi on PATH; its argument is the body of a shell script."""
+
+    def make(body):
+        path = tmp_path / "bin/nvidia-smi"
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+    return make
+
+
+def test_every_gpu_is_listed_and_marked_ok_if_mxnet_has_kernels_for_it(smi):
+    gpus = {
+        "Tesla K80, 3.7, 470.256.02": "note",
+        "Tesla M60, 5.2, 535.183.01": "ok",
+        "NVIDIA A100-SXM4-40GB, 8.0, 535.183.01": "ok",
+        "NVIDIA GeForce RTX 4090, 8.9, 550.54.14": "ok",
+        "NVIDIA H200, 9.0, 570.133.20": "note",
+        "Tesla V100-SXM2-16GB, 7.0, 440.33.01": "note",  # too old a driver for CUDA 11
+        "Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error": "note",
+    }
+    smi("cat <<'END'\n" + "\n".join(gpus) + "\nEND")
+    found = list(doctor._gpus(cuda=True, seen=6))
+    assert [mark for mark, _ in found] == list(gpus.values())
+    assert all(gpu.split(",")[0] in line for gpu, (_, line) in zip(gpus, found))
+
+
+def test_gpus_that_the_installed_mxnet_cannot_use_are_noted(smi, monkeypatch):
+    smi("echo 'NVIDIA A100-SXM4-40GB, 8.0, 535.183.01'")
+    [(mark, line)] = doctor._gpus(cuda=False, seen=0)
+    assert mark == "note" and "cu112" in line
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    mark, line = list(doctor._gpus(cuda=True, seen=0))[-1]
+    assert mark == "note" and "CUDA_VISIBLE_DEVICES is ''" in line
+
+
+def test_an_old_driver_that_does_not_report_the_compute_capability_is_asked_for_the_rest(smi):
+    smi(
+        """case "$*" in *compute_cap*) echo 'Field "compute_cap" is not a valid field to query.'; exit 2;; esac
+        echo 'Tesla V100-SXM2-16GB, 470.182.03'"""
+    )
+    [(mark, line)] = doctor._gpus(cuda=True, seen=1)
+    assert mark == "note" and "Tesla V100-SXM2-16GB" in line and "driver 470.182.03" in line
+
+
+@pytest.mark.parametrize(
+    "status, text", [(6, "No devices were found"), (18, "Failed to initialize NVML\nNVML library: 535"), (127, "")]
+)
+def test_an_error_of_nvidia_smi_is_noted_in_one_line(smi, status, text):
+    smi(f'cat <<"END"\n{text}\nEND\nexit {status}')
+    [(mark, line)] = doctor._gpus(cuda=True, seen=0)
+    assert mark == "note" and "\n" not in line and (text.splitlines() or [str(status)])[0] in line
+
+
+def test_an_nvidia_smi_that_hangs_is_ended_with_its_child_processes(smi, tmp_path, monkeypatch):
+    smi(f"sleep 300 & echo $$ $! > {tmp_path}/pids; wait")
+    monkeypatch.setattr(doctor, "SMI_SECONDS", 2)
+    [(mark, line)] = doctor._gpus(cuda=True, seen=0)
+    assert mark == "note" and "2 s" in line
+    wait_until_ended(tmp_path / "pids")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_doctor_and_its_child_processes_at_once(smi, tmp_path, sent):
+    smi(f"sleep 300 & echo $$ $! > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pids; wait")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = engine.users_environment()
+    child = subprocess.Popen([sys.executable, ROOT / "scripts/doctor.py"], env=environment, **streams)
+    wait((tmp_path / "pids").exists, 120)
+    child.send_signal(sent)
+    out, err = child.communicate(timeout=15)  # shorter than the time limit of nvidia-smi
+    assert (child.returncode, err) == (130, "interrupted\n") and "can run" not in out
+    wait_until_ended(tmp_path / "pids")
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """No data set on this machine. Returns a function that writes tiny files of both data sets to a folder."""
+    tiny = datasets.synthetic(30, 10)
+    arrays = tiny.train_images[:, 0], tiny.train_labels, tiny.test_images[:, 0], tiny.test_labels
+    headers = (bytes([0, 0, 8, a.ndim]) + np.array(a.shape, ">u4").tobytes() for a in arrays)
+    files = dict(zip(datasets.SHA256["mnist"], (h + a.tobytes() for h, a in zip(headers, arrays))))
+    sums = {file: hashlib.sha256(raw).hexdigest() for file, raw in files.items()}
+    monkeypatch.setattr(datasets, "SHA256", {"fashion-mnist": sums, "mnist": sums})
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", tmp_path / "system")
+    monkeypatch.delenv("GLUON_MGPU_DATA", raising=False)
+    monkeypatch.setenv("MXNET_HOME", str(tmp_path / "mxnet"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def write(folder):
+        folder.mkdir(parents=True)
+        for file, raw in files.items():
+            (folder / f"{file}.gz").write_bytes(gzip.compress(raw))
+        return folder
+
+    return write
+
+
+def test_data_sets_are_listed_with_their_folders_or_noted_as_missing(data, tmp_path):
+    assert [mark for mark, _ in doctor._data(None)] == ["note", "note", "ok"]  # the last line is the cache
+    folder = data(tmp_path / "system/fashion-mnist")
+    found = list(doctor._data(None))
+    assert [mark for mark, _ in found] == ["ok", "note", "ok"] and str(folder) in found[0][1]
+
+
+@pytest.mark.parametrize("name, mark", [("fashion-mnist", "problem"), ("mnist", "note")])
+def test_a_damaged_file_is_a_problem_if_the_main_job_needs_it(data, tmp_path, name, mark):
+    folders = {each: data(tmp_path / "here" / each) for each in ("fashion-mnist", "mnist")}
+    path = folders[name] / "t10k-labels-idx1-ubyte.gz"
+    raw = bytearray(gzip.decompress(path.read_bytes()))
+    raw[-1] ^= 1
+    path.write_bytes(gzip.compress(bytes(raw)))
+    [(found, line)] = [finding for finding in doctor._data(str(tmp_path / "here")) if finding[0] != "ok"]
+    assert found == mark and str(path) in line
+
+
+def test_a_data_folder_without_the_data_is_a_problem(data, tmp_path, monkeypatch):
+    assert [mark for mark, _ in doctor._data(str(tmp_path))] == ["problem", "note", "ok"]
+    monkeypatch.setenv("GLUON_MGPU_DATA", "/nonexistent")
+    assert [mark for mark, _ in doctor._data(None)] == ["problem", "note", "ok"]
+
+
+@pytest.mark.parametrize("present, mark", [(False, "problem"), (True, "note")])
+def test_a_cache_that_is_not_writable_is_a_problem_if_data_must_be_downloaded(data, tmp_path, present, mark):
+    if present:
+        data(tmp_path / "system/fashion-mnist")
+    (tmp_path / "cache").write_text("a file instead of a folder")
+    found, line = list(doctor._data(None))[-1]
+    assert found == mark and "XDG_CACHE_HOME" in line
+
+
+def test_horovod_is_ok_only_if_it_is_built_for_mxnet(tmp_path, monkeypatch):
+    module(tmp_path / "horovod", "__init__", "__version__ = '0.28.1'")
+    monkeypatch.syspath_prepend(str(tmp_path))  # for this process
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for doctor's child processes
+    module(tmp_path / "horovod", "mxnet", "import mxnet")
+    mark, line = doctor._horovod(True)
+    assert mark == "ok" and "0.28.1" in line
+    module(tmp_path / "horovod", "mxnet", "raise ImportError('Extension horovod.mxnet has not been built')")
+    mark, line = doctor._horovod(True)
+    assert mark == "note" and "Extension horovod.mxnet has not been built" in line
+
+
+def test_a_missing_horovod_is_noted_with_the_missing_build_tools(bare, tmp_path):
+    (tmp_path / "path").mkdir()
+    for present, missing in (([], "g++ make"), (["g++"], "make")):
+        for tool in present:
+            os.symlink(shutil.which("true"), tmp_path / "path" / tool)
+        note = marked(examine(**bare[0], PATH=str(tmp_path / "path")), "note")[-1]
+        assert f"`apt install {missing}`" in note and "`make horovod`" in note

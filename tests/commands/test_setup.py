@@ -1,0 +1,113 @@
+"""find-python.sh, test-all.sh and `make install`, with stand-ins for machines, Pythons and make."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def uname(tmp_path):
+    """A function that puts a stand-in for uname on the PATH of these tests."""
+
+    def write(machine):
+        program(tmp_path / "uname", f"echo {machine}")
+
+    write("Linux x86_64")
+    return write
+
+
+def program(path, code):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{code}\n")
+    path.chmod(0o755)
+
+
+def find(path, **environment):
+    environment = {"PATH": str(path), "PYENV_ROOT": "/nonexistent", **environment}
+    script = str(ROOT / "scripts/find-python.sh")
+    return subprocess.run(["/bin/sh", script], env=environment, capture_output=True, text=True)
+
+
+def fails_with_one_line(done):
+    return (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+
+
+def test_the_first_suitable_python_is_found(tmp_path):
+    program(tmp_path / "python3.11", "exit 127")  # does not start
+    os.symlink(sys.executable, tmp_path / "python3.9")
+    assert find(tmp_path).stdout == f"{tmp_path}/python3.9\n"
+
+
+def test_a_python_requested_by_version_is_found_in_pyenv(tmp_path):
+    pyenv = tmp_path / "versions/3.12.1/bin"
+    pyenv.mkdir(parents=True)
+    os.symlink(sys.executable, pyenv / "python")
+    assert find(tmp_path, PYENV_ROOT=str(tmp_path), PYTHON="python3.12").stdout == f"{pyenv}/python\n"
+    assert find(tmp_path, PYENV_ROOT=str(tmp_path), PYTHON="python3.9").returncode == 1
+
+
+def test_without_a_suitable_python_one_line_says_which_are(tmp_path):
+    program(tmp_path / "python3", "exit 1")  # too new
+    for environment in ({}, {"PYTHON": "python3"}):
+        done = find(tmp_path, **environment)
+        assert fails_with_one_line(done) and "3.9 to 3.13" in done.stderr
+
+
+@pytest.mark.parametrize("machine", ["Linux i686", "Darwin arm64"])
+def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, uname, machine):
+    uname(machine)
+    os.symlink(sys.executable, tmp_path / "python3.11")
+    done = find(tmp_path)
+    assert fails_with_one_line(done) and machine in done.stderr
+    uname("Linux aarch64")  # has a wheel, but is not tested
+    done = find(tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/python3.11\n") and "aarch64" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_an_install_that_fails_ends_with_a_line_on_what_it_needs_and_is_not_marked_as_done(tmp_path):
+    venv = tmp_path / "venv"
+    removed = ("MAKEFLAGS", "NUMPY", "PYTHON")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
+    environment.update({"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull})  # no network
+    command = ["make", "install", f"VENV={venv}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    last = [line for line in done.stderr.splitlines() if not line.startswith("make")][-1]
+    assert done.returncode == 2 and str(venv) in last and "network" in last
+    assert (venv / "bin/python").exists() and not list(venv.glob(".installed*"))
+
+
+def test_test_all_prints_a_row_for_every_python_and_fails_if_one_fails(tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    suites = {
+        "3.9": "echo '2 passed in 1.00s'",
+        "3.10": "echo '1 failed, 1 passed, 3 warnings in 62.00s (0:01:02)'; exit 1",
+        "3.12-2.1": "echo ..; kill -SEGV $$",
+        "3.13": "echo '2 passed, 1 skipped in 1.00s'",
+    }
+    for name, suite in suites.items():
+        code = f"case $* in *platform*) echo {name[:4]}.1;; *metadata*) echo 2.0;; *pytest*) {suite};; esac"
+        program(tmp_path / ".venvs" / name / "bin/python", code)
+    program(tmp_path / "bin/make", "case $* in *3.11*) exit 2;; esac")
+
+    def test_all(pythons):
+        environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONS": pythons}
+        return subprocess.run([tmp_path / "scripts/test-all.sh"], env=environment, capture_output=True, text=True)
+
+    done = test_all("3.9 3.10 3.11 3.12:2.1 3.13")
+    table = [line.split(None, 4) for line in done.stdout.rpartition("\n\n")[2].splitlines()]
+    assert done.returncode == 1
+    assert [(row[0], row[-1]) for row in table[1:]] == [
+        ("3.9.1", "2 passed"),
+        ("3.10.1", "1 failed, 1 passed, 3 warnings"),
+        ("3.11", "installed"),
+        ("3.12.1", "no (139)"),
+        ("3.13.1", "2 passed, 1 skipped"),
+    ]
+    assert test_all("3.9 3.13").returncode == 0
