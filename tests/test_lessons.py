@@ -1,0 +1,386 @@
+"""The two lessons: the notebooks' functions, their step against one device and float64, and what `train` calls."""
+
+import inspect
+import json
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu.training.replicas import LENET
+from gluon_mgpu.training.settings import Settings
+
+LR = 0.2
+MODULES = [scratch, highlevel]
+# Networks computed in another order differ by rounding, and by ReLUs whose input is within rounding of 0. One of the
+# more than 10^5 activations in these batches then counts or does not, which moves an update by far less than this part
+# of its length. Dropping a shard or dividing by its size would move it by more than half.
+ROUNDING_AND_RELUS = 1e-2
+
+
+def contexts(n):
+    return [mx.cpu(i) for i in range(n)]
+
+
+def batch(n, seed=3):
+    rng = np.random.default_rng(seed)
+    return nd.array(rng.random((n, 1, 28, 28))), nd.array(rng.integers(0, 10, n))
+
+
+@pytest.fixture
+def start():
+    """LeNet's parameters by name, large enough that every layer matters, biases included."""
+    rng = np.random.default_rng(7)
+    return {name: 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in zip(LENET, scratch.init_params())}
+
+
+def replicas(module, devices, start, **options):
+    made = module.Replicas(contexts(devices), Settings(64), **options)
+    made.load_state_dict(start)
+    return made
+
+
+def flat(arrays):
+    return np.concatenate([a.ravel() for a in arrays.values()]).astype(np.float64)
+
+
+def distance(after, other, before):
+    """How far two steps from `before` end from each other, relative to the length of the step."""
+    return np.linalg.norm(flat(after) - flat(other)) / np.linalg.norm(flat(after) - flat(before))
+
+
+def assert_replicas_equal(made):
+    first, *others = [made.parameters(device) for device in range(len(made.ctx))]
+    for other in others:
+        for name, p in first.items():
+            np.testing.assert_array_equal(p, other[name])
+
+
+class TestSignatures:
+    NOTEBOOK = {  # of the original cells
+        scratch: {
+            "lenet": ["X", "params"],
+            "get_params": ["params", "ctx"],
+            "allreduce": ["data"],
+            "split_and_load": ["data", "ctx"],
+            "train_batch": ["X", "y", "device_params", "ctx", "lr"],
+            "sgd": ["params", "lr", "batch_size"],
+            "evaluate_accuracy": ["data_iter", "net", "ctx"],
+            "train": ["num_gpus", "batch_size", "lr"],
+        },
+        highlevel: {
+            "forward_backward": ["net", "data", "label"],
+            "split_and_load": ["data", "ctx"],
+            "train_batch": ["X", "y", "net", "ctx", "trainer"],
+            "evaluate_accuracy": ["data_iter", "net", "ctx"],
+            "train": ["num_gpus", "batch_size", "lr"],
+        },
+    }
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_functions_have_the_notebooks_arguments_and_the_rest_is_keyword_only(self, module):
+        for name, expected in self.NOTEBOOK[module].items():
+            parameters = inspect.signature(getattr(module, name)).parameters.values()
+            assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == expected
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_a_lesson_fits_on_200_lines(self, module):
+        assert len(Path(module.__file__).read_text().splitlines()) <= 200
+
+
+class TestWhatTheNotebooksPrinted:
+    def test_a_copied_bias_and_its_gradient_are_20_zeros_on_the_device_they_were_copied_to(self):
+        new_params = scratch.get_params(scratch.init_params(), mx.cpu(1))
+        for b1 in (new_params[1], new_params[1].grad):
+            assert b1.context == mx.cpu(1)
+            np.testing.assert_array_equal(b1.asnumpy(), np.zeros(20))
+
+    def test_allreduce_leaves_the_sum_on_every_device(self):
+        data = [nd.ones((1, 2), ctx=mx.cpu(i)) * (i + 1) for i in range(2)]
+        scratch.allreduce(data)
+        for i, array in enumerate(data):
+            assert array.context == mx.cpu(i)
+            np.testing.assert_array_equal(array.asnumpy(), [[3, 3]])
+
+    @pytest.mark.parametrize("module", MODULES)
+    @pytest.mark.parametrize("shape, devices", [((6, 4), 2), ((4, 5), 4)])
+    def test_a_batch_is_split_into_consecutive_rows_one_shard_per_device(self, module, shape, devices):
+        data, ctx = np.arange(np.prod(shape)).reshape(shape), contexts(devices)
+        shards = module.split_and_load(nd.array(data), ctx)
+        assert [shard.context for shard in shards] == ctx
+        for shard, expected in zip(shards, np.split(data, devices)):
+            np.testing.assert_array_equal(shard.asnumpy(), expected)
+
+    def test_the_first_convolution_is_the_same_on_every_device_and_its_gradient_is_not(self, start):
+        made = replicas(highlevel, 4, start)
+        X, y = batch(16)
+        highlevel.forward_backward(
+            made.net, highlevel.split_and_load(X, made.ctx), highlevel.split_and_load(y, made.ctx)
+        )
+        weight = made.net.collect_params()["cnn_conv0_weight"]
+        for c in made.ctx[1:]:
+            np.testing.assert_array_equal(weight.data(c).asnumpy(), weight.data(made.ctx[0]).asnumpy())
+            assert np.abs(weight.grad(c).asnumpy() - weight.grad(made.ctx[0]).asnumpy()).max() > 1e-3
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("examples, devices", [(96, 5), (7, 5), (3, 5)])
+def test_no_example_is_dropped_and_shards_differ_by_at_most_one(module, examples, devices):
+    data = np.arange(examples, dtype=np.float32)
+    shards = module.split_and_load(nd.array(data), contexts(devices))
+    sizes = [len(shard) for shard in shards]
+    assert len(sizes) == min(examples, devices) and max(sizes) - min(sizes) <= 1
+    np.testing.assert_array_equal(np.concatenate([shard.asnumpy() for shard in shards]), data)
+
+
+def test_sgd_divides_the_summed_gradient_by_the_global_batch():
+    p = nd.array([1.0, -2.0, 3.0])
+    p.attach_grad()
+    p.grad[:] = nd.array([8.0, 4.0, -2.0])
+    scratch.sgd([p], lr=0.5, batch_size=4)
+    np.testing.assert_array_equal(p.asnumpy(), [0.0, -2.5, 3.25])
+
+
+class TestStep:
+    @pytest.mark.parametrize("module", MODULES)
+    def test_with_all_extras_off_the_base_classs_step_is_the_lessons_bit_for_bit(self, module, start):
+        by_lesson, by_base = replicas(module, 3, start), replicas(module, 3, start)
+        for n in (48, 50, 3):
+            X, y = batch(n, seed=n)
+            a, b = by_lesson.lesson_step(X, y, LR), by_base.extended_step(X, y, LR, n)
+            for shard_a, shard_b in zip(a, b):
+                np.testing.assert_array_equal(shard_a.asnumpy(), shard_b.asnumpy())
+            for name, p in by_lesson.parameters().items():
+                np.testing.assert_array_equal(p, by_base.parameters()[name])
+
+    @pytest.mark.parametrize("module", MODULES)
+    @pytest.mark.parametrize("examples, devices", [(64, 2), (64, 3), (96, 5), (3, 5)])
+    def test_a_step_on_several_devices_is_the_step_on_one(self, module, examples, devices, start):
+        X, y = batch(examples)
+        one, several = replicas(module, 1, start), replicas(module, devices, start)
+        for made in (one, several):
+            made.train_batch(X, y, LR)
+        assert distance(several.parameters(), one.parameters(), start) < ROUNDING_AND_RELUS
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_a_device_left_without_an_example_adds_nothing_after_a_step_that_used_it(self, module, start):
+        one, several = replicas(module, 1, start), replicas(module, 3, start)
+        for examples in (6, 2, 5, 1):
+            before = several.parameters()
+            one.load_state_dict(before)
+            for made in (one, several):
+                made.train_batch(*batch(examples, seed=examples), LR)
+            assert distance(several.parameters(), one.parameters(), before) < ROUNDING_AND_RELUS
+            assert_replicas_equal(several)
+
+    @pytest.mark.parametrize("devices", [1, 3])
+    def test_scratch_and_highlevel_take_the_same_step(self, devices, start):
+        made = [replicas(module, devices, start) for module in MODULES]
+        losses = [np.concatenate([x.asnumpy() for x in m.train_batch(*batch(48), LR)]) for m in made]
+        # Sums of at most 800 products, of magnitude up to the largest loss.
+        np.testing.assert_allclose(losses[0], losses[1], atol=800 * np.finfo(np.float32).eps * losses[0].max())
+        assert distance(made[0].parameters(), made[1].parameters(), start) < ROUNDING_AND_RELUS
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_replicas_are_equal_when_drawn_and_after_every_step(self, module):
+        mx.random.seed(1)
+        made = module.Replicas(contexts(3))
+        weights = [p for p in made.parameters().values() if p.ndim > 1]
+        assert min(np.ptp(w) for w in weights) > 0.03  # drawn, not constant
+        for step in range(4):
+            assert_replicas_equal(made)
+            made.train_batch(*batch(32 + step, seed=step), LR)
+        assert_replicas_equal(made)
+
+    def test_one_seed_draws_the_same_parameters_in_both_lessons_on_any_number_of_devices(self):
+        drawn = []
+        for module in MODULES:
+            for devices in (1, 3):
+                mx.random.seed(5)
+                drawn.append(module.Replicas(contexts(devices)).parameters())
+        for other in drawn[1:]:
+            for name, p in drawn[0].items():
+                np.testing.assert_array_equal(p, other[name])
+
+    @pytest.mark.parametrize("options", [{"hybridize": False}, {"tune": False}])
+    def test_operator_by_operator_or_untuned_highlevel_takes_the_same_step(self, options, start):
+        plain, other = replicas(highlevel, 2, start), replicas(highlevel, 2, start, **options)
+        for made in (plain, other):
+            made.train_batch(*batch(130), LR)
+        assert distance(other.parameters(), plain.parameters(), start) < ROUNDING_AND_RELUS
+
+
+def lenet_float64(X, params):
+    """LeNet in NumPy, float64, from the definitions of its layers."""
+
+    def convolve(X, W, b):
+        windows = np.lib.stride_tricks.sliding_window_view(X, W.shape[2:], (2, 3))
+        return np.einsum("nihwyx,oiyx->nohw", windows, W, optimize=True) + b[:, None, None]
+
+    def pool(X):
+        n, c, h, w = X.shape
+        return X[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).mean((3, 5))
+
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    h = pool(np.maximum(convolve(X, W1, b1), 0))
+    h = pool(np.maximum(convolve(h, W2, b2), 0)).reshape(len(X), -1)
+    return np.maximum(h @ W3.T + b3, 0) @ W4.T + b4
+
+
+def losses_float64(X, y, params):
+    scores = lenet_float64(X, params)
+    return np.log(np.exp(scores).sum(1)) - scores[np.arange(len(y)), y]
+
+
+class TestAgainstFloat64:
+    def test_losses_and_gradients_agree_with_numerical_differentiation(self, start):
+        X, y = batch(4)
+        made = replicas(scratch, 2, start)
+        losses = np.concatenate([shard.asnumpy() for shard in made.train_batch(X, y, LR)])
+        exact = [p.astype(np.float64) for p in start.values()]
+        X, y = X.asnumpy().astype(np.float64), y.asnumpy().astype(int)
+        eps = np.finfo(np.float32).eps
+        np.testing.assert_allclose(losses, losses_float64(X, y, exact), rtol=800 * eps)  # sums of up to 800 products
+        rng, step = np.random.default_rng(0), 1e-6
+        for values, gradient in zip(exact, made.gradients().values()):
+            largest = float(np.abs(gradient).max())
+            for index in rng.choice(values.size, min(12, values.size), replace=False):
+                at = np.unravel_index(index, values.shape)
+                kept, sums = values[at], []
+                for moved in (kept + step, kept - step):
+                    values[at] = moved
+                    sums.append(losses_float64(X, y, exact).sum())
+                values[at] = kept
+                numerical = (sums[0] - sums[1]) / (2 * step)
+                # A gradient sums over 4 images of 26 x 26 pixels at most; a ReLU may be at its kink.
+                assert gradient[at] == pytest.approx(numerical, abs=largest * (4 * 26**2 * eps + 1e-3))
+
+    @pytest.mark.parametrize("module", MODULES)
+    @pytest.mark.parametrize("devices", [1, 3])
+    def test_accuracy_is_what_numpy_counts_on_any_number_of_devices(self, module, devices, start):
+        X, _ = batch(50)
+        scores = lenet_float64(X.asnumpy().astype(np.float64), [p.astype(np.float64) for p in start.values()])
+        y = scores.argmax(1)
+        y[:20] = (y[:20] + 1) % 10  # 30 of 50 are correct
+        made = replicas(module, devices, start)
+        data_iter = [(X[a:b], nd.array(y[a:b])) for a, b in ((0, 24), (24, 48), (48, 50))]
+        assert made.evaluate_accuracy(data_iter) == 0.6
+
+
+class TestWhatYouReadIsWhatRuns:
+    OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
+    SCRATCH = ("get_params", "lenet", "loss", "train_batch", "split_and_load", "forward_backward", "allreduce", "sgd")
+
+    @pytest.mark.parametrize(
+        "module, names",
+        [
+            (scratch, (*SCRATCH, "evaluate_accuracy")),
+            (highlevel, ("initialize", "train_batch", "split_and_load", "forward_backward", "evaluate_accuracy")),
+        ],
+    )
+    def test_train_calls_every_function_of_the_lesson(self, module, names, monkeypatch):
+        called = set()
+
+        def counted(name, function):
+            def call(*args, **kwargs):
+                called.add(name)
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in names:
+            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+        module.train(2, 64, LR, **self.OPTIONS)
+        assert called == set(names)
+
+    def test_a_users_tree_allreduce_is_used_and_trains_the_same(self, monkeypatch):
+        plain = scratch.train(4, 64, LR, **self.OPTIONS)
+        sums = []
+
+        def tree(data):
+            sums.append(len(data))
+            for step in (1, 2):
+                for i in range(0, len(data), 2 * step):
+                    data[i][:] += data[i + step].copyto(data[i].context)
+            for i in range(1, len(data)):
+                data[0].copyto(data[i])
+
+        monkeypatch.setattr(scratch, "allreduce", tree)
+        (epoch,) = scratch.train(4, 64, LR, **self.OPTIONS)
+        assert sums == [4] * 8 * 5  # 8 parameters, 5 steps
+        assert epoch.train_loss == pytest.approx(plain[0].train_loss, rel=1e-4)
+
+    def test_a_network_of_ones_own_trains_from_scratch_on_several_devices_as_on_one(self, tmp_path):
+        def mlp(X, params):
+            W1, b1, W2, b2 = params
+            hidden = nd.Activation(nd.FullyConnected(X, W1, b1, num_hidden=32), act_type="sigmoid")
+            return nd.FullyConnected(hidden, W2, b2, num_hidden=10)
+
+        rng = np.random.default_rng(0)
+        params = [nd.array(0.1 * rng.standard_normal(s)) for s in ((32, 784), (32,), (10, 32), (10,))]
+        losses = [
+            scratch.train(n, 64, LR, net=mlp, params=params, out=tmp_path / str(n), **self.OPTIONS)[0].train_loss
+            for n in (1, 2)
+        ]
+        assert json.loads((tmp_path / "2" / "config.json").read_text())["model"] == "mlp"
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # smooth: rounding only, over 5 steps
+
+    def test_without_tuning_a_plain_gluon_network_trains_with_mxnets_own_store(self):
+        made = highlevel.Replicas(contexts(2), tune=False)
+        made.train_batch(*batch(8), LR)
+        assert type(made.net) is gluon.nn.HybridSequential and made.net.prefix == "cnn_" and made.fast is made.net
+        assert isinstance(made.trainer._kvstore, mx.kvstore.KVStore) and made.trainer._kvstore.type == "device"
+
+    def test_a_sequential_that_cannot_be_hybridized_trains_too(self):
+        def build():
+            net = gluon.nn.Sequential()
+            net.add(gluon.nn.Conv2D(4, 3, activation="relu"), gluon.nn.MaxPool2D(), gluon.nn.Dense(10))
+            return net
+
+        networks.register("own-sequential", build)
+        for options in ({}, {"tune": False}, {"hybridize": False}):
+            (epoch,) = highlevel.train(2, 64, LR, model="own-sequential", **options, **self.OPTIONS)
+            assert np.isfinite(epoch.train_loss)
+
+
+def test_max_pooling_keeps_the_largest_of_each_window():
+    net = highlevel.lenet(gluon.nn.MaxPool2D)
+    highlevel.initialize(net, contexts(1))
+    X = nd.random.uniform(shape=(2, 20, 26, 26))
+    expected = X.asnumpy().reshape(2, 20, 13, 2, 13, 2).max((3, 5))
+    np.testing.assert_array_equal(net[1](X).asnumpy(), expected)
+
+
+class TestResNet18:
+    def test_it_has_the_layers_and_the_parameters_of_resnet_18(self):
+        made = highlevel.Replicas([mx.cpu(0)], Settings(model="resnet18"))
+        weights = [a.shape for a in made.parameters().values() if a.ndim > 1]
+        expected = [(64, 1, 3, 3)]
+        for channels, before in [(64, 64), (128, 64), (256, 128), (512, 256)]:
+            shortcut = [(channels, before, 1, 1)] if channels != before else []
+            expected += [(channels, before, 3, 3), (channels, channels, 3, 3), *shortcut]
+            expected += 2 * [(channels, channels, 3, 3)]
+        assert weights == [*expected, (10, 512)]
+        trained = sum(p.size for p in made.gradients().values())
+        batch_norms = 2 * (64 * 5 + 4 * (128 + 256 + 512))
+        assert trained == sum(int(np.prod(shape)) + shape[0] for shape in weights) + batch_norms
+
+    def test_its_shapes_are_those_of_the_variant_for_28x28_images(self):
+        net = networks.resnet18()
+        highlevel.initialize(net, [mx.cpu(0)], hybridize=False)
+        X, shapes = nd.zeros((2, 1, 28, 28)), []
+        for layer in net:
+            X = layer(X)
+            shapes.append(X.shape[1:])
+        after_blocks = [(64, 28, 28)] * 2 + [(128, 14, 14)] * 2 + [(256, 7, 7)] * 2 + [(512, 4, 4)] * 2
+        assert shapes == [*[(64, 28, 28)] * 3, *after_blocks, (512, 1, 1), (512,), (10,)]
+
+    def test_a_residual_block_adds_its_input(self):
+        block = networks.Residual(3)
+        block.initialize(mx.init.Zero())
+        X = nd.random.normal(shape=(2, 3, 5, 5))
+        with autograd.predict_mode():
+            np.testing.assert_array_equal(block(X).asnumpy(), np.maximum(X.asnumpy(), 0))

@@ -1,0 +1,224 @@
+"""What a step can do beyond the notebooks': 20 steps of each feature, held against NumPy in float64.
+
+The network is softmax regression, whose gradient is a formula and which has no ReLU: what float32 computes differs from
+float64 by rounding alone. ResNet-18 has what softmax regression has not: running statistics.
+"""
+
+import json
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import gluon, nd
+
+from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu.training import datasets, loop, records
+from gluon_mgpu.training.settings import Settings
+
+MODULES = [scratch, highlevel]
+LR, STEPS = 0.05, 20
+EXTRAS = {
+    "none": {},
+    "momentum": {"momentum": 0.9},
+    "weight decay": {"weight_decay": 0.1},
+    "clipping": {"max_grad_norm": 0.5},
+    "accumulation": {"grad_accum_steps": 3},
+    "shares": {"shares": (5, 2, 1)},
+    "all": {"momentum": 0.5, "weight_decay": 0.01, "max_grad_norm": 0.5, "grad_accum_steps": 2, "shares": (1, 3, 2)},
+}
+
+
+def linear(X, params):
+    return nd.FullyConnected(X, *params, num_hidden=10)
+
+
+def dense():
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(10))
+    return net
+
+
+networks.register("linear", dense, names=("p0", "p1"))
+
+
+def batches(sizes):
+    rng = np.random.default_rng(3)
+    return [(nd.array(rng.random((n, 1, 28, 28))), nd.array(rng.integers(0, 10, n))) for n in sizes]
+
+
+SIZES = [48, 31, 2, 50] * (STEPS // 4)  # 2: fewer examples than devices
+START = {"p0": 0.1 * np.random.default_rng(1).standard_normal((10, 784), np.float32), "p1": np.zeros(10, np.float32)}
+
+
+def replicas(module, devices, **settings):
+    settings = {"batch_size": 50, **settings}
+    if devices == 1:
+        settings.pop("shares", None)
+    elif settings.get("shares"):
+        settings["shares"] = settings["shares"][:devices]
+    ctx = [mx.cpu(i) for i in range(devices)]
+    if module is scratch:
+        made = scratch.Replicas(ctx, Settings(**settings), net=linear, params=[nd.array(p) for p in START.values()])
+    else:
+        made = highlevel.Replicas(ctx, Settings(model="linear", **settings))
+    state = {name: np.zeros_like(array) for name, array in made.state_dict().items()}
+    made.load_state_dict({**state, **START})
+    return made
+
+
+def numpy_steps(momentum=0.0, weight_decay=0.0, max_grad_norm=None, **_):
+    """({name: parameter}, {name: velocity}, [losses of each step], {name: sum of |update|}) in float64."""
+    params = {name: p.astype(np.float64) for name, p in START.items()}
+    velocities = {name: np.zeros_like(p) for name, p in params.items()}
+    moved = {name: np.zeros_like(p) for name, p in params.items()}
+    losses = []
+    for X, y in batches(SIZES):
+        X, y = X.asnumpy().reshape(len(X), -1).astype(np.float64), y.asnumpy().astype(int)
+        scores = X @ params["p0"].T + params["p1"]
+        probabilities = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+        losses.append(-np.log(probabilities[np.arange(len(y)), y]))
+        delta = (probabilities - np.eye(10)[y]) / len(y)
+        grads = {"p0": delta.T @ X, "p1": delta.sum(0)}
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        scale = min(1.0, max_grad_norm / norm) if max_grad_norm else 1.0
+        for name, p in params.items():
+            velocities[name] = momentum * velocities[name] - LR * (scale * grads[name] + weight_decay * p)
+            p += velocities[name]
+            moved[name] += np.abs(velocities[name])
+    return params, velocities, losses, moved
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("settings", EXTRAS.values(), ids=EXTRAS)
+def test_20_steps_follow_the_update_rule_in_float64_for_the_whole_batch(module, devices, settings):
+    params, velocities, losses, moved = numpy_steps(**settings)
+    made = replicas(module, devices, **settings)
+    eps = float(np.finfo(np.float32).eps)
+    for (X, y), expected in zip(batches(SIZES), losses):
+        found = np.concatenate([shard.asnumpy() for shard in made.train_batch(X, y, LR)])
+        # A score is a sum of 784 products, computed from parameters with the errors of up to 20 updates.
+        np.testing.assert_allclose(
+            np.sort(found), np.sort(expected), rtol=0, atol=2 * (784 + STEPS) * eps * found.max()
+        )
+    # An update sums a batch's gradient, whose terms come from scores (sums of 784 products); 20 updates add up.
+    additions = 784 + max(SIZES) + STEPS
+    for name, p in made.parameters().items():
+        atol = additions * eps * (moved[name].max() + np.abs(params[name]).max())
+        np.testing.assert_allclose(p, params[name], rtol=0, atol=atol)
+        assert atol < 0.02 * np.abs(params[name] - START[name]).max()  # so a wrong rule would be seen
+    found = {name: v.asnumpy() for name, v in made.velocities(0).items()}
+    assert bool(found) == ("momentum" in settings)
+    for name, v in found.items():
+        np.testing.assert_allclose(v, velocities[name], rtol=0, atol=additions * eps * moved[name].max())
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("settings", EXTRAS.values(), ids=EXTRAS)
+def test_replicas_stay_equal_bit_for_bit(module, settings):
+    made = replicas(module, 3, **settings)
+    for X, y in batches(SIZES[:4]):
+        made.train_batch(X, y, LR)
+        first, *others = [made.parameters(device) for device in range(3)]
+        for other in others:
+            for name, p in first.items():
+                np.testing.assert_array_equal(p, other[name])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_gradient_below_max_grad_norm_is_left_unchanged(module):
+    plain, clipped = replicas(module, 2), replicas(module, 2, max_grad_norm=1e6)
+    for made in (plain, clipped):
+        made.train_batch(*batches([32])[0], LR)
+    for name, p in plain.parameters().items():
+        np.testing.assert_array_equal(p, clipped.parameters()[name])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_shares_of_80_and_20_put_80_and_20_of_100_examples_on_the_devices(module):
+    first, second = replicas(module, 2, batch_size=100, shares=(80, 20)).split(nd.arange(100))
+    assert [first.context, second.context] == [mx.cpu(0), mx.cpu(1)]
+    np.testing.assert_array_equal(first.asnumpy(), np.arange(80))
+    np.testing.assert_array_equal(second.asnumpy(), np.arange(80, 100))
+
+
+class TestRunningStatistics:
+    def batch(self, n, seed):
+        rng = np.random.default_rng(seed)
+        return nd.array(rng.random((n, 1, 28, 28))), nd.array(rng.integers(0, 10, n))
+
+    @pytest.mark.parametrize("hybridize", [True, False])
+    def test_they_are_means_over_devices_weighted_by_examples_and_replicas_stay_equal(self, hybridize):
+        ctx, (X, y) = [mx.cpu(0), mx.cpu(1)], self.batch(8, seed=2)
+        mx.random.seed(0)
+        made = highlevel.Replicas(ctx, Settings(model="resnet18", shares=(3, 1)), hybridize=hybridize)
+        expected = {}
+        for part, weight in ((slice(0, 6), 0.75), (slice(6, 8), 0.25)):
+            mx.random.seed(0)
+            alone = highlevel.Replicas([mx.cpu(0)], Settings(model="resnet18"), hybridize=False)
+            alone.train_batch(X[part], y[part], 0.1)
+            for name, p in alone.parameters().items():
+                if "running" in name:
+                    expected[name] = expected.get(name, 0) + weight * p
+        made.train_batch(X, y, 0.1)
+        assert len(expected) == 2 * 17  # one batch normalization after the stem, two per block
+        # A statistic of the last stage has passed 17 layers, each a sum of up to 4608 products.
+        rtol = 17 * 4608 * float(np.finfo(np.float32).eps)
+        for name, p in expected.items():
+            np.testing.assert_allclose(made.parameters()[name], p, rtol=rtol, atol=rtol * np.abs(p).max())
+        for n in (5, 1, 8):
+            made.train_batch(X[:n], y[:n], 0.1)
+        first, second = (made.parameters(device) for device in range(2))
+        for name, p in first.items():
+            np.testing.assert_array_equal(p, second[name])
+
+
+class TestSharesAuto:
+    """One CPU context is made slower: it computes its shard's scores four times."""
+
+    @pytest.fixture
+    def slow(self, monkeypatch):
+        lenet = scratch.lenet
+
+        def four_times_on_the_second_context(X, params):
+            scores = lenet(X, params)
+            if X.context == mx.cpu(1):
+                for _ in range(3):
+                    scores = scores + 0 * lenet(X, params)
+            return scores
+
+        monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
+
+    def test_the_slower_device_gets_less_and_the_run_keeps_the_shares(self, slow, tmp_path):
+        options = {"dataset": "synthetic", "limit": 300, "seed": 1, "device": "cpu"}
+        scratch.train(2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
+        chosen = json.loads((tmp_path / "config.json").read_text())["shares"]
+        assert chosen[0] > chosen[1] and sum(chosen) == 100
+        assert records.options(tmp_path)["shares"] == tuple(chosen)
+
+    def test_the_first_step_of_a_device_does_not_count(self):
+        class Ready:
+            def __init__(self, seconds):
+                self.at = time.perf_counter() + seconds
+
+            def wait_to_read(self):
+                time.sleep(max(0, self.at - time.perf_counter()))
+
+        class ColdOnTheSecond:
+            """The second device is slow in its first step of any size, and afterwards as fast as the first one."""
+
+            def __init__(self, *_):
+                self.seen = set()
+
+            def forward_backward(self, Xs, ys):
+                sizes = tuple(len(y) for y in ys)
+                self.cold = sizes not in self.seen
+                self.seen.add(sizes)
+
+            def grads(self):
+                return [{"W": Ready(0.1)}, {"W": Ready(0.5 if self.cold else 0.1)}]
+
+        ctx, data = [mx.cpu(0), mx.cpu(1)], datasets.synthetic(256, 100, seed=0)
+        shares = loop.measured_shares(ColdOnTheSecond, ctx, Settings(shares="auto"), data)
+        assert 40 <= shares[0] <= 60

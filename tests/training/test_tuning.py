@@ -1,0 +1,132 @@
+"""Tuning changes how a network is computed, not what: the transformed network against the plain one."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu.training import tuning
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def network(*layers):
+    net = nn.HybridSequential()
+    net.add(*layers)
+    net.initialize(mx.init.Normal(0.1))
+    net(nd.zeros((1, 1, 28, 28)))
+    return net
+
+
+def smooth_lenet():
+    """LeNet with the sigmoid: without kinks, two ways to compute it differ by rounding alone."""
+    return network(
+        nn.Conv2D(20, 3, activation="sigmoid"),
+        nn.AvgPool2D(),
+        nn.Conv2D(50, 5, activation="sigmoid", use_bias=False),
+        nn.AvgPool2D(),
+        nn.Dense(128, activation="sigmoid"),
+        nn.Dense(10),
+    )
+
+
+NETWORKS = {
+    "lenet with sigmoids": smooth_lenet,
+    "activation layers, strides and padding": lambda: network(
+        nn.Conv2D(7, 3, strides=2, padding=1),
+        nn.Activation("tanh"),
+        nn.Conv2D(33, 3),
+        nn.GlobalAvgPool2D(),
+        nn.Dense(10),
+    ),
+    "convolutions to the end": lambda: network(nn.Conv2D(20, 28), nn.Activation("sigmoid"), nn.Conv2D(10, 1)),
+}
+
+
+@pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize("examples", [7, 64, 130])
+def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, examples):
+    net = build()
+    fast = tuning.tuned(net)
+    X, found = nd.random.uniform(shape=(examples, 1, 28, 28)), []
+    for computed in (net, fast):
+        with autograd.record():
+            scores = computed(X)
+            loss = nd.log_softmax(scores.reshape((examples, -1)))[:, 3]
+        loss.backward()
+        grads = {name: p.grad().asnumpy().copy() for name, p in net.collect_params().items()}
+        found.append((scores.asnumpy(), grads))
+    (scores, grads), (fast_scores, fast_grads) = found
+    assert fast_scores.shape == scores.shape
+    # Sums of at most 800 products in each of 4 layers.
+    np.testing.assert_allclose(fast_scores, scores, rtol=0, atol=4 * 800 * EPS * np.abs(scores).max())
+    for name, grad in grads.items():  # sums over the pixels of all images as well
+        atol = (4 * 800 + examples * 26**2) * EPS * np.abs(grad).max()
+        np.testing.assert_allclose(fast_grads[name], grad, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("examples", [1, 63, 64, 65, 128, 300])
+def test_a_batch_in_pieces_returns_every_examples_scores_in_their_order(examples):
+    fast = tuning.tuned(smooth_lenet())
+    X = nd.random.uniform(shape=(examples, 1, 28, 28))
+    in_pieces = fast(X).asnumpy()
+    one_by_one = np.concatenate([fast(X[i : i + 1]).asnumpy() for i in range(examples)])
+    np.testing.assert_allclose(in_pieces, one_by_one, rtol=0, atol=4 * 800 * EPS * np.abs(one_by_one).max())
+
+
+def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
+    made = highlevel.Replicas([mx.cpu(0)])
+    before = str(made.net)
+    fast = tuning.tuned(made.net)
+    assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in made.net.collect_params().values()}
+    assert str(made.net) == before and "Padded" not in before
+    assert fast(nd.ones((200, 1, 28, 28))).shape == (200, 10)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        networks.resnet18,
+        lambda: network(nn.Conv2D(4, 3, groups=1), nn.BatchNorm(), nn.Dense(10)),
+        lambda: network(nn.Conv2D(4, 3), nn.Conv2D(4, 3, groups=2), nn.Dense(10)),
+        lambda: gluon.nn.Dense(10),
+    ],
+)
+def test_other_networks_are_left_alone(build):
+    net = build()
+    assert not tuning.tunable(net) and tuning.tune(net, [mx.cpu(0)]) is net
+
+
+def test_networks_are_left_alone_on_gpus():
+    net = smooth_lenet()
+    assert tuning.tunable(net) and tuning.tune(net, [mx.gpu(0)]) is net
+
+
+class TestSharedMemoryStore:
+    @pytest.mark.parametrize("k", [2, 3, 5])
+    def test_every_context_holds_numpys_sum_in_the_array_it_had(self, k):
+        values = np.random.default_rng(k).standard_normal((k, 7, 11)).astype(np.float32)
+        for key in range(k):
+            data = [nd.array(x, mx.cpu(i)) for i, x in enumerate(values)]
+            before = list(data)
+            tuning.SharedMemoryStore().pushpull(key, data)
+            for i, x in enumerate(data):
+                assert x is before[i] and x.context == mx.cpu(i)
+                atol = k * EPS * np.abs(values).sum(0).max()
+                np.testing.assert_allclose(x.asnumpy(), values.astype(np.float64).sum(0), rtol=0, atol=atol)
+                np.testing.assert_array_equal(x.asnumpy(), data[0].asnumpy())
+
+    def test_it_sums_integers_exactly_as_the_lessons_allreduce_does(self):
+        values = np.random.default_rng(0).integers(-50, 50, (3, 20)).astype(np.float32)
+        ours, lessons = ([nd.array(x, mx.cpu(i)) for i, x in enumerate(values)] for _ in range(2))
+        tuning.SharedMemoryStore().pushpull(1, ours)
+        scratch.allreduce(lessons)
+        for a, b in zip(ours, lessons):
+            np.testing.assert_array_equal(a.asnumpy(), b.asnumpy())
+
+    def test_it_serves_several_cpu_contexts_only(self):
+        assert isinstance(tuning.store([mx.cpu(0), mx.cpu(1)]), tuning.SharedMemoryStore)
+        for ctx in ([mx.cpu()], [mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
+            assert tuning.store(ctx) == "device"
