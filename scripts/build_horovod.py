@@ -22,7 +22,7 @@ import click
 import pooch
 from tqdm import tqdm
 
-from gluon_mgpu.commands.common import common as commands
+from gluon_mgpu.commands import common as commands
 from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import checkpoint
 

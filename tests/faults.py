@@ -124,7 +124,7 @@ FAULTS = {
 }
 
 if __name__ == "__main__":
-    from gluon_mgpu.commands.main import train
+    from gluon_mgpu.commands.train import train
 
     FAULTS[sys.argv[1]](setattr)
     train(sys.argv[2:])

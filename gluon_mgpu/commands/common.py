@@ -24,7 +24,7 @@ import click
 
 import gluon_mgpu
 from gluon_mgpu.runtime import devices, engine, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error
 
 F = TypeVar("F", bound=Callable[..., Any])  # a function that click's decorators take and return
 
@@ -37,7 +37,10 @@ GROUPS = {
     "Several processes": "kvstore compress workers servers port",
     "Files": "out resume tensorboard profile export",
 }
-PLAIN = {"is not a valid integer": "is not a whole number", "is not a valid float": "is not a number"}
+PLAIN = {
+    r"is not a valid integer( range)?": "is not a whole number",
+    r"is not a valid float( range)?": "is not a number",
+}
 
 
 class _Base(click.Command):
@@ -82,7 +85,7 @@ class _Base(click.Command):
 
 
 class Command(_Base):
-    """A command whose options are in groups. A UsageError that names an argument, `lr=-1: ...`, names its option."""
+    """A command whose options are in groups. For an error that names an argument, `lr=-1: ...`, it names the option."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,7 +94,7 @@ class Command(_Base):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except UsageError as error:
+        except Error as error:
             options = {param.name or "": param for param in self.params if isinstance(param, click.Option)}
             if "gpus" in options:
                 options["num_gpus"] = options["gpus"]  # as `train` calls it
@@ -196,8 +199,8 @@ def _usage(error: click.UsageError) -> str:
     elif isinstance(error, click.BadParameter) and error.param and not isinstance(error, click.MissingParameter):
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
         line = f"{name}: {error.message}"
-    for clicks, plain in PLAIN.items():
-        line = line.replace(clicks, plain)
+    for clicks_words, plain in PLAIN.items():
+        line = re.sub(clicks_words, plain, line)
     more = f" ({error.ctx.command_path} --help shows more)" if error.ctx else ""
     return " ".join(line.removesuffix(".").splitlines()) + more
 

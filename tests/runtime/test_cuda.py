@@ -56,7 +56,7 @@ def site(tmp_path):
             )
 
         def train(self, **driver):
-            return self.python("from gluon_mgpu.commands.main import train; train(['--gpus', '2'])", **driver)
+            return self.python("from gluon_mgpu.commands.train import train; train(['--gpus', '2'])", **driver)
 
         def opened(self):
             """What was opened, in order."""
