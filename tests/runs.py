@@ -1,9 +1,8 @@
-"""Runs of train.py on several workers, for the tests: with launch.py or horovodrun, over loopback."""
+"""Runs of train.py with several workers on this machine, started by launch.py or horovodrun, for the tests."""
 
 import importlib.util
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,16 +18,13 @@ TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]
 HORIZON = 240  # seconds, on a busy machine
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
 HOROVOD = importlib.util.find_spec("horovod")
-NO_HOROVOD = "Horovod is not installed: make horovod"
-MARKS = {
-    "dist_sync": (),
-    "horovod": pytest.mark.skipif(not HOROVOD, reason=NO_HOROVOD),
-}
-ENGINES = [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()]
+needs_horovod = pytest.mark.skipif(not HOROVOD, reason="Horovod is not installed: make horovod")
+MARKS = {"dist_sync": (), "horovod": needs_horovod}
+ENGINES = [pytest.param(kvstore, marks=marks) for kvstore, marks in MARKS.items()]
 
 
 def command(kvstore, workers, *args, servers=1, program=None):
-    """The command of a run. program: what each process runs, default train.py with this kvstore and args."""
+    """The command line of a run. program: what each process runs, default train.py with args."""
     program = program or [*TRAIN, "--kvstore", kvstore, *map(str, args)]
     if kvstore == "horovod":
         return [HOROVODRUN, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *program]
@@ -36,15 +32,15 @@ def command(kvstore, workers, *args, servers=1, program=None):
     return [*launch, "--", *program]
 
 
-def start(line, **options):
-    """The run as a Popen, in a session of its own: its processes are found by it."""
-    environment = {**engine.users_environment(), "PYTHONUNBUFFERED": "1", **options.pop("environment", {})}
+def start(line, environment=None):
+    """The run as a Popen."""
+    environment = {**engine.users_environment(), "PYTHONUNBUFFERED": "1", **(environment or {})}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(line, env=environment, start_new_session=True, **streams, **options)
+    return subprocess.Popen(line, env=environment, start_new_session=True, **streams)
 
 
 def run(kvstore, workers, *args, **options):
-    """(exit status, standard output, standard error) of a run that ends."""
+    """(exit status, standard output, standard error) of a run."""
     with start(command(kvstore, workers, *args, **options)) as process:
         try:
             out, err = process.communicate(timeout=HORIZON)
@@ -54,8 +50,14 @@ def run(kvstore, workers, *args, **options):
     return process.returncode, out, err
 
 
+def errors(err):
+    """The errors on a run's standard error, without the prefixes that horovodrun adds."""
+    lines = [re.sub(r"^\[\d+\]<std(out|err)>:", "", line) for line in err.splitlines()]
+    return [line for line in lines if line.startswith("error: ")]
+
+
 def processes(mark):
-    """{name: pid} of the processes that have `mark` among their arguments: "worker 0", "scheduler", ..."""
+    """{name: pid} of a run's processes, such as "worker 0" or "scheduler". mark: one of their arguments."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -63,71 +65,44 @@ def processes(mark):
             environment = dict(e.partition("=")[::2] for e in (folder / "environ").read_text().split("\0"))
         except OSError:
             continue
-        if mark not in arguments or _state(folder.name) == "Z" or "train.py" not in (arguments + ["", ""])[1]:
+        if mark not in arguments or "train.py" not in arguments[1] or not alive([folder.name]):
             continue
-        if "HOROVOD_RANK" in environment:
-            found[f"worker {environment['HOROVOD_RANK']}"] = int(folder.name)
-        elif environment.get("DMLC_ROLE") == "scheduler":
-            found["scheduler"] = int(folder.name)
-        elif "DMLC_ROLE" in environment:
-            found[f"{environment['DMLC_ROLE']} {environment['DMLC_TASK_ID']}"] = int(folder.name)
+        role = environment.get("DMLC_ROLE", "worker")
+        rank = environment.get("HOROVOD_RANK") or environment.get("DMLC_TASK_ID")
+        if rank or role == "scheduler":
+            found[role if role == "scheduler" else f"{role} {rank}"] = int(folder.name)
     return found
 
 
+def alive(pids):
+    """The processes that have not ended."""
+    return [pid for pid in pids if (_stat(pid) or "Z")[0] not in "ZX"]
+
+
 def wait(done, seconds=HORIZON):
-    """Until done(); AssertionError where it is not within so many seconds."""
+    """Wait until done(). AssertionError if that takes longer than some seconds."""
     until = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < until, f"not within {seconds} s"
         time.sleep(0.05)
 
 
-def alive(pids):
-    """Those of the processes that have not ended."""
-    return [pid for pid in pids if _state(pid) not in (None, "Z")]
-
-
-def _state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return None
-
-
 def end(process):
-    """Kill a run and all that it started."""
-    for pid in _descendants(process.pid):
+    """Kill a run and all processes that it started."""
+    parents = {int(f.name): _stat(f.name) for f in Path("/proc").glob("[0-9]*")}
+    found = [process.pid]
+    for parent in found:
+        found += [pid for pid, stat in parents.items() if stat and stat[1] == str(parent)]
+    for pid in found:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    process.kill()
 
 
-def _descendants(pid):
-    children = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            continue
-        children.setdefault(parent, []).append(int(folder.name))
-    found, ahead = [], [pid]
-    while ahead:
-        ahead += children.get(ahead[0], [])
-        found.append(ahead.pop(0))
-    return found
-
-
-def lines(err):
-    """What the processes of a run said was wrong, without horovodrun's prefixes."""
-    return [
-        line
-        for line in (re.sub(r"^\[\d+\]<std(out|err)>:", "", line) for line in err.splitlines())
-        if line.startswith("error: ")
-    ]
-
-
-def copy(folder, to):
-    shutil.copytree(folder, to)
-    return to
+def _stat(pid):
+    """The fields of /proc/PID/stat from the state on, or None."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None

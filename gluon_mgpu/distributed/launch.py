@@ -64,7 +64,7 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
         if not 1 <= number <= MOST:
             raise UsageError(f"{name}={number}: must be 1 to {MOST}")
     if not command:
-        raise UsageError("no command to run: add it at the end, such as -- python scripts/train.py --kvstore dist_sync")
+        raise UsageError("no command to run: add it at the end, such as -- gluon-mgpu train --kvstore dist_sync")
     users = engine.users_environment()
     if shutil.which(command[0], path=users.get("PATH")) is None:
         raise UsageError(f"{command[0]}: not found, or not an executable program")

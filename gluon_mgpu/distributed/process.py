@@ -68,11 +68,11 @@ def expect(kvstore: str) -> Process:
     if kvstore == here.kvstore:
         return here
     if kvstore == "horovod":
-        raise UsageError("kvstore=horovod: start it with `horovodrun --gloo -np 2 python scripts/train.py ...`")
+        raise UsageError("kvstore=horovod: start it with `horovodrun --gloo -np 2 gluon-mgpu train ...`")
     if kvstore == "dist_sync":
         raise UsageError(
-            "kvstore=dist_sync: start it with `python scripts/launch.py --workers 2 --servers 1 -- python "
-            "scripts/train.py ...`; for several machines see docs/distributed.md"
+            "kvstore=dist_sync: start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for "
+            "several machines see docs/distributed.md"
         )
     raise UsageError(
         f"kvstore={kvstore}: this process was started as {here} of {here.workers} for {here.kvstore}; use that kvstore"

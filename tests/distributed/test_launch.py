@@ -1,3 +1,5 @@
+"""launch.py starts all processes of a run, and ends all of them together."""
+
 import json
 import os
 import pty
@@ -6,23 +8,23 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import runs
 
 from gluon_mgpu.distributed import launch
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "launch.py"
-PROMISED = 30  # seconds within which all have ended, whatever happens to one
+LAUNCH = runs.ROOT / "scripts" / "launch.py"
+PROMISED = 30  # seconds within which all processes have ended, whatever happens to one
 ALL = ["scheduler", "server0", "worker0", "worker1"]
 
-# What a process of a test runs in place of MXNet: it says who it is in a file, then does what the test gives as BODY.
+# What the processes of a test run instead of MXNet: each says in a file who it is, then runs the test's BODY.
 STAND_IN = """
 import json, os, signal, subprocess, sys, time
+sys.path.insert(0, "ROOT")
 
 folder, role = sys.argv[1], os.environ["DMLC_ROLE"]
 me = role + os.environ.get("DMLC_TASK_ID", "")
@@ -47,15 +49,15 @@ def heard(which):
     while which not in got:
         time.sleep(0.02)
 
-def are_there(*names):
+def exist(*names):
     while not all(os.path.exists(f"{folder}/{name}") for name in names):
         time.sleep(0.02)
 
+tell(me, {"pid": os.getpid(), "session": os.getsid(0), "environment": dict(os.environ)})
 BODY
 """
-THERE = 'tell(me, {"pid": os.getpid(), "session": os.getsid(0), "environment": dict(os.environ)})\n'
 
-# The command's work, with shorter times.
+# The launch command with shorter times.
 SOONER = """
 import sys
 from gluon_mgpu.distributed import launch
@@ -66,19 +68,20 @@ sys.exit(launch.launch(sys.argv[2:], 2, 1))
 
 
 class Run:
-    """launch.py on stand-ins that do `body`; however the test ends, none of its processes is left."""
+    """launch.py with stand-ins that run `body`. Leaves no process behind, however the test ends."""
 
     def __init__(self, folder):
         self.folder, self.process = folder, None
 
     def start(self, body, *options, sooner=False, before=(), **streams):
         program = self.folder / "stand_in.py"
-        program.write_text(STAND_IN.replace("BODY", THERE + textwrap.dedent(body)))
-        launcher = ["-c", SOONER] if sooner else [str(SCRIPT)]
+        body = textwrap.dedent(body)
+        program.write_text(STAND_IN.replace("BODY", body).replace("ROOT", str(runs.ROOT)))
+        launcher = ["-c", SOONER] if sooner else [str(LAUNCH)]
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
         streams.setdefault("env", engine.users_environment())
         command = [*before, sys.executable, *launcher, *options, "--", sys.executable, "-S", program, self.folder]
-        self.process = subprocess.Popen(command, text=True, **streams)
+        self.process = subprocess.Popen(command, text=True, cwd=runs.ROOT, **streams)
         return self
 
     def told(self, name):
@@ -86,33 +89,18 @@ class Run:
         return json.loads(path.read_text()) if path.exists() else None
 
     def wait_for(self, *names):
-        until(lambda: all(self.told(name) for name in names))
+        runs.wait(lambda: all(self.told(name) for name in names), PROMISED)
         return {name: self.told(name) for name in names}
 
-    def end(self):
+    def end(self, typed=None):
         """Exit status, standard output, lines of standard error."""
-        out, err = self.process.communicate(timeout=PROMISED)
+        out, err = self.process.communicate(typed, timeout=PROMISED)
         return self.process.returncode, out, err.splitlines()
 
     def left(self):
-        """Which of its processes still run."""
-        names = {p.name for p in self.folder.iterdir()} & {"scheduler", "grandchild"}
-        names |= {p.name for p in self.folder.iterdir() if p.name[:-1] in ("server", "worker")}
-        return {name for name in names if runs(self.told(name)["pid"])}
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until(condition):
-    end = time.monotonic() + PROMISED
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+        """The processes that still run."""
+        names = [name for name in (*ALL, "grandchild") if self.told(name)]
+        return [name for name in names if runs.alive([self.told(name)["pid"]])]
 
 
 @pytest.fixture
@@ -120,11 +108,11 @@ def run(tmp_path):
     run = Run(tmp_path)
     yield run
     if run.process and run.process.poll() is None:
-        run.process.kill()  # what it started ends with it, as a test below shows
+        run.process.kill()  # its processes end with it; a test below shows that
         run.process.communicate()
 
 
-def test_every_role_gets_its_environment(run):
+def test_every_process_gets_the_environment_of_its_role(run):
     variables = {"PORT": "9777", "DMLC_USE_KUBERNETES": "1", "DMLC_TASK_ID": "7", "A_USERS_OWN": "x"}
     run.start("", "--workers", "3", "--servers", "2", env={**engine.users_environment(), **variables})
     assert run.end() == (0, "", [])
@@ -148,28 +136,15 @@ def test_every_role_gets_its_environment(run):
     assert len({told[name]["session"] for name in names} | {os.getsid(0)}) == 7
 
 
-def test_the_port_found_and_the_next_one_can_be_listened_on(run):
-    listens = """
-    import socket
-    port = int(os.environ["DMLC_PS_ROOT_PORT"])
-    listeners = [socket.create_server(("127.0.0.1", p)) for p in (port, port + 1) if role == "scheduler"]
-    """
-    assert run.start(listens).end() == (0, "", [])
-
-
-def test_output_of_workers_alone_is_on_standard_output_and_the_first_has_standard_input(run):
-    says = """
-    os.write(sys.stdout.fileno(), f"{me} {sys.stdin.read()}\\n".encode())
-    """
-    run.start(says, stdin=subprocess.PIPE)
-    out, err = run.process.communicate("typed", timeout=PROMISED)
-    assert run.process.returncode == 0
-    assert sorted(out.splitlines()) == ["worker0 typed", "worker1 "]
-    assert sorted(err.splitlines()) == ["scheduler ", "server0 "]
+def test_only_workers_have_standard_output_and_the_first_has_standard_input(run):
+    says = 'os.write(sys.stdout.fileno(), f"{me} {sys.stdin.read()}\\n".encode())'
+    status, out, err = run.start(says, stdin=subprocess.PIPE).end("typed")
+    assert (status, sorted(out.splitlines())) == (0, ["worker0 typed", "worker1 "])
+    assert sorted(err) == ["scheduler ", "server0 "]
 
 
 @pytest.mark.parametrize("name", ["scheduler", "server0", "worker1"])
-def test_where_one_is_killed_one_line_names_it_and_all_end(run, name):
+def test_if_one_process_is_killed_one_line_names_it_and_all_end(run, name):
     run.start("stay()", sooner=True)
     pid = run.wait_for(*ALL)[name]["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -178,7 +153,20 @@ def test_where_one_is_killed_one_line_names_it_and_all_end(run, name):
     assert not run.left()
 
 
-def test_one_that_is_stopped_and_one_that_ignores_sigterm_end_too(run):
+def test_of_the_errors_that_the_processes_report_the_first_is_the_only_line(run):
+    reports = """
+    from gluon_mgpu.runtime import log
+    if me != "worker1":
+        exist("failed")
+    log.error(f"{me} has a reason")
+    tell("failed", True)
+    time.sleep(0.5)
+    os._exit(2)
+    """
+    assert run.start(reports, sooner=True).end() == (2, "", ["error: worker1 has a reason"])
+
+
+def test_stopped_processes_and_those_that_ignore_sigterm_end_too(run):
     ignores = """
     if me == "worker0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -187,13 +175,12 @@ def test_one_that_is_stopped_and_one_that_ignores_sigterm_end_too(run):
     if me == "server0":
         os.kill(os.getpid(), signal.SIGSTOP)
     if me == "worker1":
-        are_there("server0", "grandchild")
+        exist("server0", "grandchild")
         os.kill(os.getpid(), signal.SIGSEGV)
     stay()
     """
-    status, _, said = run.start(ignores).end()
-    (line,) = said
-    assert status == 1 and line.startswith("error: worker 1 ") and line.endswith(" was killed by SIGSEGV")
+    status, _, (line,) = run.start(ignores).end()
+    assert status == 1 and line.startswith("error: worker 1 ") and line.endswith("SIGSEGV")
     run.wait_for("grandchild", *ALL)
     assert not run.left()
 
@@ -207,22 +194,16 @@ def test_the_exit_status_is_that_of_the_worker_that_failed_first(run, name, stat
     if me == "{name}":
         tell("failed", True)
         os._exit({status})
-    if role == "worker":
-        are_there("failed")
-        stat = f"/proc/{{json.load(open(folder + '/{name}'))['pid']}}/stat"
-        while open(stat).read().rpartition(")")[2].split()[0] != "Z":
-            time.sleep(0.02)
-        time.sleep(1)
-        sys.exit(1 if {status} == 2 else 2)
-    stay()
+    exist("failed")
+    time.sleep(1)
+    sys.exit(1 if {status} == 2 else 2)
     """
-    found, _, said = run.start(fails, sooner=True).end()
-    (line,) = said
+    found, _, (line,) = run.start(fails, sooner=True).end()
     assert found == launchers
-    assert line.startswith(f"error: {name[:-1]} {name[-1]} ") and line.endswith(f" ended with status {status}")
+    assert line.startswith(f"error: {name[:-1]} {name[-1]} ") and line.endswith(f"status {status}")
 
 
-def test_of_those_that_failed_since_the_last_look_the_one_that_was_killed_is_named_or_else_a_worker():
+def test_if_several_have_failed_the_killed_one_is_named_or_else_a_worker():
     def process(status, role="server"):
         return SimpleNamespace(status=status, role=role, ended=lambda: status is not None)
 
@@ -232,21 +213,14 @@ def test_of_those_that_failed_since_the_last_look_the_one_that_was_killed_is_nam
     assert launch._first_failed([process(0), process(None)]) is None
 
 
-def test_servers_that_do_not_end_after_the_workers_are_ended_and_named(run):
-    status, _, said = run.start('if me == "server0": stay()', sooner=True).end()
-    (line,) = said
-    assert status == 0 and line.startswith("gluon_mgpu: server 0 (process ") and not run.left()
+def test_servers_that_do_not_end_after_the_workers_are_named_and_ended(run):
+    status, _, (line,) = run.start('if me == "server0": stay()', sooner=True).end()
+    assert status == 0 and "server 0 (process " in line and not run.left()
 
 
 def test_a_server_that_fails_after_the_workers_makes_the_run_fail(run):
-    fails = """
-    if me == "server0":
-        time.sleep(0.5)
-        sys.exit(1)
-    """
-    status, _, said = run.start(fails).end()
-    (line,) = said
-    assert status == 1 and line.startswith("error: server 0 ") and line.endswith(" ended with status 1")
+    status, _, (line,) = run.start('if me == "server0": time.sleep(0.5); sys.exit(1)').end()
+    assert status == 1 and line.startswith("error: server 0 ")
 
 
 NOTES = """
@@ -260,12 +234,6 @@ ENDS_WELL = NOTES + textwrap.dedent("""
     stay(0.5 if role == "worker" else 0)
     sys.exit(130 if role == "worker" else 0)
     """)
-
-
-def signals_by_name(run):
-    return {name: run.told(f"{name}.signals") for name in ALL}
-
-
 ONCE = {
     "scheduler": [signal.SIGTERM],
     "server0": [signal.SIGTERM],
@@ -274,8 +242,12 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_the_workers_alone_get_an_interrupt_once_and_the_others_end_after_them(run, which):
+def signals_by_name(run):
+    return {name: run.told(f"{name}.signals") for name in ALL}
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_reaches_each_worker_once_and_the_other_processes_end_after_them(run, which):
     run.start(ENDS_WELL)
     run.wait_for(*READY)
     run.process.send_signal(which)
@@ -285,12 +257,12 @@ def test_the_workers_alone_get_an_interrupt_once_and_the_others_end_after_them(r
 
 def test_ctrl_c_on_a_terminal_reaches_each_worker_once_and_the_first_has_the_terminal(run):
     parent, terminal = pty.openpty()
-    on_terminal = (
+    takes_it = (
         "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     )
     run.start(
         'tell(f"{me}.tty", [fd for fd in (0, 1, 2) if os.isatty(fd)])' + ENDS_WELL,
-        before=[sys.executable, "-c", on_terminal],
+        before=[sys.executable, "-c", takes_it],
         **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
         start_new_session=True,
     )
@@ -315,45 +287,43 @@ def test_a_second_ctrl_c_ends_all_at_once(run):
     assert signals_by_name(run) == {**ONCE, "scheduler": None, "server0": None} and not run.left()
 
 
-def test_workers_that_do_not_heed_ctrl_c_are_named_and_ended(run):
+def test_workers_that_ignore_ctrl_c_are_named_and_ended(run):
     run.start(NOTES + 'heard(signal.SIGINT)\nif me == "worker1": stay()', sooner=True)
     run.wait_for(*READY)
     run.process.send_signal(signal.SIGINT)
-    status, _, said = run.end()
-    (line,) = said
-    assert status == 130 and line.startswith("gluon_mgpu: worker 1 (process ") and not run.left()
+    status, _, (line,) = run.end()
+    assert status == 130 and "worker 1 (process " in line and not run.left()
 
 
-def test_nothing_is_left_of_a_launcher_that_is_killed(run):
+def test_if_the_launcher_is_killed_its_processes_end(run):
     run.start(NOTES + "stay()")
     run.wait_for(*READY)
     run.process.kill()
-    until(lambda: not run.left())
+    runs.wait(lambda: not run.left(), PROMISED)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_a_port_that_is_taken_is_refused_before_anything_starts(run, offset):
-    port = launch._free_port()
+def test_a_port_in_use_is_refused_before_anything_starts(run, offset):
+    port = launch.free_port()
     with socket.create_server(("127.0.0.1", port + offset)):
-        status, out, said = run.start("", "--port", str(port)).end()
-    (line,) = said
-    assert (status, out) == (2, "") and str(port) in line and str(port + offset) in line and "taken" in line
+        status, out, (line,) = run.start("", "--port", str(port)).end()
+    assert (status, out) == (2, "") and str(port + offset) in line
     assert not run.told("scheduler")
 
 
 @pytest.mark.parametrize(
     "command, workers, servers, port, wrong",
     [
-        (["true"], 0, 1, None, "--workers 0"),
-        (["true"], 2, 129, None, "--servers 129"),
-        (["true"], 2, 1, 0, "--port 0"),
-        (["true"], 2, 1, 65535, "--port 65535"),
+        (["true"], 0, 1, None, "workers"),
+        (["true"], 2, 129, None, "servers"),
+        (["true"], 2, 1, 0, "port"),
+        (["true"], 2, 1, 65535, "port"),
         (["no-such-program", "x"], 2, 1, None, "no-such-program"),
-        (["/"], 2, 1, None, "/: "),
-        ([], 2, 1, None, "no command"),
+        (["/"], 2, 1, None, "/"),
+        ([], 2, 1, None, "command"),
     ],
 )
-def test_what_cannot_be_started_is_refused(command, workers, servers, port, wrong):
+def test_invalid_arguments_are_refused(command, workers, servers, port, wrong):
     with pytest.raises(UsageError, match=wrong):
         launch.launch(command, workers, servers, port)
 
@@ -374,11 +344,10 @@ for step in range(3):
 """
 
 
-def test_mxnets_own_store_sums_over_the_workers_and_all_end(tmp_path):
+def test_any_mxnet_program_can_be_launched_and_its_store_sums_over_the_workers(tmp_path):
     program = tmp_path / "sums.py"
     program.write_text(SUMS)
-    command = [sys.executable, SCRIPT, "--workers", "2", "--servers", "1", "--", sys.executable, program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * PROMISED, env=engine.users_environment())
-    assert (done.returncode, done.stderr) == (0, "")
+    status, out, err = runs.run("dist_sync", 2, program=[sys.executable, program])
+    assert (status, err) == (0, "")
     expected = [f"{step} 2 {[float((3 + 2 * step) * unit) for unit in (1, 10, 100)]}" for step in range(3)]
-    assert sorted(done.stdout.splitlines()) == sorted(2 * expected)
+    assert sorted(out.splitlines()) == sorted(2 * expected)
