@@ -126,6 +126,8 @@ def run(
             settings = replace(settings, shares=measured_shares(make_replicas, ctx, settings, data))
         mx.random.seed(settings.seed)
         replicas = make_replicas(settings, workers)
+        if replicas.running_stats and (workers.compress or "").startswith("2bit"):
+            raise UsageError(f"compress={workers.compress}: would compress the running statistics too; omit it")
         if arrays is not None:
             kept.restore(replicas, arrays)
         if workers.count > 1:
