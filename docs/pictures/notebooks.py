@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from gluon_mgpu.recipes import RECIPES
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from gluon_mgpu.parity import bands
+from gluon_mgpu.training.recipes import RECIPES
 
 PANELS = {
     "scratch-lenet-fashion-mnist-2gpu": "from scratch, Fashion-MNIST, 2 devices",
