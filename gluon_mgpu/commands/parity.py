@@ -70,9 +70,10 @@ def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick uses one seed: omit --seeds")
     engine.configure(4)  # the largest recipe has 4 contexts; before mxnet is imported
+    from gluon_mgpu.parity import report
     from gluon_mgpu.parity import run as comparison
 
     result = comparison.run(out, seeds=seeds, quick=quick, **options)
-    click.echo(comparison.table(result))
+    click.echo(report.text(result))
     click.echo(f"\nsee {comparison.files(out, quick)[0]}")
     context.exit(0 if result["holds"] else 1)
