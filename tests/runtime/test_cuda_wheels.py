@@ -1,6 +1,6 @@
-"""mxnet-cu112 with NVIDIA's own wheels, in an environment of its own, on a machine without a GPU: `make test-cuda`.
+"""mxnet-cu112 with NVIDIA's wheels in an environment of its own, on a machine without a GPU: `make test-cuda`.
 
-Only the driver is a stand-in, compiled here. It downloads 2.1 GB, and takes 6 GB of temporary files meanwhile.
+Only the driver is a stand-in, compiled here. Downloads 2.1 GB and needs 6 GB for temporary files.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ import pytest
 from gluon_mgpu.runtime import cuda
 
 pytestmark = pytest.mark.cuda_wheels
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
-# The driver of a machine without GPUs: a version, and CUDA_ERROR_NO_DEVICE to all else that libmxnet.so and
-# libcudart.so.11.0 call.
+# The driver of a machine without GPUs: it has a version, and answers CUDA_ERROR_NO_DEVICE to everything else that
+# libmxnet.so and libcudart.so.11.0 call.
 DRIVER = """
 #include <string.h>
 #define NO_DEVICE(name) int name(void) { return 100; }
@@ -37,7 +37,7 @@ int cuGetProcAddress(const char *name, void **function, int version, unsigned lo
 
 
 def library(folder, name, source):
-    """Compile a shared library of this name."""
+    """Compile a shared library with this name."""
     folder.mkdir(exist_ok=True)
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / name), f"-Wl,-soname,{name}"]
     subprocess.run(command, input=source, text=True, check=True)
@@ -45,10 +45,10 @@ def library(folder, name, source):
 
 @pytest.fixture(scope="module")
 def installed():
-    """The environment: folder, and run(*command, libraries=folders that the loader looks in first)."""
+    """The environment: its folder, and run(*command, libraries=the folders that the loader searches first)."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        source = folder / "source"  # a copy: pip leaves build/ where it builds
+        source = folder / "source"  # a copy, because pip leaves a folder build/ there
         source.mkdir()
         for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
@@ -92,31 +92,25 @@ def test_it_trains_on_cpu_contexts(installed, impl):
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "running on: [cpu(0), cpu(1)]" and second.startswith("epoch 1, time: ")
-    assert done.stderr == "gluon_mgpu: this machine has no GPU that MXNet can see: using 2 CPU contexts\n"
+    assert done.stderr.count("\n") == 1 and "no GPU" in done.stderr
 
 
-def test_a_gpu_that_is_asked_for_is_refused_in_one_line(installed):
+def test_a_gpu_that_the_user_asks_for_is_refused_in_one_line(installed):
     done = installed.run(*TRAIN, "--device", "gpu")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: --device gpu: this machine has no GPU that MXNet can see; docs/install.md has GPUs, and --device cpu "
-        "trains without\n"
-    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "no GPU" in done.stderr
 
 
 def test_without_a_driver_training_ends_in_one_line(installed):
     try:
         ctypes.CDLL(cuda.DRIVER)
     except OSError:
-        pass
+        done = installed.run(*TRAIN, libraries=())
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and cuda.DRIVER in done.stderr
     else:
         pytest.skip("this machine has the driver")
-    done = installed.run(*TRAIN, libraries=())
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith("error: libcuda.so.1 is not there: mxnet-cu112 needs NVIDIA's driver")
 
 
-def test_other_cuda_libraries_that_the_loader_would_find_first_are_not_taken(installed):
+def test_other_cuda_libraries_that_the_loader_would_find_first_are_not_used(installed):
     for _, *names in cuda.LIBRARIES:
         for name in names:
             library(installed.folder / "others", name, "")
@@ -125,7 +119,7 @@ import gluon_mgpu; gluon_mgpu.configure(2)
 import ctypes, mxnet
 cudnn = ctypes.CDLL("libcudnn.so.8")
 print(cudnn.cudnnGetVersion())
-cudnn.cudnnCreate(ctypes.byref(ctypes.c_void_p()))  # without the wheel's parts of cuDNN it ends the process
+cudnn.cudnnCreate(ctypes.byref(ctypes.c_void_p()))  # with other parts than the wheel's, this ends the process
 print(len({line.split()[-1] for line in open("/proc/self/maps") if "/others/" in line}))
 """
     done = installed.run("python", "-c", code, libraries=("driver", "others"))
