@@ -77,6 +77,7 @@ def train(
                 lambda settings, workers: replicas(ctx, settings, workers, **own),
                 ctx,
                 checked,
+                device=device,
                 config=config,
                 data_dir=data_dir,
                 out=out,
@@ -94,6 +95,7 @@ def run(
     ctx: list[Context],
     settings: Settings,
     *,
+    device: str = "cpu",
     config: dict[str, Any],
     data_dir: str | Path | None = None,
     out: str | Path | None = None,
@@ -136,7 +138,8 @@ def run(
         where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
         workers.on_failure(kept.failed)
         kept.begin({**config, **asdict(settings), **where, "data": data.source}, replicas, position)
-        return Training(replicas, data, settings, position, kept, workers).run(profile if first else None, config)
+        training = Training(replicas, data, settings, position, kept, workers, device)
+        return training.run(profile if first else None, config)
 
 
 class Training:
@@ -150,7 +153,9 @@ class Training:
         position: records.Position,
         kept: records.Run,
         workers: Workers,
+        device: str,
     ) -> None:
+        self.device = device
         self.replicas, self.data, self.settings, self.position = replicas, data, settings, position
         self.kept, self.workers = kept, workers
         self.examples = len(data.train_labels)
@@ -165,6 +170,7 @@ class Training:
         recorder = timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, done)
         with recorder as self.recorder, CtrlC(self.workers, checkpoint=self.kept.keeps) as self.ctrl_c:
             if self.workers.rank == 0:
+                devices.say_if_no_gpu(ctx, self.device)
                 more = [f"as worker 0 of {self.workers.count}"] if self.workers.count > 1 else []
                 print("running on:", ctx, *more, flush=True)
             try:

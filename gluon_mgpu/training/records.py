@@ -101,7 +101,7 @@ class Run:
         if out and resume and Path(out) != Path(resume):
             raise UsageError(f"out={out}: a resumed run stays in its folder, {resume}; omit out")
         if tensorboard and not (out or resume):
-            raise UsageError("tensorboard=True: needs the run's folder; pass out too")
+            raise UsageError("tensorboard=True: needs out=FOLDER or resume=FOLDER")
         self.writer_class = _tensorboard_writer() if tensorboard else None
         self.resumed = bool(resume)
         self.asked = f"resume={resume}" if resume else f"out={out}"
@@ -323,7 +323,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return config
     except FileNotFoundError:
         runs = sorted(config.parent for config in folder.glob("*/config.json"))
-        hint = f"did you mean {runs[0]}?" if runs else f"`train --out {folder}` starts one"
+        hint = f"did you mean {runs[0]}?" if runs else f"`gluon-mgpu train --out {folder}` starts one"
         raise UsageError(f"{folder} is not a run; {hint}") from None
     except (OSError, ValueError) as error:
         raise Error(f"cannot read {path} ({error}): start the run again in another folder") from None
