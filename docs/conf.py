@@ -1,4 +1,4 @@
-"""The site: `make docs` runs every code cell of these pages on CPU contexts, and fails where one fails."""
+"""The website: `make docs` runs every code cell on CPU contexts, and fails if a cell fails."""
 
 import inspect
 import os
@@ -13,9 +13,9 @@ from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
 import gluon_mgpu
-from gluon_mgpu.commands.common import main as cli
+from gluon_mgpu.commands.main import main as cli
 
-gluon_mgpu.configure()  # before autodoc imports the modules, and so mxnet
+gluon_mgpu.configure()  # before autodoc imports the modules, which import mxnet
 
 project = "gluon_mgpu"
 version = release = gluon_mgpu.__version__
@@ -24,28 +24,30 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx
 exclude_patterns = []
 templates_path = ["_templates"]
 nitpicky = True
-nitpick_ignore_regex = [("py:(obj|class)", ".*")]  # `names` in docstrings, and types: a link where there is one
+nitpick_ignore_regex = [("py:(obj|class)", ".*")]  # `names` in docstrings, and types, become links if possible
 
-# Pages are plain Markdown: a reader on a code host has headings' anchors and relative links too.
+# Pages are plain Markdown, so anchors of headings and relative links also work on a code host.
 myst_heading_anchors = 3
-myst_enable_extensions = ["deflist"]  # what commands() writes
+myst_enable_extensions = ["deflist"]  # which commands() writes
 
-# Every page has a kernel of its own, which settles MXNet's engine before it imports mxnet, as any program must.
-nb_execution_mode = "force"  # outputs follow the package, which a cache would not see
-nb_execution_timeout = 600  # seconds a cell: on a machine that others use too
+# Every page has its own kernel, because MXNet's engine must be configured before mxnet is imported.
+nb_execution_mode = "force"  # a cache would not notice changes of the package
+nb_execution_timeout = 600  # seconds per cell, on a busy machine
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_merge_streams = True
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's bars need no widgets here
-ipython = tempfile.TemporaryDirectory()  # the user's own settings of IPython stay out of the pages
+os.environ["TQDM_DISABLE"] = "1"  # no progress bars in the outputs
+scripts = str(Path(__file__).resolve().parents[1] / "scripts")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PYTHONPATH")]))  # for scripts/bench
+ipython = tempfile.TemporaryDirectory()  # keeps the user's IPython settings out of the pages
 os.environ["IPYTHONDIR"] = ipython.name
 (Path(ipython.name) / "profile_default").mkdir()
 (Path(ipython.name) / "profile_default/ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 40")
-QUICK = "GLUON_MGPU_DOCS_QUICK" in os.environ  # cells with the tag "long" are shown and not run
+QUICK = "GLUON_MGPU_DOCS_QUICK" in os.environ  # cells with the tag "long" are shown but not run
 
 autodoc_member_order = "bysource"
-python_maximum_signature_line_length = 150  # with the modules that are not shown; a longer one has a line an argument
-autodoc_inherit_docstrings = False  # MXNet's own are not ours
+python_maximum_signature_line_length = 150  # longer ones have one line per argument
+autodoc_inherit_docstrings = False  # MXNet's docstrings are not part of this documentation
 default_role = "py:obj"
 autodoc_preserve_defaults = True
 smartquotes = False  # options begin with two dashes
@@ -61,7 +63,7 @@ pygments_dark_style = "native"
 
 
 class LinksOutOfDocs(SphinxTransform):
-    """A link to a module's file becomes one to its page of the API, and one to the README one to the index."""
+    """Links to a module's file become links to its API page, and links to the README become links to the index."""
 
     default_priority = 500
 
@@ -81,7 +83,7 @@ class LinksOutOfDocs(SphinxTransform):
 
 
 class Recorded(click.HelpFormatter):
-    """The sections of a command's help, {heading: [(names, help)]}, in place of lines of text."""
+    """Collects the sections of a command's help, {heading: [(names, help)]}, instead of lines of text."""
 
     def __init__(self):
         super().__init__()
@@ -97,35 +99,36 @@ class Recorded(click.HelpFormatter):
 
 
 def plain(text):
-    """Text that Markdown leaves as it is."""
+    """Escape what Markdown would interpret."""
     return re.sub(r"([*_<\[\]])", r"\\\1", text)
 
 
 def commands(command, path=("gluon-mgpu",)):
-    """The help of a command, and of the commands under it, as Markdown."""
+    """Yield the help of a command and its subcommands, as Markdown."""
     context = click.Context(command, info_name=" ".join(path))
     yield f"\n{'#' * min(len(path) + 1, 3)} {' '.join(path)}\n\n{plain(inspect.cleandoc(command.help))}\n"
     yield f"\n```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
     help = Recorded()
     command.format_options(context, help)
     for heading, rows in help.sections.items():
-        if heading != "Commands":  # they come below
+        if heading != "Commands":  # they follow below
             yield f"\n**{heading}**\n\n" + "".join(f"`{names.strip()}`\n: {plain(text)}\n\n" for names, text in rows)
     lines = "\n".join(command.examples)
     yield f"\n**Examples**\n\n```text\n{lines}\n```\n"
-    for name, sub in getattr(command, "commands", {}).items():
-        yield from commands(sub, (*path, name))
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            yield from commands(command.get_command(context, name), (*path, name))
 
 
 def before_parsing(app, docname, source):
     if docname == "cli":
-        source[0] += "".join(commands(cli.main))
+        source[0] += "".join(commands(cli))
     if QUICK:
         source[0] = re.sub(r"```\{code-cell\}[^\n]*\n:tags: \[long\]\n", "```python\n", source[0])
 
 
 def readable(app, pagename, templatename, context, doctree):
-    """Inline code may be broken after a mark, not within a name nor after an option's dashes; pictures open alone."""
+    """Let inline code wrap after punctuation, but not within names or options; link pictures to their files."""
 
     def marked(word):
         if word[1].startswith("-"):
@@ -139,12 +142,12 @@ def readable(app, pagename, templatename, context, doctree):
 
 
 def plain_docstring(app, what, name, obj, options, lines):
-    """Docstrings are plain text: stars and bars stand for themselves."""
+    """Escape stars and bars: docstrings are plain text."""
     lines[:] = [re.sub(r"([*|])", r"\\\1", line) for line in lines]
 
 
 def skip_fields(app, what, name, obj, skip, options):
-    """The fields of named tuples stand in their signature."""
+    """Skip the fields of named tuples, which are in the signature."""
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
