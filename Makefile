@@ -37,7 +37,7 @@ test-faults: install  ## kill the processes of a run, one by one, and show what 
 	$(BIN)/python -m pytest -m faults -s
 
 test-network: install  ## workers in separate network namespaces: needs root, ip and tc
-	@cd tests && ../$(BIN)/python -c "import machines, sys; sys.exit(machines.missing())"
+	@cd tests/distributed && ../../$(BIN)/python -c "import machines, sys; sys.exit(machines.missing())"
 	$(BIN)/python -m pytest -m network -rs
 
 test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in a separate environment: downloads 2.1 GB

@@ -1,6 +1,7 @@
-"""A process of a run is killed, or stops answering: what the others do, and what is left. `make test-faults`.
+"""A process of a run is killed or stopped: all others end, one line names it, and the run can be resumed.
 
-Prints a table: who was lost, when, how long until every process had ended, what was said, what resume gave.
+`make test-faults` runs these and prints a table: who was lost, when, seconds until every process had ended, what was
+left.
 """
 
 import os
@@ -27,32 +28,28 @@ CASES = [
     for who in roles
     for how, when in [*(("SIGKILL", moment) for moment in MOMENTS), ("SIGSTOP", "training")]
 ]
+HOROVODRUNS = re.compile(r"Process name: (\d+)\s+Exit code: \d+")
 
 
 @pytest.fixture(scope="module")
 def table():
     rows = []
     yield rows
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    print()
-    for row in rows:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+    print(*("\n| " + " | ".join(row) + " |" for row in rows))
 
 
 @pytest.mark.parametrize("engine, who, how, when", CASES)
-def test_every_process_ends_and_says_who_was_lost_and_the_run_goes_on(engine, who, how, when, tmp_path, table):
+def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engine, who, how, when, tmp_path, table):
     folder, chance = tmp_path / "run", random.Random(f"{engine} {who} {how} {when}")
     args = ["--device", "cpu", "--dataset", "synthetic", "--limit", 4096, "--seed", 1]
-    line = runs.command(engine, 2, *args, "--epochs", EPOCHS, "--out", folder)
-    with runs.start(line) as process:
+    delay = {"starting": 0, "training": 0.3, "epoch": 0, "any": chance.uniform(0, 3), "later": chance.uniform(3, 6)}
+    with runs.start(runs.command(engine, 2, *args, "--epochs", EPOCHS, "--out", folder)) as process:
         try:
             out, err = Lines(process.stdout), Lines(process.stderr)
             runs.wait(lambda: who in runs.processes(str(folder)))
             if when != "starting":
                 out.wait("epoch 1" if when == "epoch" else "running on")
-                time.sleep(
-                    {"training": 0.3, "epoch": 0, "any": chance.uniform(0, 3), "later": chance.uniform(3, 6)}[when]
-                )
+            time.sleep(delay[when])
             there = {**runs.processes(str(folder)), "launcher": process.pid}
             os.kill(there[who], getattr(signal, how))
             since = time.monotonic()
@@ -62,34 +59,29 @@ def test_every_process_ends_and_says_who_was_lost_and_the_run_goes_on(engine, wh
             runs.end(process)
     err.reading.join(10)
     everything = "".join(err.seen)
-    said = runs.lines(everything)
-    said += [
-        " ".join(found.split()) for found in re.findall(r"Process name: \d+\s+Exit code: \d+", everything)
-    ]  # horovodrun's
-    lost = re.compile(f"{who}.* was (lost|killed)|Process name: {who[-1]} Exit")
-    named = [line for line in said if lost.search(line)]
-    table.append([engine, who, how, when, f"{seconds:.1f} s", named[0] if named else "-", resumed(folder)])
-    assert seconds < PROMISED and process.returncode not in (0, None)
-    assert named, everything
+    errors = runs.errors(everything)
+    assert process.returncode not in (0, None)
+    if engine == "dist_sync":
+        assert len(errors) == 1 and re.search(f"{who}.* was (lost|killed)", errors[0]), everything
+    else:
+        by_horovodrun = who[-1] in HOROVODRUNS.findall(everything)
+        assert len(errors) <= 1 and (by_horovodrun or f"{who} " in errors[0]), everything
+    table.append([engine, who, how, when, f"{seconds:.1f} s", resumed(folder)])
 
 
 def resumed(folder):
-    """What is left of the run, which must be whole, and that it goes on."""
+    """What was left of the run. It must be complete, and resuming it must work."""
     if not folder.is_dir():
         return "no run yet"
     before = records.last(folder)[3]
-    scratch.train([0], 256, 0.2, device="cpu", resume=str(folder), **options(before))
-    after = records.last(folder)[3]
-    assert len(after.history) == len(before.history) + 1
-    return f"went on after {before}"
-
-
-def options(position):
-    return {"dataset": "synthetic", "limit": 4096, "seed": 1, "epochs": len(position.history) + 1}
+    options = {"dataset": "synthetic", "limit": 4096, "seed": 1, "epochs": len(before.history) + 1}
+    scratch.train([0], 256, 0.2, device="cpu", resume=str(folder), **options)
+    assert len(records.last(folder)[3].history) == options["epochs"]
+    return f"resumed {before}"
 
 
 class Lines:
-    """What a stream has given so far."""
+    """The lines of a stream so far."""
 
     def __init__(self, stream):
         self.seen = []
