@@ -1,0 +1,80 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.subprocesses import Finished
+
+CHILD = """
+import subprocess, sys, time
+try:
+    print(subprocess.Popen(["sleep", "60"]).pid, flush=True)  # a child of its own
+    {}
+except KeyboardInterrupt:
+    open({!r}, "w")
+"""
+
+
+def run(code, **options):
+    return subprocesses.run([sys.executable, "-c", code], **options)
+
+
+def assert_ends(pid):
+    until = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and "\nState:\tZ" not in open(f"/proc/{pid}/status").read():
+        assert time.monotonic() < until, f"process {pid} is still running"
+        time.sleep(0.01)
+
+
+def test_a_program_gives_its_status_and_output_while_notices_are_passed_on(capsys, tmp_path):
+    lines = []
+    code = "import os, sys; print(os.getcwd()); print('a\\ngluon_mgpu: b', file=sys.stderr); sys.exit(3)"
+    assert run(code, on_line=lines.append, folder=tmp_path) == (3, f"{tmp_path}\n", "a\ngluon_mgpu: b\n")
+    assert lines == [f"{tmp_path}\n"] and capsys.readouterr() == ("", "gluon_mgpu: b\n")
+
+
+@pytest.mark.parametrize("ending, seconds, status", [("sys.exit(0)", None, 0), ("time.sleep(60)", 1, None)])
+def test_everything_that_a_program_started_ends_with_it_or_when_its_time_is_over(ending, seconds, status):
+    finished = run(CHILD.format(ending, ""), seconds=seconds)
+    assert finished.status == status
+    assert_ends(int(finished.out))
+
+
+def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_path):
+    child = [sys.executable, "-c", CHILD.format("time.sleep(60)", str(tmp_path / "saved"))]
+    code = f"from gluon_mgpu.runtime import subprocesses; subprocesses.run({child}, on_line=print)"
+    parent = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    pid = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(20) != 0 and (tmp_path / "saved").exists()
+    assert_ends(pid)
+
+
+@pytest.mark.parametrize(
+    "status, err, kind, text",
+    [
+        (1, "gluon_mgpu: notice\nerror: no space\n", Error, "x: no space"),
+        (2, "error: lr=0: must be above 0\n", UsageError, "x: lr=0: must be above 0"),
+        (1, "Traceback:\ngluon_mgpu.runtime.errors.UsageError: no\n", UsageError, "x: no"),
+        (1, "error: no space\nlauncher: worker 1 ended\n", Error, "x: no space"),
+        (7, "something\nlast line\n", Error, "last line"),
+        (-9, "", Error, "SIGKILL"),
+        (None, "error: too early\n", Error, "fewer steps"),
+    ],
+)
+def test_a_failure_becomes_an_error_in_the_programs_own_words(status, err, kind, text):
+    with pytest.raises(Error) as caught:
+        subprocesses.check("x", Finished(status, "", err), advice="use fewer steps")
+    assert type(caught.value) is kind and text in str(caught.value)
+    subprocesses.check("x", Finished(0, "", "error: none"))
+
+
+def test_a_command_is_run_with_options_and_its_error_is_ours():
+    assert "resnet18" in subprocesses.gluon_mgpu("recipes", "train", {"list_recipes": True, "resume": None})
+    with pytest.raises(UsageError, match="one: --gpus 0,0"):
+        subprocesses.gluon_mgpu("one", "train", {"gpus": [0, 0]})
