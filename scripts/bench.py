@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Measure the training step beside the notebook's own code: `python scripts/bench.py --help`."""
+"""Measure the training step, allreduce, scaling and more: `python scripts/bench.py --help`."""
 
 from start import start
 
 if __name__ == "__main__":
-    start("bench")
+    start("bench", "bench.cli")

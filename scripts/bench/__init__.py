@@ -1,1 +1,1 @@
-"""Measuring: a module a subcommand of scripts/bench.py. docs/performance.md has what they found."""
+"""Benchmarks, one module per topic; scripts/bench.py runs them, docs/performance.md has results."""

@@ -1,360 +1,256 @@
-"""scripts/bench.py SUBCOMMAND: a subcommand is its options and one call."""
+"""`python scripts/bench.py SUBCOMMAND`: each subcommand is its options and one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from gluon_mgpu.commands.common import F
-from gluon_mgpu.commands.common import common as commands
+from gluon_mgpu.commands import common
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.settings import MODELS
 
-ROUNDS = click.IntRange(min=3)
-_models = click.option(
+WHAT = ("step", "evaluate", "resnet18", "overhead", "engine", "profile", "main-job")
+POSITIVE = click.IntRange(min=1)
+models = common.option(
     "--model",
     "models",
-    type=commands.Choice(["lenet", "resnet18"]),
+    type=common.Choice(["lenet", "resnet18"]),
     multiple=True,
     default=("lenet", "resnet18"),
     show_default=True,
-    help="LeNet at batch 256, ResNet-18 at 64.",
+    help="LeNet with batch size 256, ResNet-18 with 64.",
 )
-_steps = click.option(
+steps_per_run = common.option(
     "--steps",
     type=click.IntRange(min=10),
     metavar="N",
     default=100,
     show_default=True,
-    help="Steps a run; ResNet-18's: a tenth.",
+    help="Steps per run of LeNet; a tenth of them for ResNet-18.",
 )
 
 
-def _contexts(note: str) -> Callable[[F], F]:
-    return click.option(
-        "--contexts",
-        type=click.IntRange(min=1),
-        metavar="N",
-        multiple=True,
-        default=(1, 2, 4, 8),
-        show_default=True,
-        help=f"How many CPU contexts; {note}",
+def rounds(default: int, least: int = 3) -> Any:
+    kind = click.IntRange(min=least)
+    return common.option("--rounds", type=kind, metavar="N", default=default, show_default=True, help="Runs of each.")
+
+
+def contexts(note: str) -> Any:
+    default = (1, 2, 4, 8)
+    help = f"How many CPU contexts; {note}"
+    return common.option(
+        "--contexts", type=POSITIVE, metavar="N", multiple=True, default=default, show_default=True, help=help
     )
 
 
-def _out(name: str) -> Callable[[F], F]:
-    return click.option("--out", type=commands.FOLDER, metavar="DIR", help=f"Leave {name}.json and {name}.png there.")
+def out(*names: str) -> Any:
+    files = " and ".join(f"{name}.json and {name}.png" for name in names)
+    return common.option("--out", type=common.FOLDER, metavar="DIR", help=f"A folder for {files}.")
 
 
-def _show(benchmark: ModuleType, name: str, result: dict, out: str | None) -> None:
-    """The table of a result and, with --out, its JSON and picture."""
-    from bench import machine
+def show(benchmark: ModuleType, name: str, result: dict, folder: str | None) -> None:
+    """Print the table of a result and, with --out, write its JSON and picture."""
+    from bench import harness
 
     click.echo(benchmark.table(result))
-    if out is not None:
-        machine.leave(out, name, result, benchmark.draw)
-        click.echo(f"{out}/{name}.png shows it.")
+    if folder is not None:
+        harness.leave(folder, name, result, benchmark.draw)
+        click.echo(f"picture: {folder}/{name}.png")
 
 
 @click.group(
-    cls=commands.Group,
-    examples="""
-        gluon-mgpu bench steps
-        gluon-mgpu bench allreduce --out runs/bench
-        gluon-mgpu bench steps --help
-    """,
+    cls=common.Group, examples="python scripts/bench.py steps\npython scripts/bench.py allreduce --out runs/bench"
 )
 def bench() -> None:
-    """Measure asynchrony, copies, allreduce, scaling, and more. Each subcommand prints a table."""
+    """Measure speed and memory. Each subcommand prints a table."""
 
 
-@bench.command(
-    "steps",
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench steps
-        gluon-mgpu bench steps --rounds 5 --steps 200
-        gluon-mgpu bench steps --what engine
-    """,
-)
-@click.option(
+def command(name: str, examples: str) -> Any:
+    """A subcommand. examples: its options, one line per example."""
+    lines = [f"python scripts/bench.py {name} {options}".rstrip() for options in examples.splitlines()]
+    return bench.command(name, cls=common.Command, examples="\n".join(lines))
+
+
+@command("steps", "\n--rounds 5 --steps 200\n--what engine")
+@common.option(
     "--what",
-    type=commands.Choice(["step", "evaluate", "resnet18", "overhead", "engine", "profile", "main-job"]),
+    type=common.Choice(WHAT),
     multiple=True,
     default=("step", "evaluate", "resnet18", "main-job"),
     show_default=True,
-    help="step: LeNet's beside the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. overhead: what "
-    "of an epoch is not computation. engine: each setting left out in turn. profile: where a step's time goes, "
-    "by operator. main-job: a whole run and its memory.",
+    help="step: LeNet's, next to the notebook's code. evaluate: LeNet's evaluation. resnet18: its step. overhead: what "
+    "an epoch costs besides computation. engine: without each of the engine's settings. profile: the time of each "
+    "operator. main-job: a whole run and its memory.",
 )
-@click.option("--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each subject.")
-@_steps
-def steps(what: tuple[str, ...], rounds: int, steps: int) -> None:
-    """Time and memory a step, ours and the notebook's code. Each in its own processes, taken in turn."""
+@rounds(3)
+@steps_per_run
+def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
+    """Time and memory of a step, next to the notebook's code. Each in its own process, in turn."""
     from bench import steps as benchmark
 
-    if "step" in what:
-        click.echo(benchmark.step_table(benchmark.measure(benchmark.STEP, rounds, steps)))
-    for name, subjects in (("evaluate", benchmark.EVALUATE), ("resnet18", benchmark.RESNET18)):
+    tables = {
+        "step": lambda: benchmark.step_table(benchmark.measure(benchmark.STEP, rounds, steps)),
+        "evaluate": lambda: benchmark.speedup_table(benchmark.measure(benchmark.EVALUATE, rounds, steps)),
+        "resnet18": lambda: benchmark.speedup_table(benchmark.measure(benchmark.RESNET18, rounds, steps)),
+        "overhead": lambda: benchmark.overhead(rounds),
+        "engine": lambda: benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)),
+        "profile": lambda: benchmark.profile(steps),
+        "main-job": benchmark.main_job,
+    }
+    for name, measured in tables.items():
         if name in what:
-            click.echo(benchmark.speedup_table(benchmark.measure(subjects, rounds, steps)))
-    if "overhead" in what:
-        click.echo(benchmark.overhead())
-    if "engine" in what:
-        click.echo(benchmark.engine_table(benchmark.measure(benchmark.ENGINE, rounds, steps)))
-    if "profile" in what:
-        click.echo(benchmark.profile())
-    if "main-job" in what:
-        printed, peak = benchmark.main_job()
-        click.echo(f"The main job, scratch on 2 CPU contexts: peak memory {peak:.0f} MB\n{printed}", nl=False)
+            click.echo(measured())
 
 
-def _products(gpus: str) -> Callable[[F], F]:
-    """The options of `async` and `copy`."""
-
-    def add(command: F) -> F:
-        for option in (
-            click.option(
-                "--rounds",
-                type=ROUNDS,
-                metavar="N",
-                default=5,
-                show_default=True,
-                help="After one that does not count.",
-            ),
-            click.option(
-                "--products",
-                type=click.IntRange(min=1),
-                metavar="N",
-                help="Products on each device; default 50 on GPUs, 20 on CPU contexts.",
-            ),
-            click.option(
-                "--size",
-                type=click.IntRange(min=1, max=46340),
-                metavar="M",
-                help="Of M x M float32 matrices; default 4000 on GPUs, 1000 on CPU contexts. 4000 with 50 products is "
-                "the notebook's, whose seconds are then shown.",
-            ),
-            commands.device,
-            commands.gpus(gpus),
-        ):
-            command = option(command)
-        return command
-
-    return add
-
-
-@bench.command(
-    "async",
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench async
-        gluon-mgpu bench async --gpus 4 --device gpu --size 4000 --products 50
-    """,
+size = common.option(
+    "--size",
+    type=click.IntRange(min=1, max=46340),
+    metavar="M",
+    help="M x M float32 matrices; default 4000 on GPUs, 1000 on CPU contexts. With 4000 and 50 products, as in the "
+    "notebook, its seconds are shown too.",
 )
-@_products("2")
-@_out("async")
-def asynchronous(out: str | None, **options: Any) -> None:
-    """When calls return, and when they are done. Products of matrices, on all devices one after another, or at once."""
+products = common.option(
+    "--products", type=POSITIVE, metavar="N", help="Products per device; default 50 on GPUs, 20 on CPU contexts."
+)
+
+
+@command("async", "\n--gpus 4 --device gpu")
+@common.gpus("2")
+@common.device
+@size
+@products
+@rounds(5)
+@out("async")
+def async_command(out: str | None, **options: Any) -> None:
+    """When calls return, and when their work is done. Products of matrices on devices one after another, or at once."""
     from bench import asynchrony
 
-    _show(asynchrony, "async", asynchrony.run("async", **options), out)
+    show(asynchrony, "async", asynchrony.run("async", **options), out)
 
 
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench copy
-        gluon-mgpu bench copy --size 2000 --out runs/bench
-    """,
-)
-@_products("1")
-@_out("copy")
-def copy(out: str | None, **options: Any) -> None:
-    """Products, and the copies of them to the host. Once all are done, or each as soon as it can."""
+@command("copy", "\n--size 2000 --out runs/bench")
+@common.gpus("1", "Measured on the first of these devices.")
+@common.device
+@size
+@products
+@rounds(5)
+@out("copy")
+def copy_command(out: str | None, **options: Any) -> None:
+    """Products of matrices and their copies to the host. After all products, or each as soon as it can."""
     from bench import asynchrony
 
-    _show(asynchrony, "copy", asynchrony.run("copy", **options), out)
+    show(asynchrony, "copy", asynchrony.run("copy", **options), out)
 
 
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench allreduce
-        gluon-mgpu bench allreduce --contexts 2 --contexts 4 --out runs/bench
-    """,
-)
-@_contexts("each number in a process of its own. 8 need 3.5 GB.")
-@click.option("--rounds", type=ROUNDS, metavar="N", default=5, show_default=True, help="Times each way is measured.")
-@_out("allreduce")
-def allreduce(contexts: tuple[int, ...], rounds: int, out: str | None) -> None:
-    """Sums of arrays over CPU contexts, by size and by way. Beside the memory's own copy rate."""
-    from bench import allreduce as benchmark
+@command("allreduce", "\n--contexts 2 --contexts 4 --out runs/bench")
+@contexts("8 need 3.5 GB of memory.")
+@rounds(5)
+@out("allreduce")
+def allreduce_command(contexts: tuple[int, ...], rounds: int, out: str | None) -> None:
+    """Sums of arrays over CPU contexts, by size and by way."""
+    from bench import allreduce
 
-    _show(benchmark, "allreduce", benchmark.run(contexts, rounds), out)
+    show(allreduce, "allreduce", allreduce.run(contexts, rounds), out)
 
 
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench partition
-        gluon-mgpu bench partition --rounds 5 --out runs/bench
-    """,
-)
-@click.option("--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each way.")
-@click.option(
-    "--steps", type=click.IntRange(min=10), metavar="N", default=100, show_default=True, help="Timed steps a run."
-)
-@_out("partition")
-def partition(rounds: int, steps: int, out: str | None) -> None:
-    """The three ways to split LeNet over two devices. Time, bytes moved, devices that wait."""
-    from bench import partition as benchmark
+@command("partition", "\n--rounds 5 --out runs/bench")
+@rounds(3)
+@common.option("--steps", type=click.IntRange(min=10), metavar="N", default=100, show_default=True, help="Per run.")
+@out("partition")
+def partition_command(rounds: int, steps: int, out: str | None) -> None:
+    """The three ways to split LeNet over two devices: time, bytes moved, idle devices."""
+    from bench import partition
 
-    _show(benchmark, "partition", benchmark.run(rounds, steps), out)
+    show(partition, "partition", partition.run(rounds, steps), out)
 
 
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench scaling
-        gluon-mgpu bench scaling --model lenet --contexts 2 --contexts 16 --out runs/bench
-    """,
-)
-@_models
-@_contexts("1 is always measured too.")
-@click.option("--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each point.")
-@_steps
-@_out("scaling")
-def scaling(models: tuple[str, ...], contexts: tuple[int, ...], rounds: int, steps: int, out: str | None) -> None:
-    """Strong and weak scaling over more contexts. With the batch of all of them fixed, and with that of each."""
-    from bench import scaling as benchmark
+@command("scaling", "\n--model lenet --contexts 2 --contexts 16 --out runs/bench")
+@models
+@contexts("1 is always measured too.")
+@rounds(3)
+@steps_per_run
+@out("scaling")
+def scaling_command(
+    models: tuple[str, ...], contexts: tuple[int, ...], rounds: int, steps: int, out: str | None
+) -> None:
+    """Strong and weak scaling over CPU contexts."""
+    from bench import scaling
 
-    _show(benchmark, "scaling", benchmark.run(models, contexts, rounds, steps), out)
+    show(scaling, "scaling", scaling.run(models, contexts, rounds, steps), out)
 
 
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench distributed
-        gluon-mgpu bench distributed --model lenet --rounds 5 --out runs/bench
-        gluon-mgpu bench distributed --what compression --epochs 4 --out runs/bench
-    """,
-)
-@click.option(
+@command("distributed", "\n--model lenet --rounds 5 --out runs/bench\n--what compression --out runs/bench")
+@common.option(
     "--what",
-    type=commands.Choice(["speed", "compression"]),
+    type=common.Choice(["speed", "compression"]),
     default="speed",
     show_default=True,
-    help="compression: bytes sent and accuracy of LeNet on Fashion-MNIST, with and without it.",
+    help="compression: bytes sent and accuracy of LeNet on Fashion-MNIST, with and without compressed gradients.",
 )
-@_models
-@click.option(
-    "--rounds", type=ROUNDS, metavar="N", default=3, show_default=True, help="Runs of each way; compression's seeds."
-)
-@_steps
-@click.option("--epochs", type=click.IntRange(min=1), metavar="N", default=4, show_default=True, help="compression's.")
-@click.option(
-    "--limit", type=click.IntRange(min=1, max=60000), metavar="N", help="compression's: the first N examples."
-)
-@click.option(
-    "--out", type=commands.FOLDER, metavar="DIR", help="Leave distributed.json, or compression.json, and .png."
-)
+@models
+@rounds(3)
+@steps_per_run
+@common.option("--epochs", type=POSITIVE, metavar="N", default=4, show_default=True, help="For compression.")
+@common.option("--limit", type=POSITIVE, metavar="N", help="For compression: train on the first N examples.")
+@out("distributed", "compression")
 @click.pass_context
-def distributed(
-    context: click.Context,
-    what: str,
-    models: tuple[str, ...],
-    rounds: int,
-    steps: int,
-    epochs: int,
-    limit: int | None,
-    out: str | None,
-) -> None:
-    """2 processes of 1 context against 1 process of 2. Over Horovod and MXNet's parameter servers."""
-    for name in ("epochs", "limit") if what == "speed" else ("models", "steps"):
+def distributed_command(context: click.Context, what: str, rounds: int, out: str | None, **options: Any) -> None:
+    """2 processes of 1 context against 1 process of 2 contexts. Over Horovod and MXNet's parameter servers."""
+    used, unused = ("models", "steps"), ("epochs", "limit")
+    if what == "compression":
+        used, unused = unused, used
+    for name in unused:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            other = "compression" if what == "speed" else "speed"
-            raise UsageError(f"--{name.replace('models', 'model')} --what {what}: it is for --what {other} only")
+            raise UsageError(f"--{name.replace('models', 'model')} does not apply to --what {what}; omit it")
     if what == "speed":
         from bench import distributed as benchmark
-
-        _show(benchmark, "distributed", benchmark.run(models, rounds, steps), out)
     else:
-        from bench import compression
-
-        _show(compression, "compression", compression.run(rounds, epochs, limit), out)
-
-
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench allreduce --out runs/bench && gluon-mgpu bench scaling --out runs/bench
-        gluon-mgpu bench model runs/bench
-        gluon-mgpu bench model runs/bench --out runs/bench
-    """,
-)
-@click.argument("folder", type=commands.FOLDER)
-@_out("model")
-def model(folder: str, out: str | None) -> None:
-    """A cost model, and what it predicts for clusters. Fitted to what `allreduce` and `scaling` left in FOLDER; with
-    what `distributed` left there, held against steps of 2 processes too."""
-    from bench import model as benchmark
-
-    _show(benchmark, "model", benchmark.run(folder), out)
+        from bench import compression as benchmark
+    result = benchmark.run(rounds=rounds, **{name: options[name] for name in used})
+    show(benchmark, "distributed" if what == "speed" else what, result, out)
 
 
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench timeline
-        gluon-mgpu bench timeline --impl highlevel --model resnet18 --out runs/bench
-    """,
-)
-@commands.impl
-@commands.setting("--model", kind=commands.Choice(MODELS), help="All but lenet are highlevel's.")
-@click.option("--contexts", type=click.IntRange(min=1), metavar="N", default=2, show_default=True, help="CPU contexts.")
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Examples a step, over all contexts together; default 256, ResNet-18's 64.",
-)
-@click.option("--steps", type=click.IntRange(min=1), metavar="N", default=5, show_default=True, help="Steps shown.")
-@click.option(
+@command("model", "runs/bench\nruns/bench --out runs/bench")
+@click.argument("folder", type=common.FOLDER)
+@out("model")
+def model_command(folder: str, out: str | None) -> None:
+    """Fit a cost model, and predict clusters. It is fitted to what `allreduce --out` and `scaling --out` left in FOLDER."""
+    from bench import model
+
+    show(model, "model", model.run(folder), out)
+
+
+@command("timeline", "\n--impl highlevel --model resnet18 --out runs/bench")
+@common.impl
+@common.setting("--model", type=common.Choice(MODELS), help="scratch has only lenet.")
+@common.option("--contexts", type=POSITIVE, metavar="N", default=2, show_default=True, help="How many CPU contexts.")
+@common.option("--batch-size", type=POSITIVE, metavar="N", help="Over all contexts; default 256, for ResNet-18 64.")
+@common.option("--steps", type=POSITIVE, metavar="N", default=5, show_default=True, help="Recorded steps.")
+@common.option(
     "--out",
-    type=commands.FOLDER,
+    type=common.FOLDER,
     metavar="DIR",
-    help="Leave timeline.json, timeline.png and timeline.trace.json there; the last opens in chrome://tracing and "
+    help="A folder for timeline.json, timeline.png and timeline.trace.json; the trace opens in chrome://tracing and "
     "Perfetto.",
 )
-def timeline(out: str | None, **options: Any) -> None:
-    """What each context does in a few steps. By the engine's profile: forward, backward, allreduce, update, idle."""
-    from bench import timeline as benchmark
+def timeline_command(out: str | None, **options: Any) -> None:
+    """What each context does during a few steps, from the engine's profile."""
+    from bench import timeline
 
-    _show(benchmark, "timeline", benchmark.run(**options, out=out), out)
+    show(timeline, "timeline", timeline.run(**options, out=out), out)
 
 
-@bench.command(
-    cls=commands.Command,
-    examples="""
-        gluon-mgpu bench peers
-        gluon-mgpu bench peers --model lenet --rounds 9 --out runs/bench
-        gluon-mgpu bench peers --model lenet --accuracy
-    """,
-)
-@_models
-@click.option(
-    "--rounds", type=click.IntRange(min=5), metavar="N", default=5, show_default=True, help="Runs of each subject."
-)
-@_steps
-@click.option("--accuracy", is_flag=True, help="Train LeNet on Fashion-MNIST for 4 epochs with each too.")
-@_out("peers")
-def peers(out: str | None, **options: Any) -> None:
-    """The same network, data and batch here and in PyTorch. Alone and distributed, on the same cores."""
-    from bench import peers as benchmark
+@command("peers", "\n--model lenet --rounds 9 --out runs/bench\n--model lenet --accuracy")
+@models
+@rounds(5, least=5)
+@steps_per_run
+@common.option("--accuracy", is_flag=True, help="Also train LeNet on Fashion-MNIST for 4 epochs with each.")
+@out("peers")
+def peers_command(out: str | None, **options: Any) -> None:
+    """The same network, data and batches here and in PyTorch. On one process, and distributed."""
+    from bench import peers
 
-    _show(benchmark, "peers", benchmark.run(**options), out)
+    show(peers, "peers", peers.run(**options), out)

@@ -10,21 +10,24 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
+import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import __version__
 from gluon_mgpu.runtime import engine, subprocesses
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, datasets, timeline
+from gluon_mgpu.training.datasets import Dataset
 
 if TYPE_CHECKING:
-    import numpy as np
+    from matplotlib.axes import Axes
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch has no ResNet-18
@@ -99,23 +102,91 @@ def progress(total: int, unit: str = "run") -> tqdm:
     return tqdm(total=total, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
 
 
+class Trainer(NamedTuple):
+    """A network that a worker trains. order: indices of the examples to train on, (n,)."""
+
+    train: Callable[[Dataset, np.ndarray], tuple[float | None, float]]  # returns the mean loss, if known, and seconds
+    accuracy: Callable[[Dataset], float]  # on the test set
+
+
+def time_steps(trainer: Trainer, model: str, size: int, steps: int) -> dict[str, Any]:
+    """Train on synthetic data, after a warm-up. size: examples per step. steps: of LeNet with its own batch size."""
+    steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
+    warm_up = WARM_UP_STEPS[model]
+    data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
+    _, cold = trainer.train(data, np.arange(warm_up * size))
+    loss, seconds = trainer.train(data, np.random.default_rng(0).permutation(steps * size))
+    compiling = cold - warm_up * seconds / steps
+    return {"step_ms": 1000 * seconds / steps, "loss": loss, "compile_s": compiling, "peak_mb": peak_mb()}
+
+
+def learn(trainer: Trainer, epochs: int, seed: int) -> dict[str, list[float]]:
+    """Train on Fashion-MNIST; returns the seconds and the test accuracy of each epoch."""
+    data = datasets.load("fashion-mnist")
+    found: dict[str, list[float]] = {"seconds": [], "accuracy": []}
+    for epoch in range(1, epochs + 1):
+        order = np.random.default_rng([seed, epoch]).permutation(len(data.train_labels))  # as batches.shuffled
+        found["seconds"].append(trainer.train(data, order)[1])
+        found["accuracy"].append(trainer.accuracy(data))
+    return found
+
+
+def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
+    """The parameters with all weights drawn from normal(0, 0.01), the same for every trainer; biases and the arrays of
+    batch normalization stay as they are. parameters: {name: NumPy array}, in the order of the layers."""
+    rng = np.random.default_rng(0)
+    return {
+        name: 0.01 * rng.standard_normal(p.shape, np.float32) if p.ndim > 1 else p for name, p in parameters.items()
+    }
+
+
+def replicas(impl: str, model: str, contexts: int, *args: Any, **options: Any) -> Any:
+    """An implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. args, options: as
+    Replicas takes them after the settings."""
+    engine.configure(contexts)
+    import mxnet as mx
+
+    from gluon_mgpu.training.replicas import check_model, implementation
+    from gluon_mgpu.training.settings import Settings
+
+    kind = implementation(impl).Replicas
+    check_model(kind, model)
+    found = kind([mx.cpu(i) for i in range(contexts)], Settings(model=model), *args, **options)
+    found.load_state_dict(initial(found.state_dict()))
+    return found
+
+
 def train(
-    replicas: Any,
-    images: np.ndarray,
-    labels: np.ndarray,
+    train_batch: Callable[[Any, Any], list[Any]],
+    data: Dataset,
     size: int,
-    lr: float = 0.01,
-    order: np.ndarray | None = None,
+    order: np.ndarray | Sequence[int],
     part: Callable[[int], slice] | None = None,
 ) -> float:
-    """Train on each example once, as the training loop does; returns the mean of the losses that this process computed.
+    """Train on MXNet as the training loop does; returns the mean of the losses that this process computed.
 
-    size: examples per step. order: their indices. part: this worker's slice of a batch.
+    train_batch: one step, from X and y to the losses of each shard. size: examples per step. part: from the size of a
+    batch to this worker's slice of it.
     """
     from gluon_mgpu.training import batches
 
-    data_iter = batches.batches(images, labels, size, order, part)
-    return batches.mean(replicas.train_batch(X, y, lr, size if part else 0) for X, y in data_iter)
+    data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
+    return batches.mean(train_batch(X, y) for X, y in data_iter)
+
+
+def record(train_batch: Callable[[Any, Any], list[Any]], ctx: list[Any], size: int, steps: int, about: str) -> dict:
+    """The trace of some training steps on synthetic data: see `timeline.Recorder`."""
+    total = timeline.WARM_UP + steps + timeline.AROUND
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        with timeline.Recorder(file, ctx, about, total, total, steps=steps) as recorder:
+
+            def recorded_step(X: Any, y: Any) -> list[Any]:
+                with recorder.step():
+                    return train_batch(X, y)
+
+            train(recorded_step, datasets.synthetic(total * size, 100, seed=0), size, range(total * size))
+        return timeline.read(file)
 
 
 def spread(values: Sequence[float], digits: int | None = None) -> str:
@@ -129,9 +200,9 @@ def three_digits(value: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
-def ratios(slow: Sequence[dict], fast: Sequence[dict], key: str = "step_ms") -> list[float]:
-    """How many times as long one subject took as the other, in each round."""
-    return [a[key] / b[key] for a, b in zip(slow, fast)]
+def ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
+    """How many times as long one subject took as another, in each round."""
+    return [a / b for a, b in zip(slow, fast)]
 
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
@@ -143,6 +214,36 @@ def table(rows: Sequence[Sequence[object]]) -> list[str]:
         right = "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:]))
         lines.append(f"{first:{widths[0]}}{right}".rstrip())
     return lines
+
+
+def bars(axes: Axes, values: Mapping[str, Sequence[float]], color: Callable[[str], str] = lambda name: "C0") -> None:
+    """A horizontal bar per name: the median of its values, with a line from the least to the most."""
+    for i, (name, of_it) in enumerate(values.items()):
+        axes.barh(i, median(of_it), color=color(name))
+        axes.plot([min(of_it), max(of_it)], [i, i], color="black", linewidth=1.5)
+        label = three_digits(median(of_it))
+        axes.annotate(label, (max(of_it), i), (5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(values)), list(values))
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def draw_bars(file: BinaryIO, title: str, unit: str, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """A PNG picture with `bars` in panels below each other. panels: {title: {name: values}}."""
+    from matplotlib.figure import Figure
+
+    heights = [len(values) + 2 for values in panels.values()]
+    figure = Figure(figsize=(8, 1 + 0.3 * sum(heights)), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (name, values) in zip(all_axes, panels.items()):
+        bars(axes, values)
+        axes.set_title(name, fontsize="medium")
+    all_axes[-1].set_xlabel(f"{unit}: median, min to max")
+    figure.savefig(file, format="png", dpi=120)
 
 
 def plural(count: int, noun: str) -> str:

@@ -1,7 +1,7 @@
-"""PyTorch's side of `peers`: the same networks, and a process that trains one; the only module that imports torch.
+"""PyTorch's side of `peers`: the same networks, and a worker that trains one; the only module that imports torch.
 
-A worker, `python -m bench.torch_peers SUBJECT JOB FOLDER RANK`, is one process of a subject; several meet
-over gloo as DistributedDataParallel. It never imports mxnet: each brings an OpenMP of its own.
+A worker, `python -m bench.torch_peers JOB`, starts the processes of DistributedDataParallel itself. It never imports
+mxnet, which brings another OpenMP.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from bench import peers
+from bench import harness
+from bench.harness import BATCH_SIZE, LR, Trainer
+from bench.peers import Torch
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training.datasets import Dataset
 
 
 def lenet() -> nn.Sequential:
@@ -38,7 +45,7 @@ def lenet() -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """`highlevel.Residual` in PyTorch. BatchNorm's defaults are Gluon's: epsilon 1e-5, and 0.1 here is momentum 0.9."""
+    """`networks.Residual` in PyTorch. BatchNorm's defaults are Gluon's: epsilon 1e-5, and momentum 0.1 means 0.9."""
 
     def __init__(self, inputs: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -55,7 +62,7 @@ class Residual(nn.Module):
 
 
 def resnet18() -> nn.Sequential:
-    """`highlevel.resnet18` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
+    """`networks.resnet18` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
     stages, inputs = [], 64
     for channels in (64, 128, 256, 512):
         stages += [Residual(inputs, channels, 1 + (channels > 64)), Residual(channels, channels, 1)]
@@ -67,14 +74,13 @@ def resnet18() -> nn.Sequential:
 MODELS = {"lenet": lenet, "resnet18": resnet18}
 
 
-def network(model: str, seed: int) -> nn.Module:
-    """A network with the parameters that every subject of `peers` begins with."""
+def network(model: str) -> nn.Module:
+    """A network with the parameters from which every subject of `peers` starts."""
     net = MODELS[model]()
     for name, p in net.named_parameters():
         if name.endswith("bias"):  # PyTorch draws those of convolutions and dense layers
             nn.init.zeros_(p)
-    parameters = {name: p.detach().numpy() for name, p in net.named_parameters()}
-    load(net, peers.initial(parameters, seed))
+    load(net, harness.initial({name: p.detach().numpy() for name, p in net.named_parameters()}))
     return net
 
 
@@ -85,58 +91,85 @@ def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
         p.copy_(torch.from_numpy(array))
 
 
-def _worker(subject: peers.Subject, job: dict, folder: str, rank: int) -> None:
-    """Print what `peers.work` gives, of one of the subject's processes, and end it; rank: which one."""
+def trainer(subject: Torch, rank: int) -> Trainer:
+    """The subject's network in this process, which is one of subject.processes."""
     torch.set_num_threads(subject.threads)
-    data, size = peers.dataset(job), job["batch_size"]
-    net = network(job["model"], job["seed"])
+    size = BATCH_SIZE[subject.model]
     layout = torch.channels_last if subject.channels_last else torch.contiguous_format
-    net.to(memory_format=layout)
-    # Compiled inside DistributedDataParallel: around it, torch 2.13 leaves a Sequential uncompiled, and says nothing.
+    net = network(subject.model).to(memory_format=layout)
+    # Compiled inside DistributedDataParallel: if the wrapper is compiled, PyTorch leaves a Sequential as it is.
     model = torch.compile(net) if subject.compiled else net
-    if subject.parts > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=subject.parts)
-        # Buckets are left at 25 MB, and batch normalization's statistics are those of process 0, as by default.
+    if subject.processes > 1:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=job["lr"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR[subject.model])
 
     def batch(images: np.ndarray, labels: np.ndarray, chosen: np.ndarray | slice) -> tuple[torch.Tensor, torch.Tensor]:
         X = np.divide(images[chosen], 255, dtype=np.float32)
         return torch.from_numpy(X).to(memory_format=layout), torch.from_numpy(labels[chosen].astype(np.int64))
 
-    def train(order: np.ndarray) -> tuple[float, float]:
-        losses, sizes = [], []
-        for start in range(0, len(order), size):
-            shard = np.array_split(order[start : start + size], subject.parts)[rank]
+    def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
+        losses, sizes, start = [], [], time.perf_counter()
+        for i in range(0, len(order), size):
+            shard = np.array_split(order[i : i + size], subject.processes)[rank]
             X, y = batch(data.train_images, data.train_labels, shard)
             loss = F.cross_entropy(model(X), y)
             optimizer.zero_grad()
-            loss.backward()  # and the mean over the processes, which is that over the batch
+            loss.backward()  # gradients are then the mean over the processes, which is that over the batch
             optimizer.step()
             losses.append(loss.detach())
             sizes.append(len(shard))
-        return np.average(torch.stack(losses).numpy(), weights=sizes), 0
+        return float(np.average(torch.stack(losses).numpy(), weights=sizes)), time.perf_counter() - start
 
     @torch.no_grad()
-    def accuracy() -> float:
+    def accuracy(data: Dataset) -> float:
         net.eval()
         right = 0
-        for start in range(0, len(data.test_labels), size):
-            X, y = batch(data.test_images, data.test_labels, slice(start, start + size))
+        for i in range(0, len(data.test_labels), size):
+            X, y = batch(data.test_images, data.test_labels, slice(i, i + size))
             right += (net(X).argmax(1) == y).sum().item()
         net.train()
         return right / len(data.test_labels)
 
-    print(json.dumps(peers.work(job, data, train, accuracy)), flush=True)
-    if subject.parts > 1:
+    return Trainer(train, accuracy)
+
+
+def _process(rank: int, subject: Torch, mode: str, job: dict, folder: str) -> None:
+    """One process of a subject: writes what it measured to a file."""
+    if subject.processes > 1:
+        meet = f"file://{folder}/meet"
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject.processes)
+    measured = trainer(subject, rank)
+    if mode == "learn":
+        found = harness.learn(measured, **job)
+    else:
+        found = harness.time_steps(measured, subject.model, BATCH_SIZE[subject.model], **job)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    if subject.processes > 1:
         dist.barrier()
-    # Not by way of destroy_process_group, nor of Python's end: there gloo's threads now and then hang or abort.
-    os._exit(0)
+        os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
+
+
+def work(subject: Torch, mode: str, job: dict) -> dict[str, Any]:
+    """What all processes of a subject measured together: the longest times, the mean loss, the sum of their memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = subject, mode, job, folder
+        if subject.processes == 1:
+            _process(0, *given)
+        else:
+            torch.multiprocessing.spawn(_process, given, subject.processes)
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(subject.processes)]
+    if subject.compiled and not any(Path(tempfile.gettempdir()).rglob("*.so")):
+        raise Error("torch.compile left the network as it is; another version of PyTorch may compile it")
+    if mode == "learn":
+        return found[0]
+    joined = {"step_ms": max, "loss": np.mean, "compile_s": max, "peak_mb": sum}
+    return {key: join([of_process[key] for of_process in found]) for key, join in joined.items()}
 
 
 if __name__ == "__main__":
+    job = json.loads(sys.argv[1])
     try:
-        _worker(peers.Subject(**json.loads(sys.argv[1])), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-    except Exception as error:  # PyTorch's messages have many lines, and the last one is advice
+        print(json.dumps(work(Torch(*job.pop("subject")), job.pop("mode"), job)))
+    except Exception as error:  # PyTorch's messages have many lines
         traceback.print_exc()
-        sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+        sys.exit(f"error: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")
