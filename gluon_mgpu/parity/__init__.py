@@ -1,5 +1,5 @@
-"""Does the port do what the notebooks did? Their printed accuracies, values and claims, each held against ours.
+"""Does this project do what the notebooks did? Their printed accuracies, values and claims, compared with ours.
 
-`run` asks all of it: `examples` the values, `drift` the step beside the notebook's own code, `bands` the accuracies,
-`claims` the lecture; `page` shows it. docs/parity.md has the rules and what they catch.
+`run` does everything: `examples` checks the printed values, `drift` the training step, `bands` the accuracies, `claims`
+the lecture. `report` shows the result. docs/parity.md has the rules and what they catch.
 """

@@ -1,4 +1,4 @@
-"""What parity finds: a claim, whether it holds, and the figure that says so."""
+"""A claim, whether it holds, and the evidence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    check: str  # the group that it belongs to
+    check: str  # the group of claims
     claim: str
-    holds: bool | None  # None: cannot be shown here
-    figure: str  # what was found
-
-    @property
-    def failed(self) -> bool:
-        return self.holds is not None and not self.holds
+    holds: bool | None  # None: this machine cannot show it
+    evidence: str

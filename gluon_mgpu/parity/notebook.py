@@ -1,7 +1,7 @@
-"""The notebook's training step as it stands, operator for operator, on stock MXNet: what `bench` measures against.
+"""The notebook's own code, cell by cell: the reference for `drift` and for the benchmarks.
 
-Nothing of the engine's settings is used; NumPy's dropped names are, since MXNet does not import without them. Source:
-as `scratch`.
+It uses none of this project's engine settings. Source: "Multi-GPU Computation with Data Parallelism" (Dive into Deep
+Learning, 2019), and `sgd` from the book's helper package.
 """
 
 from __future__ import annotations
@@ -10,35 +10,41 @@ from collections.abc import Iterable
 
 from gluon_mgpu.runtime import numpy_names
 
-numpy_names.lend()
+numpy_names.lend()  # MXNet cannot be imported without them
 
-from mxnet import Context, autograd, gluon, nd  # noqa: E402
+from mxnet import Context, autograd, nd  # noqa: E402
+from mxnet.gluon import loss as gloss  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-loss = gluon.loss.SoftmaxCrossEntropyLoss()
+loss = gloss.SoftmaxCrossEntropyLoss()
 
 
-def init_params() -> list[NDArray]:
+def init_params(scale: float = 0.01) -> list[NDArray]:
     params = []
     for shape, outputs in (((20, 1, 3, 3), 20), ((50, 20, 5, 5), 50), ((800, 128), 128), ((128, 10), 10)):
-        params += [nd.random.normal(scale=0.01, shape=shape), nd.zeros(outputs)]
+        params += [nd.random.normal(scale=scale, shape=shape), nd.zeros(shape=outputs)]
     return params
 
 
 def lenet(X: NDArray, params: list[NDArray]) -> NDArray:
-    h1 = nd.relu(nd.Convolution(X, params[0], params[1], kernel=(3, 3), num_filter=20))
-    h1 = nd.Pooling(h1, pool_type="avg", kernel=(2, 2), stride=(2, 2))
-    h2 = nd.relu(nd.Convolution(h1, params[2], params[3], kernel=(5, 5), num_filter=50))
-    h2 = nd.flatten(nd.Pooling(h2, pool_type="avg", kernel=(2, 2), stride=(2, 2)))
-    h3 = nd.relu(nd.dot(h2, params[4]) + params[5])
-    return nd.dot(h3, params[6]) + params[7]
+    h1_conv = nd.Convolution(data=X, weight=params[0], bias=params[1], kernel=(3, 3), num_filter=20)
+    h1_activation = nd.relu(h1_conv)
+    h1 = nd.Pooling(data=h1_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))
+    h2_conv = nd.Convolution(data=h1, weight=params[2], bias=params[3], kernel=(5, 5), num_filter=50)
+    h2_activation = nd.relu(h2_conv)
+    h2 = nd.Pooling(data=h2_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))
+    h2 = nd.flatten(h2)
+    h3_linear = nd.dot(h2, params[4]) + params[5]
+    h3 = nd.relu(h3_linear)
+    y_hat = nd.dot(h3, params[6]) + params[7]
+    return y_hat
 
 
 def get_params(params: list[NDArray], ctx: Context) -> list[NDArray]:
-    replica = [p.copyto(ctx) for p in params]
-    for p in replica:
+    new_params = [p.copyto(ctx) for p in params]
+    for p in new_params:
         p.attach_grad()
-    return replica
+    return new_params
 
 
 def allreduce(data: list[NDArray]) -> None:
@@ -49,28 +55,32 @@ def allreduce(data: list[NDArray]) -> None:
 
 
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
-    m = data.shape[0] // len(ctx)
-    assert m * len(ctx) == data.shape[0]
-    return [data[i * m : (i + 1) * m].as_in_context(c) for i, c in enumerate(ctx)]
+    n, k = data.shape[0], len(ctx)
+    m = n // k
+    assert m * k == n, "the batch must divide evenly"
+    return [data[i * m : (i + 1) * m].as_in_context(ctx[i]) for i in range(k)]
 
 
-def train_batch(X: NDArray, y: NDArray, device_params: list[list[NDArray]], ctx: list[Context], lr: float) -> None:
-    Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
+def sgd(params: list[NDArray], lr: float, batch_size: int) -> None:
+    for param in params:
+        param[:] = param - lr * param.grad / batch_size
+
+
+def train_batch(X: NDArray, y: NDArray, gpu_params: list[list[NDArray]], ctx: list[Context], lr: float) -> None:
+    gpu_Xs, gpu_ys = split_and_load(X, ctx), split_and_load(y, ctx)
     with autograd.record():
-        losses = [loss(lenet(a, params), b) for a, b, params in zip(Xs, ys, device_params)]
-    for shard_loss in losses:
-        shard_loss.backward()
-    for i in range(len(device_params[0])):
-        allreduce([params[i].grad for params in device_params])
-    for params in device_params:
-        for p in params:
-            p[:] = p - lr * p.grad / X.shape[0]
+        ls = [loss(lenet(gpu_X, gpu_W), gpu_y) for gpu_X, gpu_y, gpu_W in zip(gpu_Xs, gpu_ys, gpu_params)]
+    for l in ls:  # noqa: E741
+        l.backward()
+    for i in range(len(gpu_params[0])):
+        allreduce([gpu_params[c][i].grad for c in range(len(ctx))])
+    for param in gpu_params:
+        sgd(param, lr, X.shape[0])
 
 
 def train_epoch(
-    train_iter: Iterable[tuple[NDArray, NDArray]], device_params: list[list[NDArray]], ctx: list[Context], lr: float
+    train_iter: Iterable[tuple[NDArray, NDArray]], gpu_params: list[list[NDArray]], ctx: list[Context], lr: float
 ) -> None:
-    """As the notebook does, waits for every step."""
     for X, y in train_iter:
-        train_batch(X, y, device_params, ctx, lr)
+        train_batch(X, y, gpu_params, ctx, lr)
         nd.waitall()

@@ -1,22 +1,20 @@
-"""The lecture's experiment: what a second device buys, and what the larger batch that it wants does to the accuracy.
+"""The lecture's experiment: what a second device gains, and what a larger batch does to the accuracy.
 
-Four runs of `train`, each in a process of its own, one after the other: what the engine is set to depends on the number
+Four runs of `train`, one after the other. Each has its own process, because the engine's settings depend on the number
 of contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from gluon_mgpu.runtime import subprocesses as own_process
+from gluon_mgpu.runtime import devices, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import checkpoint, datasets, records
 from gluon_mgpu.training.records import Epoch
@@ -26,15 +24,15 @@ PICTURE = "batch-size.png"
 
 
 class Run(NamedTuple):
-    """One of the runs; what the four have in common is an argument of `run`."""
+    """What one of the runs has of its own."""
 
     devices: int
-    batch_size: int  # over all devices together
-    scale_lr: bool = False  # the learning rate grows with the batch
+    batch_size: int  # over all devices
+    scale_lr: bool = False  # scale the learning rate with the batch size
 
     def __str__(self) -> str:
         device = "1 device" if self.devices == 1 else f"{self.devices} devices"
-        return f"{device}, batch {self.batch_size}{', lr scaled' * self.scale_lr}"
+        return f"{device}, batch {self.batch_size}{', lr scaled' if self.scale_lr else ''}"
 
     @property
     def folder(self) -> str:
@@ -46,7 +44,7 @@ RUNS = (Run(1, 256), Run(2, 256), Run(2, 512), Run(2, 512, scale_lr=True))
 
 class Result(NamedTuple):
     run: Run
-    config: dict[str, Any]  # of config.json
+    config: dict[str, Any]  # config.json
     epochs: list[Epoch]
 
 
@@ -59,52 +57,79 @@ def run(
     seed: int = 1,
     **settings: Any,
 ) -> list[Result]:
-    """Train all of RUNS, each into a folder of its own in out, and draw the picture there; returns a list of `Result`.
+    """Train all of RUNS, each in its own folder in out, and draw the picture there.
 
-    impl, device, data_dir: as of `train`. seed, settings: fields of `Settings` that the runs have in common; from one
-    seed all start with the same parameters. On CPU every context gets one OpenMP thread, also where it is alone.
-    An experiment that ended early goes on: what is there already is not trained again.
-    Raises, before anything is trained, UsageError for settings or devices that cannot be, Error where the data cannot
-    be had; then either, in the run's own words, for a run that fails.
+    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings` for all runs; the same seed gives all
+    the same initial parameters. On CPU, each context gets one OpenMP thread, even if it is the only one. Finished runs
+    are skipped, and interrupted ones continue.
+    Raises UsageError, before any training, for invalid settings and devices, and for runs of another experiment in out;
+    Error if the data is not available or a run fails.
     """
-    out = Path(out)
     checked, *_ = [Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings) for r in RUNS]
-    datasets.load(checked.dataset, data_dir, checked.limit, seed)  # fetched, where it has to be, with its progress
-    trial = {"dataset": "synthetic", "limit": 2, "batch_size": 2, "epochs": 1}  # says which devices there are
-    device = (
-        "gpu"
-        if "gpu(0)" in own_process.train("2 devices", {"impl": impl, "gpus": 2, "device": device, **trial})
-        else "cpu"
-    )
-    environment = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
-    common = {"impl": impl, "device": device, "data_dir": data_dir, "seed": seed, **settings}
-    with tqdm(total=len(RUNS) * checked.epochs, unit="epoch", leave=False, disable=not sys.stderr.isatty()) as bar:
+    ctx = devices.contexts(max(r.devices for r in RUNS), device)
+    devices.say_if_no_gpu(ctx, device)
+    datasets.load(checked.dataset, data_dir, checked.limit, seed)  # downloads it if necessary
+    kind = ctx[0].device_type
+    env = {"OMP_NUM_THREADS": "1"} if kind == "cpu" else {}
+    common = {"impl": impl, "device": kind, "data_dir": data_dir, "seed": seed, "epochs": checked.epochs, **settings}
+    results = []
+    with log.progress(total=len(RUNS) * checked.epochs, unit="epoch") as bar:
         for r in RUNS:
             bar.set_description(str(r))
-            again = (out / r.folder / "config.json").exists()
-            if again and _finished(r, out / r.folder, impl, seed, settings):
-                bar.update(checked.epochs)
-                continue
-            where = {"resume" if again else "out": out / r.folder}
-            own = {"gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr, **where}
-            try:
-                own_process.train(str(r), {**common, **own}, bar.update, **environment)
-                # One that was done, of another --impl, is left as it is.
-                if again and not _finished(r, out / r.folder, impl, seed, settings):
-                    raise UsageError(f"--out {out} has {r.folder} of another experiment")
-            except UsageError as error:
-                raise UsageError(f"{error}; give another --out than {out}" if again else str(error)) from None
-            except KeyboardInterrupt:
-                tqdm.write("gluon_mgpu: the same command goes on from here", file=sys.stderr)
-                raise
-    results = [_result(r, out / r.folder) for r in RUNS]
-    checkpoint.write_whole(out / PICTURE, lambda file: draw(results, file))
+            folder = Path(out) / r.folder
+            options = {**common, "gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr}
+            epochs = finish(str(r), folder, options, bar.update, env)
+            results.append(Result(r, json.loads((folder / "config.json").read_text()), epochs))
+    checkpoint.write_whole(Path(out) / PICTURE, lambda file: draw(results, file))
     return results
 
 
+def finish(
+    name: str,
+    folder: Path,
+    options: dict[str, Any],
+    on_epochs: Callable[[int], object],
+    env: Mapping[str, str] | None = None,
+) -> list[Epoch]:
+    """Train a run in its own process, unless it is finished; an interrupted run continues. Returns its epochs.
+
+    name: for error messages. folder: of the run. options: of `train`, including epochs, gpus and device. on_epochs:
+    called with the number of new epochs. env: added to the environment. Raises UsageError if the folder holds a
+    different run, Error if the run fails.
+    """
+    history: list[Epoch] = []
+    begun = (folder / "config.json").exists()
+    if begun:
+        _check_same(folder, options)
+        history = records.last(folder)[-1].history
+    on_epochs(len(history))
+    if len(history) < options["epochs"]:
+        where = {"resume" if begun else "out": folder}
+
+        def on_line(line: str) -> None:
+            on_epochs(line.startswith("epoch "))
+
+        try:
+            subprocesses.gluon_mgpu(name, "train", {**options, **where}, on_line=on_line, env=env)
+        except KeyboardInterrupt:
+            log.say("run the same command again to continue")
+            raise
+        history = records.last(folder)[-1].history
+    return history
+
+
+def _check_same(folder: Path, options: dict[str, Any]) -> None:
+    """Raise UsageError if the run in a folder has other options. Fewer epochs are allowed: the run continues."""
+    found, wanted = records.options(folder), {**options, "gpus": devices.parse(options["gpus"])}
+    if found["epochs"] < wanted["epochs"]:
+        del wanted["epochs"]
+    differ = [f"{o} {found[o]}, not {value}" for o, value in wanted.items() if o in found and found[o] != value]
+    if differ:
+        raise UsageError(f"{folder} holds a different run ({'; '.join(differ)}); use another folder")
+
+
 def table(results: Sequence[Result]) -> str:
-    """Lines for a terminal: for each run the median seconds of an epoch, how many times as fast that is as the first
-    run, and its accuracies."""
+    """Lines for a terminal: per run the median seconds per epoch, the speed-up over the first run, the accuracies."""
     lines = [_title(results), f"{'':32}   lr  s/epoch  speed-up  test accuracy by epoch"]
     seconds = [median(e.train_seconds for e in result.epochs) for result in results]
     for result, s in zip(results, seconds):
@@ -112,20 +137,19 @@ def table(results: Sequence[Result]) -> str:
         lr = result.epochs[-1].learning_rate
         lines.append(f"{result.run!s:32}{lr:5g}{s:9.2f}{seconds[0] / s:10.2f}  {accuracies}")
     if results[0].config["devices"] == ["cpu(0)"]:
-        lines.append("On CPU every device has one OpenMP thread: 1 device would otherwise use all cores.")
+        lines.append("On CPU each device has one OpenMP thread; 1 device would otherwise use all cores.")
     return "\n".join(lines)
 
 
 def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Accuracy by epoch, and against the seconds of training, as a PNG picture. file: binary and open, or a path."""
+    """Draw accuracy by epoch and by seconds of training, as a PNG picture. file: open for binary writing, or a path."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(10, 4.4))
-    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.22, top=0.91, wspace=0.06)
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
     figure.suptitle(_title(results), fontsize="medium")
     by_epoch, by_time = figure.subplots(1, 2, sharey=True)
-    # The first two runs agree to rounding: the second's narrow line lies on, or near, the first's wide one.
+    # The first two runs are equal up to rounding: a thin line lies on a wide one.
     looks = (("0.7", "o", 4), ("black", ".", 1.2), ("tab:orange", "s", 1.8), ("tab:blue", "^", 1.8))
     for (r, _, epochs), (color, marker, width) in zip(results, looks):
         accuracies = [e.test_accuracy for e in epochs]
@@ -134,8 +158,8 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
         by_time.plot(np.cumsum([e.train_seconds for e in epochs]), accuracies, **look)
     by_epoch.set(xlabel="epoch", ylabel="test accuracy")
     by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    by_epoch.legend(loc="lower right")
     by_time.set(xlabel="seconds of training", xlim=(0, None))
-    figure.legend(*by_epoch.get_legend_handles_labels(), loc="lower center", ncol=len(results), frameon=False)
     for axes in (by_epoch, by_time):
         axes.grid(alpha=0.3)
     figure.savefig(file, format="png", dpi=120)
@@ -143,25 +167,3 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 def _title(results: Sequence[Result]) -> str:
     return "{model} on {dataset}, {impl}, seed {seed}".format(**results[0].config)
-
-
-def _finished(r: Run, folder: Path, impl: str, seed: int, settings: dict[str, Any]) -> bool:
-    """Whether a folder holds this run, and all of it."""
-    arrays, config, kept, position = records.last(folder)
-    wanted = Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings)
-    return (
-        arrays is not None
-        and (config["impl"], len(config["devices"]), kept) == (impl, r.devices, wanted)
-        and len(position.history) == wanted.epochs == len(_lines(folder))
-    )
-
-
-def _result(r: Run, folder: Path) -> Result:
-    epochs = [Epoch(**json.loads(line)) for line in _lines(folder)]
-    return Result(r, json.loads((folder / "config.json").read_text()), epochs)
-
-
-def _lines(folder: Path) -> list[str]:
-    """A run that was killed may lack the last one, which it writes when it is resumed."""
-    path = folder / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,130 @@
+"""Faults that parity must catch. Each is a function that breaks both implementations, or the loop.
+
+replace: monkeypatch.setattr, or setattr. `python tests/parity/faults.py FAULT OPTION...` is `train` with a fault.
+"""
+
+import sys
+
+import gluon_mgpu
+
+gluon_mgpu.configure()
+
+import mxnet as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from mxnet.gluon import Trainer  # noqa: E402
+
+from gluon_mgpu import highlevel, networks, scratch  # noqa: E402
+from gluon_mgpu.training import loop  # noqa: E402
+
+
+def gradients_not_summed(replace):
+    replace(scratch, "allreduce", lambda data: None)
+    replace(Trainer, "_allreduce_grads", lambda trainer: None)
+
+
+def gradients_averaged(replace):
+    """And still divided by the batch size."""
+
+    def average(data, allreduce=scratch.allreduce):
+        allreduce(data)
+        for array in data:
+            array /= len(data)
+
+    def average_grads(trainer, allreduce=Trainer._allreduce_grads):
+        allreduce(trainer)
+        for p in trainer._params:
+            for grad in p.list_grad():
+                grad /= len(p.list_grad())
+
+    replace(scratch, "allreduce", average)
+    replace(Trainer, "_allreduce_grads", average_grads)
+
+
+def divided_by_the_shards_size(replace):
+    train_batch, step = scratch.train_batch, Trainer.step
+
+    def larger_lr(X, y, device_params, ctx, lr, **options):
+        return train_batch(X, y, device_params, ctx, lr * len(ctx), **options)
+
+    replace(scratch, "train_batch", larger_lr)
+    replace(Trainer, "step", lambda trainer, n: step(trainer, n / len(trainer._contexts)))
+
+
+def one_shard_for_all(replace):
+    for module in (scratch, highlevel):
+
+        def first_for_all(data, ctx, split_and_load=module.split_and_load):
+            shards = split_and_load(data, ctx)
+            return [shards[0].as_in_context(c) for c, _ in zip(ctx, shards)]
+
+        replace(module, "split_and_load", first_for_all)
+
+
+def one_replica_not_copied_back(replace):
+    """The last device keeps its own gradients."""
+
+    def keep(data, allreduce=scratch.allreduce):
+        own = data[-1].copy()
+        allreduce(data)
+        own.copyto(data[-1])
+
+    def keep_grads(trainer, allreduce=Trainer._allreduce_grads):
+        own = [p.list_grad()[-1].copy() for p in trainer._params]
+        allreduce(trainer)
+        for grad, p in zip(own, trainer._params):
+            grad.copyto(p.list_grad()[-1])
+
+    replace(scratch, "allreduce", keep)
+    replace(Trainer, "_allreduce_grads", keep_grads)
+
+
+def learning_rate_a_tenth(replace):
+    sgd, set_learning_rate = scratch.sgd, Trainer.set_learning_rate
+    replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params, lr / 10, batch_size))
+    replace(Trainer, "set_learning_rate", lambda trainer, lr: set_learning_rate(trainer, lr / 10))
+
+
+def no_shuffling(replace):
+    replace(loop, "shuffled", lambda examples, seed, epoch: np.arange(examples))
+
+
+def initial_scale_ten_times_larger(replace):
+    init_params = scratch.init_params
+    replace(scratch, "init_params", lambda: init_params(scale=0.1))
+    larger = {"lenet": mx.init.Normal(0.1), "lenet-max": mx.init.Uniform(0.7)}
+    registered = {name: networks.NETWORKS[name]._replace(init=init) for name, init in larger.items()}
+    replace(networks, "NETWORKS", {**networks.NETWORKS, **registered})
+
+
+def biases_not_updated(replace):
+    sgd, initialize = scratch.sgd, highlevel.initialize
+    replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params[::2], lr, batch_size))
+
+    def without_biases(net, *args):
+        initialize(net, *args)
+        for p in net.collect_params(".*bias").values():
+            p.lr_mult = 0
+
+    replace(highlevel, "initialize", without_biases)
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        gradients_not_summed,
+        gradients_averaged,
+        divided_by_the_shards_size,
+        one_shard_for_all,
+        one_replica_not_copied_back,
+        learning_rate_a_tenth,
+        no_shuffling,
+        initial_scale_ten_times_larger,
+        biases_not_updated,
+    )
+}
+
+if __name__ == "__main__":
+    from gluon_mgpu.commands.train import train
+
+    FAULTS[sys.argv[1]](setattr)
+    train(sys.argv[2:])

@@ -1,0 +1,76 @@
+"""The bands of test accuracy: the formula, and how often they are wrong on the kept runs."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from gluon_mgpu.parity import bands
+from gluon_mgpu.parity.run import RECORDED
+from gluon_mgpu.training.recipes import RECIPES
+
+
+def alarms(runs, recorded, kept, digits=4):
+    return sum(not band.holds for band in bands.bands(runs, recorded, kept, digits))
+
+
+def drawn(rng, *shape, spread, error=0.3):
+    """Accuracies of runs whose errors are log-normal."""
+    return 1 - error * np.exp(spread * rng.standard_normal(shape))
+
+
+def log_widths(runs, kept):
+    """How wide the bands are in the logarithm of the error."""
+    recorded = (0.7,) * len(runs[0])
+    return [np.log((1 - band.low) / (1 - band.high)) for band in bands.bands(runs, recorded, kept, 9)]
+
+
+def test_a_band_follows_the_formula():
+    runs, kept = [[0.7], [0.8]], [[0.68], [0.7], [0.74]]
+    today, log_kept = np.log([0.3, 0.2]), np.log([0.32, 0.3, 0.26])
+    (band,) = bands.bands(runs, (0.75,), kept, 2)
+    reach = 5 * np.sqrt(np.var(log_kept) * 3 / 2) * np.sqrt(3 / 2)
+    assert band.high == pytest.approx(1 - np.exp(today.mean() - reach) + 0.005)
+    assert band.low == pytest.approx(max(0, 1 - np.exp(today.mean() + reach) - 0.005))
+
+
+def test_a_band_is_as_wide_as_kept_runs_differ_or_half_as_wide_as_the_next():
+    kept = drawn(np.random.default_rng(0), 17, 4, spread=[0.02, 0.2, 0.02, 0])
+    widths = log_widths(kept[:3], kept)
+    assert widths[0] == pytest.approx(widths[1] / 2)
+    assert widths[1] > 5 * widths[2] > 0 and widths[3] < 1e-6
+
+
+def test_todays_runs_do_not_change_the_width():
+    kept = drawn(np.random.default_rng(1), 17, 1, spread=0.1)
+    agree, wild = ([[0.7], [0.7], [0.7]], [[0.5], [0.7], [0.9]])
+    assert log_widths(agree, kept) == pytest.approx(log_widths(wild, kept))
+
+
+def test_a_recorded_accuracy_may_be_off_by_half_its_last_digit():
+    runs, kept = [[0.746], [0.746]], [[0.746]] * 5
+    assert alarms(runs, (0.75,), kept, 2) == 0 and alarms(runs, (0.76,), kept, 2) == 1
+    assert bands.decimals((0.1, 0.66)) == 2 and bands.decimals((0.9685, 0.98)) == 4
+
+
+@pytest.mark.parametrize("recipe", RECORDED)
+def test_a_run_that_never_learns_is_outside_and_every_kept_run_within(recipe):
+    kept = bands.kept(recipe).values()
+    assert len(kept) == 17
+    for accuracies in kept:
+        assert all(band.holds for band in bands.among_kept(recipe, accuracies))
+    assert not all(band.holds for band in bands.among_kept(recipe, [0.1] * len(accuracies)))
+
+
+@pytest.mark.parametrize("recipe", RECORDED)
+def test_fewer_than_1_in_100_ways_to_draw_the_notebook_and_todays_runs_from_the_kept_ones_raises_an_alarm(recipe):
+    kept = np.array([*bands.kept(recipe).values()])
+    digits = bands.decimals(RECIPES[recipe].test_accuracy)
+    found, ways = 0, 0
+    for record in range(len(kept)):
+        rest = [i for i in range(len(kept)) if i != record]
+        for today in itertools.combinations(rest, 3):
+            found += alarms(kept[list(today)], kept[record], kept[rest], digits) > 0
+            ways += 1
+    print(f"{recipe}: {found} of {ways}")
+    assert found < ways / 100

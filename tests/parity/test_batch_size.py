@@ -1,0 +1,145 @@
+"""The lecture's experiment as a user runs it, on a small synthetic data set."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.image
+import mxnet as mx
+import numpy as np
+import pytest
+
+from gluon_mgpu.training import batch_size, checkpoint
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "batch_size.py"
+SMALL = ("--dataset", "synthetic", "--limit", "2000", "--epochs", "2", "--device", "cpu")
+FOLDERS = (
+    "1-device-batch-256",
+    "2-devices-batch-256",
+    "2-devices-batch-512",
+    "2-devices-batch-512-lr-scaled",
+)
+
+
+def command(*options):
+    return [sys.executable, str(SCRIPT), *SMALL, *map(str, options)]
+
+
+def run(*options):
+    return subprocess.run(command(*options), capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    """(folder, what was printed) of one experiment."""
+    out = tmp_path_factory.mktemp("experiment")
+    done = run("--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    return out, done.stdout
+
+
+def metrics(out):
+    """{name: array}, each (4 runs, 2 epochs)."""
+    runs = [[json.loads(line) for line in (out / f / "metrics.jsonl").read_text().splitlines()] for f in FOLDERS]
+    return {name: np.array([[epoch[name] for epoch in run] for run in runs]) for name in runs[0][0]}
+
+
+def test_the_four_runs_are_those_of_the_lecture_with_one_seed(experiment):
+    configs = [json.loads((experiment[0] / f / "config.json").read_text()) for f in FOLDERS]
+    assert [(len(c["devices"]), c["batch_size"]) for c in configs] == [(1, 256), (2, 256), (2, 512), (2, 512)]
+    assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 2000)] * 4
+    np.testing.assert_allclose(metrics(experiment[0])["learning_rate"], np.repeat([[0.2, 0.2, 0.2, 0.4]], 2, 0).T)
+
+
+def test_the_table_has_the_median_seconds_the_speed_up_and_every_accuracy(experiment):
+    out, printed = experiment
+    found = metrics(out)
+    seconds = np.median(found["train_seconds"], axis=1)
+    for row, lr, s, accuracies in zip(printed.splitlines()[2:6], (0.2, 0.2, 0.2, 0.4), seconds, found["test_accuracy"]):
+        numbers = [f"{s:.2f}", f"{seconds[0] / s:.2f}", *(f"{a:.2f}" for a in accuracies)]
+        assert row.split()[-5:] == [str(lr), *numbers]
+
+
+def test_one_and_two_devices_learn_the_same_from_equal_batches_only(experiment):
+    one, two, large, scaled = metrics(experiment[0])["train_loss"]
+    for a, b in ((large, two), (scaled, two), (scaled, large)):
+        assert np.abs(one - two).max() < np.abs(a - b).max() / 100
+
+
+def test_the_picture_has_every_run_and_nothing_is_cut_off(experiment):
+    pixels = matplotlib.image.imread(experiment[0] / "batch-size.png")[..., :3]
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (edge == 1).all()
+    for color in ((0.7, 0.7, 0.7), (1, 127 / 255, 14 / 255), (31 / 255, 119 / 255, 180 / 255)):
+        assert (np.abs(pixels - np.array(color)).max(axis=-1) < 0.01).sum() > 100
+
+
+def test_finished_runs_are_shown_again_and_not_trained_again(experiment):
+    out, printed = experiment
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+    again = run("--out", out)
+    assert (again.returncode, again.stdout) == (0, printed), again.stderr
+    assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 4
+
+
+@pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
+def test_runs_of_another_experiment_are_refused(options, experiment):
+    again = run("--out", experiment[0], *options)
+    assert (again.returncode, again.stdout, again.stderr.count("\n")) == (2, "", 1), again.stderr
+
+
+def test_more_epochs_continue_the_runs(experiment, tmp_path):
+    options = {"impl": "scratch", "gpus": "2", "dataset": "synthetic", "limit": 300, "device": "cpu", "seed": 1}
+    epochs = []
+    first = batch_size.finish("a run", tmp_path / "run", {**options, "epochs": 1}, epochs.append)
+    both = batch_size.finish("a run", tmp_path / "run", {**options, "epochs": 2}, epochs.append)
+    assert len(both) == 2 and both[:1] == first and sum(epochs) == 1 + 2
+
+
+@pytest.mark.parametrize(
+    "options, status",
+    [(("--lr", "0"), 2), (("--epochs", "0"), 2), (("--device", "gpu"), 2), (("--lr", "1e37"), 1)],
+)
+def test_what_fails_says_so_in_one_line(options, status, tmp_path):
+    done = run("--out", tmp_path / "new", *options)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done.stderr
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_ctrl_c_ends_the_current_run_with_a_checkpoint(tmp_path):
+    options = ("--limit", 60000, "--epochs", 9, "--out", tmp_path)
+    process = subprocess.Popen(command(*options), stderr=subprocess.PIPE, text=True)
+    try:
+        begun = tmp_path / FOLDERS[0] / "config.json"
+        while not begun.exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        time.sleep(0.7)  # into the epoch
+        child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+        process.send_signal(signal.SIGINT)  # only to this process, as `kill -INT` does
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert not Path(f"/proc/{child}").exists()
+    assert [p.name for p in tmp_path.iterdir()] == [FOLDERS[0]] and not list(tmp_path.rglob(".*"))
+    checkpoint.load(tmp_path / FOLDERS[0] / "checkpoint.npz")
+
+
+def test_threads_are_limited_on_cpu_only(tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def stop(*arguments):
+        raise Stopped(*arguments)
+
+    monkeypatch.setattr(batch_size, "finish", stop)
+    for context, env in ((mx.cpu, {"OMP_NUM_THREADS": "1"}), (mx.gpu, {})):
+        monkeypatch.setattr(batch_size.devices, "contexts", lambda n, device, c=context: [c(i) for i in range(n)])
+        with pytest.raises(Stopped) as stopped:
+            batch_size.run(tmp_path, dataset="synthetic", limit=10, epochs=1)
+        assert stopped.value.args[-1] == env

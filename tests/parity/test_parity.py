@@ -1,0 +1,287 @@
+"""Parity as a whole: what its checks say about this code, about the notebooks' records, and about planted faults."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import faults
+import mxnet as mx
+import numpy as np
+import pytest
+
+from gluon_mgpu.commands.parity import parity
+from gluon_mgpu.parity import bands, claims, drift, examples
+from gluon_mgpu.parity import run as whole
+from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.training import batch_size, datasets, recipes, records
+
+CTX = [mx.cpu(i) for i in range(4)]
+STEPS = 3  # enough for every fault; parity itself takes more
+
+
+def failed(findings):
+    return {finding.check for finding in findings if finding.holds is False}
+
+
+@pytest.fixture(scope="module")
+def made():
+    return datasets.synthetic(6000, 1000)
+
+
+@pytest.fixture(scope="module")
+def reference(made):
+    return drift.reference(CTX[:2], made, STEPS)
+
+
+@pytest.fixture
+def findings(made, reference, monkeypatch):
+    """A function that returns the findings of every check without training runs, on a small synthetic data set."""
+    monkeypatch.setattr(datasets, "load", lambda name, *_: made)
+
+    def check():
+        mx.random.seed(1)
+        found = [*examples.check(CTX, made, None), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
+        return [*found, *drift.check(drift.measure(CTX[:2], made, reference))]
+
+    return check
+
+
+def test_nothing_fails_without_a_fault(findings):
+    found = findings()
+    print(*found, sep="\n")
+    assert len(found) > 30 and failed(found) == set()
+
+
+# {fault: the checks that catch it, in both implementations}. docs/parity.md has this table.
+SUM, STEP = {examples.EXAMPLES, drift.CHECK}, {drift.CHECK}
+CAUGHT = {
+    "gradients_not_summed": SUM,
+    "gradients_averaged": SUM,
+    "divided_by_the_shards_size": STEP,
+    "one_shard_for_all": SUM,
+    "one_replica_not_copied_back": SUM,
+    "learning_rate_a_tenth": STEP,
+    "no_shuffling": {examples.FEED},
+    "initial_scale_ten_times_larger": {examples.INITIAL},
+    "biases_not_updated": SUM,
+}
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_a_planted_fault_is_caught_in_each_implementation(fault, findings, monkeypatch):
+    faults.FAULTS[fault](monkeypatch.setattr)
+    found = [finding for finding in findings() if finding.check != claims.CHECK]
+    for impl in examples.MODELS:
+        of_impl = [f for f in found if f.claim.startswith(impl) or f.check == examples.FEED]
+        print(*of_impl, sep="\n")
+        assert failed(of_impl) == CAUGHT[fault]
+
+
+def test_a_fault_in_scratch_is_not_found_in_highlevel(made, reference, monkeypatch):
+    monkeypatch.setattr(faults.scratch, "sgd", lambda params, lr, batch_size: None)
+    found = list(drift.check(drift.measure(CTX[:2], made, reference)))
+    assert {f.claim.split(":")[0] for f in found if not f.holds} == {"scratch"}
+
+
+def test_float32_sums_in_any_order_are_within_the_limit_of_a_step():
+    rng = np.random.default_rng(0)
+    before = {"W1": rng.standard_normal(100)}
+    terms = rng.standard_normal((100, drift.POSITIONS * 16)) + 0.3
+    after = {"W1": before["W1"] - terms.sum(1)}
+    limit = drift.rounding(before, after, terms.shape[1])
+    for _ in range(3):
+        shuffled = rng.permuted(terms, axis=1).astype(np.float32)
+        one_by_one = shuffled.cumsum(1, dtype=np.float32)[:, -1]
+        rounded = {"W1": before["W1"].astype(np.float32) - one_by_one}
+        assert 0 < drift.distance(rounded, after) / drift.distance(before, after) < limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
+    mx.random.seed(seed)
+    monkeypatch.setattr(drift, "SEED", seed)
+    mnist, fashion_mnist = datasets.load("mnist"), datasets.load("fashion-mnist")
+    drifted = drift.measure(CTX[:2], fashion_mnist, drift.reference(CTX[:2], fashion_mnist, 20))
+    found = [*examples.check(CTX, mnist, None), *claims.shared_unevenly(CTX[:2], mnist), *drift.check(drifted)]
+    print(*found, sep="\n")
+    assert failed(found) == set()
+
+
+# {recipe: the faults that the bands see in one training run}. docs/parity.md has this table.
+OUTSIDE = {
+    "scratch-lenet-fashion-mnist-2gpu": {
+        "gradients_not_summed",
+        "gradients_averaged",
+        "one_replica_not_copied_back",
+        "learning_rate_a_tenth",
+        "initial_scale_ten_times_larger",
+        "biases_not_updated",
+    },
+    "gluon-lenet-mnist-4gpu": {
+        "divided_by_the_shards_size",
+        "learning_rate_a_tenth",
+        "initial_scale_ten_times_larger",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", OUTSIDE)
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_path):
+    options = ("--recipe", recipe, "--seed", "1", "--device", "cpu", "--out", str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, faults.__file__, fault, *options], capture_output=True, text=True)
+    assert done.returncode == 0 or "not a number" in done.stderr or "not numbers" in done.stderr, done.stderr
+    held = []
+    if done.returncode == 0:
+        curve = [epoch.test_accuracy for epoch in records.last(tmp_path / "run")[-1].history]
+        held = [band.holds for band in (*bands.of_recipe(recipe, {1: curve}), *bands.among_kept(recipe, curve))]
+    print(fault, recipe, done.stdout, done.stderr)
+    assert (done.returncode != 0 or not all(held)) == (fault in OUTSIDE[recipe])
+
+
+def test_the_table_of_faults_in_the_docs_is_what_these_tests_find():
+    text = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
+    lines = text[text.index("| fault |") :].splitlines()[2:11]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    for fault, (_, caught, *outside) in zip(CAUGHT, rows):
+        assert set(caught.split(", ")) == CAUGHT[fault], fault
+        assert outside == ["yes" if fault in seen else "no" for seen in OUTSIDE.values()], fault
+
+
+# The whole command, made small
+
+
+def shrink(accuracy):
+    """Two seeds of one small recipe, a few steps, synthetic data."""
+    load = datasets.load
+    datasets.load = lambda name, *_: load("synthetic", limit=6000)
+    whole.QUICK, whole.QUICK_SEEDS, drift.STEPS = ("small",), (1, 2), 2
+    bands.kept = lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]}
+    options = {"impl": "scratch", "model": "lenet", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "lr": 0.1}
+    recipes.RECIPES["small"] = recipes.Recipe("a test", {**options, "epochs": 2, "limit": 300}, accuracy)
+
+
+def start(out, accuracy=(0.1, 0.1)):
+    """The command in its own process."""
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import gluon_mgpu
+        gluon_mgpu.configure(contexts=4)
+        import test_parity
+        test_parity.shrink({accuracy})
+        test_parity.parity(["--quick", "--device", "cpu", "--out", {str(out)!r}])
+    """
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], start_new_session=True, **streams)
+
+
+def end(process):
+    said, errors = process.communicate(timeout=300)
+    return process.returncode, said.splitlines(), errors
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_parity_trains_once_and_reports_what_it_found(tmp_path):
+    status, lines, errors = end(start(tmp_path))
+    assert status == 0, (lines, errors)
+    result = json.loads((tmp_path / "parity-quick.json").read_text())
+    assert result["holds"] and lines[0] == result["verdict"]
+    assert result["verdict"] in (tmp_path / "parity-quick.html").read_text()
+    (folder,) = tmp_path.glob("cpu-*/small")
+    for seed, accuracies in result["accuracy"]["small"]["runs"].items():
+        kept = [json.loads(line) for line in (folder / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()]
+        assert accuracies == [epoch["test_accuracy"] for epoch in kept]
+    trained = times(folder)
+
+    status, lines, errors = end(start(tmp_path, accuracy=(0.1, 0.97)))
+    assert status == 1, (lines, errors)
+    result = json.loads((tmp_path / "parity-quick.json").read_text())
+    wrong = [finding["claim"] for finding in result["findings"] if finding["holds"] is False]
+    assert not result["holds"] and len(wrong) == 1 and wrong[0] in lines[0]
+    assert times(folder) == trained
+
+
+def test_after_ctrl_c_parity_continues_and_repeats_no_finished_run(tmp_path):
+    process = start(tmp_path)
+    deadline = time.monotonic() + 200
+    while not [*tmp_path.glob("cpu-*/small/seed-2/config.json")]:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    status, lines, errors = end(process)
+    assert (status, lines) == (130, []), errors
+    assert [path.name for path in tmp_path.glob("parity*")] == []
+    first = next(tmp_path.glob("cpu-*/small/seed-1"))
+    trained = times(first)
+    status, lines, errors = end(start(tmp_path))
+    assert status == 0 and times(first) == trained, errors
+
+
+def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_path, monkeypatch):
+    options = {"impl": "scratch", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "limit": 300, "epochs": 2}
+    for name, lr in (("diverges", 1e30), ("small", 0.1)):
+        monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**options, "lr": lr}, (0.1, 0.1)))
+    monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
+    accuracy, findings = whole._train_all(("diverges", "small"), (1,), tmp_path, "cpu", None)
+    assert [*accuracy] == ["small"] and len(accuracy["small"]["runs"]["1"]) == 2
+    assert [finding.holds for finding in findings if "diverges" in finding.claim] == [False]
+
+
+@pytest.mark.parametrize("out", ["", "a-file", "locked"])
+def test_an_unusable_out_is_refused_at_once(out, tmp_path, monkeypatch):
+    (tmp_path / "a-file").touch()
+    monkeypatch.chdir(tmp_path)
+    with whole._locked("locked"), pytest.raises(SystemExit) as exit:
+        parity(["--out", out])
+    assert exit.value.code == 2
+
+
+# The claims of the lecture
+
+
+def experiment(*curves, seconds=(10, 6, 6, 6)):
+    """What `batch_size.run` returns: 1 device; 2 devices; with twice the batch; with twice the learning rate too."""
+    return [
+        batch_size.Result(r, {}, [records.Epoch(e, s, 1.0, 1.0, a, 0.2) for e, a in enumerate(curve, 1)])
+        for r, curve, s in zip(batch_size.RUNS, curves, seconds)
+    ]
+
+
+def holding(experiments):
+    return [finding.holds for finding in claims.batch_size(experiments, cpu=True)]
+
+
+def test_a_claim_about_learning_needs_three_seeds_that_agree():
+    one = (0.1, 0.6, 0.7, 0.75)
+    slower, better, worse = (0.1, 0.1, 0.2, 0.5), (0.1, 0.2, 0.4, 0.6), (0.1, 0.1, 0.1, 0.3)
+    all_agree, mixed, all_deny = (
+        {seed: experiment(one, one, slower, scaled) for seed, scaled in enumerate(curves)}
+        for curves in ([better] * 3, [better, worse, better], [worse] * 3)
+    )
+    assert holding(all_agree) == [True, None, True, True, True]
+    assert holding(mixed) == [True, None, True, True, None]
+    assert holding(all_deny) == [True, None, True, True, False]
+    assert holding({1: experiment(one, one, slower, better)}) == [True, None, True, None, None]
+    assert holding({seed: experiment(one, one, one, worse) for seed in range(3)})[3] is False
+
+
+def test_a_second_device_that_learns_less_fails_and_times_alone_never_do():
+    one = (0.1, 0.6, 0.7, 0.75)
+    broken = experiment(one, (0.1, 0.1, 0.1, 0.1), one, one, seconds=(10, 30, 30, 30))
+    assert holding({1: broken})[:3] == [False, None, None]
+
+
+def test_the_verdict_names_a_claim_that_fails():
+    good, bad = Finding("a", "good", True, "fine"), Finding("b", "bad", False, "broken")
+    assert "bad" in whole.verdict([good, bad]) and "broken" in whole.verdict([good, bad])
+    assert "FAILS" not in whole.verdict([good, Finding("c", "unknown", None, "")])
