@@ -1,7 +1,7 @@
-"""The notebooks' inspection cells on real data: what lies on which device at each moment of a training step.
+"""The notebooks' inspection cells on real data: what is on which device at each moment of a training step.
 
-A cell is a function, and prints what it shows. `Scratch` and `Gluon` hold what the two implementations say differently.
-Sources: the notebooks of `scratch` and `highlevel`, and the lecture on them, which asks Gluon for a context it has not.
+Each cell is a function that prints what it shows. `Scratch` and `Gluon` are the parts in which the two lessons differ.
+Sources: the notebooks of `scratch` and `highlevel`, and the lecture on them, which asks Gluon for a missing context.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mxnet.ndarray import NDArray  # noqa: E402
 
 from gluon_mgpu import highlevel, scratch  # noqa: E402
 from gluon_mgpu.runtime import devices  # noqa: E402
-from gluon_mgpu.training import datasets, loop  # noqa: E402
+from gluon_mgpu.training import batches, datasets  # noqa: E402
 
-SCALE = 0.1  # of the weights, where the notebook has 0.01: so one step shows in the digits that are printed
+SCALE = 0.1  # of the weights; the notebook's 0.01 is so small that one step would not show in the printed digits
 LR = 0.2
-EXAMPLES = 4  # a device
+EXAMPLES = 4  # per device
 WIDTH = 96  # of the lines, in characters
 
 
@@ -39,42 +39,40 @@ def walk(
     device: str = "auto",
     seed: int = 0,
 ) -> None:
-    """Print the tour. impl: "scratch" or "highlevel"; num_gpus, device: as in `devices.contexts`, where GPUs that are
-    not there are left out; dataset, data_dir: as in `datasets.load`; seed: of the parameters, and of the synthetic set.
-    Raises what these two raise.
+    """Print all cells. impl: "scratch" or "highlevel". seed: of the parameters and of the synthetic data set.
+
+    num_gpus, device: see `devices.contexts`; GPUs that the machine does not have are omitted. dataset, data_dir: see
+    `datasets.load`. These functions say which errors are raised.
     """
     ctx = devices.contexts(num_gpus, device, fewer=True)
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
-    X, y = next(loop.batches(data.train_images, data.train_labels, EXAMPLES * len(ctx)))
+    X, y = next(batches.batches(data.train_images, data.train_labels, EXAMPLES * len(ctx)))
     mx.random.seed(seed)
-    kinds: dict[str, type[Scratch] | type[Gluon]] = {"scratch": Scratch, "highlevel": Gluon}
-    net = kinds[impl](ctx)
+    net: Scratch | Gluon = Scratch(ctx) if impl == "scratch" else Gluon(ctx)
     print(f"{impl} on {ctx}, with {data.name}")
     with np.printoptions(precision=3, suppress=True, linewidth=WIDTH):
         copied_parameters(net)
         allreduce(net)
         split_batch(net, X, y)
         scores(net, X)
-        first_convolution(net)
-        gradients_of_each_shard(net, X, y)
-        one_step(net, X, y)
-        another_context(net, X)
+        first_convolution(net, X, y)
+        missing_context(net, X)
 
 
 class Scratch:
-    """LeNet by `scratch`: a list of eight arrays on each device."""
+    """LeNet from `scratch`: replicas is a list of eight arrays for each device."""
 
-    impl = scratch
+    lesson = scratch
     copying = "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy."
-    summing = "allreduce(data) adds all up on the first device and copies the sum back to the others."
-    elsewhere = (
-        "An NDArray lives on exactly one context. Of an operator's inputs MXNet compares only the kind of context, CPU "
-        "or GPU, not its number, and scratch adds no check of its own. lenet with the first device's parameters, and "
-        "images on a context without a replica."
+    summing = "allreduce(data) adds all arrays on the first device and copies the sum back to the others."
+    missing = (
+        "An NDArray is on exactly one context. For an operator's inputs, MXNet only checks that all are on CPUs or all "
+        "on GPUs, and scratch adds no check. lenet with the first device's parameters, and images on a context without "
+        "a replica,"
     )
 
     def __init__(self, ctx: list[Context]) -> None:
-        self.ctx = ctx
+        self.ctx, self.rule = ctx, LR
         params = scratch.init_params(SCALE)
         self.replicas = [scratch.get_params(params, c) for c in ctx]
 
@@ -82,149 +80,119 @@ class Scratch:
         """The eight arrays on each device."""
         return self.replicas
 
-    def gradients(self) -> list[list[NDArray]]:
-        """The eight gradients on each device."""
-        return [[p.grad for p in params] for params in self.replicas]
+    def scores(self, Xs: list[NDArray]) -> list[NDArray]:
+        return [scratch.lenet(X, params) for X, params in zip(Xs, self.replicas)]
 
     def allreduce(self, data: list[NDArray]) -> None:
         scratch.allreduce(data)
 
-    def train_batch(self, X: NDArray, y: NDArray) -> None:
-        scratch.train_batch(X, y, self.replicas, self.ctx, LR)
-
     def ask(self, context: Context, X: NDArray) -> str:
-        """What MXNet says to computing with images on a context where no replica is."""
+        """MXNet's answer to a computation with images on a context without a replica."""
         try:
             found = scratch.lenet(X.as_in_context(context), self.replicas[0])
             found.wait_to_read()
         except mx.MXNetError as error:
             return str(error).splitlines()[-1]
-        return f"No error: it computed scores on {found.context}, since all CPU contexts share the host's memory."
+        return f"No error: the scores are on {found.context}, because all CPU contexts share the host's memory."
 
 
 class Gluon:
-    """LeNet by `highlevel`: one net, which has its replicas inside."""
+    """LeNet from `highlevel`: replicas is one network, which holds the arrays of all devices."""
 
-    impl = highlevel
-    copying = "initialize(net, ctx) draws each parameter once and puts a copy, with its gradient, on every device."
-    summing = 'Trainer.step does this with a KVStore of the kind "device": pushpull(key, data) leaves the sum on each.'
-    elsewhere = (
-        "The parameters live on the contexts that the net was initialized on, and Gluon refuses any other: "
-        "weight.data(context) of the first convolution."
+    lesson = highlevel
+    copying = "initialize(net, ctx) draws each parameter once and puts a copy, with a gradient, on every device."
+    summing = 'Trainer.step uses a KVStore of type "device" for that: pushpull(key, data) leaves the sum on each one.'
+    missing = (
+        "The parameters are on the contexts on which the network was initialized, and Gluon refuses any other context. "
+        "weight.data(context) of the first convolution,"
     )
 
     def __init__(self, ctx: list[Context]) -> None:
-        self.ctx = ctx
-        self.replicas = highlevel.lenet()
+        self.ctx, self.replicas = ctx, highlevel.lenet()
         highlevel.initialize(self.replicas, ctx, init=mx.init.Normal(SCALE))
-        rule = {"learning_rate": LR}
-        params = self.replicas.collect_params()
-        self.trainer = gluon.Trainer(params, "sgd", rule, kvstore="device", update_on_kvstore=False)
+        self.params = self.replicas.collect_params()
+        self.rule = gluon.Trainer(self.params, "sgd", {"learning_rate": LR}, update_on_kvstore=False)
 
     def parameters(self) -> list[list[NDArray]]:
         """The eight arrays on each device."""
-        return [[p.data(c) for p in self.replicas.collect_params().values()] for c in self.ctx]
+        return [[p.data(c) for p in self.params.values()] for c in self.ctx]
 
-    def gradients(self) -> list[list[NDArray]]:
-        """The eight gradients on each device."""
-        return [[p.grad(c) for p in self.replicas.collect_params().values()] for c in self.ctx]
+    def scores(self, Xs: list[NDArray]) -> list[NDArray]:
+        return [self.replicas(X) for X in Xs]
 
     def allreduce(self, data: list[NDArray]) -> None:
         store = mx.kv.create("device")
         store.init("data", data[0])
         store.pushpull("data", data)
 
-    def train_batch(self, X: NDArray, y: NDArray) -> None:
-        highlevel.train_batch(X, y, self.replicas, self.ctx, self.trainer)
-
     def ask(self, context: Context, X: NDArray) -> str:
-        """What Gluon says to a request for the weights on a context where no replica is."""
-        weight = self.replicas.collect_params()["cnn_conv0_weight"]
+        """Gluon's answer to a request for the weights on a context without a replica."""
         try:
-            return f"No error: {weight.data(context)}"
+            return f"No error: {self.params['cnn_conv0_weight'].data(context)}"
         except RuntimeError as error:
             return f"RuntimeError: {str(error).splitlines()[0]}"
 
 
 def copied_parameters(net: Scratch | Gluon) -> None:
-    explain(f"1. {net.copying} Here b1, the first convolution's 20 biases, and its gradient, on {net.ctx[0]}:")
-    show(net.parameters()[0][1], net.gradients()[0][1])
+    b1 = net.parameters()[0][1]
+    show(f"1. {net.copying} This is b1, the first convolution's 20 biases, and its gradient:", b1, b1.grad)
 
 
 def allreduce(net: Scratch | Gluon) -> None:
-    explain(f"2. Arrays, one a device, are summed, and every device gets the sum. {net.summing} Before:")
     data = [nd.ones((1, 2), ctx=c) * (i + 1) for i, c in enumerate(net.ctx)]
-    show(*data)
+    show(f"2. Arrays, one per device, are summed, and every device gets the sum. {net.summing} Before:", *data)
     net.allreduce(data)
-    explain("After:")
-    show(*data)
+    show("After:", *data)
 
 
 def split_batch(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
-    explain(
-        "3. split_and_load(data, ctx) cuts a batch into shards, as even as can be, and puts one on each device. From:"
-    )
     batch = nd.arange(24).reshape((6, 4))
-    show(batch)
-    explain("To:")
-    show(*net.impl.split_and_load(batch, net.ctx))
-    explain(f"And a batch of {len(y)} images with their labels:")
-    for X_shard, y_shard in zip(net.impl.split_and_load(X, net.ctx), net.impl.split_and_load(y, net.ctx)):
+    show("3. split_and_load(data, ctx) splits a batch into shards of nearly equal size, one per device. From:", batch)
+    show("To:", *net.lesson.split_and_load(batch, net.ctx))
+    show(f"And a batch of {len(y)} images with their labels:")
+    for X_shard, y_shard in zip(net.lesson.split_and_load(X, net.ctx), net.lesson.split_and_load(y, net.ctx)):
         print(f"{X_shard.shape} and {y_shard.shape} on {X_shard.context}")
 
 
 def scores(net: Scratch | Gluon, X: NDArray) -> None:
-    explain("4. Each device computes the scores of its own shard, 10 classes an image, with its own replica:")
-    show(*net.impl.predict(X, net.replicas, net.ctx))
+    found = net.scores(net.lesson.split_and_load(X, net.ctx))
+    show("4. Each device computes the scores of its shard with its own replica: one row per image, 10 classes:", *found)
 
 
-def first_convolution(net: Scratch | Gluon) -> None:
-    explain("5. Channel 0 of the first convolution, on every context:")
-    channels = [W1[0] for W1, *_ in net.parameters()]
-    show(*channels)
+def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
+    arrays = net.parameters()
+    channels = [W1[0] for W1, *_ in arrays]
+    show("5. Channel 0 of the first convolution, on every context:", *channels)
     compare("channel 0", channels)
+    net.lesson.forward_backward(net.replicas, *(net.lesson.split_and_load(data, net.ctx) for data in (X, y)))
+    grads = [W1.grad[0] for W1, *_ in arrays]
+    show("Its gradient after forward and backward, which each device computes from the images of its shard:", *grads)
+    compare("its gradient", grads)
+    net.lesson.train_batch(X, y, net.replicas, net.ctx, net.rule)
+    step = f"train_batch with learning rate {LR} sums the gradients, and every device updates its replica."
+    show(f"{step} Channel 0 is now:", arrays[0][0][0])
+    compare("all 8 gradients", [[array.grad for array in of_device] for of_device in arrays])
+    compare("all 8 parameters", arrays)
 
 
-def gradients_of_each_shard(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
-    explain("Its gradient after forward and backward, which each device computes from its own shard's images:")
-    Xs, ys = (net.impl.split_and_load(data, net.ctx) for data in (X, y))
-    net.impl.forward_backward(net.replicas, Xs, ys)
-    gradients = [W1_grad[0] for W1_grad, *_ in net.gradients()]
-    show(*gradients)
-    compare("its gradient", gradients)
-
-
-def one_step(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
-    explain(
-        f"One step of train_batch, with learning rate {LR}: the gradients are summed, every device updates its own "
-        "replica, and channel 0 is now:"
-    )
-    net.train_batch(X, y)
-    show(net.parameters()[0][0][0])
-    compare("all 8 gradients", net.gradients())
-    compare("all 8 parameters", net.parameters())
-
-
-def another_context(net: Scratch | Gluon, X: NDArray) -> None:
+def missing_context(net: Scratch | Gluon, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
-    explain(f"6. {net.elsewhere} On {other}:")
-    nd.waitall()  # a single context has all OpenMP threads: no second one may compute beside it (docs/engine.md)
+    show(f"6. {net.missing} on {other}:")
+    nd.waitall()  # a single context uses all OpenMP threads; no other context may compute next to it (docs/engine.md)
     print(textwrap.fill(net.ask(other, X), WIDTH))
 
 
-def explain(text: str) -> None:
+def show(text: str, *arrays: NDArray) -> None:
+    """Print a paragraph and some arrays."""
     print(f"\n{textwrap.fill(text, WIDTH)}")
-
-
-def show(*arrays: NDArray) -> None:
     for array in arrays:
         print(str(array).strip())
 
 
 def compare(what: str, replicas: Sequence[NDArray | list[NDArray]]) -> None:
-    """Say whether the arrays of every device, a list or one array each, hold the same numbers."""
+    """Say whether all devices have the same numbers. replicas: for each device, an array or a list of arrays."""
     if len(replicas) == 1:
-        print(f"{what}: on one context, so there is nothing to compare")
+        print(f"{what}: only one context, so there is nothing to compare")
         return
     first, *others = replicas
     same = all(np.array_equal(a.asnumpy(), b.asnumpy()) for other in others for a, b in zip(first, other))
