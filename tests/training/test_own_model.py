@@ -51,7 +51,7 @@ def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(tmp_path):
     assert len(velocities) == len(trained) - 3  # not of the frozen weight, the mean and the variance
 
 
-def test_its_run_is_evaluated_exported_and_resumed(tmp_path):
+def test_its_run_is_evaluated_exported_and_resumed(tmp_path, capsys):
     first = train(epochs=1, out=tmp_path / "run")
     trained = evaluate.load(tmp_path / "run", gpus=2, device="cpu")
     data = datasets.synthetic(900, 150, 1)
@@ -62,6 +62,11 @@ def test_its_run_is_evaluated_exported_and_resumed(tmp_path):
     train(epochs=2, out=tmp_path / "whole")
     for name, array in arrays(tmp_path / "whole").items():
         np.testing.assert_array_equal(arrays(tmp_path / "run")[name], array, err_msg=name)
+    capsys.readouterr()
+    train(1, epochs=3, resume=tmp_path / "run")
+    assert (
+        "batch normalization" in capsys.readouterr().err
+    )  # of larger shards: the result differs by more than rounding
 
 
 def test_a_network_that_is_not_hybrid_is_trained_without_tuning(tmp_path):
