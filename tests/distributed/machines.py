@@ -1,10 +1,9 @@
-"""Machines for the tests: each a network namespace with a name, an address and a cable of its own, on one switch.
+"""Machines for the tests: network namespaces, each with a name, an address and a cable to one switch.
 
-A process holds each one, and reads a pipe of ours. When we end, in whatever way, it ends, and with it, since it is
-the first of its process namespace, all that runs there; then the kernel takes the namespaces and the links away. So
-there is nothing to clean up. No link leads out of them.
+A process holds each namespace and reads a pipe of ours, so that it ends when this process ends, however it does. It is
+the first of its process namespace: everything there ends with it, and the kernel removes the namespaces and links.
 
-As a program, `python tests/machines.py PORT...` is the switch that delays, for kernels without netem.
+As a program, `python machines.py PORT...` is the switch that delays, for kernels without netem.
 """
 
 import json
@@ -18,39 +17,32 @@ import time
 from collections import deque
 from pathlib import Path
 
-NEEDED = ("ip", "tc", "unshare", "nsenter")  # Debian: iproute2, util-linux
-BITS, DELAY = 100e6, 1e-3  # of a slow cable: bits a second each way, and seconds to the switch and on
-PIECE = 16384  # bytes that a slow cable carries as one
+NEEDED = ("ip", "tc", "unshare", "nsenter")
+BITS, DELAY = 100e6, 1e-3  # of a slow cable: bits per second each way, and seconds to the switch and on
+PIECE = 16384  # bytes that a slow cable carries at a time
 HOLD = 'hostname "$1" && mount --bind "$2" /etc/hosts && read pid rest < /proc/self/stat && echo $pid && exec cat'
 
 
 def missing():
-    """What this machine lacks for it, as one line, or None."""
-    lacks = [f"`{program}`" for program in NEEDED if not shutil.which(program)]
-    if os.geteuid() != 0:
-        lacks.insert(0, "root")
-    if lacks:
-        return f"make test-network needs {', '.join(lacks)} (Debian: iproute2, util-linux)"
-    return None
+    """What this machine lacks for the tests, as one line, or None."""
+    lacks = ["root"] if os.geteuid() else []
+    lacks += [f"`{program}`" for program in NEEDED if not shutil.which(program)]
+    return f"make test-network needs {', '.join(lacks)} (Debian: iproute2, util-linux)" if lacks else None
 
 
 class Machine:
-    """One with a name, and a file as its /etc/hosts."""
+    """hosts: the file that is its /etc/hosts."""
 
     def __init__(self, name, hosts):
         self.name, self.started = name, []
-        self.holder = subprocess.Popen(
-            "unshare --net --mount --uts --pid --fork --kill-child sh -c".split() + [HOLD, "sh", name, str(hosts)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        pid = self.holder.stdout.readline().strip()
-        if not pid:
+        unshare = "unshare --net --mount --uts --pid --fork --kill-child sh -c".split()
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.holder = subprocess.Popen([*unshare, HOLD, "sh", name, str(hosts)], **streams)
+        self.pid = self.holder.stdout.readline().strip()
+        if not self.pid:
             self.holder.wait()
-            raise OSError("no namespaces: root is needed, with CAP_SYS_ADMIN and CAP_NET_ADMIN")
-        self.enter = ["nsenter", "-t", pid, "-n", "-m", "-u", "-p", "--"]
-        self.pid = pid
+            raise OSError("cannot create namespaces: root with CAP_SYS_ADMIN and CAP_NET_ADMIN is needed")
+        self.enter = ["nsenter", "-t", self.pid, "-n", "-m", "-u", "-p", "--"]
 
     def run(self, *command, **options):
         return subprocess.run([*self.enter, *command], check=True, text=True, capture_output=True, **options).stdout
@@ -58,13 +50,13 @@ class Machine:
     def ip(self, *lines):
         self.run("ip", "-batch", "-", input="\n".join(lines) + "\n")
 
-    def start(self, command, environment):
+    def start(self, command, environment=None):
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.started.append(subprocess.Popen([*self.enter, *map(str, command)], env=environment, **streams))
         return self.started[-1]
 
     def bytes(self, interface="eth0"):
-        """(sent, received) by one of its interfaces since it is there."""
+        """(sent, received) through an interface."""
         counted = json.loads(self.run("ip", "-json", "-s", "link", "show", interface))[0]["stats64"]
         return counted["tx"]["bytes"], counted["rx"]["bytes"]
 
@@ -76,14 +68,13 @@ class Machine:
 
 
 class Network:
-    """n machines named node0, node1, ... with the addresses 10.99.0.1, 10.99.0.2, ...
+    """n machines: node0 at 10.99.0.1, node1 at 10.99.0.2, ... slow: with cables of BITS and DELAY.
 
-    As Debian has it, a machine's own name is 127.0.1.1 to itself, and as a machine may have it, its first interface is
-    one by which nobody is reached (10.98.0.x). slow: cables of BITS and DELAY.
+    As on Debian, a machine's own name is 127.0.1.1 on the machine itself. Its first interface reaches nobody.
     """
 
     def __init__(self, n, folder, slow=False):
-        self.machines, self.switch = [], None
+        self.machines, self.switch, self.how = [], None, "free"
         try:
             self._build(n, Path(folder), slow)
         except BaseException:
@@ -94,7 +85,6 @@ class Network:
         names, self.addresses = [f"node{i}" for i in range(n)], [f"10.99.0.{i + 1}" for i in range(n)]
         (folder / "hosts").write_text("127.0.0.1 localhost\n")
         self.switch = Machine("switch", folder / "hosts")
-        self.how = "free"
         for i, name in enumerate(names):
             others = [f"{self.addresses[j]} {names[j]}" for j in range(n) if j != i]
             hosts = folder / f"hosts.{name}"
@@ -102,47 +92,37 @@ class Network:
             machine = Machine(name, hosts)
             self.machines.append(machine)
             (folder / f"pid.{name}").write_text(machine.pid)
-            machine.ip(
-                "link set lo up",
-                "link add idle type veth peer name idle-end",
-                f"addr add 10.98.0.{i + 1}/24 dev idle",
-                "link set idle up",
-                "link set idle-end up",
-            )
+            machine.ip("link set lo up", "link add idle type veth peer name idle-end")
+            machine.ip(f"addr add 10.98.0.{i + 1}/24 dev idle", "link set idle up", "link set idle-end up")
             self.switch.ip(f"link add port{i} type veth peer name eth0 netns /proc/{machine.pid}/ns/net")
             machine.ip(f"addr add {self.addresses[i]}/24 dev eth0", "link set eth0 up")
         ports = [f"port{i}" for i in range(n)]
         self.switch.ip(*(f"link set {port} up" for port in ports))
-        if not slow or not self._slow(ports):
+        if not slow or not self._slow_down(ports):
             self.switch.ip("link add bridge type bridge", "link set bridge up")
             self.switch.ip(*(f"link set {port} master bridge" for port in ports))
 
-    def _slow(self, ports):
-        """Returns whether it has made the switch, too."""
+    def _slow_down(self, ports):
+        """Returns whether it has also started a switch."""
         rate = f"tbf rate {BITS / 1e6:.0f}mbit burst {PIECE + 1600} limit 16mb".split()
-        ends = [*((m, "eth0") for m in self.machines), *((self.switch, port) for port in ports)]
-        for machine, interface in ends:
+        for machine, interface in [*((m, "eth0") for m in self.machines), *((self.switch, port) for port in ports)]:
             machine.ip(f"link set {interface} gso_max_size {PIECE} gso_max_segs 64")
             machine.run("tc", "qdisc", "add", "dev", interface, "root", "handle", "1:", *rate)
         try:
             for machine in self.machines:
-                netem = f"tc qdisc add dev eth0 parent 1: netem delay {DELAY * 1e3}ms limit 10000"
-                machine.run(*netem.split())
+                machine.run(*f"tc qdisc add dev eth0 parent 1: netem delay {DELAY * 1e3}ms limit 10000".split())
         except subprocess.CalledProcessError as error:
             if "unknown" not in error.stderr:
                 raise
             self.how = "tbf, and a switch that delays (this kernel has no netem)"
-            self.switch.start([sys.executable, __file__, *ports], None)
+            self.switch.start([sys.executable, __file__, *ports])
             return True
         self.how = "tbf and netem"
         return False
 
     def pull(self, i):
-        """The cable of machine i."""
+        """Pull machine i's cable."""
         self.switch.ip(f"link set port{i} down")
-
-    def pids(self):
-        return [machine.pid for machine in (*self.machines, self.switch)]
 
     def end(self):
         for machine in (*self.machines, *([self.switch] if self.switch else [])):
@@ -150,8 +130,10 @@ class Network:
 
 
 def switch(ports):
-    """Pass frames on between the ports, each one DELAY after it came. Linux's packet(7); with the header of virtio_net,
-    so that frames of several packets, and checksums that the sender left to its card, stay as they are."""
+    """Pass frames on between the ports, each one after DELAY seconds. Source: Linux's packet(7).
+
+    The virtio_net header keeps frames of several packets whole, and checksums that the sender left to its card.
+    """
     sockets = []
     for port in ports:
         made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))  # ETH_P_ALL
@@ -166,12 +148,12 @@ def switch(ports):
         left = max(0, waiting[0][0] - time.monotonic()) if waiting else None
         for made in select.select(sockets, [], [], left)[0]:
             frame = made.recv(1 << 17)
-            known[frame[16:22]] = made  # its sender, after 10 bytes of virtio_net and the address it goes to
+            known[frame[16:22]] = made  # the sender's address follows the header (10 bytes) and the receiver's address
             waiting.append((time.monotonic() + DELAY, frame, made))
         while waiting and waiting[0][0] <= time.monotonic():
             _, frame, came = waiting.popleft()
-            to = known.get(frame[10:16])
-            for made in [to] if to else [s for s in sockets if s is not came]:
+            receiver = known.get(frame[10:16])
+            for made in [receiver] if receiver else [s for s in sockets if s is not came]:
                 made.send(frame)
 
 
