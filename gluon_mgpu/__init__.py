@@ -8,4 +8,4 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["Error", "UsageError", "configure"]
 IMPLS = ("scratch", "highlevel")
-__version__ = "0.1.0"
+__version__ = "0.2.0"
