@@ -1,89 +1,76 @@
-import importlib.util
+"""`make horovod`, and what is Horovod's own."""
+
 import json
 import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import runs
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "build_horovod.py"
-# What the script does where Horovod is not installed yet, up to the wheel.
-WHEEL = f"""
-import importlib.util
-import json
-found = importlib.util.spec_from_file_location("build_horovod", {str(SCRIPT)!r})
-script = importlib.util.module_from_spec(found)
-found.loader.exec_module(script)
+PYTHON = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+WHEEL = f"gluon_mgpu/wheels/mxnet-1.9.1/horovod-0.28.1+gluon.mgpu.2-{PYTHON}-{PYTHON}-linux_x86_64.whl"
+# What the script does up to the wheel, if Horovod is not installed yet.
+BUILD = """
+import build_horovod
 from gluon_mgpu.runtime.errors import Error
 try:
-    print(script.wheel())
+    print(build_horovod.wheel())
 except Error as error:
     print(error)
 """
-needs_horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
-)
 
 
-def wheel(cache, path):
-    """What script.wheel() gives, or says, with this cache and PATH, and where nothing can be downloaded."""
-    alone = {"XDG_CACHE_HOME": str(cache), "PATH": str(path), "PIP_NO_INDEX": "1", "HOME": str(cache)}
-    done = subprocess.run([sys.executable, "-c", WHEEL], env=alone, capture_output=True, text=True, check=True)
+def run_script(program, **environment):
+    given = {"PYTHONPATH": str(runs.ROOT / "scripts"), **environment}
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def folder_with(tmp_path, *names):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name in names:
-        (folder / name).write_text("#!/bin/sh\n")
-        (folder / name).chmod(0o755)
-    return folder
+def built(folder, *programs):
+    """What build_horovod.wheel() returns or says, with an empty cache, these programs, and no network."""
+    path = folder / "bin"
+    path.mkdir(exist_ok=True)
+    for name in programs:
+        (path / name).write_text("#!/bin/sh\n")
+        (path / name).chmod(0o755)
+    cache = str(folder / "cache")
+    return run_script(BUILD, XDG_CACHE_HOME=cache, PATH=str(path), PIP_NO_INDEX="1", HOME=cache)
 
 
 @pytest.mark.parametrize(
-    ("there", "packages"), [((), "g++ make"), (("make",), "g++"), (("g++",), "make"), (("c++",), "make")]
+    ("programs", "packages"), [((), "g++ make"), (("make",), "g++"), (("g++",), "make"), (("c++",), "make")]
 )
-def test_where_the_tools_are_missing_one_line_names_their_packages_before_anything_is_fetched(
-    tmp_path, there, packages
-):
-    cache = tmp_path / "cache"
-    said = wheel(cache, folder_with(tmp_path, *there))
-    assert said.count("\n") == 0 and said.endswith(f"apt-get install {packages})")
-    assert not cache.exists()
+def test_missing_tools_are_one_line_with_their_packages_before_anything_is_fetched(tmp_path, programs, packages):
+    said = built(tmp_path, *programs)
+    assert said.count("\n") == 0 and f"apt-get install {packages})" in said
+    assert not (tmp_path / "cache").exists()
 
 
-def test_a_built_wheel_is_used_again_and_one_that_was_cut_off_or_altered_is_not(tmp_path):
-    nothing = folder_with(tmp_path)
-    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    name = f"horovod-0.28.1+gluon.mgpu.2-{python}-{python}-linux_x86_64.whl"
-    built = tmp_path / "cache" / "gluon_mgpu" / "wheels" / "mxnet-1.9.1" / name
-    built.parent.mkdir(parents=True)
-    with zipfile.ZipFile(built, "w", zipfile.ZIP_DEFLATED) as archive:
+def test_a_kept_wheel_is_used_unless_it_is_truncated_or_altered(tmp_path):
+    kept = tmp_path / "cache" / WHEEL
+    kept.parent.mkdir(parents=True)
+    with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("horovod/__init__.py", "\n".join(map(str, range(1000))))
-    assert wheel(tmp_path / "cache", nothing) == str(built)  # without a compiler: it was not built
-    whole = built.read_bytes()
+    assert built(tmp_path) == str(kept)  # there is no compiler: it was not built
+    whole = kept.read_bytes()
     for damaged in (whole[:-1], whole[:100], whole[:400] + b"????" + whole[404:]):
-        built.write_bytes(damaged)
-        assert "g++ and make cannot be found" in wheel(tmp_path / "cache", nothing)
+        kept.write_bytes(damaged)
+        assert "g++" in built(tmp_path)
 
 
 def test_a_build_that_fails_leaves_no_wheel_and_names_the_error_and_the_log(tmp_path):
-    said = wheel(tmp_path / "cache", folder_with(tmp_path, "g++", "make"))  # no index to fetch from
-    folder = tmp_path / "cache" / "gluon_mgpu" / "wheels" / "mxnet-1.9.1"
-    (log,) = folder.iterdir()
-    assert "Horovod does not build: ERROR: " in said and str(log) in said and said.count("\n") == 0
+    said = built(tmp_path, "g++", "make")
+    (log,) = (tmp_path / "cache" / WHEEL).parent.iterdir()
+    assert "ERROR: " in said and str(log) in said and said.count("\n") == 0
     assert "ERROR: " in log.read_text()
 
 
-@needs_horovod
+@runs.needs_horovod
 def test_two_processes_of_horovodrun_sum_their_arrays():
-    script = f"{WHEEL.partition('from gluon')[0]}\nprint(script.check())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
-    assert done.stdout == "Horovod 0.28.1 with MXNet 1.9.1: two processes summed an array over gloo\n", done.stderr
+    said = run_script("import build_horovod; print(build_horovod.check())", **os.environ)
+    assert said == "Horovod 0.28.1 with MXNet 1.9.1: two processes summed an array with gloo"
 
 
 SAYS_ITS_CORES = """
@@ -92,28 +79,21 @@ from gluon_mgpu.distributed import workers
 
 with workers.join("horovod") as group:
     cores = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
-    found = group.gather(cores)
+    found = group.all_gather(cores)
     if group.rank == 0:
         print("found", json.dumps(found))
 """
 
 
-@needs_horovod
+@runs.needs_horovod
 @pytest.mark.parametrize("count", (2, 3))
-def test_all_threads_of_a_worker_have_cores_of_their_own_where_there_are_enough(tmp_path, count):
+def test_each_worker_has_cores_of_its_own_if_there_are_enough(tmp_path, count):
     program = tmp_path / "program.py"
     program.write_text(SAYS_ITS_CORES)
     status, out, err = runs.run("horovod", count, program=[sys.executable, str(program)])
     assert status == 0, err
     found = json.loads(out.split("found", 1)[1])
-    cores = os.sched_getaffinity(0)
-    taken = set()
-    for threads in found:
-        own = set(threads[0])
-        assert all(set(thread) == own for thread in threads)
-        if count <= len(cores):
-            assert len(own) in (len(cores) // count, -(-len(cores) // count)) and not own & taken
-        else:
-            assert own == cores
-        taken |= own
-    assert taken == cores
+    assert all(threads == [threads[0]] * len(threads) for threads in found)
+    cores, own = os.sched_getaffinity(0), [set(threads[0]) for threads in found]
+    assert set().union(*own) == cores
+    assert sum(map(len, own)) == (len(cores) if count <= len(cores) else count * len(cores))
