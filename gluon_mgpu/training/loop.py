@@ -135,11 +135,14 @@ def run(
         if workers.count > 1:
             workers.agree({"data with checksum": data.checksum()})
             replicas.load_state_dict(workers.broadcast(replicas.state_dict()))
+        training = Training(replicas, data, settings, position, kept, workers)
+        recorder = training.recorder(profile if first else None, config["impl"])
         where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
         workers.on_failure(kept.failed)
         kept.begin({**config, **asdict(settings), **where, "data": data.source}, replicas, position)
-        training = Training(replicas, data, settings, position, kept, workers, device)
-        return training.run(profile if first else None, config)
+        if first:
+            devices.say_if_no_gpu(ctx, device)
+        return training.run(recorder)
 
 
 class Training:
@@ -153,26 +156,27 @@ class Training:
         position: records.Position,
         kept: records.Run,
         workers: Workers,
-        device: str,
     ) -> None:
-        self.device = device
         self.replicas, self.data, self.settings, self.position = replicas, data, settings, position
         self.kept, self.workers = kept, workers
         self.examples = len(data.train_labels)
         self.steps_per_epoch = -(-self.examples // settings.batch_size)
 
-    def run(self, profile: str | Path | None, config: dict[str, Any]) -> list[records.Epoch]:
-        """Train the remaining epochs. Raises Interrupted, with one line that says what was saved, on Ctrl-C."""
-        position, settings, ctx = self.position, self.settings, self.replicas.ctx
+    def recorder(self, profile: str | Path | None, impl: str) -> timeline.Recorder:
+        """Records steps of this run in a file, if there is one. Raises UsageError if it cannot."""
+        settings, ctx = self.settings, self.replicas.ctx
+        about = f"{settings.model}, {impl}, {len(ctx)} devices, batch {settings.batch_size}"
         total = settings.epochs * self.steps_per_epoch
-        done = len(position.history) * self.steps_per_epoch + position.steps
-        about = f"{settings.model}, {config['impl']}, {len(ctx)} devices, batch {settings.batch_size}"
-        recorder = timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, done)
-        with recorder as self.recorder, CtrlC(self.workers, checkpoint=self.kept.keeps) as self.ctrl_c:
+        done = len(self.position.history) * self.steps_per_epoch + self.position.steps
+        return timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, done)
+
+    def run(self, recorder: timeline.Recorder) -> list[records.Epoch]:
+        """Train the remaining epochs. Raises Interrupted, with one line that says what was saved, on Ctrl-C."""
+        position, settings = self.position, self.settings
+        with recorder as self.recording, CtrlC(self.workers, checkpoint=self.kept.keeps) as self.ctrl_c:
             if self.workers.rank == 0:
-                devices.say_if_no_gpu(ctx, self.device)
                 more = [f"as worker 0 of {self.workers.count}"] if self.workers.count > 1 else []
-                print("running on:", ctx, *more, flush=True)
+                print("running on:", self.replicas.ctx, *more, flush=True)
             try:
                 while len(position.history) < settings.epochs:
                     self._epoch()
@@ -218,7 +222,7 @@ class Training:
         position = self.position
         lr = self._learning_rate(len(position.history) * self.steps_per_epoch + position.steps)
         batch_size = min(self.settings.batch_size, self.examples - position.steps * self.settings.batch_size)
-        with self.recorder.step():
+        with self.recording.step():
             losses = self.replicas.train_batch(X, y, lr, batch_size)
         position.steps += 1
         return losses
