@@ -16,8 +16,8 @@ from pathlib import Path
 from gluon_mgpu.runtime.errors import Error
 
 DRIVER = "libcuda.so.1"
-# The libraries that mxnet-cu112 needs, directly or not: (wheel, as given to pip, and its libraries). Each library comes
-# after those that it needs itself, so that it uses the ones that are open already.
+# The libraries that mxnet-cu112 needs, directly or not: (requirement for pip, its libraries). Each library comes after
+# those that it needs itself, so that it uses the ones that are open already.
 LIBRARIES = (
     ("nvidia-cuda-runtime-cu11", "libcudart.so.11.0"),
     ("nvidia-cuda-nvrtc-cu11", "libnvrtc.so.11.2"),
@@ -89,27 +89,23 @@ def missing() -> list[str]:
     try:
         _open(DRIVER)
     except OSError as error:
-        why = "is missing" if _is_absent(DRIVER, error) else f"cannot be opened ({error})"
         lines.append(
-            f"{DRIVER} {why}: mxnet-cu112 needs NVIDIA's driver, even for CPU contexts. Install the driver, or the CPU "
-            "wheel: `pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
+            f"{error}: mxnet-cu112 needs NVIDIA's driver, even for CPU contexts. Install the driver, or the CPU wheel: "
+            "`pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
         )
     for wheel, *libraries in LIBRARIES:
         in_wheel = _libraries_of(wheel)
         for library in libraries:
-            # Prefer the wheel's library to the system's: libraries of two CUDA versions do not work together.
-            path = in_wheel.get(library, library)
             try:
-                _open(path)
+                # Prefer the wheel's library to the system's: libraries of two CUDA versions do not work together.
+                _open(in_wheel.get(library, library))
             except OSError as error:
-                if _is_absent(library, error):
-                    absent[library] = wheel
-                elif str(error).startswith(path):
+                if library in in_wheel:
                     lines.append(f"{error}: run `{REINSTALL} '{wheel}'`")
                 else:
-                    lines.append(f"{path} needs a library that this machine does not have: {error}")
+                    absent[library] = wheel
     if absent:
-        needed = " ".join(f"'{wheel}'" if "<" in wheel else wheel for wheel in dict.fromkeys(absent.values()))
+        needed = " ".join(f"'{wheel}'" for wheel in dict.fromkeys(absent.values()))
         lines.append(f"mxnet-cu112 needs {', '.join(absent)}, which are missing: run `{REINSTALL} {needed}`")
     return lines
 
@@ -125,7 +121,3 @@ def _libraries_of(wheel: str) -> dict[str, str]:
 
 def _open(library: str) -> None:
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-
-
-def _is_absent(library: str, error: OSError) -> bool:
-    return str(error).startswith(f"{library}: cannot open shared object file")

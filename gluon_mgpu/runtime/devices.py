@@ -1,4 +1,4 @@
-"""Devices: `--gpus 2` or `--gpus 0,2` as MXNet contexts (GPUs if there are any, else CPU contexts), and the sizes of
+"""The MXNet contexts that `--gpus 2` or `--gpus 0,2` names: GPUs if there are any, else CPU contexts. Also the sizes of
 the shards that they get."""
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ KERNELS = range(5, 9)  # major compute capabilities for which mxnet-cu112 1.9.1 
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
-def parse(text: int | str | Sequence[int]) -> list[int]:
-    """Device indices from the text of --gpus: "2" -> [0, 1]; "0,2" -> [0, 2]; "2," -> [2]. A list is a list of indices.
+def parse(gpus: int | str | Sequence[int]) -> list[int]:
+    """Device indices. gpus: the text of --gpus (see `count_or_list`), a number of devices (2) or indices ([0, 2]).
 
-    Raises UsageError for text that is not a number, a count below 1, a negative index and a repeated index.
+    Raises UsageError for anything else, and for indices that are repeated or out of range.
     """
-    if isinstance(text, (list, tuple)):
-        return _checked(list(text), f"num_gpus={text}")
-    parts = [part.strip() for part in str(text).split(",")]
-    if len(parts) > 1 and parts[-1] == "":
-        parts.pop()
     try:
-        numbers = [int(part) for part in parts]
+        indices = list(gpus) if isinstance(gpus, (list, tuple)) else count_or_list(str(gpus))
     except ValueError:
-        raise UsageError(f"num_gpus={text}: must be a number of devices (2) or a list of indices (0,2)") from None
-    if "," in str(text):
-        return _checked(numbers, f"num_gpus={text}")
-    if not 1 <= numbers[0] <= MOST:
-        raise UsageError(f"num_gpus={text}: must be 1 to {MOST} devices")
-    return list(range(numbers[0]))
-
-
-def _checked(indices: list[int], asked: str) -> list[int]:
-    for index in indices:
-        if not 0 <= index < MOST:
-            raise UsageError(f"{asked}: device index {index} is out of range; indices go from 0 to {MOST - 1}")
-        if indices.count(index) > 1:
-            raise UsageError(f"{asked}: device {index} is listed twice")
+        indices = []
+    if not indices or len(set(indices)) < len(indices) or not all(0 <= index < MOST for index in indices):
+        raise UsageError(
+            f"num_gpus={gpus}: must be a number of devices (2) or a list of distinct indices (0,2), below {MOST}"
+        )
     return indices
+
+
+def count_or_list(text: str, first: int = 0) -> list[int]:
+    """A count or a list of numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
+
+    Raises ValueError for other text, and for a count that is not from 1 to 1024.
+    """
+    if "," in text:
+        return [int(part) for part in text.strip().removesuffix(",").split(",")]
+    count = int(text)
+    if not 1 <= count <= MOST:
+        raise ValueError(f"{count} is not from 1 to {MOST}")
+    return list(range(first, first + count))
 
 
 def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
@@ -71,17 +70,15 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
         ctx = [mx.cpu(i) for i in indices]
         engine.check(ctx)
         return ctx
-    if max(indices) >= count:
+    available = [index for index in indices if index < count]
+    if len(available) < len(indices):
         has = "1 GPU, index 0" if count == 1 else f"{count} GPUs, indices 0 to {count - 1}"
-        available = [i for i in indices if i < count]
         if not (fewer and available):
-            asked = len(indices) if indices == list(range(len(indices))) else joined(indices)
-            raise UsageError(f"num_gpus={asked}: this machine has {has}; device=cpu takes any number")
+            raise UsageError(f"num_gpus={joined(indices)}: this machine has {has}; device=cpu takes any number")
         log.say(f"this machine has {has}: continuing with {len(available)}")
-        indices = available
-    for index in indices:
+    for index in available:
         _refuse_gpu_without_kernels(index)
-    return [mx.gpu(i) for i in indices]
+    return [mx.gpu(i) for i in available]
 
 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:

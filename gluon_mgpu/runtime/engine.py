@@ -1,7 +1,7 @@
-"""What must stand before libmxnet loads, because MXNet 1.9.1 reads it once. docs/engine.md has reasons and figures.
+"""Settings that MXNet 1.9.1 reads once, when libmxnet loads. docs/engine.md has reasons and measurements.
 
-NumPy's dropped names, OpenMP threads, the engine's temporary space, the allocator. Nothing here imports mxnet; NumPy is
-imported by `configure` alone, since `gluon_mgpu.commands.doctor` must start where it is broken.
+They are NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. Nothing here imports
+mxnet, and only `configure` imports NumPy, because `gluon_mgpu.commands.doctor` must start if NumPy is broken.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gluon_mgpu.runtime.errors import Error
 if TYPE_CHECKING:
     from mxnet import Context
 
-TEMP_COPIES = 64  # temporary spaces for several contexts; each can grow to the largest that a step needs
-SPINS = "20000"  # how often an OpenMP thread looks for work before it sleeps; libgomp's default starves a busy machine
+TEMP_COPIES = 64  # temporary spaces, so that contexts run side by side; each can grow to the largest that a step needs
+SPINS = "20000"  # how often an OpenMP thread looks for work before it sleeps; libgomp's default slows a busy machine
 ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
 # (environment variable by which a user sets it, mallopt's parameter from malloc.h, value)
@@ -52,19 +52,16 @@ PACKAGES = {"PIL": "pillow", "distutils": "setuptools"}
 TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
 
 _configured = False
-# Values of TOUCHED before and after `configure`, if they differ; None means not set.
-_before: dict[str, str | None] = {}
-_after: dict[str, str | None] = {}
-_set: dict[str, str] = {}  # values that this module set, to tell them from the user's
+_changed: dict[str, tuple[str | None, str | None]] = {}  # variable: value before and after `configure`; None: not set
 
 
 def configure(contexts: int | None = None, processes: int = 1) -> None:
     """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`.
 
-    contexts: how many contexts will compute at the same time; None: not known, so several, unless an earlier call gave
+    contexts: how many contexts will compute at the same time; None: unknown, so several, unless an earlier call gave
     the number. processes: how many processes share this machine's cores. Settings from the user's environment are kept
-    if they are safe; a notice names each one that is overruled. Raises Error if MXNet is missing, if mxnet was already
-    imported with settings under which this number of CPU contexts can hang, and as `cuda.prepare` does.
+    if they are safe; a notice names each one that is overruled. Raises Error if MXNet is missing, if mxnet was imported
+    earlier with settings under which this number of CPU contexts can hang, and if `cuda.prepare` does.
     """
     global _configured
     if contexts is None and _configured:
@@ -82,19 +79,20 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
 
 
 def _prepare(contexts: int | None, processes: int) -> None:
-    given = {name: _before.get(name, os.environ.get(name)) for name in TOUCHED}
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
     from gluon_mgpu.runtime import numpy_names
 
     numpy_names.lend()
+    users = users_environment()
+    for name in TOUCHED:  # an earlier call may have changed them
+        os.environ.pop(name, None)
+    os.environ.update(users)
     _set_threads(contexts, processes)
     cuda.prepare()  # after the threads: a system library may load libgomp
     if contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
-    for name in TOUCHED:
-        if os.environ.get(name) != given[name]:
-            _before[name], _after[name] = given[name], os.environ.get(name)
+    _changed.update({name: (users.get(name), os.environ.get(name)) for name in TOUCHED})
     _set_allocator()
 
 
@@ -104,13 +102,18 @@ def check(ctx: list[Context]) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """One line for an unexpected error: what is missing and what to do, or the last line of its own message."""
+    """One line for an unexpected error: its reason, and how to find out more."""
+    doctor = "`gluon-mgpu doctor` may say what to do, " if isinstance(error, ImportError) else ""
+    return f"{reason(error)} ({doctor}--debug shows where)"
+
+
+def reason(error: BaseException) -> str:
+    """What is missing and what to do, or the last line of the error's own message."""
     if isinstance(error, ImportError):
         while error.__context__:  # NumPy's message is a page of advice; the first error in the chain is the cause
             error = error.__context__
     lines = str(error).strip().splitlines() or [""]
-    more = "`gluon-mgpu doctor` may say what to do, --debug" if isinstance(error, ImportError) else "--debug"
-    return missing(str(error)) or f"{type(error).__name__}: {lines[-1]} ({more} shows where)"
+    return missing(str(error)) or f"{type(error).__name__}: {lines[-1]}"
 
 
 def missing(message: str) -> str | None:
@@ -147,7 +150,7 @@ def _found(library: str) -> bool:
 
 def users_environment() -> dict[str, str]:
     """The environment without the changes of `configure`, for a child process that configures itself."""
-    own = {name: value for name, value in _before.items() if os.environ.get(name) == _after[name]}
+    own = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
     return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
 
 
@@ -179,8 +182,8 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     )
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:
-        asked = _users("OMP_NUM_THREADS")
-        if asked is None or not asked.strip().isdecimal() or int(asked) == 0:
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        if not asked.strip().isdecimal() or int(asked) == 0:
             cores = len(os.sched_getaffinity(0)) // processes
             _put("OMP_NUM_THREADS", str(max(1, cores)), "not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:
@@ -195,17 +198,11 @@ def _set_threads(contexts: int | None, processes: int) -> None:
                 log.say(f"ignoring {name}={os.environ.pop(name)}: it would bind all contexts to one core")
 
 
-def _users(name: str) -> str | None:
-    """The user's value of an environment variable, or None."""
-    value = os.environ.get(name)
-    return None if value == _set.get(name) else value
-
-
 def _put(name: str, value: str, why: str) -> None:
-    asked = _users(name)
-    if asked is not None and asked != value:
+    asked = os.environ.get(name, value)
+    if asked != value:
         log.say(f"{name}={asked} is overruled: using {value}, {why} (docs/engine.md)")
-    os.environ[name] = _set[name] = value
+    os.environ[name] = value
 
 
 def _set_allocator() -> None:

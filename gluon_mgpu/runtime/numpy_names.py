@@ -1,8 +1,8 @@
 """Lends MXNet 1.9.1 the names that it reads from NumPy and that NumPy has removed, without other code seeing them.
 
-Most of them are read while MXNet is imported: they exist on the numpy module only during that import. Two are read
-later, by three of MXNet's modules: those modules get a copy of the numpy module that has them. So for all other code
-`np.bool` is NumPy's own or missing, and `hasattr(np, "trapz")` gives this NumPy's own answer.
+Most of them are read while MXNet is imported, so they exist on the numpy module only during that import. Two are read
+later, by three of MXNet's modules; those modules get a copy of the numpy module that has them. For all other code,
+`np.bool` is NumPy's own or missing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 
-def _financial(name: str) -> Callable[..., NoReturn]:
-    def removed(*args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(f"numpy.{name} was removed in NumPy 1.20 (NEP 32): use numpy_financial")
-
-    return removed
+def _financial(name: str, *args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError(f"numpy.{name} was removed in NumPy 1.20 (NEP 32): use numpy_financial")
 
 
 # MXNet keeps its own functions in a table with NumPy's functions as keys, so each old name needs an object of its own:
@@ -46,7 +43,7 @@ WHILE_IMPORTED = {
     "msort": lambda a: np.sort(a, axis=0),
     "in1d": lambda ar1, ar2, *args, **kwargs: np.isin(np.ravel(ar1), ar2, *args, **kwargs),
     "trapz": lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs),
-    **{name: _financial(name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")},
+    **{name: functools.partial(_financial, name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")},
 }
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
 READERS = (  # the modules that read WHEN_CALLED, and the name by which each knows NumPy

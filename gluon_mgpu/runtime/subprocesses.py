@@ -38,11 +38,10 @@ def run(
 ) -> Finished:
     """Run a program to its end.
 
-    command: program and arguments. env: its whole environment; None: this process's, without what `engine.configure`
-    changed. folder: its working directory. seconds: how long it may take. on_line: called with each line of standard
-    output as it arrives. Lines of standard error that begin with "gluon_mgpu: " are notices, and are passed on at once.
-    Ctrl-C reaches the program as SIGINT; it then has SECONDS_TO_STOP to end by itself. Raises OSError if the program
-    cannot be started.
+    command: program and arguments. env: its whole environment; None: the user's (`engine.users_environment`). folder:
+    its working directory. seconds: how long it may take. on_line: called with each line of standard output as it
+    arrives. Lines of standard error that begin with "gluon_mgpu: " are notices, and are passed on at once. Ctrl-C
+    reaches the program as SIGINT; it then has SECONDS_TO_STOP to end. Raises OSError if it cannot be started.
     """
     process = subprocess.Popen(
         command,
@@ -85,7 +84,7 @@ def run(
 def check(name: str, finished: Finished, advice: str = "") -> None:
     """Raise Error or UsageError, in the program's own words if it had any, unless it ended with status 0.
 
-    name: what was run, for the message. advice: what to do if the time ran out.
+    name: of the program, for the message. advice: what to do if the time ran out.
     """
     if finished.status == 0:
         return
