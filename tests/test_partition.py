@@ -1,9 +1,5 @@
 """The three ways to split LeNet over devices: against NumPy in float64, and against counts made by hand."""
 
-import json
-import subprocess
-import sys
-import textwrap
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,9 +9,9 @@ import pytest
 from lenet64 import additions, assert_close, losses_and_gradients
 from mxnet import nd
 from mxnet.ndarray import register
+from own_process import overlap
 
 from gluon_mgpu import partition, scratch
-from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
 LR = 0.2
@@ -174,45 +170,15 @@ def test_nothing_passes_between_devices_except_by_copyto(way, options, monkeypat
 
 
 PIPELINE = """
-    import json, sys, gluon_mgpu
-    gluon_mgpu.configure(2)
-    import mxnet as mx
-    from mxnet import nd, profiler
-    from gluon_mgpu import partition, scratch
-    ctx, micro_batches = [mx.cpu(0), mx.cpu(1)], int(sys.argv[2])
     device_params = partition.partition_network(scratch.init_params(), ctx)
-    X, y = nd.random.uniform(shape=(256, 1, 28, 28)), nd.zeros(256)
-    step = lambda: partition.train_batch_network(X, y, device_params, ctx, 0.1, micro_batches)
-    step()
-    nd.waitall()
-    profiler.set_config(profile_imperative=True, filename=sys.argv[1])
-    profiler.set_state("run")
-    for _ in range(4):
-        step()
-    nd.waitall()
-    profiler.set_state("stop")
-    profiler.dump()
-    spans, began = {0: [], 1: []}, {}
-    for event in json.load(open(sys.argv[1]))["traceEvents"]:
-        if event.get("name") in ("Convolution", "ImperativeBulk"):  # forward, and a backward pass
-            if event["ph"] == "B":
-                began[event["pid"]] = event["ts"]
-            elif event["ph"] == "E":
-                spans[event["pid"]].append((began.pop(event["pid"]), event["ts"]))
-    assert len(spans[0]) == 8 * micro_batches, spans
-    print(sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1]))
+    step = lambda: partition.train_batch_network(X, y, device_params, ctx, 0.1, {})
 """
 
 
 def test_the_devices_of_network_partitioning_take_turns_and_overlap_with_micro_batches(tmp_path):
-    overlap = {}
-    for micro_batches in (1, 4):
-        command = [sys.executable, "-c", textwrap.dedent(PIPELINE), tmp_path / "profile.json", str(micro_batches)]
-        environment = engine.users_environment()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        overlap[micro_batches] = json.loads(done.stdout)  # microseconds
-    assert overlap[1] == 0 < overlap[4]
+    operators = ("Convolution", "ImperativeBulk")  # forward, and a backward pass
+    assert overlap(PIPELINE.format(1), operators, tmp_path) == 0
+    assert overlap(PIPELINE.format(4), operators, tmp_path) > 0
 
 
 @pytest.mark.parametrize("way, devices", [(NETWORK, 5), (LAYERS, 11)])

@@ -1,14 +1,12 @@
 """mxnet-cu112 and NVIDIA's wheels, with stand-ins for both in a folder, each in a process of its own."""
 
 import configparser
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from own_process import python
 
 from gluon_mgpu.runtime import cuda
 
@@ -43,10 +41,8 @@ class Site:
                 self.install(name, *(f"nvidia/{name.split('-')[1]}/lib/{library}" for library in libraries))
 
     def python(self, code, driver=DRIVER, **environment):
-        code = f"from gluon_mgpu.runtime import cuda; cuda.DRIVER = {driver!r}\n{textwrap.dedent(code)}"
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), **environment}
-        command, streams = [sys.executable, "-c", code], {"capture_output": True, "text": True}
-        return subprocess.run(command, env=environment, timeout=60, **streams)
+        start = f"from gluon_mgpu.runtime import cuda; cuda.DRIVER = {driver!r}\n"
+        return python(start + textwrap.dedent(code), PYTHONPATH=str(self.folder), **environment)
 
     def opened(self):
         """The libraries that `prepare` opens, in order."""
@@ -110,7 +106,7 @@ def test_missing_libraries_are_one_line_with_the_command_that_installs_their_whe
     site.install("nvidia-cudnn-cu11", "nvidia/cudnn/lib/libcudnn.so.9")  # a version that is too new
     [line] = site.missing()
     assert re.findall(r"lib\w+\.so[.\d]*", line) == [name for name in ALL if "cudnn" in name or "nccl" in name]
-    assert line.endswith("`pip install --force-reinstall --no-deps 'nvidia-cudnn-cu11<9' nvidia-nccl-cu11`")
+    assert line.endswith("`pip install --force-reinstall --no-deps 'nvidia-cudnn-cu11<9' 'nvidia-nccl-cu11'`")
 
 
 def test_a_library_that_no_wheel_contains_is_taken_from_the_system(site):

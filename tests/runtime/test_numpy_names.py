@@ -1,21 +1,17 @@
 """What MXNet finds on NumPy and other code does not: each claim is checked in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
 import pytest
+from own_process import python
 
 from gluon_mgpu.runtime import numpy_names
 
 
-def python(code, *arguments, **environment):
-    """What code prints in a new process."""
-    command, streams = [sys.executable, "-c", code, *arguments], {"capture_output": True, "text": True}
-    done = subprocess.run(command, env={**os.environ, **environment}, timeout=60, **streams)
+def output(code, *arguments, **environment):
+    done = python(code, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,8 +52,8 @@ LENT = program("""
 
 
 def test_the_names_lent_are_those_that_mxnet_reads_at_import_and_this_numpy_lacks():
-    read = json.loads(python(READ))
-    assert json.loads(python(LENT)) == read
+    read = json.loads(output(READ))
+    assert json.loads(output(LENT)) == read
     if np.__version__ >= "2":
         assert {"PZERO", "round_"} <= set(read)
 
@@ -89,13 +85,13 @@ NUMPY_ONLY = program("""
 def test_a_numpy_only_program_prints_the_same_beside_mxnet_as_alone():
     beside = CONFIGURE + "from mxnet import gluon, nd\nnd.ones(3).asnumpy()\n"
     names = [*numpy_names.WHILE_IMPORTED, *numpy_names.WHEN_CALLED, "float_", "int", "cumproduct", "trapezoid", "bool_"]
-    assert python(beside + NUMPY_ONLY, *names) == python(NUMPY_ONLY, *names)
+    assert output(beside + NUMPY_ONLY, *names) == output(NUMPY_ONLY, *names)
 
 
 def test_a_name_that_other_code_put_on_numpy_is_neither_replaced_nor_removed():
     code = "import numpy as np; vars(np).update(PZERO=7.0, bool=bool)\n" + CONFIGURE
     code += "import mxnet; print(mxnet.np.PZERO, np.PZERO, np.bool, mxnet.np.bool)"
-    assert python(code) == "7.0 7.0 <class 'bool'> <class 'bool'>\n"
+    assert output(code) == "7.0 7.0 <class 'bool'> <class 'bool'>\n"
 
 
 def test_if_mxnet_cannot_be_imported_its_error_comes_through_and_numpy_is_as_before(tmp_path):
@@ -109,7 +105,7 @@ def test_if_mxnet_cannot_be_imported_its_error_comes_through_and_numpy_is_as_bef
             except ImportError as error:
                 print(error, set(vars(np)) - before)
     """)
-    assert python(code, PYTHONPATH=str(tmp_path)) == "libmxnet.so: no such file set()\n" * 2
+    assert output(code, PYTHONPATH=str(tmp_path)) == "libmxnet.so: no such file set()\n" * 2
 
 
 def test_mxnets_functions_with_old_names_compute_what_numpys_did():
@@ -125,7 +121,7 @@ def test_mxnets_functions_with_old_names_compute_what_numpys_did():
             print(type(function(a)) is np.ndarray)
         np.mirr([1.0], 1, 1)
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = python(code)
     assert "RuntimeError" in done.stderr and "numpy_financial" in done.stderr
     assert done.stdout.splitlines() == [
         "[False, True, True, False, True, False]",
@@ -157,4 +153,4 @@ def test_mxnets_functions_with_old_names_compute_what_numpys_did():
     ],
 )
 def test_the_names_that_mxnet_reads_later_are_there(use, printed):
-    assert python(f"{CONFIGURE}import mxnet as mx\n{use}") == f"{printed}\n"
+    assert output(f"{CONFIGURE}import mxnet as mx\n{use}") == f"{printed}\n"

@@ -1,0 +1,52 @@
+"""Code that runs in a process of its own, because MXNet reads its settings only once."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_")
+
+
+def python(code, *arguments, **environment):
+    """Run code in a new process, which has these settings of the engine and no others."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
+    command, streams = [sys.executable, "-c", textwrap.dedent(code), *arguments], {"capture_output": True, "text": True}
+    return subprocess.run(command, env={**kept, **environment}, timeout=60, **streams)
+
+
+PROFILE = """
+import json, gluon_mgpu
+gluon_mgpu.configure(2)
+import mxnet as mx
+from gluon_mgpu import partition, scratch
+ctx = [mx.cpu(0), mx.cpu(1)]
+X, y = mx.nd.random.uniform(shape=(256, 1, 28, 28)), mx.nd.zeros(256)
+{setup}
+step()
+mx.nd.waitall()
+mx.profiler.set_config(profile_imperative=True, filename={file!r})
+mx.profiler.set_state("run")
+for _ in range(4):
+    step()
+mx.nd.waitall()
+mx.profiler.set_state("stop")
+mx.profiler.dump()
+spans, began = ([], []), {{}}
+for event in json.load(open({file!r}))["traceEvents"]:
+    if event.get("name") in {operators!r}:
+        if event["ph"] == "B":
+            began[event["pid"]] = event["ts"]
+        elif event["ph"] == "E":
+            spans[event["pid"]].append((began.pop(event["pid"]), event["ts"]))
+assert all(spans), spans
+print(sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1]))
+"""
+
+
+def overlap(setup, operators, folder, **environment):
+    """Microseconds in which two contexts run one of some operators at the same time. setup: code that defines step."""
+    code = PROFILE.format(setup=textwrap.dedent(setup), operators=operators, file=str(folder / "profile.json"))
+    done = python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
