@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ class Band(NamedTuple):
         return bool(self.low <= self.recorded <= self.high)
 
 
-@lru_cache
 def kept(recipe: str) -> dict[str, list[float]]:
     """{seed: accuracy by epoch} of the runs of a recipe in spread.json."""
     return json.loads(Path(__file__).with_name("spread.json").read_text())["test_accuracy"][recipe]

@@ -40,6 +40,7 @@ def check(ctx: list[Context], mnist: datasets.Dataset, data_dir: str | Path | No
     """All findings. ctx: 4 contexts. data_dir: where the loop finds its data."""
     for impl in MODELS:
         yield from printed(impl, ctx, mnist)
+    for impl in MODELS:
         yield from initial(impl, ctx)
     yield from fed(ctx[:2], data_dir)
 

@@ -24,19 +24,16 @@ img {{ max-width: 100%; }}
 </style>
 <h1>Parity with the notebooks</h1>
 <p class="verdict">{verdict}</p>
-<p>Blue: the accuracies that one more run could have. Parity holds if the notebook's accuracies are among them.</p>
-<img alt="test accuracy by epoch, one panel per recipe" src="{accuracy}">
-<p>The distance from the notebook's code in float64, and its limit.</p>
-<img alt="distance by step: each step by itself, and on a path" src="{drift}">
+<p>Blue: the accuracies that one more run could have. Parity holds if the notebook's accuracies are among them. Last two
+panels: the distance from the notebook's code in float64.</p>
+<img alt="test accuracy by epoch for each recipe, and drift by step" src="data:image/png;base64,{picture}">
 {tables}
 </html>
 """
 
-Table = tuple[str, list[list[str]]]  # title, rows
 
-
-def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """All tables of a result: the accuracies of each recipe, the findings of each check, and what made them."""
+def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
+    """(title, rows) of all tables: the accuracies of each recipe, the findings of each check, and what made them."""
     for recipe, facts in result["accuracy"].items():
         header = ["", *(f"epoch {epoch}" for epoch in range(1, len(facts["notebook"]) + 1))]
         rows = [header, ["the notebook", *map(str, facts["notebook"])]]
@@ -60,49 +57,43 @@ def text(result: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The verdict, pictures and the tables as one HTML file that needs no others."""
+    """The verdict, a picture and the tables as one HTML file that needs no others."""
     parts = []
     for title, rows in tables(result):
-        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-        parts.append(f"<h2>{escape(title)}</h2>\n<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>")
-    return PAGE.format(
-        verdict=escape(result["verdict"]),
-        color="#e6f4ea" if result["holds"] else "#fdecea",
-        accuracy=_picture(_draw_accuracy, len(result["accuracy"]), result["accuracy"]),
-        drift=_picture(_draw_drift, 2, result["drift"]),
-        tables="\n".join(parts),
-    )
+        parts.append(f"<h2>{escape(title)}</h2>\n<table>")
+        parts += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+        parts.append("</table>")
+    color = "#e6f4ea" if result["holds"] else "#fdecea"
+    picture = base64.b64encode(draw(result)).decode()
+    return PAGE.format(verdict=escape(result["verdict"]), color=color, picture=picture, tables="\n".join(parts))
 
 
-def _picture(draw: Any, panels: int, facts: dict[str, Any]) -> str:
-    """A PNG picture as a data: URL. draw: fills the axes of its panels, two in a row."""
+def draw(result: dict[str, Any]) -> bytes:
+    """A PNG picture: one panel per recipe, and two for the drift."""
     from matplotlib.figure import Figure
 
-    rows = -(-panels // 2)
+    recipes, drift = result["accuracy"], result["drift"]
+    rows = (len(recipes) + 1) // 2 + 1
     figure = Figure(figsize=(9, 3.5 * rows), layout="constrained")
-    draw(figure.subplots(rows, 2, squeeze=False).flat, facts)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _draw_accuracy(panels: Any, recipes: dict[str, Any]) -> None:
-    for axes, (name, facts) in zip(panels, recipes.items()):
+    panels = figure.subplots(rows, 2)
+    for axes, (name, facts) in zip(panels.flat, recipes.items()):
         epochs = range(1, len(facts["notebook"]) + 1)
         axes.fill_between(epochs, facts["low"], facts["high"], color="#dbe7f3", label="possible")
         for seed, accuracies in facts["runs"].items():
             axes.plot(epochs, accuracies, marker=".", label=f"seed {seed}")
         axes.plot(epochs, facts["notebook"], "ko", label="the notebook")
         axes.set(title=name, xlabel="epoch", ylabel="test accuracy", xticks=epochs)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
-
-
-def _draw_drift(panels: Any, drift: dict[str, Any]) -> None:
-    for axes, kind, title in zip(panels, ("step", "path"), ("each step by itself", "along a path")):
+    for axes, kind in zip(panels[-1], ("step", "path")):
         for name, errors in drift[f"{kind}_errors"].items():
             axes.semilogy(range(1, len(errors) + 1), errors, linewidth=1, label=name)
         axes.axhline(drift[f"{kind}_limit"], color="black", linestyle="--", label="limit")
-        axes.set(title=title, xlabel="step", ylabel="relative distance")
+        axes.set(title=f"drift: {kind}", xlabel="step", ylabel="relative distance")
+    for axes in panels.flat:
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        if axes.has_data():
+            axes.legend(fontsize="small")
+        else:
+            axes.set_axis_off()
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()

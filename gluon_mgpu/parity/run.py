@@ -35,7 +35,6 @@ DEVICES = 4  # in the largest recipe
 RECORDED = tuple(name for name, recipe in RECIPES.items() if recipe.test_accuracy)
 QUICK = ("scratch-lenet-fashion-mnist-2gpu", "gluon-lenet-mnist-4gpu")
 QUICK_SEEDS = (1,)
-CHECKS = (ACCURACY, examples.EXAMPLES, examples.INITIAL, examples.FEED, drift.CHECK, claims.CHECK)
 
 
 def run(
@@ -62,12 +61,11 @@ def run(
         seeds, recipes = (QUICK_SEEDS, QUICK) if quick else (tuple(seeds), RECORDED)
         folder = Path(out) / f"{kind}-{_version()}"
         mx.random.seed(seeds[0])
-        findings = [*examples.check(ctx, mnist, data_dir), *claims.placed(ctx[:2])]
-        findings += claims.shared_unevenly(ctx[:2], mnist)
+        printed = list(examples.check(ctx, mnist, data_dir))
         drifted = drift.measure(ctx[:2], fashion_mnist, drift.reference(ctx[:2], fashion_mnist, drift.STEPS))
-        findings += drift.check(drifted)
-        accuracy, found = _train_all(recipes, seeds, folder, kind, data_dir)
-        findings += found
+        claimed = [*claims.placed(ctx[:2]), *claims.shared_unevenly(ctx[:2], mnist)]
+        accuracy, trained = _train_all(recipes, seeds, folder, kind, data_dir)
+        findings = [*trained, *printed, *drift.check(drifted), *claimed]
         if quick:
             findings += [Finding(claims.CHECK, claim, None, "skipped by --quick") for claim in claims.OF_BATCH_SIZE]
         else:
@@ -76,7 +74,6 @@ def run(
                 seed: batch_size.run(folder / "batch-size" / f"seed-{seed}", seed=seed, **options) for seed in seeds
             }
             findings += claims.batch_size(experiments, kind == "cpu")
-        findings.sort(key=lambda finding: CHECKS.index(finding.check))
         result = {
             "verdict": verdict(findings),
             "holds": all(finding.holds is not False for finding in findings),

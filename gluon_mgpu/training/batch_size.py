@@ -158,7 +158,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
         by_time.plot(np.cumsum([e.train_seconds for e in epochs]), accuracies, **look)
     by_epoch.set(xlabel="epoch", ylabel="test accuracy")
     by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    by_epoch.legend(loc="lower right")
+    by_epoch.legend()
     by_time.set(xlabel="seconds of training", xlim=(0, None))
     for axes in (by_epoch, by_time):
         axes.grid(alpha=0.3)

@@ -16,7 +16,6 @@ import pytest
 from gluon_mgpu.commands.parity import parity
 from gluon_mgpu.parity import bands, claims, drift, examples
 from gluon_mgpu.parity import run as whole
-from gluon_mgpu.parity.finding import Finding
 from gluon_mgpu.training import batch_size, datasets, recipes, records
 
 CTX = [mx.cpu(i) for i in range(4)]
@@ -114,14 +113,8 @@ def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
 
 # {recipe: the faults that the bands see in one training run}. docs/parity.md has this table.
 OUTSIDE = {
-    "scratch-lenet-fashion-mnist-2gpu": {
-        "gradients_not_summed",
-        "gradients_averaged",
-        "one_replica_not_copied_back",
-        "learning_rate_a_tenth",
-        "initial_scale_ten_times_larger",
-        "biases_not_updated",
-    },
+    "scratch-lenet-fashion-mnist-2gpu": set(CAUGHT)
+    - {"divided_by_the_shards_size", "one_shard_for_all", "no_shuffling"},
     "gluon-lenet-mnist-4gpu": {
         "divided_by_the_shards_size",
         "learning_rate_a_tenth",
@@ -279,9 +272,3 @@ def test_a_second_device_that_learns_less_fails_and_times_alone_never_do():
     one = (0.1, 0.6, 0.7, 0.75)
     broken = experiment(one, (0.1, 0.1, 0.1, 0.1), one, one, seconds=(10, 30, 30, 30))
     assert holding({1: broken})[:3] == [False, None, None]
-
-
-def test_the_verdict_names_a_claim_that_fails():
-    good, bad = Finding("a", "good", True, "fine"), Finding("b", "bad", False, "broken")
-    assert "bad" in whole.verdict([good, bad]) and "broken" in whole.verdict([good, bad])
-    assert "FAILS" not in whole.verdict([good, Finding("c", "unknown", None, "")])
