@@ -12,7 +12,6 @@ import pytest
 from mxnet import gluon
 
 from gluon_mgpu import scratch, walkthrough
-from gluon_mgpu.runtime import devices
 from gluon_mgpu.training import datasets
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "walkthrough.py"
@@ -112,16 +111,6 @@ def test_gluon_refuses_a_context_without_a_replica_and_scratch_shows_what_mxnet_
 
     monkeypatch.setattr(scratch, "lenet", on_another_gpu)
     assert cells("scratch", 2)[5].endswith("\nMXNetError: not on gpu(0)\n")
-
-
-@each_impl
-def test_on_a_machine_with_fewer_gpus_it_uses_those_and_says_so(impl, capsys, monkeypatch):
-    monkeypatch.setattr(mx.context, "num_gpus", lambda: 2)
-    monkeypatch.setattr(devices, "_refuse_gpu_without_kernels", lambda index: None)
-    monkeypatch.setattr(mx, "gpu", mx.cpu)
-    walkthrough.walk(impl, 4, dataset="synthetic")
-    out, err = capsys.readouterr()
-    assert out.startswith(f"{impl} on [cpu(0), cpu(1)]") and err.count("\n") == 1
 
 
 @each_impl

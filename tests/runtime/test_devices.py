@@ -44,22 +44,16 @@ class Driver:
     """Stands in for libcuda.so.1 on a machine with some GPUs: (name, major, minor)."""
 
     def __init__(self, gpus):
-        self.gpus = gpus
-
-    def cuInit(self, flags):
-        return 0
+        self.gpus, self.cuInit = gpus, lambda flags: 0
 
     def cuDeviceGet(self, handle, index):
         handle._obj.value = index
-        return 0
 
     def cuDeviceGetName(self, name, size, handle):
         name.value = self.gpus[handle.value][0].encode()
-        return 0
 
     def cuDeviceGetAttribute(self, value, attribute, handle):
         value._obj.value = self.gpus[handle.value][{75: 1, 76: 2}[attribute]]
-        return 0
 
 
 @pytest.fixture
