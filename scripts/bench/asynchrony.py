@@ -5,46 +5,34 @@ A worker, `python -m bench.asynchrony JOB`, measures one round.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from bench import harness
+from bench.harness import Job
 from gluon_mgpu.runtime import devices, engine
 from gluon_mgpu.training.recipes import ASYNCHRONOUS, PYTORCH
 
 NOTEBOOK = (4000, 50)  # size and products; also the defaults on GPUs
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
-
-class Row(NamedTuple):
-    """Something that is timed."""
-
-    name: str
-    recorded: float | None = None  # seconds that the notebook prints
-    counts: str = "products"  # what the rate counts: products of one device, or of "all" devices, or "copies"
-
-
-_CALLS, _DONE = (ASYNCHRONOUS[f"one device, until {what}"] for what in ("the calls return", "they are done"))
-_COPIED = ASYNCHRONOUS["copies to the host, once all are done"]
-ROWS = {
-    "async": (
-        Row("one device, until the calls return", _CALLS, ""),
-        Row("one device, until they are done", _DONE),
-        Row("all devices, one after another", ASYNCHRONOUS["four devices, one after another"], "all"),
-        Row("all devices at once", ASYNCHRONOUS["four devices at once"], "all"),
-    ),
-    "copy": (
-        Row("products, until they are done", _DONE),
-        Row("copies to the host, once all are done", _COPIED, "copies"),
-        Row("products, then copies", _DONE + _COPIED),
-        Row("products and copies, each as soon as it can", ASYNCHRONOUS["products and copies, each as soon as it can"]),
-        Row("products and copies, waiting for each copy"),
-    ),
+BASE = "one device, until they are done"  # what the others are compared with
+ROWS = {  # {what is timed: what its rate counts}, with the names of recipes.ASYNCHRONOUS
+    "async": {
+        "one device, until the calls return": "",
+        BASE: "products",
+        "all devices, one after another": "all products",
+        "all devices at once": "all products",
+    },
+    "copy": {
+        BASE: "products",
+        "copies to the host, once all are done": "copies",
+        "products, then copies": "",
+        "products and copies, each as soon as it can": "",
+        "products and copies, waiting for each copy": "",
+    },
 }
-BASE = {"async": "one device, until they are done", "copy": "products, until they are done"}
 
 
 def run(
@@ -60,48 +48,40 @@ def run(
     gpus, device: as in `devices.contexts`. size: matrices are (size, size), float32. products: per device. If size or
     products is None: the notebook's on GPUs, fewer on CPU contexts. CPU contexts get one OpenMP thread each.
     """
-    job = {"what": what, "gpus": gpus, "device": device, "size": size, "products": products}
+    arguments = {"what": what, "gpus": gpus, "device": device, "size": size, "products": products}
     # nd.dot takes a temporary space per product; too few, and products wait for those of another device
     spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * (products or ON_CPU[1]))
     env = harness.environment({**harness.ONE_THREAD, "MXNET_CPU_TEMP_COPY": str(spaces)})
-
-    def measure(name: str) -> dict:
-        return harness.worker(name, "asynchrony", job, env=env, advice="use a smaller --size or fewer --products")
-
-    measured = harness.in_turn([what], rounds, measure)[what]
-    rows = zip(ROWS[what], *(found.pop("seconds") for found in measured))
-    return {"what": what, **measured[0], "rows": {row.name: seconds for row, *seconds in rows}}
+    job = Job("asynchrony", arguments, env, advice="use a smaller --size or fewer --products")
+    measured = harness.measure({what: job}, rounds)[what]
+    rows = dict(zip(ROWS[what], zip(*measured.pop("seconds"))))
+    return {"what": what, **{name: values[0] for name, values in measured.items()}, "rows": rows}
 
 
 def table(result: dict) -> str:
     """Lines for a terminal: the seconds of each row, its rate, its ratio to the products of one device; and the seconds
     that the notebook prints, if the matrices are the notebook's."""
-    n, count, rows = result["size"], result["products"], result["rows"]
-    base = rows[BASE[result["what"]]]
-    recorded = (n, count) == NOTEBOOK
-    cells = [["", "seconds", "rate", f"x {'products' if result['what'] == 'copy' else 'one device'}"]]
-    for row in ROWS[result["what"]]:
-        if row.name in rows:
-            seconds, rate = rows[row.name], ""
-            if row.counts == "copies":
-                rate = f"{4 * n**2 * count / median(seconds) / 1e9:.1f} GB/s"
-            elif row.counts:
-                done = count * (len(result["devices"]) if row.counts == "all" else 1)
-                rate = f"{2 * n**3 * done / median(seconds) / 1e9:.1f} GFLOP/s"
-            ratio = f"{median(harness.ratios(seconds, base)):.2f}"
-            cells.append([row.name, harness.spread(seconds, 4), rate, ratio])
-            if recorded and row.recorded:
-                cells[-1].append(f"{row.recorded:.3f}")
-    if recorded:
-        cells[0].append("notebook's seconds")
+    n, count = result["size"], result["products"]
+    base = result["rows"][BASE]
+    cells = [["", "seconds", "rate", "x products of one device"]]
+    for name, seconds in result["rows"].items():
+        counts, recorded = ROWS[result["what"]][name], ASYNCHRONOUS.get(name.replace("all devices", "four devices"))
+        amount = count * (len(result["devices"]) if counts == "all products" else 1) / median(seconds) / 1e9
+        rate = f"{4 * n**2 * amount:.1f} GB/s" if counts == "copies" else f"{2 * n**3 * amount:.1f} GFLOP/s"
+        ratio = median(a / b for a, b in zip(seconds, base))
+        cells.append([name, harness.spread(seconds, 4), rate if counts else "", f"{ratio:.2f}"])
+        if (n, count) == NOTEBOOK and recorded:
+            cells[-1].append(f"{recorded:.3f}")
     lines = [f"{_title(result)}, medians of {len(base)} rounds (min-max);", harness.machine_line(), _where(result)]
-    lines += harness.table(cells)
-    return "\n".join([*lines, f"notebook: {PYTORCH}, on 4 GPUs of 2019"] if recorded else lines)
+    if (n, count) == NOTEBOOK:
+        cells[0].append("notebook's seconds")
+        lines.append(f"notebook: {PYTORCH}, on 4 GPUs of 2019")
+    return "\n".join([*lines, *harness.table(cells)])
 
 
 def draw(result: dict, file: BinaryIO) -> None:
     """A bar per row. PNG."""
-    harness.draw_bars(file, _title(result), "seconds", {_where(result): result["rows"]})
+    harness.draw_bars(file, _title(result), {f"seconds {_where(result)}": result["rows"]})
 
 
 def _title(result: dict) -> str:
@@ -147,4 +127,4 @@ def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | No
 
 
 if __name__ == "__main__":
-    print(json.dumps(work(**json.loads(sys.argv[1]))))
+    harness.main(work)

@@ -17,57 +17,44 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from bench import harness
-from bench.harness import BATCH_SIZE, IMPLS, LR, STEP_SHARE, TITLE, WARM_UP_STEPS, ratios, spread
+from bench.harness import BATCH_SIZE, IMPLS, LR, STEP_SHARE, TITLE, WARM_UP_STEPS, Job, Run, ratios
 from gluon_mgpu.distributed import process, serve, workers
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
 
-STARTED_AS = {
-    "local": "1 process of 2 contexts",
-    "horovod": "Horovod, 2 workers",
-    "dist_sync": "dist_sync, 2 workers, 1 server",
+LAUNCHERS = {
+    "horovod": ("horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2"),
+    "dist_sync": ("gluon_mgpu", "launch", "--workers", "2", "--servers", "1", "--"),
 }
-MEASURED = ("step_ms", "sent_bytes", "received_bytes")
 
 NOTES = """\
 ratio: examples/s relative to 1 process of 2 contexts in the same round. MB out, in: what worker 0 sends and receives
 per step, as the kernel counts it. Without the exchange: the 2 processes train side by side and sum nothing."""
 
 
-class Subject(NamedTuple):
-    """A way to train on 2 contexts."""
-
-    kvstore: str  # "local": in one process
-    impl: str
-    model: str
-    exchange: bool = True  # False: the processes train side by side and sum nothing
-
-    def __str__(self) -> str:
-        return f"{TITLE[self.model]}, {self.impl}, {self.kvstore}{', no exchange' * (not self.exchange)}"
-
-
-def run(models: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
-    """Train each model with each implementation in each way, in turn; returns what `table` and `draw` show.
+def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
+    """Train some models with each implementation in each way, in turn; returns what `table` and `draw` show.
 
     steps: of LeNet. "skipped": a line for each way that cannot be measured here.
     """
     kvstores, skipped = installed()
-    subjects = []
-    for model in models:
-        for impl in IMPLS[model]:
-            subjects.append(Subject("local", impl, model))
-            subjects += [Subject(kvstore, impl, model, exchange) for kvstore in kvstores for exchange in (True, False)]
-
-    def measure(subject: Subject) -> Any:
-        return start(str(subject), "distributed", subject.kvstore, {"subject": subject, "steps": steps})
-
-    runs = []
-    for subject, found in harness.in_turn(subjects, rounds, measure).items():
-        measured = {name: [of_round[name] for of_round in found] for name in MEASURED}
-        runs.append({**subject._asdict(), "batch_size": BATCH_SIZE[subject.model], **measured})
+    ways = {"1 process of 2 contexts": {"kvstore": "local", "exchange": True}}
+    for kvstore in kvstores:
+        ways[f"{kvstore}, 2 processes"] = {"kvstore": kvstore, "exchange": True}
+        ways[f"{kvstore}, without the exchange"] = {"kvstore": kvstore, "exchange": False}
+    jobs = {
+        (name, impl, way): job("distributed", impl=impl, model=name, steps=steps, **arguments)
+        for name in model
+        for impl in IMPLS[name]
+        for way, arguments in ways.items()
+    }
+    runs: dict[str, dict] = {}
+    for (name, impl, way), run in harness.measure(jobs, rounds).items():
+        series = runs.setdefault(f"{TITLE[name]}, {impl}", {"batch_size": BATCH_SIZE[name], "ways": {}})
+        series["ways"][way] = run
     return {"rounds": rounds, "skipped": skipped, "runs": runs}
 
 
@@ -78,16 +65,11 @@ def installed() -> tuple[tuple[str, ...], list[str]]:
     return ("dist_sync",), ["Horovod is not installed and was not measured; `make horovod` builds it"]
 
 
-def start(name: str, module: str, kvstore: str, job: dict, seconds: float = harness.SECONDS) -> Any:
-    """What worker 0 of `python -m bench.MODULE JOB` prints, as one process or as 2 workers."""
-    launchers = {
-        "local": (),
-        "horovod": ("horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2"),
-        "dist_sync": ("gluon_mgpu", "launch", "--workers", "2", "--servers", "1", "--"),
-    }
-    launcher = [sys.executable, "-m", *launchers[kvstore]] if launchers[kvstore] else []
+def job(module: str, kvstore: str, seconds: float = harness.SECONDS, **arguments: Any) -> Job:
+    """One process or 2 workers, of which worker 0 prints the result."""
+    launcher = (sys.executable, "-m", *LAUNCHERS[kvstore]) if kvstore != "local" else ()
     env = harness.environment({"PYTHONUNBUFFERED": "1"})
-    return harness.worker(name, module, {"kvstore": kvstore, **job}, env=env, launcher=launcher, seconds=seconds)
+    return Job(module, {"kvstore": kvstore, **arguments}, env, launcher, seconds)
 
 
 def table(result: dict) -> str:
@@ -98,41 +80,28 @@ def table(result: dict) -> str:
         NOTES,
         *result["skipped"],
     ]
-    for (model, impl), runs in _series(result).items():
-        size = runs[0]["batch_size"]
-        rows = [[f"{TITLE[model]}, {impl}, batch {size}", "ms/step", "examples/s", "ratio", "MB out, in"]]
-        for run in runs:
-            rate = f"{1000 * size / median(run['step_ms']):.0f}"
-            ratio = spread(ratios(runs[0]["step_ms"], run["step_ms"]), 2)
-            rows.append([_name(run), spread(run["step_ms"], 1), rate, ratio, megabytes(run)])
-        lines += ["", *harness.table(rows)]
+    for name, series in result["runs"].items():
+        one, size = next(iter(series["ways"].values())), series["batch_size"]
+        rows = [
+            (way, size, run, {"ratio": ratios(one, run), "MB out, in": megabytes(run)})
+            for way, run in series["ways"].items()
+        ]
+        lines += ["", *harness.speed_table(f"{name}, batch {size}", rows)]
     return "\n".join(lines)
 
 
-def _name(run: dict) -> str:
-    return STARTED_AS[run["kvstore"]] if run["exchange"] else f"{run['kvstore']} without the exchange"
-
-
-def megabytes(run: dict) -> str:
+def megabytes(run: Run) -> str:
     """Median MB that worker 0 sent and received per step."""
     return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
 
 
-def _series(result: dict) -> dict[tuple[str, str], list[dict]]:
-    """{(model, impl): its runs, that of one process first}"""
-    series: dict[tuple[str, str], list[dict]] = {}
-    for run in result["runs"]:
-        series.setdefault((run["model"], run["impl"]), []).append(run)
-    return series
-
-
 def draw(result: dict, file: BinaryIO) -> None:
     """Bars of the ratios, one panel per model and implementation. PNG."""
-    panels: dict[str, dict[str, list[float]]] = {}
-    for (model, impl), (one, *runs) in _series(result).items():
-        values = {_name(run): ratios(one["step_ms"], run["step_ms"]) for run in runs}
-        panels[f"{TITLE[model]}, {impl}"] = values
-    harness.draw_bars(file, "2 processes of 1 context", "examples/s relative to 1 process of 2 contexts", panels)
+    panels = {}
+    for name, series in result["runs"].items():
+        one = next(iter(series["ways"].values()))
+        panels[name] = {way: ratios(one, run) for way, run in series["ways"].items()}
+    harness.draw_bars(file, "2 processes of 1 context: examples/s relative to 1 process of 2 contexts", panels)
 
 
 def traffic() -> tuple[int, int]:
@@ -152,28 +121,28 @@ def traffic() -> tuple[int, int]:
     return sent, received
 
 
-def _work(kvstore: str, subject: Sequence[Any], steps: int) -> dict[str, float]:
-    """Time and traffic per step."""
-    what = Subject(*subject)
-    size, warm_up = BATCH_SIZE[what.model], WARM_UP_STEPS[what.model]
-    steps = max(5, round(steps * STEP_SHARE[what.model]))
+def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
+    """Time and traffic per step. exchange: False: the processes train side by side and sum nothing."""
+    size, warm_up = BATCH_SIZE[model], WARM_UP_STEPS[model]
+    steps = max(5, round(steps * STEP_SHARE[model]))
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
-    with workers.join(kvstore, model=what.model) as group:
+    with workers.join(kvstore, model=model) as group:
         contexts = 2 // group.count
         group.exchange_device_counts(contexts)
-        replicas = harness.replicas(what.impl, what.model, contexts, group if what.exchange else workers.ALONE)
-        train_batch = partial(replicas.train_batch, lr=LR[what.model], batch_size=size)
-        harness.train(train_batch, data, size, range(warm_up * size), group.part)
+        replicas = harness.replicas(impl, model, contexts, group if exchange else workers.ALONE)
+        step = partial(replicas.train_batch, lr=LR[model], batch_size=size)
+        harness.train(step, data, size, range(warm_up * size), group.part)
         group.all_gather(None)  # all workers start at the same time
         start, before = time.perf_counter(), traffic()
-        harness.train(train_batch, data, size, range(steps * size), group.part)
+        harness.train(step, data, size, range(steps * size), group.part)
         group.all_gather(None)
         seconds, after = time.perf_counter() - start, traffic()
-    moved = [(b - a) / steps for a, b in zip(before, after)]
-    return dict(zip(MEASURED, (1000 * seconds / steps, *moved)))
+    sent, received = ((b - a) / steps for a, b in zip(before, after))
+    step_ms = 1000 * seconds / steps
+    return {"step_ms": step_ms, "sent_bytes": sent, "received_bytes": received, "peak_mb": harness.peak_mb()}
 
 
-def main(work: Callable[..., Any]) -> None:
+def main(work: Callable[..., dict[str, Any]]) -> None:
     """Do what this process of a run is for: serve, or work(**JOB) and, in worker 0, print the result."""
     job = json.loads(sys.argv[1])
     here = process.expect(job["kvstore"])
@@ -181,10 +150,11 @@ def main(work: Callable[..., Any]) -> None:
         serve.serve(here)
         return
     engine.configure(2 // here.workers, processes=here.local_workers)
-    found = work(**job)
     if here.rank == 0:
-        print(json.dumps(found), flush=True)
+        harness.main(work)
+    else:
+        work(**job)
 
 
 if __name__ == "__main__":
-    main(_work)
+    main(work)

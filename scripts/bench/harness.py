@@ -1,7 +1,7 @@
-"""What all measurements share: worker processes, rounds, statistics, tables, and the files that --out leaves.
+"""What all measurements share: worker processes, rounds, training, statistics, tables, and what --out writes.
 
-A measurement runs in a process of its own, `python -m bench.MODULE JOB`, because the engine reads its settings once.
-JOB and the last line that the process prints are JSON. Nothing here imports mxnet into the calling process.
+A measurement runs in a process of its own, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings
+once. ARGUMENTS and the last line that the process prints are JSON. Nothing here imports mxnet into the calling process.
 """
 
 from __future__ import annotations
@@ -43,38 +43,47 @@ SECONDS = 300  # for one worker
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 
 Subject = TypeVar("Subject", bound=Hashable)
-Draw = Callable[[dict, BinaryIO], None]
+Run = dict[str, list]  # {what was measured: its value in each round}
+Step = Callable[[Any, Any], list]  # a training step: from X and y to the losses of each shard
+
+
+# Workers and rounds
 
 
 def environment(
     settings: Mapping[str, str] | Iterable[tuple[str, str]] = (), without: tuple[str, ...] = SETTINGS
 ) -> dict[str, str]:
     """The environment of a worker: the user's, without variables that begin with `without`, and with these settings."""
-    kept = {name: value for name, value in engine.users_environment().items() if not name.startswith(without or "\0")}
-    path = [str(SCRIPTS), *filter(None, [kept.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(path), **dict(settings)}
+    users = engine.users_environment()
+    kept = {name: value for name, value in users.items() if not name.startswith(without)}
+    path = os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": path, **dict(settings)}
 
 
-def worker(
-    name: str,
-    module: str,
-    job: object,
-    *,
-    env: Mapping[str, str] | None = None,
-    launcher: Sequence[str] = (),
-    seconds: float = SECONDS,
-    advice: str = "use fewer steps",
-    on_line: Callable[[str], object] | None = None,
-) -> Any:
-    """Run `python -m bench.MODULE JOB` in a process of its own and return the JSON in the last line that it prints.
+class Job(NamedTuple):
+    """What one worker measures: `python -m bench.MODULE ARGUMENTS`.
 
-    name: what is measured, for messages. env: default `environment()`. launcher: a command that starts the program.
-    advice: what to do if it takes longer than `seconds`. on_line: called with each line that it prints.
-    Raises the worker's own Error or UsageError; Error if it fails in another way or prints no result.
+    env: default `environment()`. launcher: a command that starts the program. advice: what to do if `seconds` are not
+    enough.
     """
-    command = [*launcher, sys.executable, "-m", f"bench.{module}", json.dumps(job)]
-    finished = subprocesses.run(command, env=env or environment(), seconds=seconds, on_line=on_line)
-    subprocesses.check(name, finished, advice)
+
+    module: str
+    arguments: Mapping[str, Any]
+    env: Mapping[str, str] | None = None
+    launcher: tuple[str, ...] = ()
+    seconds: float = SECONDS
+    advice: str = "use fewer steps"
+
+
+def start(name: str, job: Job) -> dict[str, Any]:
+    """Run a job in a process of its own and return its result, which is the last line that it prints.
+
+    name: what is measured, for messages. Raises the worker's own Error or UsageError; Error if it fails in another way
+    or prints no result.
+    """
+    command = [*job.launcher, sys.executable, "-m", f"bench.{job.module}", json.dumps(job.arguments)]
+    finished = subprocesses.run(command, env=job.env or environment(), seconds=job.seconds)
+    subprocesses.check(name, finished, job.advice)
     last = (finished.out.strip().splitlines() or [""])[-1]
     try:
         return json.loads(last)
@@ -82,24 +91,29 @@ def worker(
         raise Error(f"{name} failed: its last line is not a result: {last!r}") from None
 
 
-def in_turn(
-    subjects: Iterable[Subject], rounds: int, measure: Callable[[Subject], Any], name: Callable[[Subject], str] = str
-) -> dict[Subject, list[Any]]:
-    """{subject: [measure(subject) of each round]}. Each round measures every subject once, so results of one round can
-    be compared even if the machine's speed changes. name: of a subject, for the progress bar."""
-    results: dict[Subject, list[Any]] = {subject: [] for subject in subjects}
-    with progress(rounds * len(results)) as bar:
+def main(work: Callable[..., dict[str, Any]]) -> None:
+    """What a worker does: print the result of work(**ARGUMENTS)."""
+    print(json.dumps(work(**json.loads(sys.argv[1]))), flush=True)
+
+
+def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
+    """{subject: {what: [value of each round]}}, from the results of the jobs, {what: value}.
+
+    Each round runs every job once, so that results of one round can be compared even if the machine's speed changes.
+    """
+    results: dict[Subject, Run] = {subject: {} for subject in jobs}
+    disable = not sys.stderr.isatty()
+    with tqdm(total=rounds * len(jobs), unit=" run", leave=False, disable=disable) as bar:
         for _ in range(rounds):
-            for subject, found in results.items():
-                bar.set_description(name(subject))
-                found.append(measure(subject))
+            for subject, job in jobs.items():
+                bar.set_description(str(subject))
+                for what, value in start(str(subject), job).items():
+                    results[subject].setdefault(what, []).append(value)
                 bar.update()
     return results
 
 
-def progress(total: int, unit: str = "run") -> tqdm:
-    """A progress bar, on terminals only."""
-    return tqdm(total=total, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
+# Training, in a worker
 
 
 class Trainer(NamedTuple):
@@ -114,10 +128,9 @@ def time_steps(trainer: Trainer, model: str, size: int, steps: int) -> dict[str,
     steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
     warm_up = WARM_UP_STEPS[model]
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
-    _, cold = trainer.train(data, np.arange(warm_up * size))
+    trainer.train(data, np.arange(warm_up * size))
     loss, seconds = trainer.train(data, np.random.default_rng(0).permutation(steps * size))
-    compiling = cold - warm_up * seconds / steps
-    return {"step_ms": 1000 * seconds / steps, "loss": loss, "compile_s": compiling, "peak_mb": peak_mb()}
+    return {"step_ms": 1000 * seconds / steps, "loss": loss, "peak_mb": peak_mb()}
 
 
 def learn(trainer: Trainer, epochs: int, seed: int) -> dict[str, list[float]]:
@@ -156,37 +169,33 @@ def replicas(impl: str, model: str, contexts: int, *args: Any, **options: Any) -
     return found
 
 
-def train(
-    train_batch: Callable[[Any, Any], list[Any]],
-    data: Dataset,
-    size: int,
-    order: np.ndarray | Sequence[int],
-    part: Callable[[int], slice] | None = None,
-) -> float:
+def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarray, part: Any = None) -> float:
     """Train on MXNet as the training loop does; returns the mean of the losses that this process computed.
 
-    train_batch: one step, from X and y to the losses of each shard. size: examples per step. part: from the size of a
-    batch to this worker's slice of it.
+    size: examples per step. order: indices of the examples. part: see `batches.batches`.
     """
     from gluon_mgpu.training import batches
 
     data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
-    return batches.mean(train_batch(X, y) for X, y in data_iter)
+    return batches.mean(step(X, y) for X, y in data_iter)
 
 
-def record(train_batch: Callable[[Any, Any], list[Any]], ctx: list[Any], size: int, steps: int, about: str) -> dict:
+def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dict[str, Any]:
     """The trace of some training steps on synthetic data: see `timeline.Recorder`."""
     total = timeline.WARM_UP + steps + timeline.AROUND
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         with timeline.Recorder(file, ctx, about, total, total, steps=steps) as recorder:
 
-            def recorded_step(X: Any, y: Any) -> list[Any]:
+            def recorded_step(X: Any, y: Any) -> list:
                 with recorder.step():
-                    return train_batch(X, y)
+                    return step(X, y)
 
             train(recorded_step, datasets.synthetic(total * size, 100, seed=0), size, range(total * size))
         return timeline.read(file)
+
+
+# Results
 
 
 def spread(values: Sequence[float], digits: int | None = None) -> str:
@@ -200,12 +209,12 @@ def three_digits(value: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
-def ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
+def ratios(slow: Run, fast: Run, key: str = "step_ms") -> list[float]:
     """How many times as long one subject took as another, in each round."""
-    return [a / b for a, b in zip(slow, fast)]
+    return [a / b for a, b in zip(slow[key], fast[key])]
 
 
-def table(rows: Sequence[Sequence[object]]) -> list[str]:
+def table(rows: Iterable[Sequence[object]]) -> list[str]:
     """Rows of cells as lines: the first column aligned left, the others right. The first row holds the headings."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(max(map(len, cells)))]
@@ -214,6 +223,17 @@ def table(rows: Sequence[Sequence[object]]) -> list[str]:
         right = "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:]))
         lines.append(f"{first:{widths[0]}}{right}".rstrip())
     return lines
+
+
+def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Sequence[float] | str]]]) -> list[str]:
+    """A table of steps. rows: name, batch size, run, and further columns, of ratios (one per round) or text."""
+    cells: list[list[str]] = []
+    for name, size, run, columns in rows:
+        cells = cells or [[title, "ms/step", "examples/s", *columns, "peak MB"]]
+        others = [value if isinstance(value, str) else spread(value, 2) for value in columns.values()]
+        rate, peak = 1000 * size / median(run["step_ms"]), median(run["peak_mb"])
+        cells.append([name, spread(run["step_ms"], 1), f"{rate:.0f}", *others, f"{peak:.0f}"])
+    return table(cells)
 
 
 def bars(axes: Axes, values: Mapping[str, Sequence[float]], color: Callable[[str], str] = lambda name: "C0") -> None:
@@ -231,18 +251,17 @@ def bars(axes: Axes, values: Mapping[str, Sequence[float]], color: Callable[[str
     axes.set_axisbelow(True)
 
 
-def draw_bars(file: BinaryIO, title: str, unit: str, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+def draw_bars(file: BinaryIO, title: str, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
     """A PNG picture with `bars` in panels below each other. panels: {title: {name: values}}."""
     from matplotlib.figure import Figure
 
     heights = [len(values) + 2 for values in panels.values()]
     figure = Figure(figsize=(8, 1 + 0.3 * sum(heights)), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(f"{title}\nmedians (lines: min to max)", fontsize="medium")
     all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, (name, values) in zip(all_axes, panels.items()):
         bars(axes, values)
         axes.set_title(name, fontsize="medium")
-    all_axes[-1].set_xlabel(f"{unit}: median, min to max")
     figure.savefig(file, format="png", dpi=120)
 
 
@@ -268,14 +287,21 @@ def facts() -> dict[str, Any]:
     }
 
 
-def machine_line(found: dict[str, Any] | None = None) -> str:
+def machine_line() -> str:
     """The facts in one line, without the settings."""
-    found = found or facts()
+    found = facts()
     limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
+    sets = ", ".join(found["instruction_sets"]) or "no AVX2"
     versions = {"Python": "python", "MXNet": "mxnet", "NumPy": "numpy", "PyTorch": "torch"}
     named = ", ".join(f"{name} {found[key]}" for name, key in versions.items() if found[key])
-    sets = ", ".join(found["instruction_sets"]) or "no AVX2"
     return f"{plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {named}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return version("mxnet-cu112") if package == "mxnet" else None
 
 
 def peak_mb() -> float:
@@ -284,25 +310,17 @@ def peak_mb() -> float:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
-def leave(out: str | Path, name: str, result: dict, draw: Draw) -> None:
+def leave(out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None]) -> None:
     """Write the result, with the machine's facts, to NAME.json in the folder out, and its picture to NAME.png."""
-    folder = folder_for(out)
-    text = json.dumps({"machine": facts(), **result}, indent=1) + "\n"
-    checkpoint.write_whole(folder / f"{name}.json", lambda file: file.write(text.encode()))
-    checkpoint.write_whole(folder / f"{name}.png", lambda file: draw(result, file))
-
-
-def folder_for(out: str | Path) -> Path:
-    """The folder of --out, created if it does not exist."""
+    folder = Path(out)
     try:
-        Path(out).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
-    return Path(out)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return version("mxnet-cu112") if package == "mxnet" else None
+    trace = {"trace": result["trace"]} if "trace" in result else {}
+    kept = {"machine": facts(), **{key: value for key, value in result.items() if key not in trace}}
+    contents = {f"{name}.json": kept, **{f"{name}.{key}.json": value for key, value in trace.items()}}
+    for file, content in contents.items():
+        text = json.dumps(content, indent=1) + "\n"
+        checkpoint.write_whole(folder / file, lambda file, text=text: file.write(text.encode()))
+    checkpoint.write_whole(folder / f"{name}.png", lambda file: draw(result, file))

@@ -7,7 +7,6 @@ measured: every such number is called predicted. Imports no mxnet.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -22,46 +21,34 @@ from gluon_mgpu.runtime.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CHECKED = 8  # runs on at least this many contexts are not fitted to
+CHECKED = 8  # measurements on at least this many contexts are not fitted to
 
 # In one machine, contexts share the memory, so a sum takes as long as all its operations one after another:
 #   operations * latency + bytes read and written / bandwidth
 # with the bytes of allreduce.moved. The operations on k contexts, per array:
 OPERATIONS = {
-    "star": ("3k-3", lambda k: 3 * (k - 1)),  # to the first context: a copy and an addition each; back: a copy each
-    "tree": ("3k-3", lambda k: 3 * (k - 1)),
-    "slices": ("2k^2", lambda k: 2 * k * k),  # for each of k slices: k - 1 copies, a sum, k copies
-    "KVStore local": ("2k+1", lambda k: 2 * k + 1),  # k copies, a sum, k copies
-    "KVStore device": ("2k+1", lambda k: 2 * k + 1),
+    "star": lambda k: 3 * (k - 1),  # to the first context: a copy and an addition each; back: a copy each
+    "tree": lambda k: 3 * (k - 1),
+    "slices": lambda k: 2 * k * k,  # for each of k slices: k - 1 copies, a sum, k copies
+    "KVStore local": lambda k: 2 * k + 1,  # k copies, a sum, k copies
+    "KVStore device": lambda k: 2 * k + 1,
 }
 
 # In a cluster, each device has a link of its own to a switch that never blocks. The link sends one message and receives
-# one message at a time; a message of n bytes takes latency + n / bandwidth, the whole gradient is one message, and
-# additions cost nothing (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005,
-# without its term for additions). So an allreduce takes
+# one at a time; a message of n bytes takes latency + n / bandwidth, the whole gradient is one message, and additions
+# cost nothing (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005, without
+# its term for additions). So an allreduce takes
 #   messages * latency + share * bytes of the gradient / bandwidth
-# (messages, share) for k devices, as functions and as text, and what they are:
+# with these (messages, share) for k devices:
 CLUSTER = {
-    "star": (
-        lambda k: (2 * (k - 1), 2 * (k - 1)),
-        ("2(k-1)", "2(k-1)", "one device receives all gradients, then sends the sum to each"),
-    ),
-    "tree": (
-        lambda k: (2 * (k - 1).bit_length(), 2 * (k - 1).bit_length()),
-        (
-            "2 log2 k",
-            "2 log2 k",
-            "pairs, then pairs of pairs: log2(k) rounds, rounded up; as many back (Thakur et al.)",
-        ),
-    ),
-    "ring": (
-        lambda k: (2 * (k - 1), 2 * (k - 1) / k),
-        ("2(k-1)", "2(k-1)/k", "k-1 rounds of reduce-scatter, k-1 of all-gather, a k-th each (Patarasuk, Yuan 2009)"),
-    ),
-    "PS": (
-        lambda k: (3 * (k - 1), 2 * (k - 1) / k),
-        ("3(k-1)", "2(k-1)/k", "parameter servers, one per device with a k-th each: push, ask, pull (Li et al. 2014)"),
-    ),
+    # one device receives all gradients, then sends the sum to each
+    "star": lambda k: (2 * (k - 1), 2 * (k - 1)),
+    # pairs, then pairs of pairs: log2(k) rounds, rounded up; as many back (Thakur et al. 2005)
+    "tree": lambda k: (2 * (k - 1).bit_length(), 2 * (k - 1).bit_length()),
+    # k - 1 rounds of reduce-scatter and k - 1 of all-gather, a k-th each (Patarasuk, Yuan 2009)
+    "ring": lambda k: (2 * (k - 1), 2 * (k - 1) / k),
+    # parameter servers, one per device with a k-th each: push, ask, pull (Li et al. 2014)
+    "PS": lambda k: (3 * (k - 1), 2 * (k - 1) / k),
 }
 
 # Assumed, not measured.
@@ -70,7 +57,7 @@ LINKS = {  # (seconds per message, bytes/s each way)
     "10 Gbit/s, 20 us": (20e-6, 10e9 / 8),
     "100 Gbit/s, 2 us": (2e-6, 100e9 / 8),
 }
-SPEEDS = {1: "devices as fast as one core here", 100: "devices 100 times as fast"}  # the order of magnitude of a GPU
+SPEEDS = {1: "as fast as one core here", 100: "100 times as fast"}  # devices; 100: the order of magnitude of a GPU
 DEVICES = tuple(2**i for i in range(13))  # 1 to 4096
 SHOWN = (8, 64, 512, 4096)  # in the table
 
@@ -80,12 +67,12 @@ def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandw
 
     way: a key of CLUSTER. size: bytes of the gradient. latency: seconds per message. bandwidth: bytes/s each way.
     """
-    messages, share = CLUSTER[way][0](devices)
+    messages, share = CLUSTER[way](devices)
     return messages * latency + share * size / bandwidth
 
 
 def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
-    """What the terms of a step's time are multiplied by; the terms are milliseconds.
+    """What the three terms of a step's time, in milliseconds, are multiplied by.
 
     1. What each context adds to a step, whatever the batch: calls, its update, its part of the sum. 2. The time of an
     example on a core if no other core works. 3. What each other working core adds to that.
@@ -114,168 +101,125 @@ def run(folder: str | Path) -> dict:
 
     Raises UsageError if one of the files is missing or incomplete, or if they are from different machines.
     """
-    (sums, steps), machines = zip(
-        *(_read(folder, name, read) for name, read in (("allreduce", _sums), ("scaling", _steps)))
-    )
-    if machines[0] != machines[1]:
-        raise UsageError(f"{folder}: allreduce.json and scaling.json are from different machines; measure on one")
-    cores = machines[0][0]
-    found: dict[str, Any] = {"cores": cores, "cpu": machines[0][1], "sums": {}, "steps": {}}
-    for way, points in sums["points"].items():
-        rows = [
-            [p["arrays"] * OPERATIONS[way][1](p["contexts"]), allreduce.moved(way, p["contexts"]) * p["bytes"] / 1e6]
-            for p in points
-        ]
-        found["sums"][way] = _fitted(points, rows)
-    for name, points in steps.items():
-        found["steps"][name] = _fitted(points, [step_row(p["contexts"], p["batch_size"], cores) for p in points])
-    found["predicted"] = [
-        _predict(model, found["steps"][f"highlevel, {TITLE[model]}"], sums["bytes"][model], speed, link)
-        for model in TITLE
-        for speed in SPEEDS
-        for link in LINKS
-    ]
-    return found
-
-
-def _read(folder: str | Path, name: str, read: Any) -> tuple[Any, tuple[int, str]]:
-    """What `read` takes from the JSON file of a subcommand, and the machine: (cores, processor)."""
-    path, command = Path(folder) / f"{name}.json", f"`bench.py {name} --out {folder}`"
+    sums, steps = _read(folder, "allreduce"), _read(folder, "scaling")
+    again = "run `bench.py allreduce` and `bench.py scaling` with --out, all models and all contexts, on one machine"
     try:
-        content = json.loads(path.read_bytes())
-        machine = content["machine"]["cores"], content["machine"]["cpu"]
-        return read(content), machine
+        machines = {(content["machine"]["cores"], content["machine"]["cpu"]) for content in (sums, steps)}
+        if len(machines) > 1:
+            raise UsageError(f"{folder}: allreduce.json and scaling.json are from different machines; {again}")
+        return _model(sums, steps, *machines.pop())
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder}: allreduce.json or scaling.json is incomplete ({error!r}); {again}") from None
+
+
+def _read(folder: str | Path, name: str) -> Any:
+    path = Path(folder) / f"{name}.json"
+    try:
+        return json.loads(path.read_bytes())
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); run {command} first") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{path}: not a complete result ({type(error).__name__}: {error}); run {command}") from None
+        raise UsageError(f"{path}: {error.strerror}; run `bench.py {name} --out {folder}` first") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path}: not JSON; run `bench.py {name} --out {folder}` again") from None
 
 
-def _sums(content: dict) -> dict[str, Any]:
-    """{"points": {way: points}, "bytes": {model: of its gradient}} of allreduce.json."""
-    points: dict[str, list[dict]] = {way: [] for way in OPERATIONS}
+def _model(sums: dict, steps: dict, cores: int, cpu: str) -> dict[str, Any]:
+    points: dict[str, list[dict]] = {}  # of sums
     sizes = {}
-    for worker in content["workers"]:
+    for worker in sums["workers"]:
+        k = worker["contexts"]
         for found in worker["points"]:
             sizes[found["model"]] = found["bytes"]
-            point = {"contexts": worker["contexts"], **{key: found[key] for key in ("name", "arrays", "bytes")}}
-            for way in OPERATIONS if worker["contexts"] > 1 else ():
-                points[way].append({**point, "ms": _median(found["ms"][way])})
-    _check(points)
-    return {"points": points, "bytes": {model: sizes[model] for model in TITLE}}
+            for way in OPERATIONS if k > 1 else ():
+                row = [found["arrays"] * OPERATIONS[way](k), allreduce.moved(way, k) * found["bytes"] / 1e6]
+                points.setdefault(way, []).append({"contexts": k, "ms": median(found["ms"][way]), "row": row})
+    of_steps: dict[str, list[dict]] = {}
+    for found in steps["runs"]:
+        k, size = found["contexts"], found["batch_size"]
+        point = {"contexts": k, "ms": median(found["step_ms"]), "row": step_row(k, size, cores)}
+        of_steps.setdefault(f"{found['impl']}, {TITLE[found['model']]}", []).append(point)
+    fits = {name: _fitted(of_it) for name, of_it in of_steps.items()}
+    cases = []
+    for model in TITLE:
+        terms = fits[f"highlevel, {TITLE[model]}"]["terms"]
+        cases += [_predict(model, terms, sizes[model], speed, link) for speed in SPEEDS for link in LINKS]
+    sum_fits = {way: _fitted(of_it) for way, of_it in points.items()}
+    return {"cores": cores, "cpu": cpu, "sums": sum_fits, "steps": fits, "predicted": cases}
 
 
-def _steps(content: dict) -> dict[str, list[dict]]:
-    """{"impl, model": points} of scaling.json."""
-    points: dict[str, list[dict]] = {}
-    for run in content["runs"]:
-        point = {"name": run["kind"], "contexts": run["contexts"], "batch_size": run["batch_size"]}
-        name = f"{run['impl']}, {TITLE[run['model']]}"
-        points.setdefault(name, []).append({**point, "ms": _median(run["step_ms"])})
-    _check({**{f"highlevel, {title}": [] for title in TITLE.values()}, **points})
-    return points
-
-
-def _median(ms: list[float]) -> float:
-    found = median(ms)
-    if not 0 < found < 1e9:
-        raise ValueError(f"{found} ms")
-    return found
-
-
-def _check(points: dict[str, list[dict]]) -> None:
-    """Raise ValueError if something was not measured on enough numbers of contexts."""
-    for name, of_it in points.items():
-        contexts = {p["contexts"] for p in of_it}
-        if len([k for k in contexts if k < CHECKED]) < 2 or max(contexts) < CHECKED:
-            raise ValueError(f"{name}: needs two numbers of contexts below {CHECKED}, and {CHECKED} or more")
-
-
-def _fitted(points: list[dict], rows: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _fitted(points: list[dict]) -> dict[str, Any]:
     """The fitted terms, the points with "modelled_ms" and relative "error", and the median and largest errors."""
-    fitted = [i for i, p in enumerate(points) if p["contexts"] < CHECKED]
-    terms = fit(np.array([rows[i] for i in fitted]), np.array([points[i]["ms"] for i in fitted]))
-    for p, ms in zip(points, np.array(rows) @ terms):
-        p.update(modelled_ms=float(ms), error=float(ms / p["ms"] - 1))
-    errors = {}
-    for name, some in (("fitted_error", True), ("checked_error", False)):
-        sizes = [abs(p["error"]) for p in points if (p["contexts"] < CHECKED) is some]
-        errors[name] = [median(sizes), max(sizes)]
-    return {"terms": terms.tolist(), "points": points, **errors}
+    rows, ms = np.array([p["row"] for p in points], float), np.array([p["ms"] for p in points], float)
+    fitted = np.array([p["contexts"] < CHECKED for p in points])
+    if fitted.all() or np.linalg.matrix_rank(rows[fitted]) < min(2, rows.shape[1]) or (ms <= 0).any():
+        raise ValueError(f"needs times above 0 on several numbers of contexts below {CHECKED}, and on {CHECKED}")
+    terms = fit(rows[fitted], ms[fitted])
+    modelled = rows @ terms
+    errors = modelled / ms - 1
+    for p, of_it, error in zip(points, modelled.tolist(), errors.tolist()):
+        p.update(modelled_ms=of_it, error=error)
+    summary = {"fitted_error": np.abs(errors[fitted]), "checked_error": np.abs(errors[~fitted])}
+    return {
+        "terms": terms.tolist(),
+        "points": points,
+        **{name: [float(np.median(of_it)), float(of_it.max())] for name, of_it in summary.items()},
+    }
 
 
-def _predict(model: str, step: dict, size: int, speed: int, link: str) -> dict[str, Any]:
+def _predict(model: str, terms: list[float], size: int, speed: int, link: str) -> dict[str, Any]:
     """Weak scaling: each device has the same batch. The allreduce begins after the last gradient, and the next step
     after the allreduce. A faster device shortens examples, not calls."""
-    batch_size = next(p["batch_size"] for p in step["points"] if p["contexts"] == 1)
-    compute = step["terms"][0] + batch_size * step["terms"][1] / speed
+    compute = terms[0] + harness.BATCH_SIZE[model] * terms[1] / speed
     efficiency = {}
     for way in CLUSTER:
         times = [1000 * allreduce_seconds(way, k, size, *LINKS[link]) for k in DEVICES]
         efficiency[way] = [compute / (compute + ms) for ms in times]
-    about = {"model": model, "speed": speed, "link": link, "gradient_bytes": size, "batch_size": batch_size}
+    about = {"model": model, "speed": speed, "link": link, "gradient_bytes": size}
     return {**about, "predicted_compute_ms": compute, "predicted_efficiency": efficiency}
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: the fits and their errors, then what is predicted."""
+    """Lines for a terminal: the fits and their errors, then the best prediction for each cluster."""
     cores = result["cores"]
-    lines = [
-        "A cost model of a data-parallel step, fitted to what bench.py allreduce and scaling measured on contexts of",
-        f"{cores} cores of {result['cpu']}. Errors are relative, median (largest);",
-        f"{CHECKED} contexts and more were not fitted to.",
-        "",
-        "FITTED: SUMS OVER k CONTEXTS: operations x latency + bytes read and written / bandwidth",
-    ]
-    rows = [["", "operations", "latency", "bandwidth", "error, fitted to", "not fitted to"]]
+    sums = [["sums over k contexts", "latency", "bandwidth", "error, fitted to", "not fitted to"]]
     for way, found in result["sums"].items():
         latency, per_mb = found["terms"]
         bandwidth = f"{1 / per_mb:.1f} GB/s" if per_mb else "no limit"
-        rows.append([way, OPERATIONS[way][0], f"{1000 * latency:.1f} us", bandwidth, *_errors(found)])
-    lines += harness.table(rows)
-    lines += [
-        "",
-        "FITTED: STEPS OF B EXAMPLES ON k CONTEXTS: (k x a context's ms + B x an example's ms) / cores at work",
-    ]
+        sums.append([way, f"{1000 * latency:.1f} us", bandwidth, *_errors(found)])
     working = min(CHECKED, cores)
-    rows = [["", "ms per context", "examples/s, 1 core", f"{working} cores", "error, fitted to", "not fitted to"]]
+    steps = [["steps", "ms per context", "examples/s, 1 core", f"{working} cores", "error, fitted to", "not fitted to"]]
     for name, found in result["steps"].items():
         context, example, shared = found["terms"]
         rates = [f"{1000 * k / (example + (k - 1) * shared):.0f}" for k in (1, working)]
-        rows.append([name, f"{context:.2f}", *rates, *_errors(found)])
-    return "\n".join([*lines, *harness.table(rows), "", *_predicted_table(result["predicted"])])
+        steps.append([name, f"{context:.2f}", *rates, *_errors(found)])
+    predicted = [["", "compute ms", *(f"{k} devices" for k in SHOWN)]]
+    for case in result["predicted"]:
+        name = f"{TITLE[case['model']]}, devices {SPEEDS[case['speed']]}, {case['link']}"
+        best = [
+            max((of_it[DEVICES.index(k)], way) for way, of_it in case["predicted_efficiency"].items()) for k in SHOWN
+        ]
+        cells = (f"{harness.three_digits(100 * efficiency)}% {way}" for efficiency, way in best)
+        predicted.append([name, f"{case['predicted_compute_ms']:.2f}", *cells])
+    return "\n".join(
+        [
+            f"A cost model fitted to what bench.py allreduce and scaling measured on {cores} cores of {result['cpu']}.",
+            f"Errors are relative, median (largest); {CHECKED} contexts and more were not fitted to.",
+            "",
+            "FITTED: operations x latency + bytes read and written / bandwidth",
+            *harness.table(sums),
+            "",
+            "FITTED: (contexts x a context's ms + examples x an example's ms) / cores at work",
+            *harness.table(steps),
+            "",
+            "PREDICTED, NOT MEASURED: efficiency of clusters with the best way to sum",
+            "Each device has its own link, which sends one message and receives one at a time; nothing overlaps with",
+            "the sum. Links and speeds are assumed; 100 times is a GPU's order of magnitude.",
+            *harness.table(predicted),
+        ]
+    )
 
 
 def _errors(found: dict) -> list[str]:
     return [f"{found[key][0]:.0%} ({found[key][1]:.0%})" for key in ("fitted_error", "checked_error")]
-
-
-def _predicted_table(cases: list[dict]) -> list[str]:
-    lines = [
-        "PREDICTED, NOT MEASURED: CLUSTERS",
-        "Each of k devices has its own link, which sends one message and receives one at a time; an allreduce takes",
-        "messages x latency + share x bytes of the gradient / bandwidth, after the gradients and before the update.",
-        "Links and speeds are assumed; 100 times is a GPU's order of magnitude. What a context adds to a step stays.",
-        *harness.table([["", "messages", "share", ""], *([way, *texts] for way, (_, texts) in CLUSTER.items())]),
-    ]
-    for first in range(0, len(cases), len(LINKS)):
-        case = cases[first]
-        mb, ms = case["gradient_bytes"] / 1e6, case["predicted_compute_ms"]
-        lines += [
-            "",
-            f"predicted efficiency in % (* best): {TITLE[case['model']]}, {SPEEDS[case['speed']]}: {ms:.2f} ms for "
-            f"{case['batch_size']} examples per device, {mb:.2f} MB to sum",
-        ]
-        rows = [["", *(f"{k} devices: {'  '.join(CLUSTER)}" for k in SHOWN)]]
-        for of_link in cases[first : first + len(LINKS)]:
-            rows.append([of_link["link"], *(_efficiencies(of_link, DEVICES.index(k)) for k in SHOWN)])
-        lines += harness.table(rows)
-    return lines
-
-
-def _efficiencies(case: dict, i: int) -> str:
-    found = [efficiency[i] for efficiency in case["predicted_efficiency"].values()]
-    return " ".join(f"{harness.three_digits(100 * e) + '*' * (e == max(found)):>5}" for e in found)
 
 
 COLORS = {"star": "#000000", "tree": "#e69f00", "ring": "#0072b2", "PS": "#cc79a7"}  # Okabe and Ito's
@@ -283,8 +227,8 @@ STYLES = {"star": ":", "tree": "-.", "ring": "-", "PS": "--"}
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Left, modelled against measured; right, predicted efficiency by devices: a row per network and speed, a column per
-    link. PNG."""
+    """Left, modelled against measured; right, predicted efficiency by devices: a row per network and speed, a column
+    per link. PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(17, 11), layout="constrained")
@@ -295,9 +239,8 @@ def draw(result: dict, file: BinaryIO) -> None:
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2.2))
     for axes, title, fits in zip(left.subplots(2, 1), ("Sums", "Steps"), (result["sums"], result["steps"])):
         _scatter(axes, title, fits)
-    cases = result["predicted"]
-    panels = right.subplots(len(cases) // len(LINKS), len(LINKS), sharex=True, sharey=True)
-    for axes, case in zip(panels.flat, cases):
+    panels = right.subplots(len(TITLE) * len(SPEEDS), len(LINKS), sharex=True, sharey=True)
+    for axes, case in zip(panels.flat, result["predicted"]):
         for way, efficiency in case["predicted_efficiency"].items():
             percent = [100 * e for e in efficiency]
             axes.plot(DEVICES, percent, STYLES[way], color=COLORS[way], linewidth=2, label=way)
@@ -318,18 +261,12 @@ def draw(result: dict, file: BinaryIO) -> None:
 def _scatter(axes: Axes, title: str, fits: dict[str, dict]) -> None:
     """Modelled against measured ms; filled if not fitted to, hollow if fitted to."""
     for (name, found), color, marker in zip(fits.items(), (*COLORS.values(), "#009e73"), "osDv^"):
-        for fitted in (True, False):
-            some = [p for p in found["points"] if (p["contexts"] < CHECKED) is fitted]
-            x, y = zip(*((p["ms"], p["modelled_ms"]) for p in some))
-            face = "none" if fitted else color
-            axes.plot(x, y, marker, color=color, markerfacecolor=face, alpha=0.8, label=None if fitted else name)
-    every = [p[key] for found in fits.values() for p in found["points"] for key in ("ms", "modelled_ms")]
-    ends = [0.7 * min(ms for ms in every if ms > 0), 1.4 * max(every)]
-    axes.plot(ends, ends, color="gray", linewidth=1, zorder=0)
-    axes.fill_between(ends, [e / 1.25 for e in ends], [1.25 * e for e in ends], color="gray", alpha=0.15, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modelled, ms")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    note = f"filled: {CHECKED} contexts, not fitted to;\nhollow: fitted to; gray: within a quarter"
-    axes.set_title(f"{title}: {note}", fontsize="medium")
+        for p in found["points"]:
+            face = "none" if p["contexts"] < CHECKED else color
+            axes.plot(p["ms"], p["modelled_ms"], marker, color=color, markerfacecolor=face, alpha=0.8)
+        axes.plot([], [], marker, color=color, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="modelled, ms")
+    axes.axline((1, 1), (2, 2), color="gray", linewidth=1, zorder=0)
+    note = f"filled: {CHECKED} contexts, not fitted to; hollow: fitted to"
+    axes.set_title(f"{title}\n{note}", fontsize="medium")
     axes.legend(fontsize="small")

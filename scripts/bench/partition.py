@@ -5,15 +5,14 @@ A worker, `python -m bench.partition JOB`, trains on synthetic data.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from bench import harness
+from bench.harness import Job
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets, timeline
 
@@ -27,44 +26,27 @@ ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # outputs of each layer, per 
 PIXELS = 28 * 28
 
 
-class Subject(NamedTuple):
-    """One thing to measure: a way of partition.WAYS on a number of CPU contexts."""
-
-    way: str
-    contexts: int = 2
-    micro_batches: int = 1
-
-    def __str__(self) -> str:
-        if self.contexts == 1:
-            return "one device, one thread"
-        return self.way + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
+WAYS = {  # {name: arguments of `work`}
+    "one device, one thread": {"way": "data parallelism", "contexts": 1},
+    "network partitioning": {"way": "network partitioning"},
+    "network partitioning, 4 micro-batches": {"way": "network partitioning", "micro_batches": 4},
+    "layer-wise partitioning": {"way": "layer-wise partitioning"},
+    "data parallelism": {"way": "data parallelism"},
+}
 
 
-SUBJECTS = (
-    Subject("data parallelism", contexts=1),
-    Subject("network partitioning"),
-    Subject("network partitioning", micro_batches=4),
-    Subject("layer-wise partitioning"),
-    Subject("data parallelism"),
-)
+def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
+    """Measure some of WAYS in turn; returns what `table` and `draw` show. steps: timed steps per run.
 
-
-def run(rounds: int = 3, steps: int = 100, subjects: Sequence[Subject] = SUBJECTS) -> dict:
-    """Measure the subjects in turn; returns what `table` and `draw` show. steps: timed steps per run.
-
-    For each subject the result has "step_ms" and "idle" (the share of each device) of each round, the latter from
-    further steps with the engine's profiler; and the bytes of one step that `bytes_moved` computes.
+    For each way the result has "step_ms" and "idle" (the share of each device) of each round, the latter from further
+    steps with the engine's profiler; and the bytes of one step that `bytes_moved` computes.
     """
     env = harness.environment(harness.ONE_THREAD)  # also on one context, which could have more
-
-    def measure(subject: Subject) -> dict:
-        return harness.worker(str(subject), "partition", {"subject": subject, "steps": steps}, env=env)
-
+    jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
     ways = []
-    for subject, found in harness.in_turn(subjects, rounds, measure).items():
-        between, from_host = bytes_moved(subject.way, subject.contexts, BATCH_SIZE)
-        measured = {key: [of_round[key] for of_round in found] for key in ("step_ms", "idle")}
-        ways.append({"name": str(subject), "bytes_between": between, "bytes_from_host": from_host, **measured})
+    for name, run in harness.measure(jobs, rounds).items():
+        between, from_host = bytes_moved(WAYS[name]["way"], WAYS[name].get("contexts", 2), BATCH_SIZE)
+        ways.append({"name": name, "bytes_between": between, "bytes_from_host": from_host, **run})
     return {"batch_size": BATCH_SIZE, "rounds": rounds, "steps": steps, "ways": ways}
 
 
@@ -100,29 +82,28 @@ def draw(result: dict, file: BinaryIO) -> None:
     times = {way["name"]: way["step_ms"] for way in result["ways"]}
     moved = {way["name"]: [way["bytes_between"] / 1e6] for way in result["ways"]}
     title = f"LeNet split over devices, a training step of {result['batch_size']} examples"
-    harness.draw_bars(file, title, "ms, MB", {"ms/step": times, "MB between devices": moved})
+    harness.draw_bars(file, title, {"ms/step": times, "MB between devices": moved})
 
 
-def work(subject: Sequence[Any], steps: int) -> dict[str, Any]:
-    """{"step_ms", "idle": share of each device} of a subject."""
-    what = Subject(*subject)
-    engine.configure(what.contexts)
+def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:
+    """{"step_ms", "idle": share of each device} of a way of partition.WAYS on CPU contexts."""
+    engine.configure(contexts)
     import mxnet as mx
 
     from gluon_mgpu import partition, scratch
 
-    ctx = [mx.cpu(i) for i in range(what.contexts)]
-    place, step = partition.WAYS[what.way]
-    options = {"micro_batches": what.micro_batches} if what.micro_batches > 1 else {}
-    train_batch = partial(step, device_params=place(scratch.init_params(), ctx), ctx=ctx, lr=LR, **options)
+    ctx = [mx.cpu(i) for i in range(contexts)]
+    place, train_batch = partition.WAYS[way]
+    options = {"micro_batches": micro_batches} if micro_batches > 1 else {}
+    step = partial(train_batch, device_params=place(scratch.init_params(), ctx), ctx=ctx, lr=LR, **options)
     data = datasets.synthetic(max(steps, WARM_UP_STEPS) * BATCH_SIZE, 100, seed=0)
-    harness.train(train_batch, data, BATCH_SIZE, range(WARM_UP_STEPS * BATCH_SIZE))
+    harness.train(step, data, BATCH_SIZE, range(WARM_UP_STEPS * BATCH_SIZE))
     start = time.perf_counter()
-    harness.train(train_batch, data, BATCH_SIZE, range(steps * BATCH_SIZE))
+    harness.train(step, data, BATCH_SIZE, range(steps * BATCH_SIZE))
     seconds = time.perf_counter() - start
-    contexts = timeline.summary(harness.record(train_batch, ctx, BATCH_SIZE, RECORDED_STEPS, what.way))["contexts"]
-    return {"step_ms": 1000 * seconds / steps, "idle": [found["idle_share"] for found in contexts.values()]}
+    found = timeline.summary(harness.record(step, ctx, BATCH_SIZE, RECORDED_STEPS, way))["contexts"]
+    return {"step_ms": 1000 * seconds / steps, "idle": [device["idle_share"] for device in found.values()]}
 
 
 if __name__ == "__main__":
-    print(json.dumps(work(**json.loads(sys.argv[1]))))
+    harness.main(work)

@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from bench import harness
-from bench import steps as ours
-from bench.harness import BATCH_SIZE, TITLE, ratios, spread
+from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, Run, ratios, spread
+from bench.steps import Subject, one_thread
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import datasets
@@ -27,56 +27,31 @@ from gluon_mgpu.training import datasets
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SECONDS = 900
 # Environment variables that change how PyTorch computes, besides the engine's settings.
 TORCH_SETTINGS = ("TORCH", "PYTORCH_", "MKL_", "KMP_", "GLOO_")
+TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes": {"processes": 2, "threads": 1}}
+VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
+NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
+SCRATCH, HIGHLEVEL = "scratch, 2 contexts", "highlevel, 2 contexts"
+LEARNERS = (NOTEBOOK, PYTORCH, DDP, SCRATCH, HIGHLEVEL)
 
 NOTES = """\
 A step: making the float32 batch from uint8 images in a shuffled order, forward, loss, backward, allreduce, update, and
 reading the losses. Not included: the start, compiling, the first steps; and for the notebook's code, which waits for
 every step and reads no loss, making the batches. DDP: DistributedDataParallel over gloo with gradient_as_bucket_view,
 static_graph, and the default buckets. peak MB: of DDP the sum over both processes, which counts shared pages twice.
-compile s: in the first round; later rounds find the compiled code. loss: the mean over the steps."""
-
-
-class Torch(NamedTuple):
-    """One PyTorch network to measure."""
-
-    model: str
-    processes: int  # several: DistributedDataParallel
-    threads: int  # of each process
-    channels_last: bool = False
-    compiled: bool = False
-
-    def __str__(self) -> str:
-        name = f"DDP, {self.processes} processes" if self.processes > 1 else f"PyTorch, {self.threads} threads"
-        return name + ", channels_last" * self.channels_last + ", torch.compile" * self.compiled
-
-
-Subject = Union[ours.Subject, Torch]
-NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", "PyTorch, 2 threads", "DDP, 2 processes"
-SCRATCH, HIGHLEVEL = "scratch, 2 contexts", "highlevel, 2 contexts"
-LEARNERS = (NOTEBOOK, PYTORCH, DDP, SCRATCH, HIGHLEVEL)
-
-
-def subjects(model: str) -> list[Subject]:
-    """What is measured for a model."""
-    found: list[Subject] = [ours.Subject("notebook", 2)] if model == "lenet" else []
-    for plain in (Torch(model, 1, 2), Torch(model, 2, 1)):
-        found += [plain, plain._replace(channels_last=True), plain._replace(compiled=True)]
-    two = [ours.Subject(impl, 2, model=model) for impl in harness.IMPLS[model]]
-    return [*found, *two, *(ours.one_thread(subject._replace(contexts=1)) for subject in two)]
+loss: the mean over the steps, which is the same for all."""
 
 
 def run(
-    models: Sequence[str] = tuple(TITLE),
+    model: Sequence[str] = tuple(TITLE),
     rounds: int = 5,
     steps: int = 100,
     accuracy: bool = False,
     epochs: int = 4,
     seed: int = 1,
 ) -> dict:
-    """Measure all subjects of each model in turn; returns what `table` and `draw` show.
+    """Measure all subjects of some models in turn; returns what `table` and `draw` show.
 
     steps: of LeNet, in each round. accuracy: also train LeNet on Fashion-MNIST for some epochs with the notebook's
     code, PyTorch and ours, from the same parameters and in the order that the seed gives.
@@ -87,35 +62,36 @@ def run(
         datasets.find("fashion-mnist") or datasets.fetch("fashion-mnist")
     result: dict[str, Any] = {"rounds": rounds, "models": {}}
     with tempfile.TemporaryDirectory() as compiled:
-        for model in models:
-
-            def measure(subject: Subject) -> dict:
-                return start(subject, "time", Path(compiled), steps=steps)
-
-            found = harness.in_turn(subjects(model), rounds, measure)
-            result["models"][model] = {str(subject): runs for subject, runs in found.items()}
+        for name in model:
+            result["models"][name] = harness.measure(jobs(name, compiled, "time", steps=steps), rounds)
         if accuracy:
-            learners = [subject for subject in subjects("lenet") if str(subject) in LEARNERS]
-            job = {"epochs": epochs, "seed": seed}
-            learned = harness.in_turn(learners, 1, lambda subject: start(subject, "learn", Path(compiled), **job))
-            result["accuracy"] = {**job, "runs": {str(subject): run for subject, (run,) in learned.items()}}
+            every = jobs("lenet", compiled, "learn", epochs=epochs, seed=seed)
+            runs = harness.measure({name: every[name] for name in LEARNERS}, 1)
+            learned = {name: {what: values[0] for what, values in run.items()} for name, run in runs.items()}
+            result["accuracy"] = {"epochs": epochs, "seed": seed, "runs": learned}
     return result
 
 
-def start(subject: Subject, mode: str, compiled: Path, **job: int) -> dict:
-    """What a worker returns for a subject. mode: "time" or "learn". compiled: a folder for what torch.compile makes."""
-    if isinstance(subject, ours.Subject):
-        return ours.start(subject, mode, **job)
-    env = harness.environment(without=(*harness.SETTINGS, *TORCH_SETTINGS))
-    env["GLOO_SOCKET_IFNAME"] = "lo"
-    if subject.compiled:  # compiled code, and what a compiler leaves that is killed
-        folder = compiled / f"{subject.model}-{subject.processes}"
-        folder.mkdir(exist_ok=True)
-        env["TMPDIR"] = str(folder)
-    if subject.threads > 1:  # as ours on one context; else a little other work on the cores slows it several times
-        env["GOMP_SPINCOUNT"] = engine.SPINS
-    job = {"mode": mode, "subject": subject, **job}
-    return harness.worker(str(subject), "torch_peers", job, env=env, seconds=SECONDS)
+def jobs(model: str, compiled: str, mode: str, **arguments: int) -> dict[str, Job]:
+    """{name: job} of all subjects. compiled: a folder for what torch.compile makes. mode: "time" or "learn"."""
+    notebook = [Subject("notebook", 2)] if model == "lenet" else []
+    two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]
+    found = {str(subject): subject.job(mode, **arguments) for subject in notebook}
+    for name, processes in TORCH.items():
+        for variant, options in VARIANTS.items():
+            subject = {"model": model, **processes, **options}
+            env = _torch_environment(processes["threads"], Path(compiled, f"{model}, {name}"))
+            found[name + variant] = Job("torch_peers", {"mode": mode, **subject, **arguments}, env, seconds=900)
+    ours = [*two, *map(one_thread, two)]
+    return {**found, **{str(subject): subject.job(mode, **arguments) for subject in ours}}
+
+
+def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
+    folder.mkdir(exist_ok=True)
+    settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files, too
+    if threads > 1:  # as ours on one context; else a little other work on the cores slows it several times
+        settings["GOMP_SPINCOUNT"] = engine.SPINS
+    return harness.environment(settings, without=(*harness.SETTINGS, *TORCH_SETTINGS))
 
 
 def _check_torch() -> None:
@@ -126,49 +102,36 @@ def _check_torch() -> None:
         raise Error(f"torch.compile needs a C++ compiler, and {compiler} was not found: install g++ or set CXX")
 
 
-def fastest_torch(runs: dict[str, list[dict]]) -> tuple[str, list[float]]:
+def fastest_torch(runs: dict[str, Run]) -> tuple[str, list[float]]:
     """The variant of PyTorch that is fastest relative to highlevel, and how many times as long it takes, per round."""
-    ours = step_ms(runs[HIGHLEVEL])
-    against = {name: ratios(step_ms(of_it), ours) for name, of_it in runs.items() if name.startswith((PYTORCH, DDP))}
+    against = {name: ratios(run, runs[HIGHLEVEL]) for name, run in runs.items() if name.startswith((PYTORCH, DDP))}
     fastest = min(against, key=lambda name: median(against[name]))
     return fastest, against[fastest]
-
-
-def step_ms(runs: list[dict]) -> list[float]:
-    return [run["step_ms"] for run in runs]
 
 
 def table(result: dict) -> str:
     """Lines for a terminal: for each model, subjects with their times, ratios and memory; then what was learned."""
     lines = [harness.machine_line(), NOTES]
     for model, runs in result["models"].items():
-        lines += ["", *_model_table(model, runs, result["rounds"])]
+        rows = []
+        for name, run in runs.items():
+            notebook = {"x notebook": ratios(runs[NOTEBOOK], run)} if NOTEBOOK in runs else {}
+            loss = {"loss": f"{run['loss'][0]:.4f}" if run["loss"][0] else ""}
+            rows.append((name, BATCH_SIZE[model], run, {"x plain DDP": ratios(runs[DDP], run), **notebook, **loss}))
+        title = f"{TITLE[model]}, batch {BATCH_SIZE[model]}, {result['rounds']} rounds"
+        fastest, against = fastest_torch(runs)
+        lines += ["", *harness.speed_table(title, rows)]
+        lines.append(f"{fastest}, the fastest of PyTorch: {spread(against, 2)} times as long as {HIGHLEVEL}")
     if "accuracy" in result:
-        learned = result["accuracy"]
         rows = [["", "s/epoch", "test accuracy after each epoch"]]
-        for name, run in learned["runs"].items():
+        for name, run in result["accuracy"]["runs"].items():
             rows.append([name, f"{median(run['seconds']):.1f}", "  ".join(f"{a:.4f}" for a in run["accuracy"])])
-        title = f"LeNet on Fashion-MNIST, all from the same parameters and in the order of seed {learned['seed']}"
-        lines += ["", title, *harness.table(rows)]
+        lines += [
+            "",
+            "LeNet on Fashion-MNIST, all from the same parameters and in the same order",
+            *harness.table(rows),
+        ]
     return "\n".join(lines)
-
-
-def _model_table(model: str, runs: dict[str, list[dict]], rounds: int) -> list[str]:
-    rows = [["", "ms/step", "examples/s", "x plain DDP", "x notebook", "peak MB", "compile s", "loss"]]
-    for name, of_it in runs.items():
-        ms, first = step_ms(of_it), of_it[0]
-        row = [name, spread(ms, 1), f"{1000 * BATCH_SIZE[model] / median(ms):.0f}"]
-        row += [spread(ratios(step_ms(runs[other]), ms), 2) if other in runs else "" for other in (DDP, NOTEBOOK)]
-        row.append(f"{median(run['peak_mb'] for run in of_it):.0f}")
-        row.append(f"{first['compile_s']:.1f}" if name.endswith("torch.compile") else "")
-        row.append(f"{first['loss']:.4f}" if first["loss"] else "")
-        rows.append(row)
-    fastest, times_as_long = fastest_torch(runs)
-    return [
-        f"{TITLE[model]}, batch {BATCH_SIZE[model]}, SGD, medians of {rounds} rounds (min-max)",
-        *harness.table(rows),
-        f"{fastest}, the fastest of PyTorch: {spread(times_as_long, 2)} times as long as {HIGHLEVEL}",
-    ]
 
 
 def draw(result: dict, file: BinaryIO) -> None:
@@ -180,7 +143,7 @@ def draw(result: dict, file: BinaryIO) -> None:
     figure = Figure(figsize=(8, 0.9 + 0.42 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, (model, runs) in zip(panels, result["models"].items()):
-        rates = {name: [1000 * BATCH_SIZE[model] / ms for ms in step_ms(of_it)] for name, of_it in runs.items()}
+        rates = {name: [1000 * BATCH_SIZE[model] / ms for ms in run["step_ms"]] for name, run in runs.items()}
         harness.bars(axes, rates, _color)
         axes.set_title(f"{TITLE[model]}, batch {BATCH_SIZE[model]}: examples/s, median of {result['rounds']} rounds")
     if "accuracy" in result:

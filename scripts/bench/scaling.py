@@ -10,57 +10,50 @@ from collections.abc import Sequence
 from statistics import median
 from typing import BinaryIO
 
-from bench import harness, steps
+from bench import harness
 from bench.harness import IMPLS, TITLE
+from bench.steps import Subject, measure, one_thread
 
 CONTEXTS = (1, 2, 4, 8)
 
 
 def run(
-    models: Sequence[str] = tuple(TITLE), contexts: Sequence[int] = CONTEXTS, rounds: int = 3, steps_per_run: int = 100
+    model: Sequence[str] = tuple(TITLE), contexts: Sequence[int] = CONTEXTS, rounds: int = 3, steps: int = 100
 ) -> dict:
-    """Train each model on each number of contexts in turn; returns what `table` and `draw` show.
+    """Train some models on each number of contexts in turn; returns what `table` and `draw` show.
 
     Strong scaling: all contexts together have the batch of `steps`; weak: each context has. contexts: 1 is always
-    measured too, since all others are compared with it. steps_per_run: of LeNet with its own batch size.
+    measured too, since all others are compared with it. steps: per run, of LeNet with its own batch size.
     """
-    points = [
-        (impl, model, kind, k)
-        for model in models
-        for impl in IMPLS[model]
+    subjects = {
+        (impl, name, kind, k): subject(impl, name, kind, k)
+        for name in model
+        for impl in IMPLS[name]
         for kind in ("strong", "weak")
         for k in sorted({1, *contexts})
-    ]
-    subjects = {point: subject(*point) for point in points}
-    measured = steps.measure(tuple(dict.fromkeys(subjects.values())), rounds, steps_per_run)
+    }
+    measured = measure(tuple(dict.fromkeys(subjects.values())), rounds, steps)
     runs = [
-        {
-            **{"impl": impl, "model": model, "kind": kind, "contexts": k},
-            "batch_size": subjects[impl, model, kind, k].size,
-            "step_ms": [run["step_ms"] for run in measured[subjects[impl, model, kind, k]]],
-            "peak_mb": [run["peak_mb"] for run in measured[subjects[impl, model, kind, k]]],
-        }
-        for impl, model, kind, k in points
+        {**dict(zip(("impl", "model", "kind", "contexts"), point)), "batch_size": of_it.size, **measured[of_it]}
+        for point, of_it in subjects.items()
     ]
     return {"rounds": rounds, "cores": len(os.sched_getaffinity(0)), "runs": runs}
 
 
-def subject(impl: str, model: str, kind: str, k: int) -> steps.Subject:
+def subject(impl: str, model: str, kind: str, k: int) -> Subject:
     """What a worker of `steps` measures. With one context, strong and weak scaling are the same."""
-    found = steps.Subject(impl, k, model=model, batches=k if kind == "weak" else 1)
-    return steps.one_thread(found) if k == 1 else found
+    found = Subject(impl, k, model=model, batches=k if kind == "weak" else 1)
+    return one_thread(found) if k == 1 else found
 
 
 def efficiencies(one: dict, many: dict, cores: int) -> list[float]:
     """For each round: examples/s of many contexts relative to one's, divided by the cores that they can use."""
     grown = many["batch_size"] / one["batch_size"]
-    faster = harness.ratios(one["step_ms"], many["step_ms"])
-    return [grown * ratio / min(many["contexts"], cores) for ratio in faster]
+    return [grown * ratio / min(many["contexts"], cores) for ratio in harness.ratios(one, many)]
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: for each model, implementation and kind, each number of contexts with its time and
-    efficiency; for strong scaling, also the cost of more contexts than cores."""
+    """Lines for a terminal: for each model, implementation and kind, the time and efficiency by number of contexts."""
     cores = result["cores"]
     lines = [
         f"A training step on CPU contexts, medians of {result['rounds']} rounds (min-max);",
@@ -69,34 +62,12 @@ def table(result: dict) -> str:
         f"one context with one thread, divided by the number of contexts, or of cores ({cores}) if that is smaller.",
     ]
     for (model, impl, kind), runs in _series(result).items():
-        rows = [[f"{TITLE[model]}, {impl}, {kind} scaling", "batch", "ms/step", "examples/s", "efficiency", "peak MB"]]
+        rows = []
         for run in runs:
-            size, ms = run["batch_size"], run["step_ms"]
-            efficiency = harness.spread(efficiencies(runs[0], run, cores), 2)
-            rate, peak = f"{1000 * size / median(ms):.0f}", f"{median(run['peak_mb']):.0f}"
-            rows.append(
-                [harness.plural(run["contexts"], "context"), size, harness.spread(ms, 1), rate, efficiency, peak]
-            )
-        lines += ["", *harness.table(rows)]
-        if kind == "strong":
-            lines += _beyond_the_cores(runs, cores)
+            columns = {"batch": str(run["batch_size"]), "efficiency": efficiencies(runs[0], run, cores)}
+            rows.append((harness.plural(run["contexts"], "context"), run["batch_size"], run, columns))
+        lines += ["", *harness.speed_table(f"{TITLE[model]}, {impl}, {kind} scaling", rows)]
     return "\n".join(lines)
-
-
-def _beyond_the_cores(runs: list[dict], cores: int) -> list[str]:
-    """A line per run with more contexts than cores: how much longer its step takes than with a context per core."""
-    full = [run for run in runs if run["contexts"] == cores]
-    lines = []
-    for run in runs:
-        extra = run["contexts"] - cores
-        if full and extra > 0:
-            cost = median((a - b) / extra for a, b in zip(run["step_ms"], full[0]["step_ms"]))
-            ratio = harness.spread(harness.ratios(run["step_ms"], full[0]["step_ms"]), 2)
-            lines.append(
-                f"{run['contexts']} contexts against {cores}: {ratio} times as long; {cost:.2f} ms/step for each "
-                f"context beyond {cores}"
-            )
-    return lines
 
 
 def _series(result: dict) -> dict[tuple[str, str, str], list[dict]]:

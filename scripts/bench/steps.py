@@ -10,24 +10,20 @@ import importlib
 import io
 import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, LR, TITLE, Trainer, ratios
+from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Trainer, ratios
 from gluon_mgpu.training import datasets
-from gluon_mgpu.training.datasets import Dataset
 
 if TYPE_CHECKING:
     from mxnet.ndarray import NDArray
-
-Results = dict["Subject", list[dict[str, float]]]
 
 
 class Subject(NamedTuple):
@@ -37,9 +33,7 @@ class Subject(NamedTuple):
     contexts: int
     note: str = ""  # what differs
     settings: tuple[tuple[str, str], ...] = ()  # environment variables
-    ahead: int = 0  # how many steps Python may run ahead; 0: as in training
     model: str = "lenet"
-    evaluate: bool = False  # instead of training
     batches: int = 1  # multiplies the batch size
     tune: bool = True
 
@@ -50,12 +44,19 @@ class Subject(NamedTuple):
     def size(self) -> int:
         return BATCH_SIZE[self.model] * self.batches
 
+    def job(self, mode: str, **arguments: Any) -> Job:
+        """What a worker measures of the subject. mode: a key of MODES."""
+        arguments = {"mode": mode, "subject": self, **arguments}
+        advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
+        return Job("steps", arguments, harness.environment(self.settings), seconds=900, advice=advice)
+
 
 def one_thread(subject: Subject) -> Subject:
-    return subject._replace(note="1 thread", settings=tuple(harness.ONE_THREAD.items()))
+    """The subject on one context with one OpenMP thread."""
+    return subject._replace(contexts=1, note="1 thread", settings=tuple(harness.ONE_THREAD.items()))
 
 
-def _alone_and_on_two(subject: Subject) -> tuple[Subject, ...]:
+def _scaled(subject: Subject) -> tuple[Subject, ...]:
     return one_thread(subject), subject, subject._replace(contexts=2)
 
 
@@ -65,13 +66,12 @@ GLIBC = (
     ("MALLOC_TOP_PAD_", "131072"),
     ("MALLOC_ARENA_MAX", "16"),
 )
-SCRATCH, HIGHLEVEL = Subject("scratch", 1), Subject("highlevel", 1)
 STEP = (
     *(Subject("notebook", 1), Subject("notebook", 2)),
-    *(_alone_and_on_two(SCRATCH) + _alone_and_on_two(HIGHLEVEL)),
+    *_scaled(Subject("scratch", 1)),
+    *_scaled(Subject("highlevel", 1)),
 )
-EVALUATE = tuple(subject._replace(evaluate=True) for subject in STEP if subject.impl != "notebook")
-RESNET18 = _alone_and_on_two(HIGHLEVEL._replace(model="resnet18"))
+RESNET18 = _scaled(Subject("highlevel", 1, model="resnet18"))
 ENGINE = tuple(
     subject
     for impl in ("scratch", "highlevel")
@@ -80,64 +80,48 @@ ENGINE = tuple(
         Subject(impl, 2, "4 temporary spaces", (("MXNET_CPU_TEMP_COPY", "4"),)),
         Subject(impl, 2, "512 temporary spaces", (("MXNET_CPU_TEMP_COPY", "512"),)),
         Subject(impl, 2, "glibc's own malloc", GLIBC),
-        Subject(impl, 2, "1 step ahead", ahead=1),
     )
 ) + (Subject("highlevel", 2, "not tuned", tune=False),)
+SUBJECTS = {"step": STEP, "resnet18": RESNET18, "engine": ENGINE}
 
 
-def measure(subjects: Sequence[Subject], rounds: int = 3, steps: int = 100) -> Results:
-    """{subject: what `harness.time_steps` returns, in each round}. steps: per run, of LeNet with its own batch size."""
-    return harness.in_turn(subjects, rounds, lambda subject: start(subject, "time", steps=steps))
+def _alone(subject: Subject) -> Subject:
+    return Subject("notebook", 1) if subject.impl == "notebook" else one_thread(subject)
 
 
-def start(subject: Subject, mode: str, **job: Any) -> Any:
-    """What a worker returns for a subject. mode: a key of MODES."""
-    advice = "stock MXNet can hang on several contexts" if subject.impl == "notebook" else "use fewer steps"
-    env, job = harness.environment(subject.settings), {"mode": mode, "subject": subject, **job}
-    return harness.worker(str(subject), "steps", job, env=env, seconds=SECONDS[mode], advice=advice)
+BASES = {  # for each key of SUBJECTS, {heading: which subject the others are compared with}
+    "step": {
+        "x notebook": lambda subject: Subject("notebook", subject.contexts),
+        "x 1 context, 1 thread": _alone,
+    },
+    "resnet18": {"x 1 context, 1 thread": _alone},
+    "engine": {"x own settings": lambda subject: Subject(subject.impl, 2)},
+}
 
 
-def step_table(results: Results) -> str:
-    """How fast each subject of STEP is, relative to the notebook's code and to one context with one thread."""
-    notebook = {subject.contexts: subject for subject in results if subject.impl == "notebook"}
-    return _table(results, {"x notebook": lambda s: notebook[s.contexts], **_alone(results)})
+def measure(subjects: Sequence[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Run]:
+    """Time training steps: see `harness.time_steps`. steps: per run, of LeNet with its own batch size."""
+    return harness.measure({subject: subject.job("time", steps=steps) for subject in subjects}, rounds)
 
 
-def speedup_table(results: Results) -> str:
-    """How fast the subjects of EVALUATE or RESNET18 are, relative to one context with one thread."""
-    return _table(results, _alone(results))
-
-
-def engine_table(results: Results) -> str:
-    """How much faster or slower a step is without each setting of ENGINE."""
-    return _table(results, {"x our speed": lambda subject: Subject(subject.impl, subject.contexts)})
-
-
-def _alone(results: Results) -> dict[str, Callable[[Subject], Subject]]:
-    alone = {s.impl: s for s in results if s.contexts == 1 and (s.settings or s.impl == "notebook")}
-    return {"x 1 context, 1 thread": lambda subject: alone[subject.impl]}
-
-
-def _table(results: Results, columns: dict[str, Callable[[Subject], Subject]]) -> str:
-    """columns: for each heading, which subject the others are compared with."""
+def table(what: str, results: dict[Subject, Run]) -> str:
+    """Lines for a terminal: the results of SUBJECTS[what]."""
+    rows = []
+    for subject, run in results.items():
+        columns = {head: f"{median(ratios(results[base(subject)], run)):.2f}" for head, base in BASES[what].items()}
+        rows.append((str(subject), subject.size, run, columns))
     first = next(iter(results))
-    step_ms = {subject: [run["step_ms"] for run in runs] for subject, runs in results.items()}
-    rows = [["", "ms/step", "examples/s", *columns, "peak MB"]]
-    for subject, ms in step_ms.items():
-        rate, peak = 1000 * subject.size / median(ms), median(run["peak_mb"] for run in results[subject])
-        compared = (f"{median(ratios(step_ms[other(subject)], ms)):.2f}" for other in columns.values())
-        rows.append([str(subject), harness.spread(ms, 1), f"{rate:.0f}", *compared, f"{peak:.0f}"])
-    what = "evaluation" if first.evaluate else "training"
-    title = f"{TITLE[first.model]}, {what}, batch {first.size}, medians (min-max); {harness.machine_line()}"
-    return "\n".join([title, *harness.table(rows)])
+    title = f"{TITLE[first.model]}, batch {first.size}, medians (min-max); {harness.machine_line()}"
+    return "\n".join([title, *harness.speed_table("", rows)])
 
 
 def profile(steps: int = 50) -> str:
     """Lines for a terminal: the milliseconds per step that each operator takes, from the engine's profile."""
     settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # operators one by one, not in bulk
     impls = ("notebook", "scratch", "highlevel")
-    times = {impl: start(Subject(impl, 1, settings=settings), "profile", steps=steps) for impl in impls}
-    slowest = {name: max(ms.get(name, 0) for ms in times.values()) for name in {n for ms in times.values() for n in ms}}
+    jobs = {impl: Subject(impl, 1, settings=settings).job("profile", steps=steps) for impl in impls}
+    times = {impl: harness.start(impl, job) for impl, job in jobs.items()}
+    slowest = {name: max(ms.get(name, 0) for ms in times.values()) for ms in times.values() for name in ms}
     rows = [["", *impls]]
     for name in sorted(slowest, key=lambda name: -slowest[name]):
         if slowest[name] >= 0.05:
@@ -148,61 +132,34 @@ def profile(steps: int = 50) -> str:
 
 
 def overhead(rounds: int = 3, epochs: int = 3) -> str:
-    """Lines for a terminal: how long an epoch takes with all that a run writes, and what is not computation.
-
-    The contexts' idle share is the part of their time in which they compute nothing. The main thread is Python's: if a
-    core is free for it, its work costs no time.
-    """
-    rows = [["", "s/epoch", "contexts idle", "main thread"]]
-    for model, contexts, examples in (("lenet", 1, 15000), ("lenet", 2, 15000), ("resnet18", 2, 640)):
-        subject = Subject("highlevel", contexts, f"{examples} examples", model=model)
-        if contexts == 1:
-            subject = one_thread(subject)
-        job = {"epochs": epochs, "examples": examples}
-        found = harness.in_turn([subject], rounds, lambda subject, job=job: start(subject, "overhead", **job))[subject]
-        idle = median(1 - run["other_threads"] / contexts / run["seconds"] for run in found)
-        python = median(run["main_thread"] / run["seconds"] for run in found)
-        name = f"{TITLE[model]}, {harness.plural(contexts, 'context')}, {examples} examples"
-        seconds = harness.spread([run["seconds"] for run in found], 2)
-        rows.append([name, seconds, f"{100 * idle:.1f}%", f"{100 * python:.1f}%"])
+    """Lines for a terminal: how long an epoch takes with all that a run writes, for which share of it the contexts are
+    idle, and the CPU time of Python's thread, which costs no time if a core is free for it."""
+    alone, two = one_thread(Subject("highlevel", 1)), Subject("highlevel", 2)
+    examples = {alone: 15000, two: 15000, two._replace(model="resnet18"): 640}
+    jobs = {subject: subject.job("overhead", epochs=epochs, examples=n) for subject, n in examples.items()}
+    rows = [["", "s/epoch", "contexts idle", "Python's thread"]]
+    for subject, run in harness.measure(jobs, rounds).items():
+        shares = (f"{100 * median(run[key]):.1f}%" for key in ("idle", "python"))
+        name = f"{TITLE[subject.model]}, {subject}, {examples[subject]} examples"
+        rows.append([name, harness.spread(run["seconds"], 2), *shares])
     title = f"Epochs with evaluation, run folder and TensorBoard, medians of {rounds} rounds (min-max);"
     return "\n".join([title, harness.machine_line(), *harness.table(rows)])
 
 
-def main_job() -> str:
-    """What the main job prints, and its peak memory. It keeps the engine settings of the user's environment."""
-    job = {"mode": "main-job", "subject": Subject("scratch", 2)}
-    env = harness.environment(without=())
-    found = harness.worker("the main job", "steps", job, env=env, seconds=SECONDS["main-job"])
-    title = f"The main job, scratch on 2 CPU contexts: peak memory {found['peak_mb']:.0f} MB"
-    return f"{title}\n{found['printed']}".rstrip()
-
-
 def trainer(subject: Subject) -> Trainer:
-    """The subject's network on its contexts, on this process's MXNet."""
+    """The subject's network, on contexts of this process."""
     if subject.impl == "notebook":
         return _notebook(subject)
     options = {} if subject.tune else {"tune": False}
     replicas = harness.replicas(subject.impl, subject.model, subject.contexts, **options)
     from gluon_mgpu.training.batches import batches
 
-    last: list[NDArray] = []
+    def step(X: NDArray, y: NDArray) -> list[NDArray]:
+        return replicas.train_batch(X, y, LR[subject.model])
 
-    def train_batch(X: NDArray, y: NDArray) -> list[NDArray]:
-        losses = replicas.train_batch(X, y, LR[subject.model])
-        if subject.ahead:
-            for shard in last:
-                shard.wait_to_read()
-            last[:] = losses
-        return losses
-
-    def train(data: Dataset, order: np.ndarray) -> tuple[float | None, float]:
+    def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         start = time.perf_counter()
-        if subject.evaluate:
-            replicas.evaluate_accuracy(batches(data.train_images, data.train_labels, subject.size, order))
-            return None, time.perf_counter() - start
-        loss = harness.train(train_batch, data, subject.size, order)
-        return loss, time.perf_counter() - start
+        return harness.train(step, data, subject.size, order), time.perf_counter() - start
 
     def accuracy(data: Dataset) -> float:
         return replicas.evaluate_accuracy(batches(data.test_images, data.test_labels, subject.size))
@@ -246,21 +203,12 @@ def _notebook(subject: Subject) -> Trainer:
     return Trainer(train, accuracy)
 
 
-def _time(subject: Subject, steps: int) -> dict[str, Any]:
-    return harness.time_steps(trainer(subject), subject.model, subject.size, steps)
-
-
-def _learn(subject: Subject, epochs: int, seed: int) -> dict[str, Any]:
-    return harness.learn(trainer(subject), epochs, seed)
-
-
 def _profile(subject: Subject, steps: int) -> dict[str, float]:
     """{operator: milliseconds per step}, from MXNet's own statistics."""
     measured = trainer(subject)
     import mxnet as mx
 
-    data = datasets.synthetic(steps * subject.size, 100, seed=0)
-    order = np.arange(steps * subject.size)
+    data, order = datasets.synthetic(steps * subject.size, 100, seed=0), np.arange(steps * subject.size)
     measured.train(data, order)
     with tempfile.TemporaryDirectory() as folder:  # the profiler writes a file in any case
         file = os.path.join(folder, "profile.json")
@@ -273,7 +221,7 @@ def _profile(subject: Subject, steps: int) -> dict[str, float]:
 
 
 def _overhead(subject: Subject, epochs: int, examples: int) -> dict[str, float]:
-    """Seconds per epoch, and CPU seconds of the main thread and of all other threads.
+    """Seconds per epoch, and as shares of them: CPU time of Python's thread, and the idle time of the contexts.
 
     They are the difference between two runs, of which one has `epochs` more: the start of a run does not count.
     """
@@ -290,22 +238,17 @@ def _overhead(subject: Subject, epochs: int, examples: int) -> dict[str, float]:
 
     run(1)  # the first run imports everything
     short, long = run(1), run(1 + epochs)
-    seconds, python, process = ((b - a) / epochs for a, b in zip(short, long))
-    return {"seconds": seconds, "main_thread": python, "other_threads": process - python}
+    seconds, python, process = (b - a for a, b in zip(short, long))
+    busy = (process - python) / subject.contexts
+    return {"seconds": seconds / epochs, "python": python / seconds, "idle": 1 - busy / seconds}
 
 
-def _main_job(subject: Subject) -> dict[str, Any]:
-    """What the notebook's experiment prints, and its peak memory."""
-    from gluon_mgpu import scratch
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        scratch.train(subject.contexts, subject.size, LR["lenet"], device="cpu")
-    return {"printed": printed.getvalue(), "peak_mb": harness.peak_mb()}
-
-
-MODES = {"time": _time, "learn": _learn, "profile": _profile, "overhead": _overhead, "main-job": _main_job}
-SECONDS = {"time": 300, "learn": 900, "profile": 300, "overhead": 900, "main-job": 900}
+MODES = {
+    "time": lambda subject, steps: harness.time_steps(trainer(subject), subject.model, subject.size, steps),
+    "learn": lambda subject, epochs, seed: harness.learn(trainer(subject), epochs, seed),
+    "profile": _profile,
+    "overhead": _overhead,
+}
 
 if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
-    print(json.dumps(MODES[job.pop("mode")](Subject(*job.pop("subject")), **job)))
+    harness.main(lambda mode, subject, **arguments: MODES[mode](Subject(*subject), **arguments))

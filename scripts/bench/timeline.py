@@ -5,22 +5,17 @@ The worker, `python -m bench.timeline JOB`, trains on synthetic data.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO
 
 from bench import harness
-from bench.harness import BATCH_SIZE, TITLE
+from bench.harness import BATCH_SIZE, TITLE, Job
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import checkpoint, datasets, timeline
+from gluon_mgpu.training import datasets, timeline
 
-TRACE = "timeline.trace.json"
 UNRECORDED = 4  # times as many steps are timed without the profile
-LR = 0.01
 
 
 def run(
@@ -29,26 +24,18 @@ def run(
     contexts: int = 2,
     batch_size: int | None = None,
     steps: int = timeline.STEPS,
-    out: str | Path | None = None,
 ) -> dict:
-    """Record `steps` training steps on CPU contexts; returns a dict for JSON, see `timeline.summary`.
+    """Record `steps` training steps on CPU contexts; returns `timeline.summary` and the trace.
 
-    batch_size: over all contexts; default: the model's in `bench.py steps`. out: a folder for the trace.
-    "unrecorded_step_ms" is the mean of steps without the profile. Raises UsageError for what cannot be trained or
-    recorded.
+    batch_size: over all contexts; default: the model's in `bench.py steps`. "unrecorded_step_ms" is the mean of steps
+    without the profile. Raises UsageError for what cannot be trained or recorded.
     """
     size = batch_size or BATCH_SIZE.get(model, BATCH_SIZE["lenet"])
     if size < contexts:
         raise UsageError(f"batch_size={size}: smaller than the number of contexts, {contexts}")
-    job = {"impl": impl, "model": model, "contexts": contexts, "batch_size": size, "steps": steps}
-    measured = harness.worker("timeline", "timeline", job, advice="use fewer steps or a smaller batch")
-    trace = measured.pop("trace")
-    result = {**job, **measured, **timeline.summary(trace)}
-    if out:
-        file = harness.folder_for(out) / TRACE
-        checkpoint.write_whole(file, lambda file: file.write(json.dumps(trace).encode()))
-        result["trace"] = str(file)
-    return result
+    arguments = {"impl": impl, "model": model, "contexts": contexts, "batch_size": size, "steps": steps}
+    measured = harness.start("timeline", Job("timeline", arguments, advice="use fewer steps or a smaller batch"))
+    return {**arguments, **measured, **timeline.summary(measured["trace"])}
 
 
 def table(result: dict) -> str:
@@ -67,30 +54,28 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """The trace of a result that was written to a folder. PNG."""
-    timeline.draw(timeline.read(result["trace"]), file, _note(result))
+    """The trace. PNG."""
+    timeline.draw(result["trace"], file, _note(result))
 
 
 def _note(result: dict) -> str:
-    return (
-        f"{timeline.ONE_BY_ONE}: {median(result['step_ms']):.1f} ms/step, without recording "
-        f"{result['unrecorded_step_ms']:.1f}"
-    )
+    recorded, unrecorded = median(result["step_ms"]), result["unrecorded_step_ms"]
+    return f"{timeline.ONE_BY_ONE}: {recorded:.1f} ms/step; {unrecorded:.1f} without recording"
 
 
 def work(impl: str, model: str, contexts: int, batch_size: int, steps: int) -> dict[str, Any]:
     """The trace, what was trained, and how long a step took without recording."""
     replicas = harness.replicas(impl, model, contexts)
-    train_batch = partial(replicas.train_batch, lr=LR)
+    step = partial(replicas.train_batch, lr=0.01)
     about = f"{TITLE.get(model, model)}, {impl}, {harness.plural(contexts, 'context')}, batch {batch_size}"
-    trace = harness.record(train_batch, replicas.ctx, batch_size, steps, about)
+    trace = harness.record(step, replicas.ctx, batch_size, steps, about)
     examples = UNRECORDED * steps * batch_size
     data = datasets.synthetic(examples, 100, seed=0)
     start = time.perf_counter()
-    harness.train(train_batch, data, batch_size, range(examples))
+    harness.train(step, data, batch_size, range(examples))
     unrecorded = 1e3 * (time.perf_counter() - start) / (UNRECORDED * steps)
     return {"about": about, "unrecorded_step_ms": unrecorded, "trace": trace}
 
 
 if __name__ == "__main__":
-    print(json.dumps(work(**json.loads(sys.argv[1]))))
+    harness.main(work)

@@ -22,10 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench import harness
-from bench.harness import BATCH_SIZE, LR, Trainer
-from bench.peers import Torch
-from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training.datasets import Dataset
+from bench.harness import BATCH_SIZE, LR, Dataset, Trainer
 
 
 def lenet() -> nn.Sequential:
@@ -91,17 +88,19 @@ def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
         p.copy_(torch.from_numpy(array))
 
 
-def trainer(subject: Torch, rank: int) -> Trainer:
-    """The subject's network in this process, which is one of subject.processes."""
-    torch.set_num_threads(subject.threads)
-    size = BATCH_SIZE[subject.model]
-    layout = torch.channels_last if subject.channels_last else torch.contiguous_format
-    net = network(subject.model).to(memory_format=layout)
+def trainer(
+    rank: int, model: str, processes: int, threads: int, channels_last: bool = False, compiled: bool = False
+) -> Trainer:
+    """The network in this process, which is one of several."""
+    torch.set_num_threads(threads)
+    size = BATCH_SIZE[model]
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    net = network(model).to(memory_format=layout)
     # Compiled inside DistributedDataParallel: if the wrapper is compiled, PyTorch leaves a Sequential as it is.
-    model = torch.compile(net) if subject.compiled else net
-    if subject.processes > 1:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR[subject.model])
+    replica = torch.compile(net) if compiled else net
+    if processes > 1:
+        replica = nn.parallel.DistributedDataParallel(replica, gradient_as_bucket_view=True, static_graph=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR[model])
 
     def batch(images: np.ndarray, labels: np.ndarray, chosen: np.ndarray | slice) -> tuple[torch.Tensor, torch.Tensor]:
         X = np.divide(images[chosen], 255, dtype=np.float32)
@@ -110,9 +109,9 @@ def trainer(subject: Torch, rank: int) -> Trainer:
     def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         losses, sizes, start = [], [], time.perf_counter()
         for i in range(0, len(order), size):
-            shard = np.array_split(order[i : i + size], subject.processes)[rank]
+            shard = np.array_split(order[i : i + size], processes)[rank]
             X, y = batch(data.train_images, data.train_labels, shard)
-            loss = F.cross_entropy(model(X), y)
+            loss = F.cross_entropy(replica(X), y)
             optimizer.zero_grad()
             loss.backward()  # gradients are then the mean over the processes, which is that over the batch
             optimizer.step()
@@ -133,43 +132,45 @@ def trainer(subject: Torch, rank: int) -> Trainer:
     return Trainer(train, accuracy)
 
 
-def _process(rank: int, subject: Torch, mode: str, job: dict, folder: str) -> None:
-    """One process of a subject: writes what it measured to a file."""
-    if subject.processes > 1:
+def process(rank: int, folder: str, subject: dict[str, Any], mode: str, arguments: dict[str, int]) -> None:
+    """One of the subject's processes: writes what it measured to a file."""
+    several = subject["processes"] > 1
+    if several:
         meet = f"file://{folder}/meet"
-        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject.processes)
-    measured = trainer(subject, rank)
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject["processes"])
+    measured, model = trainer(rank, **subject), subject["model"]
     if mode == "learn":
-        found = harness.learn(measured, **job)
+        found = harness.learn(measured, **arguments)
     else:
-        found = harness.time_steps(measured, subject.model, BATCH_SIZE[subject.model], **job)
+        found = harness.time_steps(measured, model, BATCH_SIZE[model], **arguments)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    if subject.processes > 1:
+    if several:
         dist.barrier()
         os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
 
 
-def work(subject: Torch, mode: str, job: dict) -> dict[str, Any]:
+def work(mode: str, steps: int = 0, epochs: int = 0, seed: int = 0, **subject: Any) -> dict[str, Any]:
     """What all processes of a subject measured together: the longest times, the mean loss, the sum of their memory."""
+    arguments = {"epochs": epochs, "seed": seed} if mode == "learn" else {"steps": steps}
+    ranks = range(subject["processes"])
     with tempfile.TemporaryDirectory() as folder:
-        given = subject, mode, job, folder
-        if subject.processes == 1:
-            _process(0, *given)
+        given = folder, subject, mode, arguments
+        if len(ranks) == 1:
+            process(0, *given)
         else:
-            torch.multiprocessing.spawn(_process, given, subject.processes)
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(subject.processes)]
-    if subject.compiled and not any(Path(tempfile.gettempdir()).rglob("*.so")):
-        raise Error("torch.compile left the network as it is; another version of PyTorch may compile it")
+            torch.multiprocessing.spawn(process, given, len(ranks))
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
+    if subject.get("compiled") and not any(Path(tempfile.gettempdir()).rglob("*.so")):
+        raise RuntimeError("torch.compile left the network as it is; another version of PyTorch may compile it")
     if mode == "learn":
         return found[0]
-    joined = {"step_ms": max, "loss": np.mean, "compile_s": max, "peak_mb": sum}
-    return {key: join([of_process[key] for of_process in found]) for key, join in joined.items()}
+    together = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
+    return {what: join([of_rank[what] for of_rank in found]) for what, join in together.items()}
 
 
 if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
     try:
-        print(json.dumps(work(Torch(*job.pop("subject")), job.pop("mode"), job)))
+        harness.main(work)
     except Exception as error:  # PyTorch's messages have many lines
         traceback.print_exc()
         sys.exit(f"error: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")
