@@ -17,7 +17,6 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from mxnet import nd
 
 from gluon_mgpu import highlevel, scratch
@@ -37,9 +36,6 @@ def command(*options):
 def train(impl="scratch", num_gpus=2, batch_size=50, lr=0.2, **options):
     defaults = {"dataset": "synthetic", "limit": 100, "epochs": 1, "seed": 0, "device": "cpu"}
     return IMPLS[impl].train(num_gpus, batch_size, lr, **{**defaults, **options})
-
-
-# The command
 
 
 @pytest.fixture(scope="module", params=IMPLS)
@@ -79,45 +75,23 @@ def test_a_second_process_with_the_same_seed_leaves_the_same_bits(run, tmp_path)
         np.testing.assert_array_equal(array, again[name])
 
 
-def test_ctrl_c_exits_with_130_and_a_checkpoint_between_two_steps(tmp_path):
+@pytest.mark.parametrize("read", [True, False], ids=["output read", "nobody reads"])
+def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
     options = ("--limit", "20000", "--seed", "3", "--epochs", "9", "--gpus", "2", "--out", str(tmp_path))
     with subprocess.Popen(
-        [sys.executable, SCRIPT, *SYNTHETIC, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, SCRIPT, *SYNTHETIC, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
-        assert process.stdout.readline() and "epoch 1" in process.stdout.readline()
-        time.sleep(0.7)  # into the second epoch
-        process.send_signal(signal.SIGINT)
-        printed, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and f"--resume {tmp_path}" in said.splitlines()[-1]
-    arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
-    epochs, steps = len(facts["history"]), facts["steps"]
-    assert epochs == 1 + printed.count("test acc") and 0 < steps < 79
-    assert not list(tmp_path.glob(".*"))  # temporary files
-    # The same steps from here give the same bits, so the checkpoint is not from the middle of a step.
-    data = datasets.synthetic(20000, 100, seed=3)
-    mx.random.seed(3)
-    same = scratch.Replicas([mx.cpu(0), mx.cpu(1)])
-    orders = [batches.shuffled(20000, 3, epoch) for epoch in range(1, epochs + 2)]
-    orders[-1] = orders[-1][: steps * 256]
-    for order in orders:
-        for X, y in batches.batches(data.train_images, data.train_labels, 256, order):
-            same.train_batch(X, y, 0.2)
-    for name, array in same.parameters().items():
-        np.testing.assert_array_equal(array, arrays[name])
-
-
-def test_ctrl_c_saves_the_checkpoint_even_if_nobody_reads_the_output_any_more(tmp_path):
-    options = [*SYNTHETIC, "--limit", "20000", "--out", str(tmp_path)]
-    with subprocess.Popen(
-        [sys.executable, SCRIPT, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        while b"running on" not in process.stdout.readline():
+        while b"epoch 1" not in process.stdout.readline():
             pass
-        time.sleep(0.7)  # into the epoch
-        process.stdout.close()  # as Ctrl-C does in `2>&1 | tee log`
+        time.sleep(0.7)  # into the second epoch
+        if not read:
+            process.stdout.close()  # as Ctrl-C does in `2>&1 | tee log`
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    assert checkpoint.load(tmp_path / "checkpoint.npz")[1]["steps"] > 0
+        assert not read or f"--resume {tmp_path}" in process.stdout.read().decode().splitlines()[-1]
+    facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
+    assert facts["history"] and 0 < facts["steps"] < 79
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(records.FILES)
 
 
 def test_a_terminal_shows_a_bar_with_examples_and_loss():
@@ -158,28 +132,23 @@ def test_the_main_job_reaches_the_accuracy_that_the_notebook_printed(impl):
     assert 0.66 < float(done.stdout.split()[-1]) < 0.86, done.stdout  # the notebook: 0.71 on 1 device, 0.76 on 2
 
 
-# From Python
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ten_synthetic_classes_are_learned(impl):
     assert train(impl, batch_size=32, limit=6000, epochs=2)[-1].test_accuracy > 0.8
 
 
-def test_a_seed_means_the_same_parameters_and_losses_on_any_number_of_devices_in_both_implementations(tmp_path):
-    found = {}
-    for impl in IMPLS:
-        for devices in (1, 2, 5):
-            out = tmp_path / f"{impl}{devices}"  # lr: too small to change a weight
-            (epoch,) = train(impl, devices, 64, 1e-36, limit=1000, seed=2, out=out)
-            found[impl, devices] = (epoch.train_loss, checkpoint.load(out / "checkpoint.npz")[0])
-    (loss, arrays), *others = found.values()
-    for other_loss, other_arrays in others:
-        assert other_loss == pytest.approx(loss, rel=10 * np.finfo(np.float32).eps)  # the sum of 10 exponentials
-        for name in ("W1", "W2", "W3", "W4"):
-            np.testing.assert_array_equal(other_arrays[name], arrays[name])
-    train("scratch", lr=1e-36, seed=3, out=tmp_path / "other")
-    assert np.abs(checkpoint.load(tmp_path / "other" / "checkpoint.npz")[0]["W1"] - arrays["W1"]).max() > 0.01
+def test_tensorboard_reads_the_numbers_of_every_epoch_of_a_run_even_if_it_is_asked_for_later(tmp_path, monkeypatch):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(out=tmp_path)
+    train(resume=tmp_path, epochs=2, tensorboard=True)
+    history = train(resume=tmp_path, epochs=3)
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    for name in ("train_loss", "test_accuracy", "samples_per_second", "learning_rate"):
+        written = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
+        assert written == [(epoch.epoch, np.float32(getattr(epoch, name))) for epoch in history]
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)  # as if it were not installed
+    assert len(train(resume=tmp_path, epochs=4)) == 4
 
 
 def test_each_epoch_trains_on_every_example_once_in_another_order(monkeypatch):
@@ -239,23 +208,16 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"num_gpus": 0},
-        {"num_gpus": [1, 1]},
         {"batch_size": 1},
-        {"lr": 0},
+        {"momentun": 0.9},
         {"device": "tpu"},
         {"model": "resnet18"},
-        {"momentun": 0.9},
         {"net": scratch.lenet},  # without params
         {"shares": (80, 20), "num_gpus": 1},
         {"shares": (80,), "num_gpus": 1},
         {"shares": "auto", "num_gpus": 1},
         {"shares": (80, 20, 1)},
-        {"kvstore": "horovod"},
-        {"compress": "fp16"},
         {"dataset": "fashion-mnist", "limit": 60001},
-        {"data_dir": "/nonexistent", "dataset": "mnist"},
-        {"resume": "/nonexistent", "out": None},
         {"tensorboard": True, "out": None},
         {"resume": "", "out": None},
         {"out": ""},
@@ -291,31 +253,6 @@ def test_a_loss_of_nan_is_reported_with_its_epoch_and_step():
     with pytest.raises(Error) as caught:
         loop.train_epoch(lambda X, y: [nd.full(1, next(losses))], [(None, None)] * 4, 4, "epoch 7")
     assert "epoch 7, step 3" in str(caught.value)
-
-
-def test_tensorboard_reads_the_numbers_of_every_epoch(tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    history = train(epochs=3, out=tmp_path, tensorboard=True)
-    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    for name in ("train_loss", "test_accuracy", "samples_per_second", "learning_rate"):
-        written = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
-        assert written == [(epoch.epoch, np.float32(getattr(epoch, name))) for epoch in history]
-
-
-@pytest.mark.parametrize("epochs", [1, 4, 30])
-def test_the_epochs_on_the_curves_are_whole_numbers_with_room_between_them(epochs, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    records.draw_curves([records.Epoch(e, 1.0, 1.0, 2 / e, 0.5, 0.1) for e in range(1, epochs + 1)], "none.png")
-    for axes in drawn[0].axes:
-        low, high = axes.get_xlim()
-        shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
-        assert 1 <= len(shown) <= 11 and all(tick == round(tick) for tick in shown)
-        assert low < 1 and high > epochs
-
-
-# Batches in, numbers out
 
 
 def test_batches_are_the_images_without_memory_that_an_engine_thread_would_return_through_python(monkeypatch):

@@ -17,9 +17,7 @@ from gluon_mgpu.training.settings import Settings
 gluon_mgpu.configure(contexts=2)
 gluon_mgpu.configure(contexts="2")  # wrong
 ctx = devices.contexts([0, 1], "cpu")
-devices.contexts(0.5)  # wrong
 data = datasets.load("synthetic", limit=512)
-data.images  # wrong
 for replicas in (scratch.Replicas(ctx), highlevel.Replicas(ctx, Settings(model="resnet18", shares=(80, 20)))):
     for X, y in batches.batches(data.train_images, data.train_labels, 256):
         replicas.train_batch(X, y, lr=0.2)
@@ -28,7 +26,6 @@ highlevel.initialize(highlevel.lenet(), "cpu(0)")  # wrong
 Settings(momentum=None)  # wrong
 history = scratch.train(2, 256, 0.2, out="runs/first", epochs=1, momentum=0.9)
 accuracies: list[float] = [epoch.test_accuracy for epoch in history]
-accuracies = history  # wrong
 scratch.train(2, "256", 0.2)  # wrong
 """
 
