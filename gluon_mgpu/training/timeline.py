@@ -111,15 +111,15 @@ class Recorder:
         """The step at which recording starts: the earliest after the warm-up with enough steps left in its epoch."""
         if steps_per_epoch < self.needed:
             raise UsageError(
-                f"profile={self.file}: an epoch has {steps_per_epoch} steps, and recording needs {self.needed}; use a "
-                "smaller batch_size or a larger limit"
+                f"profile={self.file}: an epoch has {steps_per_epoch} steps, and recording needs {self.needed}; use "
+                "smaller batches or a larger limit"
             )
         for step in range(self.issued + WARM_UP, total - self.needed + 1):
             if step % steps_per_epoch + self.needed <= steps_per_epoch:
                 return step
         raise UsageError(
             f"profile={self.file}: {total - self.issued} steps are left to train, and recording needs {self.needed} "
-            f"steps of one epoch after a warm-up of {WARM_UP}; use more epochs or a smaller batch_size"
+            f"steps of one epoch after a warm-up of {WARM_UP}; use more epochs or smaller batches"
         )
 
     def __enter__(self) -> Recorder:
