@@ -1,236 +1,130 @@
-"""The pages that follow the code do: every message is explained, every module and checksum is there, and what is shown
-beside PyTorch is what runs."""
+"""Commands, options, files, messages and modules that the pages name exist; the code that they show is what runs."""
 
 import ast
-import importlib.util
+import importlib
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-import mxnet as mx
-import numpy as np
+import click
 import pytest
 
-import gluon_mgpu
-from gluon_mgpu import scratch
-from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets, loop, recipes
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.commands.main import main
+from gluon_mgpu.parity import notebook
+from gluon_mgpu.training import datasets, recipes
 
-DOCS = Path(__file__).parents[1] / "docs"
-PACKAGE = Path(gluon_mgpu.__file__).parent
-# A call of one of these names is a message, in its first argument; in the last one of _require, which names the value.
-SAYING = ("Error", "UsageError", "kind", "say", "_say", "fail", "error", "_end", "ended_after")
-NAMED = ast.parse("f'{name} {value}: '", mode="eval").body  # what _require puts before its last argument
-NOTICE = "gluon_mgpu: "
-# Modules without a page: the command line, which has its own; what starts processes; what imports PyTorch.
-INSIDE = {
-    *("__main__", "cli", "commands", "own_process", "bench", "bench.cli", "bench.machine", "bench.own_process"),
-    *("bench.torch_peers", "parity", "distributed", "parity.finding", "parity.page"),
-}
+ROOT = Path(__file__).parents[1]
+PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
+del PAGES["CHANGELOG.md"]  # names what is gone too
+PROGRAM = r"(?:gluon-mgpu|python -m gluon_mgpu|python scripts/(\w+)\.py) ([a-z-][^`#|\n]*)"
 
 
-def fixed(node):
-    """The fixed parts of a message, between its values; None of what is no text."""
-    if isinstance(node, ast.Constant):
-        text = node.value.decode(errors="replace") if isinstance(node.value, bytes) else node.value
-        return [text] if isinstance(text, str) else None
-    if isinstance(node, ast.JoinedStr):
-        parts = [""]
-        for value in node.values:
-            parts = [*parts[:-1], parts[-1] + value.value] if isinstance(value, ast.Constant) else [*parts, ""]
-        return parts
-    return None
+def check_command(script, words):
+    """script: None for gluon-mgpu."""
+    if script == "bench":
+        sys.path.insert(0, str(ROOT / "scripts"))
+    module = "bench.cli" if script == "bench" else f"gluon_mgpu.commands.{script}"
+    command = getattr(importlib.import_module(module), script) if script else main
+    while isinstance(command, click.Group) and words and words[0][0] != "-":
+        command = command.get_command(click.Context(command), words.pop(0))
+        assert command, "no such command"
+    known = {"--help", "-h"}.union(*[param.opts + param.secondary_opts for param in command.params])
+    options = [re.match(r"-[\w-]*", word)[0] for word in words if word.startswith("-")]
+    options = options[: options.index("--")] if "--" in options else options
+    assert set(options) <= known, set(options) - known
 
 
-def messages_of(tree):
-    """{the fixed parts} of each message in a module, a tuple each."""
-    found = set()
-    nodes = list(ast.walk(tree))
-    within = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in nodes:
-        parts = fixed(node)
-        if parts and id(node) not in within and parts[0].lstrip().startswith(NOTICE):
-            found.add(tuple(parts))
-        if isinstance(node, ast.Call) and node.args:
-            name = getattr(node.func, "id", getattr(node.func, "attr", None))
-            arguments = [node.args[0]] if name in SAYING else []
-            if name == "_require":
-                arguments = [ast.JoinedStr([*NAMED.values, *getattr(node.args[-1], "values", [node.args[-1]])])]
-            for argument in arguments:
-                for case in (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,):
-                    found.add(tuple(fixed(case) or ""))
-    said = {tuple(part.strip("\n").removeprefix(NOTICE) for part in parts) for parts in found}
-    return {parts for parts in said if re.search(r"[a-z]{2}", "".join(parts))}  # not what is a value as a whole
+def test_the_commands_and_options_on_the_pages_exist():
+    found = [(page, *line) for page, text in PAGES.items() for line in re.findall(PROGRAM, text.replace("\\\n", " "))]
+    assert len(found) > 50
+    for page, script, line in found:
+        try:
+            if script != "build_horovod":
+                check_command(script, line.split())
+        except AssertionError as error:
+            pytest.fail(f"{page}: {script} {line}: {error}")
 
 
-def package_messages():
-    found = {}
-    for path in sorted([*PACKAGE.rglob("*.py"), *(DOCS.parent / "scripts").glob("*.py")]):
-        for parts in messages_of(ast.parse(path.read_text())):
-            found[parts] = path.relative_to(DOCS.parent)
-    return found
+def test_the_files_and_make_targets_on_the_pages_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page, text in PAGES.items():
+        assert {*re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE)} <= {*targets}, page
+        for path in re.findall(r"(?<![\w/.-])(?:gluon_mgpu|scripts|tests)/[a-z0-9_/]+\.(?:py|sh)", text):
+            assert (ROOT / path).exists(), f"{page}: {path}"
 
 
-def explained():
-    """The messages in the first column of the page's tables."""
-    rows = re.findall(r"^\| (`+)(.+?)\1 \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
-    return [text.strip().removeprefix(NOTICE) for _, text in rows]
+def strings(tree):
+    """The text of each string in a module, with … for values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)):
+            yield node.value if isinstance(node.value, str) else node.value.decode(errors="replace")
 
 
-def is_of(message, parts):
-    """Whether a message of the page, with … for values, has these fixed parts and a value between each two of them."""
-    return re.fullmatch(".*".join(map(re.escape, parts)), message, re.DOTALL) is not None
-
-
-def pages():
-    return "\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
-
-
-def test_every_message_of_the_package_is_explained():
-    page = explained()
-    missing = [f"{path}: {'…'.join(parts)}" for parts, path in package_messages().items()]
-    missing = [m for m, parts in zip(missing, package_messages()) if not any(is_of(said, parts) for said in page)]
-    assert not missing, "docs/troubleshooting.md lacks:\n" + "\n".join(missing)
-
-
-def test_every_message_explained_is_one_of_the_package():
-    of_package = list(package_messages())
-    assert len(of_package) > 100
-    assert not [said for said in explained() if not any(is_of(said, parts) for parts in of_package)]
-
-
-@pytest.mark.parametrize(
-    ("code", "parts"),
-    [
-        ("raise Error(f'{x} is wrong: ' f'give {y}')", ("", " is wrong: give ", "")),
-        ("_require(x > 0, 'x', x, f'give {y}')", ("", " ", ": give ", "")),
-        ("os.write(2, b'\\ngluon_mgpu: going on\\n')", ("going on",)),
-        ("print(f'gluon_mgpu: {x} is left')", ("", " is left")),
-    ],
-)
-def test_messages_are_found_as_they_are_written(code, parts):
-    assert messages_of(ast.parse(code)) == {parts}
+def test_the_messages_explained_are_messages_of_the_package():
+    sources = [*(ROOT / "gluon_mgpu").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    texts = [path.read_text().replace("$(VENV)", ".venv") for path in [ROOT / "Makefile", *ROOT.glob("scripts/*.sh")]]
+    said = "\n".join([*texts, *(text for path in sources for text in strings(ast.parse(path.read_text())))])
+    rows = re.findall(r"^\| (?:`([^`]+)`|`` ?(.+?) ?``) \|", PAGES["troubleshooting.md"], re.MULTILINE)
+    values = r"…|gluon_mgpu: |error: |--[\w-]+( [a-z]+)?"  # an option stands for the argument that the package names
+    parts = {part.strip(" :;()") for row in rows for part in re.sub(values, "…", "".join(row)).split("…")}
+    assert len(rows) > 50 and not [part for part in parts if part not in said]
 
 
 def test_every_module_has_a_page_of_the_api():
-    modules = {m.name.removeprefix("gluon_mgpu.") for m in pkgutil.walk_packages([str(PACKAGE)], "gluon_mgpu.")}
-    listed = set(re.findall(r"^   gluon_mgpu\.(\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
-    assert listed == modules - INSIDE
+    found = {m.name for m in pkgutil.walk_packages([str(ROOT / "gluon_mgpu")], "gluon_mgpu.") if not m.ispkg}
+    modules = {name for name in found if not re.search(r"__main__|\.commands\.", name)}
+    assert set(re.findall(r"^   (gluon_mgpu\.\S+)$", PAGES["api.md"], re.MULTILINE)) == modules
 
 
 def test_the_checksums_on_the_page_are_those_that_are_checked():
-    shown = re.findall(r"^\| (\S+-ubyte) \| `(\w{64})` \|$", (DOCS / "datasets.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"^\| (\S+-ubyte) \| `(\w{64})` \|$", PAGES["datasets.md"], re.MULTILINE)
     assert shown == [file for files in datasets.SHA256.values() for file in files.items()]
 
 
-def test_what_the_pages_say_that_the_notebooks_printed_is_what_they_printed():
+def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
     printed = {(r.options["gpus"], tuple(map(float, r.test_accuracy))) for r in recipes.RECIPES.values()}
-    rows = re.findall(r"^\| the notebook, on (\d) GPUs? \| (.*) \|$", pages(), re.MULTILINE)
-    assert len(rows) == 4
-    assert {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
-
-
-SHORTENED = ("allreduce", "train_batch")  # on the page: without settings and other processes
-
-
-def twins():
-    """(the code on the left, the code on the right) of docs/pytorch.md, a list of blocks each."""
-    text = (DOCS / "pytorch.md").read_text()
-    blocks = re.findall(r"<td>\n\n\w+\n\n```python\n(.*?)```\n\n</td>", text, re.DOTALL)
-    return blocks[::2], blocks[1::2]
+    rows = re.findall(r"^\| the notebook, on (\d) GPUs? \| (.*) \|$", "\n".join(PAGES.values()), re.MULTILINE)
+    assert rows and {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
 
 
 def functions(code):
-    """{name: what it does} of the functions of a module, whatever its layout, comments, docstrings and type hints."""
-    found = {}
-    for node in ast.parse(code).body:
-        if isinstance(node, ast.FunctionDef):
-            if ast.get_docstring(node):
-                del node.body[0]
-            node.returns = None
-            for arg in node.args.args:
-                arg.annotation = None
-            found[node.name] = ast.dump(node)
-    return found
+    """{name: syntax tree} of the functions in a piece of code, without docstrings and type hints."""
+    found = {node.name: node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+    for node in found.values():
+        node.body, node.returns = node.body[bool(ast.get_docstring(node)) :], None
+        for arg in [*node.args.args, *node.args.kwonlyargs]:
+            arg.annotation = None
+    return {name: ast.dump(node) for name, node in found.items()}
 
 
-def test_the_functions_beside_their_twins_are_those_of_scratch():
-    ours, shown = functions((PACKAGE / "scratch.py").read_text()), {}
-    for block in twins()[0]:
-        shown.update({name: done for name, done in functions(block).items() if name not in SHORTENED})
-    assert shown.keys() > {"lenet", "get_params", "split_and_load", "forward_backward"}
-    assert shown == {name: ours[name] for name in shown}
+def of(module):
+    return functions(Path(module.__file__).read_text()).items()
 
 
-def test_the_shortened_step_beside_its_twin_is_that_of_scratch():
-    shown = dict(vars(scratch))
-    for block in twins()[0]:
-        if "def allreduce(data)" in block or "def train_batch(X, y, device_params" in block:
-            exec(block, shown)
-    params, ctx = scratch.init_params(0.1), [mx.cpu(0), mx.cpu(1)]
-    X, y = mx.nd.random.uniform(shape=(11, 1, 28, 28)), mx.nd.arange(11) % 10
-    both = [[scratch.get_params(params, c) for c in ctx] for _ in range(2)]
-    for train_batch, replicas in zip((shown["train_batch"], scratch.train_batch), both):
-        train_batch(X, y, replicas, ctx, 0.2)
-    for a, b in zip(sum(both[0], []), sum(both[1], [])):
-        assert np.array_equal(a.asnumpy(), b.asnumpy())
-    assert not np.array_equal(both[0][0][0].asnumpy(), params[0].asnumpy())
+def blocks(page, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: bench")
-def test_the_twins_in_pytorch_take_the_same_step(tmp_path):
-    """From scratch on two replicas, and as two processes of DistributedDataParallel."""
-    mx.random.seed(1)
-    params = scratch.init_params(0.1)
-    data = datasets.synthetic(101, 100, seed=1)
-    X, y = next(loop.batches(data.train_images, data.train_labels, 101))
-    np.savez(tmp_path / "given.npz", *[p.asnumpy() for p in params], X=X.asnumpy(), y=y.asnumpy())
-    ours = [scratch.get_params(params, mx.cpu(i)) for i in range(2)]
-    for _ in range(3):
-        scratch.train_batch(X, y, ours, [mx.cpu(0), mx.cpu(1)], 0.2)
-    script = tmp_path / "twins.py"
-    script.write_text("\n".join([TORCH, *twins()[1], STEPS]))
-    workers = [
-        subprocess.Popen([sys.executable, script, str(rank)], cwd=tmp_path, env=engine.users_environment())
-        for rank in range(2)
-    ]
-    assert [worker.wait(120) for worker in workers] == [0, 0]
-    for rank in range(2):
-        theirs = np.load(tmp_path / f"rank{rank}.npz")
-        for i, p in enumerate(ours[rank]):
-            expected = p.asnumpy()
-            moved = np.abs(expected - params[i].asnumpy()).max()
-            for way in ("scratch", "ddp"):
-                assert np.abs(theirs[f"{way}{i}"] - expected).max() < 1e-3 * moved, (way, i)
+TWINS = blocks("pytorch.md")[:-1:2]  # on the left; the last block is not in a table
+DIFF = blocks("from-scratch.md", "diff")[0]
 
 
-TORCH = """
-import sys
-from pathlib import Path
-
-import numpy as np
-"""
-STEPS = """
-rank, given = int(sys.argv[1]), np.load("given.npz")
-params = [torch.from_numpy(given[f"arr_{i}"]) for i in range(8)]
-X, y = torch.from_numpy(given["X"]), torch.from_numpy(given["y"]).long()
-devices = [torch.device("cpu")] * 2
-replicas = [get_params(params, d) for d in devices]
-dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=rank, world_size=2)
-with torch.no_grad():
-    for p, value in zip(net.parameters(), params):
-        p.copy_(value)
-net = nn.parallel.DistributedDataParallel(net)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-for _ in range(3):
-    train_batch(X, y, replicas, devices, 0.2)
-    train_batch_ddp(X, y, net, optimizer)
-assert [p.shape for p in init_params()] == [p.shape for p in params]
-ways = {"scratch": replicas[rank], "ddp": list(net.parameters())}
-arrays = {f"{way}{i}": p.detach().numpy() for way, of_way in ways.items() for i, p in enumerate(of_way)}
-np.savez(f"rank{rank}.npz", **arrays)
-dist.destroy_process_group()
-"""
+@pytest.mark.parametrize(
+    "code, module",
+    [
+        ("\n".join(blocks("README.md")), scratch),
+        ("\n".join(blocks("from-scratch.md")), scratch),
+        ("\n".join(blocks("gluon.md")), highlevel),
+        ("\n".join(TWINS[:-1]), scratch),
+        (TWINS[-1], highlevel),
+        (re.sub(r"^\+.*\n|^.", "", DIFF, flags=re.MULTILINE), notebook),
+        (re.sub(r"^-.*\n|^.", "", DIFF, flags=re.MULTILINE), scratch),
+    ],
+)
+def test_functions_on_the_pages_are_those_of_the_modules(code, module):
+    shown = functions(code)
+    assert "train_batch" in shown and shown.items() <= of(module)
