@@ -21,24 +21,17 @@ from gluon_mgpu.training import datasets
 @common.impl
 @common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.device
-@common.setting(
-    "--lr", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Learning rate for batch size 256."
-)
-@common.setting("--epochs", type=click.IntRange(min=1), metavar="N", help="Number of passes through the training set.")
+@common.setting("--lr", type=float, metavar="X", help="Learning rate for batch size 256.")
+@common.setting("--epochs", type=int, metavar="N", help="Number of passes through the training set.")
 @common.option(
     "--seed",
-    type=common.SEED,
+    type=int,
     metavar="N",
     default=1,
     show_default=True,
     help="The seed of all four runs. The first epochs differ a lot between seeds.",
 )
-@common.setting(
-    "--limit",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Use only the first N training examples and the first N/6 test examples (at least 100).",
-)
+@common.limit
 @common.data_dir
 @common.option(
     "--out",

@@ -14,9 +14,8 @@ import shlex
 import signal
 import sys
 import textwrap
-import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -36,10 +35,6 @@ GROUPS = {
     "Devices": "gpus device shares",
     "Several processes": "kvstore compress workers servers port",
     "Files": "out resume tensorboard profile export",
-}
-PLAIN = {
-    r"is not a valid integer( range)?": "is not a whole number",
-    r"is not a valid float( range)?": "is not a number",
 }
 
 
@@ -61,26 +56,23 @@ class _Base(click.Command):
         with formatter.section("Examples"):
             formatter.write(textwrap.indent(lines, "  ") + "\n")
 
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        program = kwargs["prog_name"] = kwargs.get("prog_name") or shlex.join(["python", sys.argv[0]])
-        debug = "--debug" in (kwargs.get("args") or (args and args[0]) or sys.argv[1:])
-        main_thread = threading.current_thread() is threading.main_thread()
-        if main_thread:  # SIGTERM ends a command and its child processes, as Ctrl-C does
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **kwargs: Any) -> NoReturn:
+        words = sys.argv[1:] if args is None else list(args)
+        program = prog_name or shlex.join(["python", sys.argv[0]])
+        kwargs["standalone_mode"] = False
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends child processes too, as Ctrl-C does
         try:
-            status = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0
+            status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:
-            status = 1
-            try:
-                if debug:
-                    traceback.print_exc()
-                status = _report(error, program)
-            finally:
-                if log.started():
-                    _exit_without_waiting(status)
+            if "--debug" in words:
+                traceback.print_exc()
+            status = _report(error, program)
+            if log.started():  # Python would wait for MXNet, which may wait for a process of the run that has ended
+                with suppress(OSError, ValueError):  # standard output may be closed
+                    sys.stdout.flush()
+                os._exit(status)
         finally:
-            if main_thread:
-                signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before)
         sys.exit(status)
 
 
@@ -95,10 +87,7 @@ class Command(_Base):
         try:
             return super().invoke(context)
         except Error as error:
-            options = {param.name or "": param for param in self.params if isinstance(param, click.Option)}
-            if "gpus" in options:
-                options["num_gpus"] = options["gpus"]  # as `train` calls it
-            error.args = (_with_options(str(error), options),)
+            error.args = (_with_options(str(error), self.params),)
             raise
         except KeyboardInterrupt as error:  # click would print an empty line
             raise click.Abort(*error.args) from error
@@ -165,42 +154,32 @@ def as_called(text: str, program: str) -> str:
     return re.sub(r"gluon-mgpu ([a-z][\w-]*)", lambda m: f"{script[1]}{m[1].replace('-', '_')}.py", text)
 
 
-def _with_options(text: str, options: dict[str, click.Option]) -> str:
-    """An error message that begins with `argument=value: ` with the options in place of all arguments."""
-
-    def of_argument(match: re.Match[str]) -> str:
-        name, value = match.groups()
-        option = options.get(name)
-        if option is None:
-            return match[0]
-        if option.is_flag and value in ("True", "False"):
-            return (option.opts if value == "True" else option.secondary_opts or option.opts)[0]
-        return f"{option.opts[0]} {value}"
-
-    first = re.match(r"(\w+)=", text)
-    if not first or first[1] not in options:
+def _with_options(text: str, params: Iterable[click.Parameter]) -> str:
+    """An error message about an argument, `lr=0: ...`, with the options of the command line: `--lr 0: ...`."""
+    options = {param.name: param.opts[0] for param in params if isinstance(param, click.Option)}
+    options["num_gpus"] = "--gpus"  # as `train` calls it
+    if text.partition("=")[0] not in options:
         return text
-    text = re.sub(r"(?<![\w/.-])(\w+)=(True|False|)", of_argument, text)
-    wrong, colon, advice = text.partition(": ")
-    renamed = {name: option.opts[0] for name, option in options.items() if option.opts[0] != f"--{name}"}
-    advice = re.sub(r"(?<![\w/.-])\w+(?![\w/-])", lambda match: renamed.get(match[0], match[0]), advice)
-    return wrong + colon + advice
+    for name, option in options.items():
+        text = re.sub(rf"(?<![\w/.-]){name}=True\b", option, text)
+        text = re.sub(rf"(?<![\w/.-]){name}=", f"{option} ", text)
+    return text
 
 
 def _usage(error: click.UsageError) -> str:
     """One line for what click found wrong with a command."""
     line = error.format_message()
-    if isinstance(error, click.NoSuchOption) and error.ctx:
+    if isinstance(error, click.NoSuchOption):
         first = error.__context__  # -epochs is an error for "-epochs", then for "-e"
-        wrong = first.option_name if isinstance(first, click.NoSuchOption) else error.option_name
-        options = [param for param in error.ctx.command.get_params(error.ctx) if isinstance(param, click.Option)]
-        names = [name for option in options for name in (*option.opts, *option.secondary_opts)]
-        line = f"{wrong}: no such option{nearest(wrong, names)}"
+        wrong = first if isinstance(first, click.NoSuchOption) else error
+        line = f"{wrong.option_name}: no such option"
+        if wrong.possibilities:
+            line += f"; did you mean {wrong.possibilities[0]}?"
     elif isinstance(error, click.BadParameter) and error.param and not isinstance(error, click.MissingParameter):
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
         line = f"{name}: {error.message}"
-    for clicks_words, plain in PLAIN.items():
-        line = re.sub(clicks_words, plain, line)
+    line = re.sub("not a valid integer( range)?", "not a whole number", line)
+    line = re.sub("not a valid float( range)?", "not a number", line)
     more = f" ({error.ctx.command_path} --help shows more)" if error.ctx else ""
     return " ".join(line.removesuffix(".").splitlines()) + more
 
@@ -217,16 +196,9 @@ def _report(error: BaseException, program: str) -> int:
         if log.speaks():  # every process of a run has the same command
             log.error(_usage(error))
         return error.exit_code
-    status, line = (error.exit_status, str(error)) if isinstance(error, Error) else (1, engine.line_of(error))
+    line = str(error) if isinstance(error, Error) else engine.line_of(error)
     log.error(f"{log.who()}{as_called(line, program)}")
-    return status
-
-
-def _exit_without_waiting(status: int) -> NoReturn:
-    """Python would wait for MXNet's operators, which may wait for another process of the run that has ended."""
-    with suppress(OSError, ValueError, AttributeError):  # standard output may be closed
-        sys.stdout.flush()
-    os._exit(status)
+    return error.exit_status if isinstance(error, Error) else 1
 
 
 option = functools.partial(click.option, cls=Option)
@@ -247,8 +219,13 @@ def gpus(default: str = "1", help: str = "How many devices (2), or which ones (0
 FOLDER = click.Path(file_okay=False)
 FILE = click.Path()
 IMPLS = Choice(gluon_mgpu.IMPLS)
-SEED = click.IntRange(0, 2**31 - 1)
 impl = option("--impl", type=IMPLS, default="scratch", show_default=True, help="From NDArray alone, or with Gluon.")
+limit = option(
+    "--limit",
+    type=int,
+    metavar="N",
+    help="Use only the first N training examples and the first N/6 test examples (at least 100).",
+)
 device = option(
     "--device",
     type=Choice(devices.DEVICES),

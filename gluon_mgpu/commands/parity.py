@@ -8,10 +8,8 @@ import click
 from click.core import ParameterSource
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import devices, engine
 from gluon_mgpu.runtime.errors import UsageError
-
-MOST_SEEDS = 1000
 
 
 class Seeds(click.ParamType):
@@ -23,15 +21,12 @@ class Seeds(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            numbers = [int(part) for part in value.removesuffix(",").split(",")]
+            seeds = devices.count_or_list(value, first=1)
         except ValueError:
-            numbers = []
-        if "," not in value and numbers and 1 <= numbers[0] <= MOST_SEEDS:
-            return tuple(range(1, numbers[0] + 1))
-        seeds = all(0 <= number < 2**31 for number in numbers) and len(set(numbers)) == len(numbers)
-        if "," not in value or not numbers or not seeds:
-            self.fail(f"{value!r} is not a number of seeds (3) or a list of seeds (4,7)", param, context)
-        return tuple(numbers)
+            seeds = []
+        if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
+            self.fail(f"{value!r} is not a number of seeds (3) or a list of distinct seeds (4,7)", param, context)
+        return tuple(seeds)
 
 
 @click.command(

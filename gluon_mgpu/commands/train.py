@@ -16,28 +16,24 @@ from gluon_mgpu.runtime import devices, engine
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets, recipes, records, settings
 
-AT_LEAST_1 = click.IntRange(min=1)
-ABOVE_0 = click.FloatRange(min=0, min_open=True)
-BELOW_1 = click.FloatRange(0, 1, max_open=True)
 HIGHLEVEL_ONLY = ("hybridize", "tune")
 
 
 class Numbers(click.ParamType):
-    """Numbers separated by commas, or one of `words`. The value is a tuple or the word."""
+    """Numbers separated by commas, as a tuple, or the word auto."""
 
     name = "numbers"
 
-    def __init__(self, kind: type, *words: str) -> None:
-        self.kind, self.words = kind, words
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        if isinstance(value, tuple) or value in self.words:
+        if isinstance(value, tuple) or value == "auto":
             return value
         try:
             return tuple(self.kind(part) for part in value.split(","))
         except ValueError:
-            words = "".join(f" or {word}" for word in self.words)
-            self.fail(f"{value!r} is not a list of numbers separated by commas{words}", param, context)
+            self.fail(f"{value!r} is not a list of numbers separated by commas", param, context)
 
 
 def list_recipes(context: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -76,9 +72,7 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     help="Print the recipes with their options and sources.",
 )
 @common.impl
-@common.setting(
-    "--model", type=common.Choice(settings.MODELS), help="scratch has only lenet; lenet-max has max pooling."
-)
+@common.setting("--model", type=common.Choice(settings.MODELS), help="scratch: only lenet. lenet-max has max pooling.")
 @common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.gpus()
 @common.device
@@ -96,14 +90,14 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     shell_complete=complete_compress,
     help="Send gradients as 16-bit numbers (horovod), or as 2-bit numbers with threshold T (dist_sync).",
 )
-@common.setting("--batch-size", type=AT_LEAST_1, metavar="N", help="Examples per step, over all devices together.")
+@common.setting("--batch-size", type=int, metavar="N", help="Examples per step, over all devices together.")
 @common.setting(
     "--shares",
-    type=Numbers(float, "auto"),
+    type=Numbers(float),
     metavar="A,B,...|auto",
     help="How to divide a batch between unequal devices: 80,20. auto measures the devices.",
 )
-@common.setting("--lr", type=ABOVE_0, metavar="X", help="Learning rate.")
+@common.setting("--lr", type=float, metavar="X", help="Learning rate.")
 @common.setting("--scale-lr", is_flag=True, help="Multiply --lr by the batch size / 256.")
 @common.setting(
     "--schedule",
@@ -111,51 +105,32 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     help="constant; step: multiply the learning rate by --step-factor after each of --step-epochs; cosine: decrease "
     "it to 0.",
 )
-@common.setting(
-    "--step-epochs", "milestones", type=Numbers(int), metavar="E,F,...", help="The epochs for --schedule step."
-)
-@common.setting(
-    "--step-factor",
-    "gamma",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    metavar="X",
-    help="The factor for --schedule step.",
-)
+@common.setting("--step-epochs", "milestones", type=Numbers(int), metavar="E,F,...", help="Epochs for --schedule step.")
+@common.setting("--step-factor", "gamma", type=float, metavar="X", help="Factor for --schedule step, below 1.")
 @common.setting(
     "--warmup-epochs",
-    type=click.FloatRange(min=0),
+    type=float,
     metavar="X",
     help="Increase the learning rate from 0 during the first X epochs. Must be less than --epochs.",
 )
-@common.setting("--momentum", type=BELOW_1, metavar="X", help="Momentum of SGD, such as 0.9.")
-@common.setting("--weight-decay", type=BELOW_1, metavar="X", help="Weight decay of all parameters, such as 0.0005.")
-@common.setting(
-    "--clip-norm",
-    "max_grad_norm",
-    type=ABOVE_0,
-    metavar="NORM",
-    help="Scale the gradient down to this norm if its norm is larger.",
-)
+@common.setting("--momentum", type=float, metavar="X", help="Momentum of SGD, such as 0.9.")
+@common.setting("--weight-decay", type=float, metavar="X", help="Weight decay of all parameters, such as 0.0005.")
+@common.setting("--clip-norm", "max_grad_norm", type=float, metavar="X", help="Scale larger gradients down to norm X.")
 @common.setting(
     "--accumulate",
     "grad_accum_steps",
-    type=AT_LEAST_1,
+    type=int,
     metavar="K",
     help="Compute the gradient of each batch in K parts, which needs less memory.",
 )
-@common.setting("--epochs", type=AT_LEAST_1, metavar="N", help="Number of passes through the training set.")
+@common.setting("--epochs", type=int, metavar="N", help="Number of passes through the training set.")
 @common.setting(
     "--seed",
-    type=common.SEED,
+    type=int,
     metavar="N",
     help="A run on CPU with the same seed is the same bit for bit; default a random seed.",
 )
-@common.setting(
-    "--limit",
-    type=AT_LEAST_1,
-    metavar="N",
-    help="Use only the first N training examples and the first N/6 test examples (at least 100).",
-)
+@common.limit
 @common.data_dir
 @common.option(
     "--out",

@@ -24,7 +24,7 @@ from gluon_mgpu.training import datasets
 @common.gpus("4", "How many devices, or which ones. GPUs that this machine does not have are omitted.")
 @common.device
 @common.option(
-    "--seed", type=common.SEED, metavar="N", default=0, show_default=True, help="The seed of the parameters."
+    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the parameters."
 )
 @common.data_dir
 def walkthrough(impl: str, gpus: str, **options: Any) -> None:

@@ -109,6 +109,8 @@ def line_of(error: BaseException) -> str:
 
 def reason(error: BaseException) -> str:
     """What is missing and what to do, or the last line of the error's own message."""
+    if isinstance(error, Error):
+        return str(error)
     if isinstance(error, ImportError):
         while error.__context__:  # NumPy's message is a page of advice; the first error in the chain is the cause
             error = error.__context__

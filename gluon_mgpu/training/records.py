@@ -99,7 +99,7 @@ class Run:
             if folder is not None and not str(folder):
                 raise UsageError(f"{name}='': must be a folder, such as runs/first")
         if out and resume and Path(out) != Path(resume):
-            raise UsageError(f"out={out}: a resumed run stays in its folder, {resume}; omit out")
+            raise UsageError(f"out={out}: a resumed run stays in its folder, {resume}; omit it")
         if tensorboard and not (out or resume):
             raise UsageError("tensorboard=True: needs out=FOLDER or resume=FOLDER")
         self.writer_class = _tensorboard_writer() if tensorboard else None
@@ -184,8 +184,8 @@ class Run:
             if given == kept or name in may_differ or (name == "seed" and given is None):
                 continue
             if name == "epochs":
-                raise UsageError(f"epochs={given}: the run's cosine schedule ends with epoch {kept}; omit epochs")
-            raise UsageError(f"{name}={given}: the run in {self.folder} has {kept}; omit {name}")
+                raise UsageError(f"epochs={given}: the run's cosine schedule ends with epoch {kept}; omit it")
+            raise UsageError(f"{name}={given}: the run in {self.folder} has {kept}; omit it")
 
     def restore(self, replicas: Replicas, arrays: dict[str, np.ndarray]) -> None:
         """Load a checkpoint's arrays into the replicas. Raises Error if they belong to another network."""

@@ -64,33 +64,6 @@ def test_every_option_has_a_help_text_and_h_shows_what_help_shows(capsys, name):
     assert shown[0] == 0 and shown == call(capsys, main, name, "-h")
 
 
-def around(kind):
-    """(values inside, values outside) the range of a click type, at both ends."""
-    step = 1 if isinstance(kind, click.IntRange) else 1e-3
-    inside, outside = [], []
-    for end, is_open, inwards in ((kind.min, kind.min_open, step), (kind.max, kind.max_open, -step)):
-        if end is not None:
-            inside.append(end + inwards if is_open else end)
-            outside.append(end if is_open else end - inwards)
-    return inside, outside
-
-
-RANGED = {p.name: p.type for p in options(train) if isinstance(p.type, (click.IntRange, click.FloatRange))}
-
-
-@pytest.mark.parametrize("name", RANGED)
-def test_the_range_in_help_is_the_range_of_the_setting(name):
-    assert name in NAMES
-    others = {"schedule": "step", "milestones": (2,)} if name == "gamma" else {}
-    others = {"epochs": 3000} if name == "warmup_epochs" else others
-    inside, outside = around(RANGED[name])
-    for value in inside:
-        Settings(**{**others, name: value})
-    for value in outside:
-        with pytest.raises(UsageError, match=f"^{name}="):
-            Settings(**{**others, name: value})
-
-
 def parsed(line):
     """(command, options) that click finds in a shell command."""
     program, name, *words = shlex.split(line)
@@ -131,7 +104,7 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, name):
         ("train --dataset FashionMNIST", ["did you mean fashion-mnist?"]),
         ("train --seed abc", ["--seed: 'abc' is not a whole number ("]),
         ("train --lr 0,1", ["--lr: '0,1' is not a number ("]),
-        ("train --lr 0", ["--lr: 0.0", "x>0"]),
+        ("train --lr 0", ["--lr 0.0: "]),
         ("train --shares fast", ["--shares: 'fast'", "auto"]),
         ("parity --seeds 4,4", ["--seeds: '4,4'"]),
         ("launch --workers 0 -- true", ["--workers: 0"]),
@@ -193,8 +166,8 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
     [
         (Error("run `gluon-mgpu batch-size -h`"), 1, "error: run `python scripts/batch_size.py -h`"),
         (UsageError("runs/x: no run"), 2, "error: runs/x: no run"),
-        (UsageError("out=a=b: omit two_words or seed=1"), 2, "error: --out a=b: omit --other or --seed 1"),
-        (UsageError("fast=True: omit fast=False"), 2, "error: --fast: omit --no-fast"),
+        (UsageError("out=a=b: omit two_words=1"), 2, "error: --out a=b: omit --other 1"),
+        (UsageError("fast=True: needs out=FOLDER"), 2, "error: --fast: needs --out FOLDER"),
         (UsageError("runs/out=1 has no fast=True"), 2, "error: runs/out=1 has no fast=True"),
         (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows where)"),
         (KeyboardInterrupt(), 130, "interrupted"),
