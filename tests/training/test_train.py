@@ -77,27 +77,25 @@ def test_a_second_process_with_the_same_seed_leaves_the_same_bits(run, tmp_path)
 
 @pytest.mark.parametrize("read", [True, False], ids=["output read", "nobody reads"])
 def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
-    options = ("--limit", "20000", "--seed", "3", "--epochs", "9", "--gpus", "2", "--out", str(tmp_path))
+    options = ("--limit", "2000", "--epochs", "500", "--gpus", "2", "--out", str(tmp_path))
     with subprocess.Popen(
         [sys.executable, SCRIPT, *SYNTHETIC, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         while b"epoch 1" not in process.stdout.readline():
             pass
-        time.sleep(0.7)  # into the second epoch
         if not read:
             process.stdout.close()  # as Ctrl-C does in `2>&1 | tee log`
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert not read or f"--resume {tmp_path}" in process.stdout.read().decode().splitlines()[-1]
-    facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
-    assert facts["history"] and 0 < facts["steps"] < 79
+    assert checkpoint.load(tmp_path / "checkpoint.npz")[1]["history"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(records.FILES)
 
 
 def test_a_terminal_shows_a_bar_with_examples_and_loss():
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # 24 lines of 120 characters
-    words = [sys.executable, SCRIPT, *SYNTHETIC, "--gpus", "2", "--limit", "20000", "--epochs", "1"]
+    words = [sys.executable, SCRIPT, *SYNTHETIC, "--gpus", "2", "--limit", "5000", "--epochs", "1"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=terminal)
     os.close(terminal)
     shown = b""
@@ -106,7 +104,7 @@ def test_a_terminal_shows_a_bar_with_examples_and_loss():
             shown += part
     os.close(main)
     assert process.wait() == 0 and b"test acc" in process.communicate()[0]
-    assert re.search(rb"epoch 1: +\d+%.*/20\.0k .*examples/s, loss \d\.\d{3}", shown), shown
+    assert re.search(rb"epoch 1: +\d+%.*/5\.00k .*examples/s, loss \d\.\d{3}", shown), shown
 
 
 def test_a_recipe_runs_with_its_options_and_those_on_the_command_line_override_it(tmp_path):
@@ -145,8 +143,8 @@ def test_tensorboard_reads_the_numbers_of_every_epoch_of_a_run_even_if_it_is_ask
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
     for name in ("train_loss", "test_accuracy", "samples_per_second", "learning_rate"):
-        written = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
-        assert written == [(epoch.epoch, np.float32(getattr(epoch, name))) for epoch in history]
+        written = {event.step: event.tensor_proto.float_val[0] for event in events.Tensors(name)}
+        assert written == {epoch.epoch: np.float32(getattr(epoch, name)) for epoch in history}
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)  # as if it were not installed
     assert len(train(resume=tmp_path, epochs=4)) == 4
 
