@@ -227,7 +227,7 @@ def draw(result: dict, file: BinaryIO) -> None:
         for point in worker["points"]
         if point["arrays"] > 1
     }
-    harness.draw_bars(file, "Gradients summed over CPU contexts, array by array", "ms", panels)
+    harness.draw_bars(file, "ms until gradients are summed over CPU contexts, array by array", panels)
 
 
 def _size(size: int) -> str:

@@ -69,16 +69,16 @@ size = common.option(
 products = number("--products", "Products per device; default 50 on GPUs, 20 on CPU contexts.")
 
 
-def show(name: str, module: str, folder: str | None, **options: Any) -> None:
+def show(name: str, module: str, out: str | None, **options: Any) -> None:
     """Run a measurement, print its table and, with --out, write its JSON and picture."""
     from bench import harness
 
     benchmark = import_module(f"bench.{module}")
     result = benchmark.run(**options)
     click.echo(benchmark.table(result))
-    if folder is not None:
-        harness.leave(folder, name, result, benchmark.draw)
-        click.echo(f"picture: {folder}/{name}.png")
+    if out is not None:
+        harness.leave(out, name, result, benchmark.draw)
+        click.echo(f"picture: {out}/{name}.png")
 
 
 @command("steps", "--rounds 5 --steps 200", "--what engine")

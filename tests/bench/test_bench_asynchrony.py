@@ -1,0 +1,75 @@
+"""`async` and `copy` measure every row in every round; ratios and rates are computed by hand."""
+
+import io
+import json
+
+import pytest
+from bench import asynchrony, harness
+
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+
+@pytest.mark.parametrize("what, devices", [("async", ["cpu(0)", "cpu(2)"]), ("copy", ["cpu(0)"])])
+def test_a_worker_measures_every_row_in_every_round(what, devices):
+    result = json.loads(json.dumps(asynchrony.run(what, "0,2", "cpu", size=16, products=3, rounds=2)))
+    assert (result["devices"], result["size"], result["products"]) == (devices, 16, 3)
+    assert list(result["rows"]) == list(asynchrony.ROWS[what])
+    for seconds in result["rows"].values():
+        assert len(seconds) == 2 and all(s > 0 for s in seconds)
+    picture = io.BytesIO()
+    asynchrony.draw(result, picture)
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+def made_up(what, seconds, size=1000, products=10):
+    facts = {"devices": ["cpu(0)", "cpu(1)"], "names": ["x", "x"], "size": size, "products": products}
+    return {"what": what, **facts, "rows": dict(zip(asynchrony.ROWS[what], seconds))}
+
+
+def rows_of(result):
+    """For each row, the cells that the table shows."""
+    lines = asynchrony.table(result).splitlines()
+    return [next(line for line in lines if line.startswith(name))[len(name) :].split() for name in result["rows"]]
+
+
+def test_a_ratio_is_of_one_round_and_a_rate_of_the_median():
+    # One device: 10 products of 2 GFLOP in the median's 2 s. Ratios: 0.5/2, 0.1/1, 1/5 -> 0.2; 6/2, 2/1, 9/5 -> 2;
+    # 2/2, 3/1, 2/5 -> 1. Both devices: 20 products in 6 s and in 2 s.
+    assert rows_of(made_up("async", [[0.5, 0.1, 1], [2, 1, 5], [6, 2, 9], [2, 3, 2]])) == [
+        ["0.5000", "(0.1000-1.0000)", "0.20"],
+        ["2.0000", "(1.0000-5.0000)", "10.0", "GFLOP/s", "1.00"],
+        ["6.0000", "(2.0000-9.0000)", "6.7", "GFLOP/s", "2.00"],
+        ["2.0000", "(2.0000-3.0000)", "20.0", "GFLOP/s", "1.00"],
+    ]
+    # 10 copies of 4 MB in 0.02 s
+    copies = rows_of(made_up("copy", [[2, 2, 2], [0.02, 0.04, 0.02], *[[2, 2, 2]] * 3]))[1]
+    assert copies == ["0.0200", "(0.0200-0.0400)", "2.0", "GB/s", "0.01"]
+
+
+def test_the_seconds_of_the_notebook_are_shown_for_its_own_matrices_only():
+    seconds = [[1, 1, 1]] * 5
+    shown = [row[-1] for row in rows_of(made_up("async", seconds, 4000, 50))]
+    assert shown == ["0.240", "0.493", "2.000", "0.497"]
+    assert [row[-1] for row in rows_of(made_up("copy", seconds, 4000, 50))] == [
+        "0.493",
+        "2.445",
+        "1.00",
+        "0.737",
+        "1.00",
+    ]
+    assert {row[-1] for row in rows_of(made_up("async", seconds, 4000, 49))} == {"1.00"}
+
+
+def test_a_worker_has_one_thread_per_context_and_a_temporary_space_per_product(monkeypatch):
+    started = []
+    monkeypatch.setattr(harness, "start", lambda name, job: started.append(job) or {"seconds": [1.0] * 4})
+    asynchrony.run("async", "0,1,5", products=50, rounds=1)
+    assert (started[0].env["OMP_NUM_THREADS"], started[0].env["MXNET_CPU_TEMP_COPY"]) == ("1", "150")
+
+
+def test_a_worker_that_fails_says_why_in_one_line():
+    with pytest.raises(UsageError, match="^async: "):
+        asynchrony.run("async", 1, "gpu")
+    with pytest.raises(Error) as caught:
+        asynchrony.run("async", 1, "cpu", 10**9, 1)
+    assert "MXNetError" in str(caught.value) and "\n" not in str(caught.value)

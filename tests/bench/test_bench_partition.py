@@ -1,0 +1,56 @@
+"""`partition` and `timeline`: bytes are those of counted copies, and workers return what the tables show."""
+
+import io
+import json
+
+import mxnet as mx
+import pytest
+from bench import partition as bench
+from bench import timeline
+from mxnet import nd
+from test_partition import recorded_copies
+
+from gluon_mgpu import partition, scratch
+from gluon_mgpu.runtime.errors import UsageError
+
+
+@pytest.mark.parametrize("way", partition.WAYS)
+@pytest.mark.parametrize("devices, n", [(1, 8), (2, 8), (2, 7), (3, 5)])
+def test_the_bytes_are_those_of_the_copies_that_a_step_makes(way, devices, n):
+    ctx, host = [mx.cpu(i) for i in range(devices)], mx.cpu(devices)
+    place, train_batch = partition.WAYS[way]
+    device_params = place(scratch.init_params(), ctx)
+    X, y = nd.ones((n, 1, 28, 28), ctx=host), nd.ones(n, ctx=host)
+    with recorded_copies() as copies:
+        train_batch(X, y, device_params, ctx, 0.1)
+    from_host = sum(size for source, _, size in copies if source == host)
+    assert bench.bytes_moved(way, devices, n) == (sum(size for *_, size in copies) - from_host, from_host)
+
+
+def test_a_measured_way_has_a_time_and_an_idle_share_of_each_device():
+    result = json.loads(json.dumps(bench.run(rounds=1, steps=2, names=("network partitioning, 4 micro-batches",))))
+    [way] = result["ways"]
+    [idle] = way["idle"]
+    assert way["step_ms"][0] > 1 and len(idle) == 2 and all(0 < share < 1 for share in idle)
+    assert way["name"] in bench.table(result)
+    picture = io.BytesIO()
+    bench.draw(result, picture)
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+def test_a_timeline_has_the_phases_of_each_context():
+    result = json.loads(json.dumps(timeline.run("highlevel", batch_size=32, steps=2)))
+    assert len(result["step_ms"]) == 2 and len(result["contexts"]) == 2 and result["unknown"] == []
+    for context, seconds in result["contexts"].items():
+        row = next(line.split() for line in timeline.table(result).splitlines() if line.startswith(context))
+        assert row[1] == f"{1000 * seconds['forward'] / 2:.2f}" and row[-1] == f"{100 * seconds['idle_share']:.1f}%"
+    picture = io.BytesIO()
+    timeline.draw(result, picture)
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("options", [{"model": "resnet18"}, {"batch_size": 1}, {"contexts": 1000}])
+def test_what_cannot_be_recorded_is_a_usage_error_of_one_line(options):
+    with pytest.raises(UsageError) as caught:
+        timeline.run(**options)
+    assert "\n" not in str(caught.value)

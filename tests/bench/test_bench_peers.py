@@ -1,0 +1,133 @@
+"""PyTorch's networks are ours, every subject trains alike, and ratios are of one round. torch is never imported here,
+next to mxnet: it has its own processes, and tests that need it are skipped if it is missing."""
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from bench import harness, peers
+
+from gluon_mgpu.runtime.errors import Error
+
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make bench-peers installs PyTorch")
+
+
+@pytest.fixture
+def result(monkeypatch):
+    """What `run` returns for LeNet if a step of most subjects takes 100 ms."""
+    taken = {peers.NOTEBOOK: [60, 30, 90], peers.DDP: [40, 10, 81], peers.HIGHLEVEL: [20, 10, 45]}
+    left = {name: iter(ms) for name, ms in taken.items()}
+
+    def start(name, job):
+        if job.arguments["mode"] == "learn":
+            return {"seconds": [9.0, 8.0], "accuracy": [0.1, 0.65]}
+        return {"step_ms": next(left[name]) if name in left else 100, "peak_mb": 300, "loss": 2.3}
+
+    monkeypatch.setattr(harness, "start", start)
+    monkeypatch.setattr(peers, "_check_torch", lambda: None)
+    monkeypatch.setattr(peers.datasets, "find", lambda name: "there")
+    return json.loads(json.dumps(peers.run(("lenet",), rounds=3, accuracy=True)))
+
+
+def test_ratios_are_those_of_one_round(result):
+    table = peers.table(result)
+    row = next(line.split() for line in table.splitlines() if line.startswith(f"{peers.HIGHLEVEL}  "))
+    # 256 examples in the median's 20 ms; 40/20, 10/10, 81/45 -> 1.8, and the medians' ratio is 2; 60/20, 30/10, 90/45
+    assert row[3:10] == ["20.0", "(10.0-45.0)", "12800", "1.80", "(1.00-2.00)", "3.00", "(2.00-3.00)"]
+    assert f"{peers.DDP}, the fastest of PyTorch: 1.80 (1.00-2.00) times as long" in table
+    assert table.splitlines()[-1].split()[-3:] == ["8.5", "0.1000", "0.6500"]
+
+
+def test_the_picture_has_a_panel_per_model_and_one_for_accuracy(result):
+    picture = io.BytesIO()
+    result["models"]["resnet18"] = {k: v for k, v in result["models"]["lenet"].items() if k != peers.NOTEBOOK}
+    peers.draw(result, picture)
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+def test_without_pytorch_or_a_compiler_for_it_nothing_begins(monkeypatch):
+    for found, compiler in ((None, "g++"), ("found", "no-such-compiler")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(Error):
+            peers.run()
+
+
+@needs_torch
+def test_ddp_trains_as_ours_and_as_one_process(tmp_path):
+    jobs = peers.jobs("lenet", str(tmp_path), "time", steps=10)
+    losses = {name: harness.start(name, jobs[name])["loss"] for name in (peers.DDP, peers.PYTORCH, peers.HIGHLEVEL)}
+    assert losses[peers.DDP] == pytest.approx(losses[peers.PYTORCH], rel=1e-5)
+    assert losses[peers.HIGHLEVEL] == pytest.approx(losses[peers.PYTORCH], rel=1e-5)
+
+
+@needs_torch
+def test_a_process_of_pytorch_that_fails_is_one_line(tmp_path):
+    job = peers.jobs("lenet", str(tmp_path), "time", steps=10)[peers.DDP]
+    with pytest.raises(Error) as caught:
+        harness.start("it", job._replace(arguments={**job.arguments, "model": "vgg"}))
+    assert "it" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# In float64 nothing is hidden by rounding: gradients are sums over the examples, of the same arithmetic.
+OURS = """
+    import sys
+    import numpy as np
+    from bench import harness
+    from gluon_mgpu.training import datasets
+    model, file = sys.argv[1:]
+    replicas = harness.replicas("highlevel", model, 1, tune=False)
+    import mxnet as mx
+    from gluon_mgpu import highlevel
+    rng = np.random.default_rng(0)
+    parameters = {
+        name: p + 0.1 * rng.standard_normal(p.shape, np.float32) if p.ndim == 1 and "running" not in name else p
+        for name, p in replicas.state_dict().items()
+    }
+    replicas.load_state_dict(parameters)
+    images, labels = datasets.synthetic(4, 1, seed=3)[1:3]
+    X, y = mx.nd.array(images / 255, dtype="float64"), mx.nd.array(labels, dtype="float64")
+    replicas.net.cast("float64")
+    losses = highlevel.forward_backward(replicas.net, [X], [y])
+    found = {"X": X.asnumpy(), "y": y.asnumpy(), "losses": losses[0].asnumpy()}
+    params = [p for p in replicas.net.collect_params().values() if p.grad_req != "null"]
+    named = [name for name in parameters if "running" not in name]
+    found.update({f"parameter {name}": parameters[name] for name in named})
+    found.update({f"gradient {name}": p.grad().asnumpy() for name, p in zip(named, params)})
+    np.savez(file, **found)
+"""
+PYTORCHS = """
+    import sys
+    import numpy as np
+    import torch
+    from bench import torch_peers
+    assert "mxnet" not in sys.modules
+    model, file = sys.argv[1:]
+    ours = np.load(file)
+    net = torch_peers.network(model)
+    torch_peers.load(net, {name: ours[name] for name in ours if name.startswith("parameter")})
+    net.double()
+    scores = net(torch.from_numpy(ours["X"]))
+    losses = torch.nn.functional.cross_entropy(scores, torch.from_numpy(ours["y"]).long(), reduction="none")
+    losses.sum().backward()
+    gradients = [p.grad.numpy() for p in net.parameters()]
+    of_ours = [ours[name] for name in ours if name.startswith("gradient")]
+    assert [g.shape for g in of_ours] == [g.shape for g in gradients]
+    whole = np.sqrt(sum((g**2).sum() for g in gradients))
+    print(float(np.abs(ours["losses"] - losses.detach().numpy()).max()))
+    print(max(float(np.linalg.norm(a - b) / whole) for a, b in zip(of_ours, gradients)))
+"""
+
+
+@needs_torch
+@pytest.mark.parametrize("model", ("lenet", "resnet18"))
+def test_pytorchs_network_has_our_loss_and_our_gradients(model, tmp_path):
+    for code in (OURS, PYTORCHS):
+        command = [sys.executable, "-c", textwrap.dedent(code), model, str(tmp_path / "ours.npz")]
+        done = subprocess.run(command, env=harness.environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert max(map(float, done.stdout.split())) < 1e-12

@@ -1,0 +1,66 @@
+"""The arithmetic of efficiency, and what is measured for each point."""
+
+import io
+
+import pytest
+from bench import harness, scaling
+
+
+def result(cores=2):
+    """LeNet in scratch, strong and weak, three rounds; the other rounds of each point take 10 times the first."""
+    points = {("strong", 1): 40, ("strong", 2): 25, ("strong", 4): 30, ("strong", 8): 35}
+    points.update({("weak", 1): 40, ("weak", 2): 50, ("weak", 4): 100, ("weak", 8): 160})
+    runs = [
+        {
+            **{"impl": "scratch", "model": "lenet", "kind": kind, "contexts": k},
+            "batch_size": 256 * (k if kind == "weak" else 1),
+            "step_ms": [ms, 10 * ms, 10 * ms],
+            "peak_mb": [100, 200, 300],
+        }
+        for (kind, k), ms in points.items()
+    ]
+    return {"rounds": 3, "cores": cores, "runs": runs}
+
+
+@pytest.mark.parametrize(
+    "kind, contexts, cores, efficiency",
+    [
+        ("strong", 2, 2, 40 / 25 / 2),
+        ("strong", 4, 2, 40 / 30 / 2),  # only 2 of 4 contexts have a core
+        ("strong", 4, 4, 40 / 30 / 4),
+        ("weak", 2, 2, 1.6 / 2),  # 2 * 256 examples in 50 ms instead of 256 in 40
+        ("weak", 8, 2, 1.0),
+    ],
+)
+def test_efficiency_is_the_speed_relative_to_one_context_per_core_in_use(kind, contexts, cores, efficiency):
+    runs = {run["contexts"]: run for run in result()["runs"] if run["kind"] == kind}
+    found = scaling.efficiencies(runs[1], runs[contexts], cores)
+    assert found == pytest.approx([efficiency] * 3)
+    section = scaling.table(result(cores)).split(f"{kind} scaling")[1].split("\n\n")[0]
+    row = next(line.split() for line in section.splitlines() if line.startswith(f"{contexts} contexts"))
+    assert row[-3] == f"{efficiency:.2f}" and row[2] == str(runs[contexts]["step_ms"][1]) + ".0"
+
+
+def test_weak_scaling_trains_k_times_the_batch_and_one_context_is_measured_once(monkeypatch):
+    asked = []
+
+    def start(name, job):
+        subject = job.arguments["subject"]
+        asked.append(subject)
+        assert (job.env.get("OMP_NUM_THREADS") == "1") == (subject.contexts == 1)
+        return {"step_ms": 10.0 * subject.size, "peak_mb": 1.0}
+
+    monkeypatch.setattr(harness, "start", start)
+    runs = scaling.run(("lenet", "resnet18"), (2, 4), rounds=2)["runs"]
+    assert len(asked) == 2 * len(set(asked)) == 2 * 3 * 5  # 1, 2 and 4, and 2 and 4 weak, of three networks
+    for run in runs:
+        size = {"lenet": 256, "resnet18": 64}[run["model"]] * (run["contexts"] if run["kind"] == "weak" else 1)
+        assert run["batch_size"] == size and run["step_ms"] == [10.0 * size] * 2
+
+
+def test_the_picture_is_a_png_for_any_number_of_contexts():
+    found = result()
+    for runs in (found["runs"], [run for run in found["runs"] if run["contexts"] == 1]):
+        picture = io.BytesIO()
+        scaling.draw({**found, "runs": runs}, picture)
+        assert picture.getvalue().startswith(b"\x89PNG")

@@ -1,0 +1,222 @@
+"""Workers and their failures, rounds, and the arithmetic of tables."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench import harness, steps
+from bench.harness import Job
+from click.testing import CliRunner
+
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+SCRIPT = Path(__file__).parents[2] / "scripts/bench.py"
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Makes modules of `bench` from code, for workers."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/__init__.py").write_text("")
+    monkeypatch.setattr(harness, "SCRIPTS", tmp_path)
+
+    def write(name, code):
+        (tmp_path / f"bench/{name}.py").write_text(code)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "code, kind",
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Error),
+        ("print('12 pears')", Error),
+        ("", Error),
+        ("print(1); import sys; sys.exit('gone')", Error),
+        ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError('use 2')", UsageError),
+    ],
+)
+def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, bench):
+    bench("failing", code)
+    with pytest.raises(Error) as caught:
+        harness.start("this subject", Job("failing", {}))
+    assert type(caught.value) is kind
+    assert "this subject" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_worker_that_takes_too_long_is_ended(bench):
+    bench("endless", "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)")
+    start = time.perf_counter()
+    with pytest.raises(Error, match="wait longer"):
+        harness.start("it", Job("endless", {}, seconds=1, advice="wait longer"))
+    assert time.perf_counter() - start < 60
+
+
+def test_a_worker_gets_its_settings_and_none_of_the_users(monkeypatch, bench):
+    for name, value in (("OMP_NUM_THREADS", "7"), ("MXNET_ENGINE_TYPE", "NaiveEngine"), ("UNRELATED", "kept")):
+        monkeypatch.setenv(name, value)
+    bench("environment_shown", "import json, os; print(json.dumps(dict(os.environ)))")
+    found = harness.start("it", Job("environment_shown", {}, harness.environment({"OMP_NUM_THREADS": "3"})))
+    assert (found["OMP_NUM_THREADS"], found["UNRELATED"]) == ("3", "kept")
+    assert "MXNET_ENGINE_TYPE" not in found
+
+
+def test_each_round_measures_every_subject_once_and_keeps_the_results_in_order(monkeypatch):
+    started = []
+
+    def start(name, job):
+        started.append(name)
+        return {"number": len(started)}
+
+    monkeypatch.setattr(harness, "start", start)
+    found = harness.measure({"a": Job("x", {}), "b": Job("x", {}), "c": Job("x", {})}, 2)
+    assert started == ["a", "b", "c"] * 2
+    assert found == {"a": {"number": [1, 4]}, "b": {"number": [2, 5]}, "c": {"number": [3, 6]}}
+
+
+def test_a_spread_is_the_median_the_least_and_the_most():
+    assert harness.spread([3, 1, 2.26], 1) == "2.3 (1.0-3.0)"
+    assert harness.spread([1234.5, 0.0123, 45.67]) == "45.7 (0.012-1234)"
+
+
+def test_ratios_are_those_of_runs_of_one_round():
+    times = {
+        ("notebook", 1, ""): [70, 70, 70],
+        ("notebook", 2, ""): [60, 30, 90],
+        ("scratch", 1, "1 thread"): [40, 20, 50],
+        ("scratch", 2, ""): [20, 10, 45],
+    }
+    subjects = {s: s for s in steps.STEP}
+    chosen = {s: times[s[:3]] for s in subjects if s[:3] in times}
+    results = {s: {"step_ms": ms, "peak_mb": [100] * 3} for s, ms in chosen.items()}
+    row = next(line for line in steps.table("step", results).splitlines() if line.startswith("scratch, 2 contexts "))
+    # 256 examples in the median's 20 ms; 60/20, 30/10, 90/45 -> 3; 40/20, 20/10, 50/45 -> 2
+    assert row.split()[3:] == ["20.0", "(10.0-45.0)", "12800", "3.00", "2.00", "100"]
+
+
+def test_columns_of_a_table_are_aligned():
+    lines = harness.table([["name", "a", "long heading"], ["x", 1.5, "y"], ["much longer", "z"]])
+    assert lines == [
+        "name           a  long heading",
+        "x            1.5             y",
+        "much longer    z",
+    ]
+
+
+def test_peak_memory_is_of_the_process_alone_and_not_of_the_one_that_started_it():
+    large = np.ones(100_000_000)  # 800 MB
+    code = f"import sys; sys.path.append({str(SCRIPT.parent)!r}); from bench import harness; print(harness.peak_mb())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert 5 < float(done.stdout) < 400 and harness.peak_mb() > large.nbytes / 2**20
+
+
+def test_the_facts_name_the_processor_and_its_instruction_sets(monkeypatch):
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    found, line = harness.facts(), harness.machine_line()
+    assert found["cpu"] in cpuinfo and found["cpu"] in line and "DNNL_MAX_CPU_ISA=AVX2" in line
+    for flag, name in (("avx2", "avx2"), ("avx512f", "avx512"), ("amx_tile", "amx")):
+        there = bool(re.search(rf"\b{flag}\b", cpuinfo))
+        assert (name in found["instruction_sets"]) == there == (name in re.findall(r"\w+", line.split(" of ")[1]))
+
+
+def test_a_result_is_left_as_json_with_the_machine_and_as_a_picture(tmp_path):
+    def draw(result, file):
+        harness.draw_bars(file, "title", {"panel": {"a": result["ms"], "b": [3.0]}, "other": {"c": [1.0, 2.0]}})
+
+    harness.leave(tmp_path / "new/folder", "it", {"ms": [1.0, 2.0], "trace": [7]}, draw)
+    kept = json.loads((tmp_path / "new/folder/it.json").read_text())
+    assert kept["ms"] == [1.0, 2.0] and kept["machine"]["cores"] >= 1 and "trace" not in kept
+    assert json.loads((tmp_path / "new/folder/it.trace.json").read_text()) == [7]
+    assert (tmp_path / "new/folder/it.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Error):
+        harness.leave(tmp_path / "file", "it", {"ms": [1.0]}, draw)
+
+
+def test_every_trainer_starts_with_the_same_weights_and_learns_alike():
+    losses = {}
+    for impl in ("scratch", "highlevel"):
+        losses[impl] = steps.Subject(impl, 2).job("time", steps=10)._replace(module="steps")
+    found = [harness.start(impl, job) for impl, job in losses.items()]
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
+    assert found[0]["loss"] == pytest.approx(math.log(10), rel=0.01)  # weights are small, so scores are nearly equal
+    assert all(1 < run["step_ms"] < 60000 and 50 < run["peak_mb"] < 5000 for run in found)
+
+
+@pytest.mark.slow
+def test_a_profile_names_the_convolutions_of_each_implementation():
+    rows = [line.split() for line in steps.profile(steps=10).splitlines()]
+    assert all(float(ms) > 0 for ms in next(row for row in rows if row[0] == "Convolution")[1:])
+
+
+@pytest.mark.slow
+def test_the_overhead_of_an_epoch_is_a_share_of_it():
+    found = harness.start("it", steps.Subject("highlevel", 2).job("overhead", epochs=1, examples=5000))
+    assert found["seconds"] > 0 and 0 < found["python"] < 1 and -0.1 < found["idle"] < 1
+
+
+def bench_py(*options, **streams):
+    return [sys.executable, str(SCRIPT), *map(str, options)]
+
+
+def test_bench_is_a_script_whose_subcommands_have_help():
+    from bench import cli
+
+    names = ["allreduce", "async", "copy", "distributed", "model", "partition", "peers", "scaling", "steps", "timeline"]
+    assert sorted(cli.bench.commands) == names
+    for name in names:
+        assert CliRunner().invoke(cli.bench, [name, "-h"], standalone_mode=True).exit_code == 0
+    done = subprocess.run(bench_py("-h"), capture_output=True, text=True)
+    assert done.returncode == 0 and all(name in done.stdout for name in names)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["distributed", "--limit", "100"],
+        ["distributed", "--what", "compression", "--model", "lenet"],
+        ["steps", "--rounds", "1"],
+        ["timeline", "--batch-size", "1"],
+        ["model", "/nonexistent"],
+    ],
+)
+def test_a_wrong_command_is_one_line_and_status_2(options):
+    done = subprocess.run(bench_py(*options), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_ctrl_c_and_sigterm_end_the_worker_too(which):
+    command = bench_py("copy", "--device", "cpu", "--size", 1000, "--products", 5000)
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        by = time.monotonic() + 60
+        while not (workers := [pid for pid in children(parent.pid) if "libmxnet" in maps(pid)]):
+            assert time.monotonic() < by and parent.poll() is None
+            time.sleep(0.1)
+        parent.send_signal(which)  # to it alone
+        assert parent.communicate(timeout=60)[1].splitlines()[-1] == "interrupted"
+        assert parent.returncode == 130
+    finally:
+        parent.kill()
+    assert not Path(f"/proc/{workers[0]}").exists()
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def maps(pid):
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has ended
+        return ""

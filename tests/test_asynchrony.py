@@ -1,0 +1,113 @@
+"""The lesson on asynchrony: results are NumPy's, calls do not wait, devices do not wait for each other, and each cell
+prints what the notebook's cell prints. What depends on the number of contexts runs in a process of its own."""
+
+import re
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+from own_process import overlap, python
+
+from gluon_mgpu import asynchrony
+
+# A custom operator that ends only when it is told to, so that nothing depends on the speed of the machine.
+HELD_BACK = """
+import os, threading
+import gluon_mgpu
+gluon_mgpu.configure(2)
+import mxnet as mx
+from mxnet import nd
+from gluon_mgpu import asynchrony
+let_go, in_time = threading.Event(), []
+class HeldBack(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        in_time.append(let_go.wait({seconds}))
+        self.assign(out_data[0], req[0], in_data[0])
+@mx.operator.register("held_back")
+class HeldBackProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return HeldBack()
+matrices = asynchrony.matrices([mx.cpu(0), mx.cpu(1)], 8)
+held = nd.Custom(matrices[0], op_type="held_back")
+{code}
+print(*in_time, flush=True)
+os._exit(0)  # MXNet would wait for the operator's thread, and that for Python
+"""
+
+
+def held_back(code, seconds=10, **environment):
+    done = python(HELD_BACK.format(code=code, seconds=seconds), **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def test_products_are_numpys_on_the_device_of_their_matrix():
+    x = nd.random.uniform(shape=(70, 70), ctx=mx.cpu(1))
+    exact = np.matmul(x.asnumpy().astype(np.float64), x.asnumpy().astype(np.float64))
+    products = asynchrony.run(x, 3)
+    assert len(asynchrony.run(x)) == 50 and [p.context for p in products] == [mx.cpu(1)] * 3
+    for product in products:
+        np.testing.assert_allclose(product.asnumpy(), exact, rtol=70 * np.finfo(np.float32).eps)  # 70 additions
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_copies_are_new_arrays_in_host_memory(non_blocking):
+    arrays = [nd.random.uniform(shape=(30, 20), ctx=mx.cpu(i)) for i in range(2)]
+    values = [a.asnumpy() for a in arrays]
+    copies = asynchrony.copy_to_cpu(arrays, non_blocking)
+    for a in arrays:
+        a[:] = 0
+    for copy, expected in zip(copies, values):
+        assert copy.context == mx.cpu()
+        np.testing.assert_array_equal(copy.asnumpy(), expected)
+
+
+def test_calls_return_before_their_operand_is_there():
+    code = "products = asynchrony.run(held, 5) + asynchrony.copy_to_cpu([held], non_blocking=True); let_go.set()"
+    assert held_back(f"{code}; nd.waitall()") == "True"  # not after the 10 s that a call which waits would take
+
+
+def test_a_blocking_copy_waits_for_its_array():
+    assert held_back("asynchrony.copy_to_cpu([held]); let_go.set()", seconds=1) == "False"
+
+
+# The products of cpu(1) are waited for while those of cpu(0) cannot begin.
+INDEPENDENT = """
+products = [asynchrony.run(x, 100) for x in (held, matrices[1])]
+for p in products[1]:
+    p.wait_to_read()
+let_go.set()
+nd.waitall()
+"""
+
+
+def test_no_device_waits_for_another_if_there_is_a_temporary_space_per_product():
+    assert held_back(INDEPENDENT, MXNET_CPU_TEMP_COPY="200") == "True"
+    assert held_back(INDEPENDENT, seconds=1, MXNET_CPU_TEMP_COPY="64") == "False"
+
+
+@pytest.mark.parametrize("function, overlaps", [("run_at_once", True), ("run_one_after_another", False)])
+def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(function, overlaps, tmp_path):
+    setup = f"""
+        import contextlib, io
+        from gluon_mgpu import asynchrony
+        matrices = asynchrony.matrices(ctx, 400)
+        def step():
+            with contextlib.redirect_stdout(io.StringIO()):
+                asynchrony.{function}(matrices, 10)
+    """
+    assert (overlap(setup, ("dot",), tmp_path) > 0) == overlaps
+
+
+def test_the_cells_print_what_the_notebooks_cells_print(capsys):
+    asynchrony.notebook([mx.cpu(0), mx.cpu(1)], 16, 2)
+    printed = re.sub(r"\d+\.\d+(e-\d+)?", "SECONDS", capsys.readouterr().out).splitlines()
+    assert printed == [
+        "cpu(0) SECONDS",
+        "cpu(0) SECONDS",
+        *("cpu(0) SECONDS", "cpu(1) SECONDS", "Total time elapsed is SECONDS"),
+        "all devices SECONDS",
+        *("Run on cpu(0) SECONDS", "Copy to CPU SECONDS"),
+        "Copy to CPU SECONDS",
+    ]
