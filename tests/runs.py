@@ -32,11 +32,11 @@ def command(kvstore, workers, *args, servers=1, program=None):
     return [*launch, "--", *program]
 
 
-def start(line, environment=None):
+def start(line, environment=None, stdin=None):
     """The run as a Popen."""
     environment = {**engine.users_environment(), "PYTHONUNBUFFERED": "1", **(environment or {})}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(line, env=environment, start_new_session=True, **streams)
+    streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(line, env=environment, cwd=ROOT, start_new_session=True, **streams)
 
 
 def run(kvstore, workers, *args, **options):

@@ -1,6 +1,5 @@
 """`make horovod`, and what is Horovod's own."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,8 @@ import zipfile
 
 import pytest
 import runs
+
+from gluon_mgpu.distributed import workers
 
 PYTHON = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 WHEEL = f"gluon_mgpu/wheels/mxnet-1.9.1/horovod-0.28.1+gluon.mgpu.2-{PYTHON}-{PYTHON}-linux_x86_64.whl"
@@ -73,27 +74,18 @@ def test_two_processes_of_horovodrun_sum_their_arrays():
     assert said == "Horovod 0.28.1 with MXNet 1.9.1: two processes summed an array with gloo"
 
 
-SAYS_ITS_CORES = """
-import json, os
-from gluon_mgpu.distributed import workers
-
-with workers.join("horovod") as group:
-    cores = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
-    found = group.all_gather(cores)
-    if group.rank == 0:
-        print("found", json.dumps(found))
-"""
-
-
-@runs.needs_horovod
-@pytest.mark.parametrize("count", (2, 3))
-def test_each_worker_has_cores_of_its_own_if_there_are_enough(tmp_path, count):
-    program = tmp_path / "program.py"
-    program.write_text(SAYS_ITS_CORES)
-    status, out, err = runs.run("horovod", count, program=[sys.executable, str(program)])
-    assert status == 0, err
-    found = json.loads(out.split("found", 1)[1])
-    assert all(threads == [threads[0]] * len(threads) for threads in found)
-    cores, own = os.sched_getaffinity(0), [set(threads[0]) for threads in found]
-    assert set().union(*own) == cores
-    assert sum(map(len, own)) == (len(cores) if count <= len(cores) else count * len(cores))
+@pytest.mark.parametrize("count", (1, 2, 3, 4, 5))
+def test_workers_on_one_machine_are_pinned_to_different_cores_if_there_are_enough(count, monkeypatch):
+    cores, pinned = {0, 2, 3, 5}, []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, own: pinned.append((thread, own)))
+    found = []
+    for rank in range(count):
+        pinned.clear()
+        workers.pin_to_cores(rank, lambda own: [own] * count)
+        assert {thread for thread, _ in pinned} in ({int(thread) for thread in os.listdir("/proc/self/task")}, set())
+        found.append({core for _, own in pinned for core in own})
+    if 1 < count <= len(cores):
+        assert set().union(*found) == cores and sum(map(len, found)) == len(cores)
+    else:
+        assert not any(found)

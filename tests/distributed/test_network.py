@@ -237,16 +237,3 @@ def test_a_wrong_address_of_the_scheduler_is_named(build, address, said):
 def test_a_scheduler_that_other_machines_cannot_reach_says_so(build):
     process = build(1).machines[0].start([*runs.TRAIN, "--kvstore", "dist_sync"], dist_sync("node0", "scheduler"))
     assert "127.0.1.1" in process.stderr.readline()
-
-
-def test_nothing_is_left_of_the_machines_if_their_maker_is_killed(tmp_path):
-    make = (
-        "import machines, sys, time; network = machines.Network(2, sys.argv[1]);"
-        "network.machines[1].start(['sleep', '345']); print(*(m.pid for m in network.machines), flush=True);"
-        "time.sleep(60)"
-    )
-    with runs.start([sys.executable, "-c", make, str(tmp_path)], {"PYTHONPATH": str(Path(__file__).parent)}) as maker:
-        before = [f"/proc/{pid}/ns/net" for pid in maker.stdout.readline().split()]
-        assert len(before) == 2 and all(map(os.path.exists, before))
-        maker.kill()
-    runs.wait(lambda: not any(map(os.path.exists, before)), 10)
