@@ -1,4 +1,4 @@
-"""The three ways to split LeNet over devices: against NumPy in float64, and against counts made by hand."""
+"""The three ways to split LeNet over devices, against NumPy in float64. tests/bench counts the bytes they copy."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -114,35 +114,6 @@ def test_a_step_fails_if_any_one_exchange_is_lost(way, options, devices):
     for lost in range(placing, len(copies) - placing):
         with recorded_copies(lost), pytest.raises(AssertionError):
             check_steps(way, options, devices, sizes=(5,))
-
-
-PARAMETERS = (20 * 1 * 3 * 3 + 20) + (50 * 20 * 5 * 5 + 50) + (128 * 800 + 128) + (10 * 128 + 10)
-BETWEEN_LAYERS = [20 * 13 * 13, 50 * 4 * 4, 128]  # numbers per example
-
-
-def bytes_by_hand(way, n, devices):
-    """Bytes (between devices, from the host) that a step moves, in float32 numbers of 4 bytes."""
-    others, images, labels = devices - 1, n * 28 * 28, n
-    if way == DATA:  # every other device sends its gradients to the first, which sends the sum back
-        return 4 * 2 * others * PARAMETERS, 4 * (images + labels)
-    if way == NETWORK:  # at each cut, an activation forward and its gradient back
-        return 4 * 2 * n * sum(BETWEEN_LAYERS[:others]), 4 * (images + labels)
-    # Each device sends its channels to all others, and gets a gradient of them from each. The scores and their
-    # gradients only go to and from the first device, except for its own: 10 / devices of them, rounded up.
-    scores = 10 - -(-10 // devices)
-    return 4 * 2 * n * (others * sum(BETWEEN_LAYERS) + scores), 4 * (devices * images + labels)
-
-
-@each_way
-@pytest.mark.parametrize("n, devices", [(8, 1), (8, 2), (7, 2), (5, 3), (3, 4)])
-def test_a_step_copies_the_bytes_that_its_shapes_give(way, options, n, devices):
-    step, _ = start(way, options, devices)
-    host = mx.cpu(devices)
-    X, y = (nd.array(data, ctx=host) for data in batch(n))
-    with recorded_copies() as copies:
-        step(X, y)
-    between = sum(size for source, _, size in copies if source != host)
-    assert (between, sum(size for *_, size in copies) - between) == bytes_by_hand(way, n, devices)
 
 
 @each_way
