@@ -20,20 +20,21 @@ HIGHLEVEL_ONLY = ("hybridize", "tune")
 
 
 class Numbers(click.ParamType):
-    """Numbers separated by commas, as a tuple, or the word auto."""
+    """Numbers separated by commas, as a tuple, or one of `words`."""
 
     name = "numbers"
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    def __init__(self, kind: type, *words: str) -> None:
+        self.kind, self.words = kind, words
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        if isinstance(value, tuple) or value == "auto":
+        if isinstance(value, tuple) or value in self.words:
             return value
         try:
             return tuple(self.kind(part) for part in value.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of numbers separated by commas", param, context)
+            forms = " or ".join(["a list of numbers separated by commas", *self.words])
+            self.fail(f"{value!r} is not {forms}", param, context)
 
 
 def list_recipes(context: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -93,7 +94,7 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
 @common.setting("--batch-size", type=int, metavar="N", help="Examples per step, over all devices together.")
 @common.setting(
     "--shares",
-    type=Numbers(float),
+    type=Numbers(float, "auto"),
     metavar="A,B,...|auto",
     help="How to divide a batch between unequal devices: 80,20. auto measures the devices.",
 )
