@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mxnet import Context
     from mxnet.ndarray import NDArray
 
-SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)  # bytes of single float32 arrays
 CONTEXTS = (1, 2, 4, 8)
 SECONDS = 0.02  # each way sums for so long in each round, and at least once
 
@@ -133,17 +132,12 @@ def moved(way: str, contexts: int) -> int:
     return a * contexts + b if contexts > 1 else 0
 
 
-def run(
-    contexts: Sequence[int] = CONTEXTS,
-    rounds: int = 5,
-    sizes: Sequence[int] = SIZES,
-    models: Sequence[str] = tuple(TITLE),
-) -> dict:
+def run(contexts: Sequence[int] = CONTEXTS, rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
     """Measure all ways, each number of contexts in a process of its own; returns what `table` and `draw` show.
 
-    sizes: bytes of single arrays. models: networks whose gradients are summed array by array, and as one flat array.
+    models: networks whose gradients are summed, array by array and as one flat array.
     """
-    arguments = {"sizes": sizes, "models": models, "rounds": rounds}
+    arguments = {"models": models, "rounds": rounds}
     jobs = {
         harness.plural(k, "context"): Job("allreduce", {"contexts": k, **arguments}, seconds=120 * rounds)
         for k in contexts
@@ -152,26 +146,20 @@ def run(
     return {"rounds": rounds, "workers": [{"contexts": k, "points": run["points"][0]} for k, run in measured]}
 
 
-def work(contexts: int, sizes: list[int], models: list[str], rounds: int) -> dict[str, Any]:
+def work(contexts: int, models: list[str], rounds: int) -> dict[str, Any]:
     """Measure all ways at all points, on CPU contexts."""
     engine.configure(contexts)
     import mxnet as mx
 
     ctx = [mx.cpu(i) for i in range(contexts)]
-    points: list[dict[str, Any]] = [{"name": _size(size), "model": None, "shapes": [(size // 4,)]} for size in sizes]
+    points = []
     for model in models:
-        shapes = gradient_shapes(model)
-        points.append({"name": TITLE[model], "model": model, "shapes": shapes})
-        points.append({"name": f"{TITLE[model]}, flat", "model": model, "shapes": [(sum(map(prod, shapes)),)]})
-    for point in points:
-        shapes = point.pop("shapes")
-        point.update(arrays=len(shapes), bytes=4 * sum(map(prod, shapes)), ms=_measure(shapes, ctx, rounds))
+        shapes = [gradient.shape for gradient in harness.replicas("highlevel", model, 1).gradients().values()]
+        size = sum(map(prod, shapes))
+        for name, some in ((TITLE[model], shapes), (f"{TITLE[model]}, flat", [(size,)])):
+            about = {"name": name, "model": model, "arrays": len(some), "bytes": 4 * size}
+            points.append({**about, "ms": _measure(some, ctx, rounds)})
     return {"points": points}
-
-
-def gradient_shapes(model: str) -> list[tuple[int, ...]]:
-    """The shapes of a network's gradients."""
-    return [gradient.shape for gradient in harness.replicas("highlevel", model, 1).gradients().values()]
 
 
 def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> dict[str, list[float]]:
@@ -198,18 +186,16 @@ def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> 
 def table(result: dict) -> str:
     """Lines for a terminal: the ways; for each number of contexts, ms and the GB/s that are moved."""
     lines = [
-        "float32 arrays summed over CPU contexts, from the first call until every context holds the sums;",
-        f"medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
-        "A network's gradients are summed array by array, or flat: all in one array.",
+        "Gradients summed over CPU contexts, array by array and flat, as one array: from the first call until every",
+        f"context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
         "Bytes read and written on k contexts, as multiples of the array's bytes:",
         *harness.table([[f"  {way}", f"{a}k{b:+d}", about] for way, ((a, b), about) in WAYS.items()]),
     ]
     for worker in result["workers"]:
         k, points = worker["contexts"], worker["points"]
         lines += ["", harness.plural(k, "context").upper()]
-        for some in ([p for p in points if not p["model"]], [p for p in points if p["model"]]):
-            rows = [[way, *(harness.spread(p["ms"][way]) for p in some)] for way in WAYS]
-            lines += harness.table([["ms", *(p["name"] for p in some)], *rows])
+        rows = [[way, *(harness.spread(p["ms"][way]) for p in points)] for way in WAYS]
+        lines += harness.table([["ms", *(p["name"] for p in points)], *rows])
         rows = [[way, *(_gb_s(way, k, p) for p in points)] for way in WAYS]
         lines += harness.table([["GB/s moved", *(p["name"] for p in points)], *rows])
     return "\n".join(lines)
@@ -228,14 +214,6 @@ def draw(result: dict, file: BinaryIO) -> None:
         if point["arrays"] > 1
     }
     harness.draw_bars(file, "ms until gradients are summed over CPU contexts, array by array", panels)
-
-
-def _size(size: int) -> str:
-    for unit in ("B", "KiB"):
-        if size < 1024 or size % 1024:
-            return f"{size} {unit}"
-        size //= 1024
-    return f"{size} MiB"
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
         elif name == "profile":
             click.echo(benchmark.profile(steps))
         else:
-            click.echo(benchmark.table(name, benchmark.measure(benchmark.SUBJECTS[name], rounds, steps)))
+            click.echo(benchmark.speeds(name, rounds, steps))
 
 
 @command("async", "--gpus 4 --device gpu")

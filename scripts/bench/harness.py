@@ -120,7 +120,7 @@ class Trainer(NamedTuple):
     """A network that a worker trains. order: indices of the examples to train on, (n,)."""
 
     train: Callable[[Dataset, np.ndarray], tuple[float | None, float]]  # returns the mean loss, if known, and seconds
-    accuracy: Callable[[Dataset], float]  # on the test set
+    accuracy: Callable[[Dataset], float] | None = None  # on the test set
 
 
 def time_steps(trainer: Trainer, model: str, size: int, steps: int) -> dict[str, Any]:
@@ -135,6 +135,7 @@ def time_steps(trainer: Trainer, model: str, size: int, steps: int) -> dict[str,
 
 def learn(trainer: Trainer, epochs: int, seed: int) -> dict[str, list[float]]:
     """Train on Fashion-MNIST; returns the seconds and the test accuracy of each epoch."""
+    assert trainer.accuracy  # the notebook's code has none
     data = datasets.load("fashion-mnist")
     found: dict[str, list[float]] = {"seconds": [], "accuracy": []}
     for epoch in range(1, epochs + 1):
@@ -174,10 +175,14 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
 
     size: examples per step. order: indices of the examples. part: see `batches.batches`.
     """
+    from mxnet import nd
+
     from gluon_mgpu.training import batches
 
     data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
-    return batches.mean(step(X, y) for X, y in data_iter)
+    loss = batches.mean(step(X, y) for X, y in data_iter)
+    nd.waitall()  # for the last update
+    return loss
 
 
 def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
 NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
 SCRATCH, HIGHLEVEL = "scratch, 2 contexts", "highlevel, 2 contexts"
-LEARNERS = (NOTEBOOK, PYTORCH, DDP, SCRATCH, HIGHLEVEL)
+LEARNERS = (PYTORCH, DDP, SCRATCH, HIGHLEVEL)
 
 NOTES = """\
 A step: making the float32 batch from uint8 images in a shuffled order, forward, loss, backward, allreduce, update, and
@@ -53,8 +53,8 @@ def run(
 ) -> dict:
     """Measure all subjects of some models in turn; returns what `table` and `draw` show.
 
-    steps: of LeNet, in each round. accuracy: also train LeNet on Fashion-MNIST for some epochs with the notebook's
-    code, PyTorch and ours, from the same parameters and in the order that the seed gives.
+    steps: of LeNet, in each round. accuracy: also train LeNet on Fashion-MNIST for some epochs with PyTorch and ours,
+    from the same parameters and in the order that the seed gives.
     Raises Error if PyTorch, a compiler for it, or the data is missing, or if a worker fails.
     """
     _check_torch()

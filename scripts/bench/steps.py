@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,14 @@ from gluon_mgpu.training import datasets
 
 if TYPE_CHECKING:
     from mxnet.ndarray import NDArray
+
+
+GLIBC = (
+    ("MALLOC_MMAP_MAX_", "65536"),
+    ("MALLOC_TRIM_THRESHOLD_", "131072"),
+    ("MALLOC_TOP_PAD_", "131072"),
+    ("MALLOC_ARENA_MAX", "16"),
+)
 
 
 class Subject(NamedTuple):
@@ -60,59 +69,39 @@ def _scaled(subject: Subject) -> tuple[Subject, ...]:
     return one_thread(subject), subject, subject._replace(contexts=2)
 
 
-GLIBC = (
-    ("MALLOC_MMAP_MAX_", "65536"),
-    ("MALLOC_TRIM_THRESHOLD_", "131072"),
-    ("MALLOC_TOP_PAD_", "131072"),
-    ("MALLOC_ARENA_MAX", "16"),
-)
-STEP = (
-    *(Subject("notebook", 1), Subject("notebook", 2)),
-    *_scaled(Subject("scratch", 1)),
-    *_scaled(Subject("highlevel", 1)),
-)
-RESNET18 = _scaled(Subject("highlevel", 1, model="resnet18"))
-ENGINE = tuple(
-    subject
-    for impl in ("scratch", "highlevel")
-    for subject in (
+def _engine(impl: str) -> tuple[Subject, ...]:
+    return (
         Subject(impl, 2),
         Subject(impl, 2, "4 temporary spaces", (("MXNET_CPU_TEMP_COPY", "4"),)),
         Subject(impl, 2, "512 temporary spaces", (("MXNET_CPU_TEMP_COPY", "512"),)),
         Subject(impl, 2, "glibc's own malloc", GLIBC),
     )
-) + (Subject("highlevel", 2, "not tuned", tune=False),)
-SUBJECTS = {"step": STEP, "resnet18": RESNET18, "engine": ENGINE}
 
 
-def _alone(subject: Subject) -> Subject:
-    return Subject("notebook", 1) if subject.impl == "notebook" else one_thread(subject)
-
-
-BASES = {  # for each key of SUBJECTS, {heading: which subject the others are compared with}
-    "step": {
-        "x notebook": lambda subject: Subject("notebook", subject.contexts),
-        "x 1 context, 1 thread": _alone,
-    },
-    "resnet18": {"x 1 context, 1 thread": _alone},
-    "engine": {"x own settings": lambda subject: Subject(subject.impl, 2)},
+NOTEBOOK = (Subject("notebook", 2), Subject("notebook", 1))
+SUBJECTS = {  # in groups, of which each is compared with its first subject
+    "step": [(*NOTEBOOK, *_scaled(Subject("scratch", 1)), *_scaled(Subject("highlevel", 1)))],
+    "resnet18": [_scaled(Subject("highlevel", 1, model="resnet18"))],
+    "engine": [_engine("scratch"), (*_engine("highlevel"), Subject("highlevel", 2, "not tuned", tune=False))],
 }
 
 
-def measure(subjects: Sequence[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Run]:
+def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Run]:
     """Time training steps: see `harness.time_steps`. steps: per run, of LeNet with its own batch size."""
     return harness.measure({subject: subject.job("time", steps=steps) for subject in subjects}, rounds)
 
 
-def table(what: str, results: dict[Subject, Run]) -> str:
-    """Lines for a terminal: the results of SUBJECTS[what]."""
-    rows = []
-    for subject, run in results.items():
-        columns = {head: f"{median(ratios(results[base(subject)], run)):.2f}" for head, base in BASES[what].items()}
-        rows.append((str(subject), subject.size, run, columns))
-    first = next(iter(results))
-    title = f"{TITLE[first.model]}, batch {first.size}, medians (min-max); {harness.machine_line()}"
-    return "\n".join([title, *harness.speed_table("", rows)])
+def speeds(what: str, rounds: int = 3, steps: int = 100) -> str:
+    """Lines for a terminal: the speed of SUBJECTS[what]."""
+    groups = SUBJECTS[what]
+    results = measure(itertools.chain(*groups), rounds, steps)
+    lines = [f"Medians of {rounds} rounds (min-max); {harness.machine_line()}"]
+    for group in groups:
+        first = group[0]
+        columns = {subject: {f"x {first}": ratios(results[first], results[subject])} for subject in group}
+        title = f"{TITLE[first.model]}, batch {first.size}"
+        lines += harness.speed_table(title, [(str(s), s.size, results[s], columns[s]) for s in group])
+    return "\n".join(lines)
 
 
 def profile(steps: int = 50) -> str:
@@ -180,27 +169,18 @@ def _notebook(subject: Subject) -> Trainer:
     params = [mx.nd.array(other_way(p)) for p in arrays.values()]
     device_params = [notebook.get_params(params, c) for c in ctx]
 
-    def batches(images: np.ndarray, labels: np.ndarray, order: np.ndarray) -> Iterator[tuple[NDArray, NDArray]]:
-        for i in range(0, len(order), subject.size):
-            chosen = order[i : i + subject.size]
-            yield mx.nd.array(images[chosen]) / 255, mx.nd.array(labels[chosen])
-
     def train(data: Dataset, order: np.ndarray) -> tuple[None, float]:
         seconds = 0.0
-        for batch in batches(data.train_images, data.train_labels, order):
+        for i in range(0, len(order), subject.size):
+            chosen = order[i : i + subject.size]
+            batch = mx.nd.array(data.train_images[chosen]) / 255, mx.nd.array(data.train_labels[chosen])
             mx.nd.waitall()
             start = time.perf_counter()
             notebook.train_epoch([batch], device_params, ctx, LR[subject.model])
             seconds += time.perf_counter() - start
         return None, seconds
 
-    def accuracy(data: Dataset) -> float:
-        right = 0
-        for X, y in batches(data.test_images, data.test_labels, np.arange(len(data.test_labels))):
-            right += (notebook.lenet(X, device_params[0]).argmax(axis=1) == y).sum().asscalar()
-        return float(right) / len(data.test_labels)
-
-    return Trainer(train, accuracy)
+    return Trainer(train)
 
 
 def _profile(subject: Subject, steps: int) -> dict[str, float]:
