@@ -106,7 +106,7 @@ def plain(text):
 
 def commands(command, path=("gluon-mgpu",)):
     """Yield the help of a command and its subcommands, as Markdown."""
-    context = click.Context(command, info_name=" ".join(path))
+    context = click.Context(command, info_name=" ".join(path), **command.context_settings)
     yield f"\n{'#' * min(len(path) + 1, 3)} {' '.join(path)}\n\n{plain(inspect.cleandoc(command.help))}\n"
     yield f"\n```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
     help = Recorded()

@@ -65,4 +65,6 @@ def progress(**options: Any) -> tqdm:
         from tqdm.auto import tqdm
 
     hidden = not speaks() or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
-    return tqdm(leave=False, disable=hidden, **options)
+    if hidden:  # passed only then, because it would override the user's TQDM_DISABLE
+        options["disable"] = True
+    return tqdm(leave=False, **options)
