@@ -7,7 +7,6 @@ too. While a run writes to its directory, the directory is locked.
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import re
@@ -32,18 +31,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
-MAY_CHANGE = (
-    "impl",
-    "kvstore",
-    "compress",
-    "workers",
-    "devices",
-    "threads",
-    "shares",
-    "hybridize",
-    "tune",
-)  # on resume
-MOST_TIME_DRAWING = 0.005  # as a fraction of the training time
+# What a resumed run may change, beside the epochs.
+MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
+SECONDS_PER_DRAWING = 60  # curves.png is drawn at most this often while the run continues
 
 
 class Epoch(NamedTuple):
@@ -110,8 +100,7 @@ class Run:
         self.locked: int | None = None
         self.writer: Writer | None = None
         self.begun = False
-        self.training = 0.0  # seconds since curves.png was drawn
-        self.drawing = 0.05  # seconds that drawing took
+        self.drawn = 0.0  # when curves.png was drawn last, in time.monotonic's seconds
 
     def __enter__(self) -> Run:
         if self.folder.is_dir():
@@ -208,7 +197,6 @@ class Run:
             raise Error(f"{self.asked}: cannot create the folder ({error.strerror}); use another folder") from None
         if self.locked is None:
             self._lock()
-        draw_curves([], io.BytesIO())  # loads matplotlib now instead of during the first epochs
         self.begun = True
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         if self.resumed:
@@ -218,7 +206,8 @@ class Run:
         changes = []
         for name in MAY_CHANGE:
             if name in config and name in self.config and config[name] != self.config[name]:
-                new, old = ("even" if value is None else value for value in (config[name], self.config[name]))
+                none = "even" if name == "shares" else "none"
+                new, old = (none if value is None else value for value in (config[name], self.config[name]))
                 changes.append((name, f"{name} {new} instead of {old}"))
         if not changes:
             return
@@ -235,13 +224,12 @@ class Run:
         self._metrics(position)
         if self.writer_class:
             self._scalars(position, self.writer_class)
-        self.training += position.history[-1].train_seconds
-        if self.drawing < MOST_TIME_DRAWING * self.training:
+        if time.monotonic() - self.drawn > SECONDS_PER_DRAWING:
             self._draw(position)
 
     def end(self, position: Position) -> None:
         """Called after the last epoch."""
-        if self.keeps and (self.training or self.resumed):  # else the last picture is complete
+        if self.keeps:
             self._metrics(position)
             self._draw(position)
 
@@ -277,9 +265,8 @@ class Run:
         self.writer.flush()
 
     def _draw(self, position: Position) -> None:
-        start = time.perf_counter()
         checkpoint.write_whole(self.folder / "curves.png", lambda file: draw_curves(position.history, file))
-        self.training, self.drawing = 0.0, time.perf_counter() - start
+        self.drawn = time.monotonic()
 
     def _write(self, name: str, text: str) -> None:
         checkpoint.write_whole(self.folder / name, lambda file: file.write(text.encode()))

@@ -51,15 +51,13 @@ OPERATORS = {
         *("slice_axis", "_zeros"),  # padded channels (tuning)
         *("log_softmax", "pick", "_mul_scalar", "mean"),  # the loss
     ),
-    "backward": ("SetValueOp", "_full", "zeros_like", "reset_arrays"),  # what it starts from: ones, and zero gradients
+    "backward": ("SetValueOp", "_full", "zeros_like"),  # what it starts from: ones, and zero gradients
     "allreduce": (
         *("add_n", "broadcast_add", "ElementwiseSum"),  # of scratch, of tuning and of Gluon's store
         "Concat",  # running statistics
     ),
-    "update": (
-        *("square", "sum", "dot", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "min", "_ones"),
-        "broadcast_mul",  # clipping by the norm
-    ),
+    # Clipping by the norm.
+    "update": ("square", "sum", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "broadcast_mul"),
     # Freeing memory or a network; Python waiting for an array, such as the losses; oneDNN changing a layout.
     "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
