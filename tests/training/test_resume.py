@@ -329,7 +329,7 @@ def start(*options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_runs_killed_at_random_moments_and_resumed_have_the_bits_of_a_whole_run(kills, tmp_path):
     began = time.monotonic()
     alone = start("--out", tmp_path / "whole")

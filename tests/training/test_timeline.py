@@ -204,7 +204,7 @@ def test_what_cannot_be_recorded_is_a_usage_error_and_short_epochs_are_told_from
     for name in ("profile.png", "none/profile.json", "."):
         assert str(tmp_path) in refused(name, 100, 100)
     short_epochs = refused("profile.json", 600, RECORDED - 1)  # more epochs would not help
-    assert "epochs" not in short_epochs and "batch_size" in short_epochs and str(RECORDED) in short_epochs
+    assert "epochs" not in short_epochs and "limit" in short_epochs and str(RECORDED) in short_epochs
     for total, steps_per_epoch, before in ((NEEDED - 1, NEEDED - 1, 0), (16, 8, 0), (100, 100, 84), (100, 100, 100)):
         assert "epochs" in refused("profile.json", total, steps_per_epoch, before)
     timeline.Recorder(tmp_path / "profile.json", CTX, "", 100, 100, 100 - NEEDED)
