@@ -20,6 +20,7 @@ from mxnet.gluon import nn  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
 from gluon_mgpu import networks  # noqa: E402
+from gluon_mgpu.runtime.errors import UsageError  # noqa: E402
 from gluon_mgpu.training import batches, loop, replicas, tuning  # noqa: E402
 from gluon_mgpu.training.records import Epoch  # noqa: E402
 
@@ -110,7 +111,10 @@ class Replicas(replicas.Replicas):
 
     def __init__(self, *args: Any, hybridize: bool = True, tune: bool = True) -> None:
         super().__init__(*args)
-        network, settings = networks.NETWORKS[self.settings.model], self.settings
+        settings = self.settings
+        if settings.model not in networks.NETWORKS:  # scratch.train accepts a network without registering it
+            raise UsageError(f"model={settings.model}: not registered; see networks.register")
+        network = networks.NETWORKS[settings.model]
         self.net = network.build()
         initialize(self.net, self.ctx, hybridize, network.init)
         self.fast = tuning.tune(self.net, self.ctx) if tune and hybridize else self.net

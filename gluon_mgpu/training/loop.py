@@ -63,7 +63,7 @@ def train(
     if own.get("net"):
         if not own.get("params"):
             raise UsageError("net: needs params, its initial parameters")
-        options.setdefault("model", own["net"].__name__)
+        options.setdefault("model", getattr(own["net"], "__name__", "net"))
         settings.add_model(options["model"])
     else:
         check_model(replicas, options.get("model", "lenet"))

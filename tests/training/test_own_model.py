@@ -5,10 +5,12 @@ import sys
 
 import mxnet as mx
 import numpy as np
+import pytest
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, networks
-from gluon_mgpu.training import checkpoint, datasets, evaluate
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import checkpoint, datasets, evaluate, settings
 from gluon_mgpu.training.settings import Settings
 
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -65,6 +67,12 @@ def test_its_run_is_evaluated_exported_and_resumed(tmp_path, capsys):
     assert (
         "batch normalization" in capsys.readouterr().err
     )  # of larger shards: the result differs by more than rounding
+
+
+def test_a_name_that_is_known_but_not_registered_is_a_usage_error():
+    settings.add_model("function_of_scratch")
+    with pytest.raises(UsageError):
+        train(model="function_of_scratch")
 
 
 def test_a_command_that_does_not_know_the_network_says_so_in_one_line(tmp_path):
