@@ -25,7 +25,9 @@ NUMERICAL := tests/test_lessons.py tests/training/test_extras.py tests/training/
 PROCESSORS := SSE41 AVX2 AVX512_CORE
 test-processors: install  ## numerical tests, resume and parity's exact part as on other processors: PROCESSORS="SSE41 AVX2"
 	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
-	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest $(NUMERICAL) tests/test_partition.py tests/training/test_resume.py tests/parity || exit 1; done
+	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest $(NUMERICAL) \
+	        tests/test_partition.py tests/test_walkthrough.py tests/training/test_evaluate.py tests/training/test_resume.py \
+	        tests/parity -m "not slow" || exit 1; done
 
 test-processors-quick: install
 	DNNL_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest -n 2 $(NUMERICAL)

@@ -154,7 +154,7 @@ class Run:
             raise UsageError(f"epochs={settings.epochs}: {self.folder} has {len(position.history)} finished epochs")
         done = len(position.history) == settings.epochs
         changed = settings.epochs != recorded.epochs and not done
-        epochs = f", with {settings.epochs} epochs instead of {recorded.epochs}" if changed else ""
+        epochs = f"; epochs: {settings.epochs} instead of {recorded.epochs}" if changed else ""
         log.say(f"resuming {self.folder} after {position}{epochs}")
         if done:
             more = "" if recorded.schedule == "cosine" else "; --epochs sets a larger number"
