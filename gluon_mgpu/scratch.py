@@ -1,8 +1,7 @@
 """Lesson 1: LeNet on several devices from NDArray alone. Every step of data parallelism is a function.
 
-Copy the parameters to each device, split a batch, forward and backward on each device, sum the gradients, update,
-evaluate. `highlevel` does the same with Gluon, function by function. Source: the notebook "Multi-GPU Computation with
-Data Parallelism" (Dive into Deep Learning, 2019), whose function names and arguments these are.
+Copy the parameters to each device; split a batch, compute gradients, sum them, update. `highlevel` does it with Gluon.
+Source and function names: the notebook "Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019).
 """
 
 from __future__ import annotations
@@ -111,6 +110,7 @@ def train_batch(
 
     Returns the losses of each shard. Like everything here it only queues work: nothing waits for a device.
     """
+    assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
     losses = forward_backward(device_params, Xs, ys, net=net)
     for grads in zip(*([p.grad for p in params] for params in device_params)):

@@ -144,6 +144,12 @@ def test_sgd_divides_the_summed_gradient_by_the_global_batch():
     np.testing.assert_array_equal(p.asnumpy(), [0.0, -2.5, 3.25])
 
 
+def test_a_step_of_scratch_refuses_a_batch_that_leaves_a_device_with_its_old_gradients(start):
+    made = replicas(scratch, 3, start)
+    with pytest.raises(AssertionError):
+        scratch.train_batch(*batch(2), made.device_params, made.ctx, LR)
+
+
 class TestStep:
     @pytest.mark.parametrize("module", MODULES)
     def test_with_all_extras_off_the_base_classs_step_is_the_lessons_bit_for_bit(self, module, start):
