@@ -1,6 +1,4 @@
 import sys
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-sys.path.append(str(SCRIPTS))  # for `import bench`
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # for `import bench`

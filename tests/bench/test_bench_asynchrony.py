@@ -4,9 +4,7 @@ import io
 import json
 
 import pytest
-from bench import asynchrony, harness
-
-from gluon_mgpu.runtime.errors import Error, UsageError
+from bench import asynchrony
 
 
 @pytest.mark.parametrize("what, devices", [("async", ["cpu(0)", "cpu(2)"]), ("copy", ["cpu(0)"])])
@@ -58,18 +56,3 @@ def test_the_seconds_of_the_notebook_are_shown_for_its_own_matrices_only():
         "1.00",
     ]
     assert {row[-1] for row in rows_of(made_up("async", seconds, 4000, 49))} == {"1.00"}
-
-
-def test_a_worker_has_one_thread_per_context_and_a_temporary_space_per_product(monkeypatch):
-    started = []
-    monkeypatch.setattr(harness, "start", lambda name, job: started.append(job) or {"seconds": [1.0] * 4})
-    asynchrony.run("async", "0,1,5", products=50, rounds=1)
-    assert (started[0].env["OMP_NUM_THREADS"], started[0].env["MXNET_CPU_TEMP_COPY"]) == ("1", "150")
-
-
-def test_a_worker_that_fails_says_why_in_one_line():
-    with pytest.raises(UsageError, match="^async: "):
-        asynchrony.run("async", 1, "gpu")
-    with pytest.raises(Error) as caught:
-        asynchrony.run("async", 1, "cpu", 10**9, 1)
-    assert "MXNetError" in str(caught.value) and "\n" not in str(caught.value)

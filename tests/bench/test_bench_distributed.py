@@ -18,6 +18,7 @@ def test_a_step_sends_each_gradient_once_and_receives_it_once(kvstore):
     assert found["step_ms"] > 1
 
 
+@pytest.mark.slow
 def test_without_the_exchange_nothing_is_summed():
     job = distributed.job("distributed", "dist_sync", exchange=False, impl="highlevel", model="lenet", steps=10)
     found = harness.start("it", job)

@@ -40,11 +40,7 @@ def test_ratios_are_those_of_one_round(result):
     assert row[3:10] == ["20.0", "(10.0-45.0)", "12800", "1.80", "(1.00-2.00)", "3.00", "(2.00-3.00)"]
     assert f"{peers.DDP}, the fastest of PyTorch: 1.80 (1.00-2.00) times as long" in table
     assert table.splitlines()[-1].split()[-3:] == ["8.5", "0.1000", "0.6500"]
-
-
-def test_the_picture_has_a_panel_per_model_and_one_for_accuracy(result):
     picture = io.BytesIO()
-    result["models"]["resnet18"] = {k: v for k, v in result["models"]["lenet"].items() if k != peers.NOTEBOOK}
     peers.draw(result, picture)
     assert picture.getvalue().startswith(b"\x89PNG")
 
@@ -63,14 +59,6 @@ def test_ddp_trains_as_ours_and_as_one_process(tmp_path):
     losses = {name: harness.start(name, jobs[name])["loss"] for name in (peers.DDP, peers.PYTORCH, peers.HIGHLEVEL)}
     assert losses[peers.DDP] == pytest.approx(losses[peers.PYTORCH], rel=1e-5)
     assert losses[peers.HIGHLEVEL] == pytest.approx(losses[peers.PYTORCH], rel=1e-5)
-
-
-@needs_torch
-def test_a_process_of_pytorch_that_fails_is_one_line(tmp_path):
-    job = peers.jobs("lenet", str(tmp_path), "time", steps=10)[peers.DDP]
-    with pytest.raises(Error) as caught:
-        harness.start("it", job._replace(arguments={**job.arguments, "model": "vgg"}))
-    assert "it" in str(caught.value) and "\n" not in str(caught.value)
 
 
 # In float64 nothing is hidden by rounding: gradients are sums over the examples, of the same arithmetic.
