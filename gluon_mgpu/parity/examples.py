@@ -147,10 +147,11 @@ def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
     yield Finding(FEED, "the recipe's batch size and learning rate", right, evidence)
 
     images, labels = (np.concatenate(arrays) for arrays in zip(*listener.batches))
-    fed = _rows(np.rint(images * 255).astype(np.uint8), labels)
-    known = {row: i for i, row in enumerate(_rows(data.train_images, data.train_labels))}  # duplicates: the last one
-    in_file = [known[row] for row in _rows(data.train_images, data.train_labels)]
-    orders = [[known.get(row, -1) for row in epoch] for epoch in (fed[:n], fed[n:])]
+    seen = _rows(np.rint(images * 255).astype(np.uint8), labels)
+    file = _rows(data.train_images, data.train_labels)
+    index = {row: i for i, row in enumerate(file)}  # of duplicates, the last one
+    in_file = [index[row] for row in file]
+    orders = [[index.get(row, -1) for row in epoch] for epoch in (seen[:n], seen[n:])]
     once = all(sorted(order) == sorted(in_file) for order in orders)
     yield Finding(FEED, "each image once per epoch, with its label", once, f"{n} images, 2 epochs")
 

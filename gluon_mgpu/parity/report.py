@@ -83,11 +83,11 @@ def draw(result: dict[str, Any]) -> bytes:
             axes.plot(epochs, accuracies, marker=".", label=f"seed {seed}")
         axes.plot(epochs, facts["notebook"], "ko", label="the notebook")
         axes.set(title=name, xlabel="epoch", ylabel="test accuracy", xticks=epochs)
-    for axes, kind in zip(panels[-1], ("step", "path")):
+    for axes, kind, title in zip(panels[-1], ("step", "path"), ("each step by itself", "on a path")):
         for name, errors in drift[f"{kind}_errors"].items():
             axes.semilogy(range(1, len(errors) + 1), errors, linewidth=1, label=name)
         axes.axhline(drift[f"{kind}_limit"], color="black", linestyle="--", label="limit")
-        axes.set(title=f"drift: {kind}", xlabel="step", ylabel="relative distance")
+        axes.set(title=f"drift: {title}", xlabel="step", ylabel="relative distance")
     for axes in panels.flat:
         axes.grid(alpha=0.3)
         if axes.has_data():
