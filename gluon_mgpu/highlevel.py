@@ -25,7 +25,7 @@ from gluon_mgpu.training import batches, loop, replicas, tuning  # noqa: E402
 from gluon_mgpu.training.records import Epoch  # noqa: E402
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
-loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five: Python needs less of a busy core
+loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five takes less of Python's time
 
 
 def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSequential:
@@ -56,8 +56,7 @@ def initialize(
     net.initialize(init, ctx=ctx)
     if hybridize:
         net.hybridize(static_alloc=True, static_shape=True)
-    for c in ctx:  # Gluon creates the parameters at the first forward pass, when it knows their shapes
-        net(nd.zeros((1, 1, 28, 28), ctx=c))
+    net(nd.zeros((1, 1, 28, 28), ctx=ctx[0]))  # Gluon creates the parameters when it knows the shape of an image
 
 
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
@@ -77,8 +76,9 @@ def forward_backward(net: gluon.Block, data: list[NDArray], label: list[NDArray]
 def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], trainer: gluon.Trainer) -> list[NDArray]:
     """One training step: X (n, 1, 28, 28), y (n,), and a network with a replica on each device of ctx.
 
-    Returns the losses of each shard. Like everything here it only queues work: nothing waits for a device.
+    Returns the losses of each shard. Like everything here, it only queues work: nothing waits for a device.
     """
+    assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     data, label = split_and_load(X, ctx), split_and_load(y, ctx)
     losses = forward_backward(net, data, label)
     trainer.step(X.shape[0])  # allreduce, then the same update on each device
@@ -88,7 +88,7 @@ def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], tr
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples whose highest score is that of their label. Each device scores its shard of each batch.
+    """The fraction of examples whose top-scoring class is their label. Each device scores its shard of each batch.
 
     net: computes scores on the device of its input.
     """
@@ -126,8 +126,8 @@ class Replicas(replicas.Replicas):
                 p.grad_req = "add"
         self.arrays = [{name: p.data(c) for name, p in named.items()} for c in self.ctx]
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
-        store = tuning.store(self.ctx) if tune else "device"
-        # With update_on_kvstore, one device would update and hand out the parameters; in the lesson, each updates.
+        store = tuning.kvstore_for(self.ctx) if tune else "device"
+        # With update_on_kvstore, one device would update for all; in the lesson, each device updates its own replica.
         self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore=store, update_on_kvstore=False)
 
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
@@ -169,6 +169,6 @@ def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: 
     """The notebook's experiment, its `run`: prints time and accuracy per epoch.
 
     num_gpus: how many devices, or which ([0, 2]). batch_size: over all devices. options: see `loop.train`; also
-    hybridize=False runs the network operator by operator, and tune=False exactly as it is written.
+    hybridize=False runs the network operator by operator, and tune=False runs it exactly as written.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

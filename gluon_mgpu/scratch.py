@@ -72,8 +72,7 @@ def allreduce(data: Sequence[NDArray]) -> None:
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
     """Split a batch along its first axis and copy one shard to each device.
 
-    The first shards are one example larger if the batch does not divide evenly. With fewer examples than devices, the
-    last devices get no shard.
+    If it does not divide evenly, the first shards are one example larger; the last devices may get no shard.
     """
     shards, start = [], 0
     for size, c in zip(shard_sizes(data.shape[0], len(ctx)), ctx[: data.shape[0]]):
@@ -108,7 +107,7 @@ def train_batch(
 ) -> list[NDArray]:
     """One training step: X (n, 1, 28, 28), y (n,), and a replica of the parameters on each device of ctx.
 
-    Returns the losses of each shard. Like everything here it only queues work: nothing waits for a device.
+    Returns the losses of each shard. Like everything here, it only queues work: nothing waits for a device.
     """
     assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
@@ -123,7 +122,7 @@ def train_batch(
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples whose highest score is that of their label. Each device scores its shard of each batch.
+    """The fraction of examples whose top-scoring class is their label. Each device scores its shard of each batch.
 
     net: computes scores on the device of its input.
     """
@@ -139,7 +138,7 @@ def evaluate_accuracy(
 class Replicas(replicas.Replicas):
     """What the training loop drives: these functions, and a replica of the parameters on each device.
 
-    net, params: another network than LeNet, and initial parameters on the host.
+    net, params: a network other than LeNet, and its initial parameters on the host.
     """
 
     networks = ("lenet",)
@@ -151,7 +150,8 @@ class Replicas(replicas.Replicas):
         self.device_params = [get_params(params, c) for c in self.ctx]
         names = replicas.LENET if net is None else [f"p{i}" for i in range(len(params))]
         self.arrays = [dict(zip(names, params)) for params in self.device_params]
-        self.momentum = [[nd.zeros_like(p) for p in params if self.settings.momentum] for params in self.device_params]
+        like = self.device_params if self.settings.momentum else [[] for _ in self.ctx]
+        self.momentum = [[nd.zeros_like(p) for p in params] for params in like]
         if self.settings.grad_accum_steps > 1:
             for params in self.device_params:
                 for p in params:
@@ -194,7 +194,7 @@ class Replicas(replicas.Replicas):
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
     """The notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`: prints time and accuracy per epoch.
 
-    num_gpus: how many devices, or which ([0, 2]). batch_size: over all devices. options: see `loop.train`; net and
-    params train another network than LeNet, a function of images and parameters, from its parameters on the host.
+    num_gpus: how many devices, or which ([0, 2]). batch_size: over all devices. options: see `loop.train`. Your own
+    network: pass net, a function of images and parameters, and params, its initial parameters.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

@@ -340,6 +340,7 @@ class TestWhatYouReadIsWhatRuns:
         assert type(made.net) is gluon.nn.HybridSequential and made.net.prefix == "cnn_" and made.fast is made.net
         assert isinstance(made.trainer._kvstore, mx.kvstore.KVStore) and made.trainer._kvstore.type == "device"
 
+    @pytest.mark.filterwarnings("ignore:All children of this Sequential")
     def test_a_sequential_that_cannot_be_hybridized_trains_too(self):
         def build():
             net = gluon.nn.Sequential()

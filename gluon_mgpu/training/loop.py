@@ -52,21 +52,15 @@ def train(
 
     replicas: the class that implements a lesson's step. num_gpus: how many devices, or which ([0, 2]). batch_size:
     examples per step, over all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore, compress: see
-    `distributed.workers.join`. data_dir: see `datasets.load`. out: a folder to keep the run in. resume: such a folder,
-    to continue from its checkpoint; the settings must be those of the run, except for epochs and shares. tensorboard:
-    write each epoch's numbers for TensorBoard too. profile: a file for `timeline.Recorder`. options: the other fields
-    of `Settings` (epochs, dataset, momentum, ...) and the implementation's own (`Replicas.own_options`).
-    Raises UsageError for invalid arguments, Error if a loss is not a number, KeyboardInterrupt on Ctrl-C, between two
+    `distributed.workers.join`. data_dir: see `datasets.load`. out: a folder to keep the run in. resume: the folder of
+    an earlier run, to continue it from its checkpoint; its settings cannot change, except epochs and shares.
+    tensorboard: write each epoch's numbers for TensorBoard too. profile: a file for `timeline.Recorder`. options: the
+    other fields of `Settings` (epochs, dataset, momentum, ...) and the implementation's own (`Replicas.own_options`).
+    Raises UsageError for invalid arguments, Error if a loss is not finite, KeyboardInterrupt on Ctrl-C, between two
     steps, after the checkpoint is saved.
     """
     own = {name: options.pop(name) for name in replicas.own_options if name in options}
-    if own.get("net"):
-        if not own.get("params"):
-            raise UsageError("net: needs params, its initial parameters")
-        options.setdefault("model", getattr(own["net"], "__name__", "net"))
-        settings.add_model(options["model"])
-    else:
-        check_model(replicas, options.get("model", "lenet"))
+    options["model"] = _model_name(replicas, own.get("net"), own.get("params"), options.get("model", "lenet"))
     checked = Settings.create(batch_size, lr, **options)
     ctx = devices.contexts(num_gpus, device)
     flags = {name: value for name, value in own.items() if isinstance(value, bool)}
@@ -90,6 +84,22 @@ def train(
         raise KeyboardInterrupt(*interruption.args) from None
 
 
+def _model_name(replicas: type[Replicas], net: Any, params: Any, model: str) -> str:
+    """The name under which a run records its network. Raises UsageError for a network that cannot be trained."""
+    if net is None:
+        if params:
+            raise UsageError("params: needs net, the network that the parameters belong to")
+        check_model(replicas, model)
+        return model
+    if not params:
+        raise UsageError("net: needs params, its initial parameters")
+    name = getattr(net, "__name__", "net")
+    if name in settings.BUILT_IN:
+        raise UsageError(f"net={name}: {name} is the name of a network of this package; rename the function")
+    settings.add_model(name)
+    return name
+
+
 def run(
     make_replicas: Make,
     ctx: list[Context],
@@ -104,7 +114,7 @@ def run(
     profile: str | Path | None = None,
     workers: Workers = ALONE,
 ) -> list[records.Epoch]:
-    """What `train` does once the settings are checked and the workers have met.
+    """What `train` does once the settings are checked and the workers are connected.
 
     make_replicas: builds the replicas on ctx, called after the random numbers are seeded. config: what config.json says
     about the implementation. workers: this process is one of them, with its own ctx; only worker 0 prints and writes.
@@ -146,7 +156,7 @@ def run(
 
 
 class Training:
-    """A run in progress: what its epochs share."""
+    """A run in progress: the state that its epochs share."""
 
     def __init__(
         self,
@@ -258,22 +268,23 @@ def train_epoch(
     loss_sum: float = 0.0,
     workers: Workers = ALONE,
 ) -> float:
-    """Train on each batch once. Returns the sum of this worker's losses, each at the step that trained on the example.
+    """Train on each batch once. Returns the sum of this worker's losses, each
+    taken from the step that trained on that example.
 
-    examples: of the whole epoch. steps: how many steps of batch_size came before; loss_sum: the sum of their losses.
-    Raises Error if a loss is not a number.
+    examples: how many the whole epoch has. steps: how many steps of batch_size came before; loss_sum: the sum of their
+    losses. Raises Error if a loss is not finite.
     """
     issued = (train_batch(X, y) for X, y in train_iter)
     with log.progress(total=examples, initial=steps * batch_size, unit=" examples", unit_scale=True, desc=title) as bar:
         for step, losses in enumerate(read_behind(issued), steps + 1):
             done = len(losses) if workers.count == 1 else min(batch_size, examples - (step - 1) * batch_size)
             bar.update(done)
-            if not len(losses):  # this worker had no example of a small last batch
+            if not len(losses):  # this worker got no examples from a small last batch
                 continue
             loss = losses.mean(dtype=np.float64)
             loss_sum += loss * len(losses)
             if not np.isfinite(loss):
-                raise Error(f"the loss is not a number at {title}, step {step}: stopped; try a smaller lr")
+                raise Error(f"the loss is not finite at {title}, step {step}: stopped; try a smaller lr")
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
     nd.waitall()
     return loss_sum
@@ -283,7 +294,7 @@ def _refuse_nan(parameters: dict[str, np.ndarray], epoch: int) -> None:
     """ReLU turns nan into 0, so the loss can look fine when the parameters are not."""
     broken = [name for name, values in parameters.items() if not np.isfinite(values).all()]
     if broken:
-        raise Error(f"parameters are not numbers in epoch {epoch} ({', '.join(broken)}): stopped; try a smaller lr")
+        raise Error(f"parameters are not finite in epoch {epoch} ({', '.join(broken)}): stopped; try a smaller lr")
 
 
 def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> None:
@@ -317,7 +328,9 @@ def measured_shares(
     proportion to the speeds. The first step of a round warms up and is not counted.
     """
     replicas = make_replicas(replace(settings, shares=None), ALONE)
-    n = -(-min(settings.batch_size, len(data.train_labels)) // settings.grad_accum_steps)
+    n = max(len(ctx), -(-settings.batch_size // settings.grad_accum_steps))
+    if n > len(data.train_labels):
+        raise UsageError(f"limit={len(data.train_labels)}: too few examples to measure shares; omit shares=auto")
     X, y = next(batches(data.train_images, data.train_labels, n))
     shares: tuple[float, ...] = (1,) * len(ctx)
     with ThreadPoolExecutor(len(ctx)) as waiting:
@@ -326,12 +339,13 @@ def measured_shares(
             nd.waitall()
             start = time.perf_counter()
 
-            def done(array: NDArray) -> float:
-                array.wait_to_read()
+            def done(grads: dict[str, NDArray]) -> float:
+                for grad in grads.values():
+                    grad.wait_to_read()
                 return time.perf_counter() - start
 
             replicas.forward_backward(split_by_shares(X, ctx, shares), split_by_shares(y, ctx, shares))
-            return list(waiting.map(done, [next(iter(grads.values())) for grads in replicas.grads()]))
+            return list(waiting.map(done, replicas.grads()))
 
         for _ in range(rounds):
             seconds()

@@ -17,7 +17,7 @@ from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training.batches import split_batch, split_by_shares
-from gluon_mgpu.training.settings import SGD, Settings
+from gluon_mgpu.training.settings import BUILT_IN, SGD, Settings
 
 engine.configure()
 
@@ -38,11 +38,11 @@ def implementation(impl: str) -> ModuleType:
 class Replicas(ABC):
     """A network on every device of ctx.
 
-    A derived class sets `arrays`: for each device, {name: NDArray} of all that belongs in a checkpoint. Arrays that are
-    trained have a gradient attached.
+    A derived class sets `arrays`: for each device, {name: NDArray} of everything that a checkpoint stores. Trained
+    arrays have a gradient attached.
     """
 
-    networks: tuple[str, ...] = ()  # the implementation has only these; (): any that is registered
+    networks: tuple[str, ...] = ()  # the only ones that it supports; (): any registered one
     own_options: tuple[str, ...] = ()  # keyword arguments of `train` that go to __init__
     arrays: list[dict[str, NDArray]]
 
@@ -96,8 +96,8 @@ class Replicas(ABC):
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
         """One step: X (n, 1, 28, 28), y (n,). Returns the losses of each shard, without waiting for them.
 
-        batch_size: with several workers, the global batch, of which X and y are this worker's part, None if it has no
-        part.
+        batch_size: required with several workers: the size of the global batch. X and y are then this worker's part of
+        it, or None if it has none.
         """
         own = 0 if X is None else X.shape[0]
         if self.workers.count > 1 and batch_size != self._batch_size:  # on all workers at the same step
@@ -161,11 +161,12 @@ class Replicas(ABC):
 
     @property
     def running_stats(self) -> list[str]:
-        """The names of batch normalization's arrays, which are counted on each device and not trained."""
+        """The names of batch normalization's arrays, which are accumulated on each device and not trained."""
         return [name for name in self.arrays[0] if name.endswith(RUNNING_STATS)]
 
     def _average_running_stats(self, losses: list[NDArray], n: int) -> None:
-        """Give all replicas the mean over the devices, weighted by examples, so that any device evaluates alike."""
+        """Give all replicas the mean over the devices, weighted by examples, so that evaluation gives the same result
+        on every device."""
         flat = []
         for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
             weight = sum(x.shape[0] for x in losses if x.context == c) / n
@@ -178,8 +179,8 @@ class Replicas(ABC):
     def sync_running_stats(self) -> None:
         """Average the running statistics over the workers, weighted by their parts of a batch. All workers call it.
 
-        Not in each step: a step only adds to them, so they can be averaged later. They are written without telling the
-        engine, so a sum over workers has to wait for all steps, and all later steps for it.
+        Not done in every step: a step only adds to them, so they can be averaged later. They are written without
+        telling the engine, so the sum has to wait for every earlier step, and every later step for the sum.
         """
         if self.workers.count == 1 or not self.running_stats or not self._batch_size:
             return
@@ -201,12 +202,12 @@ class Replicas(ABC):
     # State
 
     def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
-        """{name: NumPy array} of what the network computes with on a device, given by its position in ctx."""
+        """{name: NumPy array} of the parameters on one device. device: its index in ctx."""
         nd.waitall()  # a forward pass may be changing the layout of weights while they are read (docs/engine.md)
         return {name: array.asnumpy() for name, array in self.arrays[device].items()}
 
     def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
-        """{name: NumPy array} of the gradients on a device, given by its position in ctx."""
+        """{name: NumPy array} of the gradients on one device. device: its index in ctx."""
         return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -251,8 +252,8 @@ def sgd_momentum(
 def check_model(replicas: type[Replicas], model: str) -> None:
     """Raise UsageError if an implementation does not have a network."""
     if replicas.networks and model not in replicas.networks:
-        has = ", ".join(replicas.networks)
-        raise UsageError(f"model={model}: {implementation_name(replicas)} has only {has}; use highlevel")
+        advice = "use highlevel" if model in BUILT_IN else "pass the network as net, from Python"
+        raise UsageError(f"model={model}: {implementation_name(replicas)} has only lenet; {advice}")
 
 
 def implementation_name(replicas: type[Replicas]) -> str:

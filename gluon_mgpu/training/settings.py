@@ -1,7 +1,7 @@
-"""Everything that determines the result of a run, checked in one place: for the command line, Python and resumed runs.
+"""The settings that determine the result of a run, checked in one place for the command line, Python and resumed runs.
 
 Beyond the notebooks' batch size and learning rate: momentum, weight decay, a schedule, gradient accumulation, clipping
-and shares. All of these are off by default, and a step is then the notebooks' own.
+and shares. All of these are off by default; a step then computes what the notebooks compute.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from gluon_mgpu.runtime.devices import joined
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets
 
-MODELS = ["lenet", "lenet-max", "resnet18"]  # networks.register adds to them
+BUILT_IN = ("lenet", "lenet-max", "resnet18")
+MODELS = [*BUILT_IN]  # networks.register adds to them
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
-RENAMED = {  # names of version 0.1.0, which its config.json files and callers use
+RENAMED = {  # names in version 0.1.0, still found in its config.json files and in callers
     "accumulate": "grad_accum_steps",
     "clip_norm": "max_grad_norm",
     "step_epochs": "milestones",
@@ -28,7 +29,7 @@ RENAMED = {  # names of version 0.1.0, which its config.json files and callers u
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises UsageError, in one line with the name and the value, if a setting is invalid."""
+    """Raises UsageError, with a one-line message naming the setting and its value, if a setting is invalid."""
 
     batch_size: int = 256  # examples per update, over all devices together
     lr: float = 0.2  # learning rate
@@ -36,20 +37,20 @@ class Settings:
     dataset: str = "fashion-mnist"
     epochs: int = 4
     limit: int | None = None  # train on the first `limit` examples; None: all
-    seed: int | None = None  # of the parameters, the shuffling and the synthetic set; None: a random one
+    seed: int | None = None  # seeds the parameters, shuffling and synthetic data; None: random
     momentum: float = 0.0
-    weight_decay: float = 0.0  # of every parameter, as in Gluon and PyTorch
-    max_grad_norm: float | None = None  # largest norm of the whole gradient, the mean over the batch
-    grad_accum_steps: int = 1  # the number of parts in which the gradient of a batch is computed
+    weight_decay: float = 0.0  # applied to every parameter, as in Gluon and PyTorch
+    max_grad_norm: float | None = None  # clip the gradient (mean over the batch, all parameters) to this norm
+    grad_accum_steps: int = 1  # number of parts a batch is split into to compute its gradient
     schedule: str = "constant"
     milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
     gamma: float = 0.1
-    warmup_epochs: float = 0.0  # lr first grows linearly from 0 for this long
-    scale_lr: bool = False  # lr is for a batch of 256; use lr * batch_size / 256
-    shares: tuple[float, ...] | str | None = None  # of a batch, per device: (80, 20), "auto", or None: even
+    warmup_epochs: float = 0.0  # lr grows linearly from 0 during the first so many epochs
+    scale_lr: bool = False  # lr is meant for a batch of 256; train with lr * batch_size / 256
+    shares: tuple[float, ...] | str | None = None  # one share of a batch per device, such as (80, 20), "auto", or None: equal
 
     def __post_init__(self) -> None:
-        for name in ("milestones", "shares"):  # JSON and callers have lists
+        for name in ("milestones", "shares"):  # JSON and callers pass lists
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for field in fields(self):
@@ -58,7 +59,7 @@ class Settings:
 
     @classmethod
     def create(cls, batch_size: int, lr: float, **options: Any) -> Settings:
-        """From the arguments of `train`. Names of version 0.1.0 work too, with a notice."""
+        """Create settings from the arguments of `train`. Names of version 0.1.0 also work, with a notice."""
         for old in options.keys() & RENAMED.keys():
             log.say(f"{old} is now called {RENAMED[old]}")
             options[RENAMED[old]] = options.pop(old)
@@ -74,7 +75,7 @@ class Settings:
 
     def _check_values(self) -> None:
         self._require("batch_size", self.batch_size >= 1, "must be at least 1")
-        # The limits are those of float32. A comparison with nan is false.
+        # The limits are the range of float32. Comparisons with nan are false.
         self._require("lr", 1e-37 < self.lr < 1e38, "must be a number above 0, such as 0.2")
         self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range when scaled to the batch")
         self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
@@ -116,7 +117,7 @@ class Settings:
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate before the schedule changes it."""
+        """The learning rate after scaling, before the schedule changes it."""
         return self.lr * self.batch_size / BASE_BATCH_SIZE if self.scale_lr else self.lr
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
@@ -145,10 +146,10 @@ TYPES: dict[str, Any] = {
     "shares": (tuple, str, _NONE),
 }
 
-SGD = Settings()  # the notebooks' own step
+SGD = Settings()  # plain SGD, as in the notebooks
 
 
 def add_model(name: str) -> None:
-    """Accept another network's name."""
+    """Accept this network name as `model`."""
     if name not in MODELS:
         MODELS.append(name)

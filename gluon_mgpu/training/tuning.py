@@ -1,6 +1,6 @@
 """Speed on CPU contexts, applied from outside: `tune` takes a plain Gluon network and returns a faster equivalent.
 
-Channels are padded to blocks of 16, because oneDNN's direct convolutions take no other sizes: LeNet's 20 and 50
+Channels are padded to blocks of 16, because oneDNN's direct convolutions support no other sizes: LeNet's 20 and 50
 channels would go through matrix products at half the speed. The added channels are zeros, and are dropped before the
 dense layers. Batches are computed in pieces of 64, so that one layer's output is in the cache when the next layer reads
 it. Gradients are summed in the memory that CPU contexts share. docs/performance.md has the measurements.
@@ -68,9 +68,9 @@ def tuned(net: nn.HybridSequential) -> InPieces:
             fast.add(FirstChannels(channels))
             padded = channels
         if type(layer) is nn.Conv2D:
-            fast.add(PaddedConv2D(layer))
+            fast.add(PaddedConv2D(layer, padded or layer.weight.shape[1]))
             channels = layer._channels
-            padded = round_up(channels)
+            padded = padded_channels(channels)
         else:
             fast.add(layer)
     if padded > channels:
@@ -79,23 +79,24 @@ def tuned(net: nn.HybridSequential) -> InPieces:
     return fast
 
 
-def round_up(channels: int) -> int:
-    """Channels including padding. A single channel, as in an image, has a fast kernel of its own."""
-    return -(-channels // BLOCK) * BLOCK if channels > 1 else channels
+def padded_channels(channels: int) -> int:
+    """The number of channels after padding."""
+    return -(-channels // BLOCK) * BLOCK
 
 
 class PaddedConv2D(HybridBlock):
-    """A convolution with `layer`'s parameters whose input and output channels are padded with zeros to `round_up`."""
+    """A convolution with `layer`'s parameters, for `inputs` channels of which those beyond the layer's are zeros. Its
+    output channels are padded with zeros."""
 
-    def __init__(self, layer: nn.Conv2D) -> None:
+    def __init__(self, layer: nn.Conv2D, inputs: int) -> None:
         super().__init__(prefix=layer.prefix, params=layer.params)
         self.weight = self.params.get("weight")
         self.bias = self.params.get("bias") if layer.bias is not None else None
-        self.act, self.kwargs = layer.act, layer._kwargs
+        self.act, self.kwargs, self.inputs = layer.act, layer._kwargs, inputs
 
     def hybrid_forward(self, F: ModuleType, x: NDArray, weight: NDArray, bias: NDArray | None = None) -> NDArray:
         outputs, inputs, *kernel = self.weight.shape
-        wide, deep = round_up(outputs), round_up(inputs)
+        wide, deep = padded_channels(outputs), self.inputs
         zeros = F.zeros if F is mx.sym else partial(F.zeros, ctx=x.context)
         if deep > inputs:
             weight = F.concat(weight, zeros((outputs, deep - inputs, *kernel)), dim=1)
@@ -152,7 +153,7 @@ class _Pieces(HybridBlock):
         return F.concat(*[self.net(piece) for piece in pieces], dim=0)
 
 
-def store(ctx: list[Context]) -> str | SharedMemoryStore:
+def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
     """The fastest key-value store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's own."""
     on_cpus = all(c.device_type == "cpu" for c in ctx)
     return SharedMemoryStore() if len(ctx) > 1 and on_cpus else "device"
@@ -162,7 +163,7 @@ class SharedMemoryStore(kvstore.KVStoreBase):
     """Sums gradients on CPU contexts, where each context can read the others' arrays.
 
     On k contexts this reads and writes 3k - 1 times an array's bytes; MXNet's KVStore needs 5k + 1. The contexts take
-    turns at summing an array.
+    turns: each one sums other arrays.
     """
 
     type, rank, num_workers = "shared_memory", 0, 1
@@ -187,6 +188,6 @@ class SharedMemoryStore(kvstore.KVStoreBase):
 def _avx512() -> bool:
     try:
         with open("/proc/cpuinfo") as file:
-            return any(line.startswith("flags") and " avx512f " in line for line in file)
+            return any(line.startswith("flags") and "avx512f" in line.split() for line in file)
     except OSError:
         return False

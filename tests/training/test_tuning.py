@@ -12,11 +12,11 @@ from gluon_mgpu.training import tuning
 EPS = float(np.finfo(np.float32).eps)
 
 
-def network(*layers):
+def network(*layers, channels=1):
     net = nn.HybridSequential()
     net.add(*layers)
     net.initialize(mx.init.Normal(0.1))
-    net(nd.zeros((1, 1, 28, 28)))
+    net(nd.zeros((1, channels, 28, 28)))
     return net
 
 
@@ -65,6 +65,13 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, examples
     for name, grad in grads.items():  # sums over the pixels of all images as well
         atol = (4 * 800 + examples * 26**2) * EPS * np.abs(grad).max()
         np.testing.assert_allclose(fast_grads[name], grad, rtol=0, atol=atol)
+
+
+def test_images_of_three_channels_are_not_padded():
+    net, X = network(nn.Conv2D(20, 3), nn.Dense(10), channels=3), nd.random.uniform(shape=(5, 3, 28, 28))
+    scores = net(X).asnumpy()
+    found = tuning.tuned(net)(X).asnumpy()
+    np.testing.assert_allclose(found, scores, rtol=0, atol=(27 + 13520) * EPS * np.abs(scores).max())
 
 
 @pytest.mark.parametrize("examples", [1, 63, 64, 65, 128, 300])
@@ -127,6 +134,6 @@ class TestSharedMemoryStore:
             np.testing.assert_array_equal(a.asnumpy(), b.asnumpy())
 
     def test_it_serves_several_cpu_contexts_only(self):
-        assert isinstance(tuning.store([mx.cpu(0), mx.cpu(1)]), tuning.SharedMemoryStore)
+        assert isinstance(tuning.kvstore_for([mx.cpu(0), mx.cpu(1)]), tuning.SharedMemoryStore)
         for ctx in ([mx.cpu()], [mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
-            assert tuning.store(ctx) == "device"
+            assert tuning.kvstore_for(ctx) == "device"
