@@ -221,7 +221,7 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
         {"out": ""},
         {"profile": "/nonexistent/profile.json"},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options),
 )
 def test_what_cannot_be_trained_is_a_usage_error_in_one_line_before_anything_is_printed_or_written(
     wrong, tmp_path, capsys
