@@ -189,7 +189,7 @@ def table(result: dict) -> str:
         "Gradients summed over CPU contexts, array by array and flat, as one array: from the first call until every",
         f"context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
         "Bytes read and written on k contexts, as multiples of the array's bytes:",
-        *harness.table([[f"  {way}", f"{a}k{b:+d}", about] for way, ((a, b), about) in WAYS.items()]),
+        *(f"  {way:16}{a}k{b:+d}  {about}" for way, ((a, b), about) in WAYS.items()),
     ]
     for worker in result["workers"]:
         k, points = worker["contexts"], worker["points"]

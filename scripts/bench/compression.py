@@ -47,7 +47,8 @@ def table(result: dict) -> str:
     """Lines for a terminal: bytes sent per step and test accuracy, by kind of compression."""
     some = f"the first {result['limit']} examples of " if result["limit"] else ""
     lines = [
-        f"LeNet, scratch, on {some}Fashion-MNIST, 2 workers, batch {BATCH_SIZE}, lr {LR}, {result['epochs']} epochs;",
+        f"LeNet, scratch, on {some}Fashion-MNIST, 2 workers, batch {BATCH_SIZE}, lr {LR}, "
+        f"{harness.plural(result['epochs'], 'epoch')};",
         f"medians of {result['rounds']} seeds (min-max); {harness.machine_line()}",
         "MB out, in: what worker 0 sends and receives per step, as the kernel counts it.",
         *result["skipped"],

@@ -265,8 +265,11 @@ def _scatter(axes: Axes, title: str, fits: dict[str, dict]) -> None:
             face = "none" if p["contexts"] < CHECKED else color
             axes.plot(p["ms"], p["modelled_ms"], marker, color=color, markerfacecolor=face, alpha=0.8)
         axes.plot([], [], marker, color=color, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="modelled, ms")
-    axes.axline((1, 1), (2, 2), color="gray", linewidth=1, zorder=0)
-    note = f"filled: {CHECKED} contexts, not fitted to; hollow: fitted to"
-    axes.set_title(f"{title}\n{note}", fontsize="medium")
+    every = [p[key] for found in fits.values() for p in found["points"] for key in ("ms", "modelled_ms")]
+    ends = [0.7 * min(every), 1.4 * max(every)]
+    axes.plot(ends, ends, color="gray", linewidth=1, zorder=0)
+    axes.fill_between(ends, [e / 1.25 for e in ends], [1.25 * e for e in ends], color="gray", alpha=0.15, linewidth=0)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modelled, ms")
+    note = f"filled: {CHECKED} contexts, not fitted to; hollow: fitted to; gray: within a quarter"
+    axes.set_title(f"{title}\n{note}", fontsize="small")
     axes.legend(fontsize="small")

@@ -107,5 +107,5 @@ def draw(result: dict, file: BinaryIO) -> None:
         efficiency.set(xlabel="contexts", ylabel="efficiency", ylim=(0, 1.15))
     for speed in panels[0]:
         speed.set_ylim(bottom=0)
-        speed.legend(fontsize="small", loc="lower right")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(file, format="png", dpi=100)
