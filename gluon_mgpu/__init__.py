@@ -1,6 +1,6 @@
-"""Data-parallel training of MXNet networks, twice: from NDArray alone (`scratch`) and with Gluon (`highlevel`).
+"""Data-parallel training of MXNet networks, written twice: with NDArray alone (`scratch`) and with Gluon (`highlevel`).
 
-Call `configure` before the first `import mxnet` of the process; importing `scratch` or `highlevel` does it too.
+Call `configure` before the process first imports mxnet; importing `scratch` or `highlevel` calls it too.
 """
 
 from gluon_mgpu.runtime.engine import configure

@@ -1,4 +1,4 @@
-"""`python -m gluon_mgpu train ...` is `gluon-mgpu train ...`."""
+"""`python -m gluon_mgpu train ...` runs `gluon-mgpu train ...`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def main() -> None:
 
 
 def run(module: str, command: str, program: str | None = None) -> None:
-    """Run a click command of a module. If the module cannot be imported, print one line.
+    """Run a click command of a module. If the import fails, exit with one line.
 
-    program: the name of the program in messages; default `python` and the script's path.
+    program: the program's name in messages; None: `python` and the script's path.
     """
     try:
         function = getattr(importlib.import_module(module), command)

@@ -1,7 +1,7 @@
-"""Lesson 4: asynchronous calls, computing on all devices at once, and copies, with products of matrices.
+"""Lesson 4: asynchronous calls, computing on all devices at once, and copies, shown with matrix products.
 
-A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a loop over
-devices in Python computes on all of them at once. Each function is a cell of its notebook and prints what the cell
+A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a Python
+loop over devices computes on all of them at once. Each function is a cell of the notebook and prints what the cell
 prints. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
@@ -18,20 +18,20 @@ import mxnet as mx  # noqa: E402
 from mxnet import Context, nd  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-SIZE, PRODUCTS = 4000, 50  # of the notebook
+SIZE, PRODUCTS = 4000, 50  # as in the notebook
 
 
 def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
-    """Products of a matrix (n, n) with itself, on the device of x. Does not wait for them.
+    """Multiply a matrix (n, n) by itself `products` times, on its device. Returns without waiting for the results.
 
-    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. With more products in the
-    queue than that, contexts wait for each other (docs/engine.md).
+    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If the queue
+    holds more products than that, contexts wait for each other (docs/engine.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 
 
 class BenchMark:
-    """Times a with block and prints its name and seconds, which are then in `seconds`."""
+    """Times a with block, prints its name and seconds, and stores the seconds in `seconds`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,7 +53,7 @@ def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
 
 
 def run_asynchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on a single device asynchronously: the seconds until the calls return."""
+    """Run computations on one device asynchronously. Returns the seconds until the calls return."""
     with BenchMark(str(x.context)) as until_calls_return:
         _held = run(x, products)  # releasing the results takes time too
     nd.waitall()
@@ -61,7 +61,7 @@ def run_asynchronously(x: NDArray, products: int = PRODUCTS) -> float:
 
 
 def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on a single device synchronously: the seconds until the products are done."""
+    """Run computations on one device synchronously. Returns the seconds until the products are done."""
     with BenchMark(str(x.context)) as until_done:
         _held = run(x, products)
         nd.waitall()
@@ -69,7 +69,7 @@ def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
 
 
 def run_one_after_another(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
-    """Run computations on all devices, each one after the device before it is done: the seconds of all."""
+    """Run computations on one device after the other, waiting for each. Returns the total seconds."""
     start = time.perf_counter()
     for x in x_devices:
         run_synchronously(x, products)
@@ -79,7 +79,7 @@ def run_one_after_another(x_devices: Sequence[NDArray], products: int = PRODUCTS
 
 
 def run_at_once(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
-    """Run computations on all devices at once: nothing waits until all products are queued. Returns the seconds."""
+    """Run computations on all devices at once: queue all products, then wait once. Returns the total seconds."""
     with BenchMark("all devices") as all_devices:
         _held = [run(x, products) for x in x_devices]
         nd.waitall()
@@ -87,7 +87,7 @@ def run_at_once(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float
 
 
 def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArray]:
-    """Copies of arrays in host memory. Waits for each copy before it asks for the next one, unless non_blocking."""
+    """Copy arrays to host memory. Waits for each copy before queueing the next one, unless non_blocking."""
     copies = []
     for y in x:
         copies.append(y.copyto(mx.cpu()))
@@ -97,7 +97,7 @@ def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArra
 
 
 def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
-    """Copy the products once all of them are done: the seconds for the products, and for the copies."""
+    """Copy the products once all of them are done. Returns the seconds for the products and for the copies."""
     with BenchMark(f"Run on {x.context}") as on_device:
         y = run(x, products)
         nd.waitall()
@@ -107,7 +107,7 @@ def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
 
 
 def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True) -> float:
-    """Copy each product as soon as it is done, while the device computes the next one. Returns the seconds."""
+    """Copy each product as soon as it is done, while the device computes the next one. Returns the total seconds."""
     with BenchMark("Copy to CPU") as to_cpu:
         y = run(x, products)
         _held = copy_to_cpu(y, non_blocking)
@@ -116,7 +116,7 @@ def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True
 
 
 def notebook(ctx: Sequence[Context], size: int = SIZE, products: int = PRODUCTS) -> None:
-    """All cells of the notebook in its order, on the devices ctx."""
+    """Run all cells of the notebook, in order, on the devices ctx."""
     x_devices = matrices(ctx, size)
     run_asynchronously(x_devices[0], products)
     run_synchronously(x_devices[0], products)

@@ -1,4 +1,4 @@
-"""Lesson 3: LeNet split over devices in the three possible ways: by layers, by channels, and by examples.
+"""Lesson 3: LeNet split over devices in three ways: by layers, by channels and by examples.
 
 Each device records and differentiates its own part. What passes between devices is copied outside `autograd.record`:
 the recorded graph ends there, and the gradient is carried back by hand with `output.backward(gradient)`, so every
@@ -23,24 +23,24 @@ from gluon_mgpu.training.batches import split_batch  # noqa: E402
 
 
 def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Convolution, ReLU and 2x2 average pooling: (n, c, h, w) to (n, outputs, ...)."""
+    """Apply a convolution, ReLU and 2x2 average pooling: (n, c, h, w) to (n, outputs, ...)."""
     h = nd.Convolution(data=X, weight=W, bias=b, kernel=W.shape[2:], num_filter=W.shape[0])
     return nd.Pooling(nd.Activation(h, act_type="relu"), pool_type="avg", kernel=(2, 2), stride=(2, 2))
 
 
 def hidden(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Dense layer with ReLU: (n, ...), which is flattened, to (n, outputs)."""
+    """Apply a dense layer with ReLU: flattens (n, ...) and returns (n, outputs)."""
     return nd.Activation(scores(X, W, b), act_type="relu")
 
 
 def scores(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Dense layer: (n, ...), which is flattened, to (n, outputs)."""
+    """Apply a dense layer: flattens (n, ...) and returns (n, outputs)."""
     return nd.FullyConnected(X, W, b, num_hidden=W.shape[0])
 
 
 Layer = Callable[[NDArray, NDArray, NDArray], NDArray]
-# The layers of scratch.lenet, with two parameters each. The number of outputs is that of the rows of W, so some rows of
-# W and b compute just those channels. Images (n, 1, 28, 28) become:
+# The layers of scratch.lenet, with two parameters each. The number of outputs is the number of rows of W, so some
+# rows of W and b compute just those channels. Images (n, 1, 28, 28) become:
 LAYERS: tuple[Layer, ...] = (
     convolution,  # (n, 20, 13, 13)
     convolution,  # (n, 50, 4, 4)
@@ -56,8 +56,8 @@ def stages(devices: int) -> list[slice]:
     """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
 
     With 2 devices the first convolution is alone. The second device then has nine tenths of the arithmetic, but the
-    ReLU and the pooling of the first convolution take long too: 13,520 numbers per example. A cut after the second
-    convolution would send a quarter of the bytes and leave the last device almost nothing to do.
+    ReLU and pooling after the first convolution are slow too: their output has 13,520 numbers per example. A cut
+    after the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
     """
     layers = len(LAYERS)
     if devices > layers:
@@ -73,7 +73,7 @@ def partition_network(params: Params, ctx: list[Context]) -> list[Params]:
 
 
 def forward(h: NDArray, layers: Sequence[Layer], params: Params) -> NDArray:
-    """Apply some layers to their input."""
+    """Apply layers one after the other, each with its two parameters."""
     for layer, W, b in zip(layers, params[::2], params[1::2]):
         h = layer(h, W, b)
     return h
@@ -100,11 +100,11 @@ def forward_backward_network(device_params: list[Params], X: NDArray, y: NDArray
 def train_batch_network(
     X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float, micro_batches: int = 1
 ) -> list[NDArray]:
-    """One step of network partitioning: X (n, 1, 28, 28), y (n,). Returns the losses of each micro-batch.
+    """Train one step with network partitioning: X (n, 1, 28, 28), y (n,). Returns the losses of each micro-batch.
 
     With one micro-batch, only one device works at a time. With more, the first device computes the second micro-batch
-    while the next device computes the first. No code here arranges that: each device starts as soon as its inputs are
-    there.
+    while the next device computes the first. No code here arranges that: each device starts as soon as its inputs
+    arrive.
     """
     if micro_batches > 1:
         for params in device_params:
@@ -120,7 +120,7 @@ def train_batch_network(
 
 
 def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
-    """For each device, its rows of each of the eight parameters: its share of the outputs, which are the first axis."""
+    """For each device, its rows of the eight parameters. The rows (first axis) are the layer's outputs."""
     if len(ctx) > 10:
         raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: LeNet has only 10 outputs")
     shards = zip(*[scratch.split_and_load(p, ctx) for p in params])
@@ -128,16 +128,16 @@ def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
 
 
 def gather(parts: list[NDArray], device: Context) -> NDArray:
-    """The channels (n, some, ...) of all devices, joined on one device: (n, all, ...), with a gradient attached."""
+    """Join the channels (n, some, ...) of all devices on one device: (n, all, ...), with a gradient attached."""
     whole = nd.concat(*[part.as_in_context(device) for part in parts], dim=1)
     whole.attach_grad()
     return whole
 
 
 def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """For each of parts (n, some, ...), the gradient of its channels, on its device.
+    """Returns, for each of `parts` (n, some, ...), the gradient of its channels, on its device.
 
-    gradients: of all channels (n, all, ...), one per device. They are summed, since each device used all channels.
+    gradients: one array per device, of all channels (n, all, ...). They are summed, as each device used all channels.
     """
     reduced, start = [], 0
     for part in parts:
@@ -152,9 +152,9 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
     """Compute the gradients of each device's channels. Returns the losses (n,), on the first device."""
     inputs, exchanges = [X.as_in_context(c) for c in ctx], []
     for i, layer in enumerate(LAYERS):
-        with autograd.record():  # a channel depends on all channels of the layer before
+        with autograd.record():  # a channel depends on all channels of the previous layer
             parts = [layer(x, *params[2 * i : 2 * i + 2]) for x, params in zip(inputs, device_params)]
-        receivers = ctx if i + 1 < len(LAYERS) else ctx[:1]  # one device computes the loss
+        receivers = ctx if i + 1 < len(LAYERS) else ctx[:1]  # only the first device computes the loss
         inputs = [gather(parts, c) for c in receivers]
         exchanges.append((parts, inputs))
     y = y.as_in_context(ctx[0])
@@ -170,14 +170,14 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
 def train_batch_layers(
     X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float
 ) -> list[NDArray]:
-    """One step of layer-wise partitioning: X (n, 1, 28, 28), y (n,). Returns a list with the losses (n,)."""
+    """Train one step with layer-wise partitioning: X (n, 1, 28, 28), y (n,). Returns a list with the losses (n,)."""
     losses = forward_backward_layers(device_params, X, y, ctx)
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
     return [losses]
 
 
-# 3. Data parallelism: the whole network on every device, and a part of the batch.
+# 3. Data parallelism: every device has the whole network and a part of the batch.
 
 
 def replicate(params: Params, ctx: list[Context]) -> list[Params]:
@@ -185,7 +185,7 @@ def replicate(params: Params, ctx: list[Context]) -> list[Params]:
     return [scratch.get_params(params, c) for c in ctx]
 
 
-# For each way, the function that places the parameters on the devices, and its step.
+# {way: (the function that places the parameters on the devices, the function that trains one step)}
 WAYS: dict[str, tuple[Callable[..., list[Params]], Callable[..., list[NDArray]]]] = {
     "network partitioning": (partition_network, train_batch_network),
     "layer-wise partitioning": (partition_layers, train_batch_layers),

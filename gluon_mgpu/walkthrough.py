@@ -1,7 +1,7 @@
-"""The notebooks' inspection cells on real data: what is on which device at each moment of a training step.
+"""The notebooks' inspection cells on real data: what each device holds at each stage of a training step.
 
-Each cell is a function that prints what it shows. `Scratch` and `Gluon` are the parts in which the two lessons differ.
-Sources: the notebooks of `scratch` and `highlevel`, and the lecture on them, which asks Gluon for a missing context.
+Each cell is a function that prints what it shows. `Scratch` and `Gluon` implement what differs between the lessons.
+Sources: the notebooks of `scratch` and `highlevel`, and the lecture, which asks Gluon for a context without a replica.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gluon_mgpu import highlevel, scratch  # noqa: E402
 from gluon_mgpu.runtime import devices  # noqa: E402
 from gluon_mgpu.training import batches, datasets  # noqa: E402
 
-SCALE = 0.1  # of the weights; the notebook's 0.01 is so small that one step would not show in the printed digits
+SCALE = 0.1  # of the initial weights; with the notebook's 0.01, one step would not change the printed digits
 LR = 0.2
 EXAMPLES = 4  # per device
-WIDTH = 96  # of the lines, in characters
+WIDTH = 96  # of printed lines, in characters
 
 
 def walk(
@@ -39,10 +39,10 @@ def walk(
     device: str = "auto",
     seed: int = 0,
 ) -> None:
-    """Print all cells. impl: "scratch" or "highlevel". seed: of the parameters and of the synthetic data set.
+    """Print all cells. impl: "scratch" or "highlevel". seed: seeds the parameters and the synthetic data set.
 
     num_gpus, device: see `devices.contexts`; GPUs that the machine does not have are omitted. dataset, data_dir: see
-    `datasets.load`. These functions say which errors are raised.
+    `datasets.load`. Raises what these functions raise.
     """
     ctx = devices.contexts(num_gpus, device, fewer=True)
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
@@ -60,7 +60,7 @@ def walk(
 
 
 class Scratch:
-    """LeNet from `scratch`: replicas is a list of eight arrays for each device."""
+    """LeNet from `scratch`: `replicas` holds one list of eight arrays per device."""
 
     lesson = scratch
     copying = "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy."
@@ -87,7 +87,7 @@ class Scratch:
         scratch.allreduce(data)
 
     def ask(self, context: Context, X: NDArray) -> str:
-        """MXNet's answer to a computation with images on a context without a replica."""
+        """Compute scores of images on a context without a replica. Returns MXNet's answer."""
         try:
             found = scratch.lenet(X.as_in_context(context), self.replicas[0])
             found.wait_to_read()
@@ -97,7 +97,7 @@ class Scratch:
 
 
 class Gluon:
-    """LeNet from `highlevel`: replicas is one network, which holds the arrays of all devices."""
+    """LeNet from `highlevel`: `replicas` is one network, which holds the arrays of all devices."""
 
     lesson = highlevel
     copying = "initialize(net, ctx) draws each parameter once and puts a copy, with a gradient, on every device."
@@ -126,7 +126,7 @@ class Gluon:
         store.pushpull("data", data)
 
     def ask(self, context: Context, X: NDArray) -> str:
-        """Gluon's answer to a request for the weights on a context without a replica."""
+        """Request the weights on a context without a replica. Returns Gluon's answer."""
         try:
             return f"No error: {self.params['cnn_conv0_weight'].data(context)}"
         except RuntimeError as error:
@@ -190,7 +190,7 @@ def show(text: str, *arrays: NDArray) -> None:
 
 
 def compare(what: str, replicas: Sequence[NDArray | list[NDArray]]) -> None:
-    """Say whether all devices have the same numbers. replicas: for each device, an array or a list of arrays."""
+    """Print whether all devices have the same values. replicas: one array, or list of arrays, per device."""
     if len(replicas) == 1:
         print(f"{what}: only one context, so there is nothing to compare")
         return

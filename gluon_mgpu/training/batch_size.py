@@ -1,7 +1,7 @@
-"""The lecture's experiment: what a second device gains, and what a larger batch does to the accuracy.
+"""The lecture's experiment: how much time a second device saves, and how a larger batch changes the accuracy.
 
-Four runs of `train`, one after the other. Each has its own process, because the engine's settings depend on the number
-of contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
+Runs `train` four times, each time in a new process, because the engine's settings depend on the number of
+contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PICTURE = "batch-size.png"
 
 
 class Run(NamedTuple):
-    """What one of the runs has of its own."""
+    """What distinguishes one run from the others."""
 
     devices: int
     batch_size: int  # over all devices
@@ -57,13 +57,13 @@ def run(
     seed: int = 1,
     **settings: Any,
 ) -> list[Result]:
-    """Train all of RUNS, each in its own folder in out, and draw the picture there.
+    """Train all of RUNS, each in its own folder in `out`, and draw PICTURE there.
 
-    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings` for all runs; the same seed gives all
-    the same initial parameters. On CPU, each context gets one OpenMP thread, even if it is the only one. Finished runs
-    are skipped, and interrupted ones continue.
-    Raises UsageError, before any training, for invalid settings and devices, and for runs of another experiment in out;
-    Error if the data is not available or a run fails.
+    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings` for all runs; with one seed, all runs
+    start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context.
+    Finished runs are skipped, and interrupted runs continue.
+    Raises UsageError, before any training, if settings or devices are invalid or if `out` holds runs with different
+    options; Error if the data is not available or a run fails.
     """
     checked, *_ = [Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings) for r in RUNS]
     ctx = devices.contexts(max(r.devices for r in RUNS), device)
@@ -91,10 +91,10 @@ def finish(
     on_epochs: Callable[[int], object],
     env: Mapping[str, str] | None = None,
 ) -> list[Epoch]:
-    """Train a run in its own process, unless it is finished; an interrupted run continues. Returns its epochs.
+    """Train a run in its own process; continues an interrupted run, skips a finished one. Returns its epochs.
 
-    name: for error messages. folder: of the run. options: of `train`, including epochs, gpus and device. on_epochs:
-    called with the number of new epochs. env: added to the environment. Raises UsageError if the folder holds a
+    name: used in error messages. options: arguments of `train`, including epochs, gpus and device. on_epochs: called
+    with the number of newly finished epochs. env: added to the environment. Raises UsageError if the folder holds a
     different run, Error if the run fails.
     """
     history: list[Epoch] = []
@@ -119,7 +119,7 @@ def finish(
 
 
 def _check_same(folder: Path, options: dict[str, Any]) -> None:
-    """Raise UsageError if the run in a folder has other options. Fewer epochs are allowed: the run continues."""
+    """Raise UsageError if the run in `folder` has different options. It may have fewer epochs: it then continues."""
     found, wanted = records.options(folder), {**options, "gpus": devices.parse(options["gpus"])}
     if found["epochs"] < wanted["epochs"]:
         del wanted["epochs"]
@@ -129,7 +129,7 @@ def _check_same(folder: Path, options: dict[str, Any]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Lines for a terminal: per run the median seconds per epoch, the speed-up over the first run, the accuracies."""
+    """Format, per run, the median seconds per epoch, the speed-up over the first run, and the accuracies."""
     lines = [_title(results), f"{'':32}   lr  s/epoch  speed-up  test accuracy by epoch"]
     seconds = [median(e.train_seconds for e in result.epochs) for result in results]
     for result, s in zip(results, seconds):
@@ -137,12 +137,12 @@ def table(results: Sequence[Result]) -> str:
         lr = result.epochs[-1].learning_rate
         lines.append(f"{result.run!s:32}{lr:5g}{s:9.2f}{seconds[0] / s:10.2f}  {accuracies}")
     if results[0].config["devices"] == ["cpu(0)"]:
-        lines.append("On CPU each device has one OpenMP thread; 1 device would otherwise use all cores.")
+        lines.append("On CPU, each device has one OpenMP thread; 1 device would otherwise use all cores.")
     return "\n".join(lines)
 
 
 def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Draw accuracy by epoch and by seconds of training, as a PNG picture. file: open for binary writing, or a path."""
+    """Draw accuracy by epoch and by seconds of training, as a PNG image. file: an open binary file or a path."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,7 +1,7 @@
-"""Batches in, numbers out: making batches in host memory, and reading results while later steps are already issued.
+"""Make batches in host memory, and read results while later steps are already queued.
 
-MXNet's engine runs behind Python. Steps are issued in bursts and their results read later, so Python waits once per
-burst and not once per step.
+Python runs ahead of MXNet's engine. It issues steps in bursts and reads their results later, so it waits once per
+burst, not once per step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mxnet.base import _LIB, check_call  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
 # How far Python may run ahead of the engine. Issuing a burst and then sleeping disturbs MXNet's workers on the same
-# cores less than waking up at every step (docs/engine.md). The seconds bound how long Ctrl-C has to wait.
+# cores less than waking up at every step (docs/engine.md). The limit in seconds is how long Ctrl-C may have to wait.
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
-Batch = tuple[Optional[NDArray], Optional[NDArray]]  # (X, y), or (None, None) for a worker without examples
+Batch = tuple[Optional[NDArray], Optional[NDArray]]  # (X, y), or (None, None) if this worker has no examples
 
 
 def batches(
@@ -39,10 +39,10 @@ def batches(
     order: np.ndarray | None = None,
     part: Callable[[int], slice] | None = None,
 ) -> Iterator[Batch]:
-    """Batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
+    """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last may be smaller.
 
-    images, labels: uint8 arrays. order: the indices to take, in this order; default: all, as they are. part: maps the
-    size of a batch to the slice of it that this worker takes; if that is empty, the batch is (None, None).
+    images, labels: uint8 arrays. order: the indices of the examples, in order; None: all of them. part: maps
+    a batch's size to the slice that this worker takes; if the slice is empty, yields (None, None).
     """
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
@@ -60,10 +60,10 @@ def batches(
 
 
 def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
-    """A new float32 NDArray in host memory and the same memory as a NumPy array, to fill before the engine uses it.
+    """Returns a new float32 NDArray in host memory, and a NumPy view to fill it through before the engine uses it.
 
-    nd.array would copy, after waiting for everything queued on cpu(0). nd.from_numpy calls Python from an engine thread
-    to release the memory, which aborts a process that is about to exit.
+    nd.array would wait for everything queued on cpu(0), then copy. nd.from_numpy releases the memory by calling Python
+    from an engine thread, which aborts a process that is about to exit.
     """
     array, memory = nd.empty(shape, mx.cpu()), ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(memory)))
@@ -76,7 +76,7 @@ def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, NDArray]]:
-    """A batch in `parts` parts of nearly equal size, in the host's memory."""
+    """Yields a batch, in host memory, in `parts` parts of nearly equal size."""
     start = 0
     for size in shard_sizes(X.shape[0], min(parts, X.shape[0])):
         yield X[start : start + size], y[start : start + size]
@@ -84,7 +84,7 @@ def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, N
 
 
 def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]) -> list[NDArray]:
-    """Shards of a batch with sizes in proportion to shares, one per device; devices without examples get no shard."""
+    """Split a batch into one shard per device, in proportion to shares; omits empty shards."""
     shards, start = [], 0
     for size, c in zip(shard_sizes(data.shape[0], len(ctx), shares), ctx):
         if size:
@@ -94,9 +94,9 @@ def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]
 
 
 def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
-    """The results of each step as one NumPy vector (n,), in order, while later steps are issued ahead of the engine.
+    """Yields each step's results as one NumPy vector (n,), in order, while later steps are already queued.
 
-    issued: an iterator that issues the next step when asked for it, and returns its results, one vector per shard.
+    issued: an iterator whose next item issues the next step and is its results, one vector per shard.
     """
     ahead: deque[list[NDArray]] = deque()
     allowed, began = 1, time.perf_counter()
@@ -114,7 +114,7 @@ def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
 
 
 def mean(issued: Iterable[list[NDArray]]) -> float:
-    """The mean of all results that `issued` returns, read as in `read_behind`."""
+    """The mean of all results that `issued` yields, read as in `read_behind`."""
     return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
 
 

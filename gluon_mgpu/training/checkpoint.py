@@ -1,4 +1,4 @@
-"""Files that are complete or absent. A checkpoint is one .npz archive of arrays and JSON facts, without pickle.
+"""Writes files completely or not at all. A checkpoint is one .npz archive of arrays and JSON facts, without pickle.
 
 Its last bytes, the archive's comment, are the SHA-256 of everything before them.
 """
@@ -28,7 +28,7 @@ DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file completely or not at all: write(file) fills a temporary file, which then replaces `path`.
 
-    Raises Error if that is impossible, as on a full disk. An existing file is then left unchanged.
+    Raises Error if it cannot be written, such as on a full disk; an existing file is then left unchanged.
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which a file would replace
@@ -51,7 +51,7 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def remove_partial(path: str | Path) -> None:
-    """Remove the temporary files of killed processes that were writing `path`."""
+    """Remove temporary files left by processes that were killed while writing `path`."""
     for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
         left.unlink()
 
@@ -74,7 +74,7 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(arrays, facts) of a checkpoint. Raises Error if it is missing, truncated or altered."""
+    """Read a checkpoint: (arrays, facts). Raises Error if it is missing, truncated or altered."""
     try:
         packed = Path(path).read_bytes()
         if hashlib.sha256(packed[:-DIGEST]).hexdigest().encode() != packed[-DIGEST:]:

@@ -1,8 +1,8 @@
 """Find, download, verify and read the data sets, as uint8 arrays in memory.
 
-A data set is looked for in the folder that the user names; else in the user's cache, MXNet's folder and the system's.
-If none of them has it, it is downloaded into the cache or taken from Debian's package. Wherever a file comes from, it
-is used only if the SHA-256 of its decompressed content is the expected one.
+If the user names a folder, only that folder is searched; otherwise the user's cache, MXNet's folder and the system's.
+If none of them has the data set, it is downloaded into the cache or taken from Debian's package. Every file is checked:
+the SHA-256 of its decompressed content must match.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 DIGITS = tuple("0123456789")
 CLASSES = {"fashion-mnist": FASHION, "mnist": DIGITS, "synthetic": DIGITS}  # class names, in the order of the labels
 
-# Of the decompressed files; the gzip files differ between mirrors.
+# Hashes of the decompressed files; the gzip files differ between mirrors.
 SHA256 = {
     "fashion-mnist": {
         "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
@@ -57,9 +57,9 @@ MIRRORS = {
         "https://apache-mxnet.s3-accelerate.dualstack.amazonaws.com/gluon/dataset/mnist/",
     ),
 }
-TIMEOUT = (4, 8)  # seconds to connect, seconds without a byte
+TIMEOUT = (4, 8)  # seconds to connect, seconds without receiving data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
-PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # Debian's and Ubuntu's
+PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # in Debian and Ubuntu
 APT_SECONDS = 300
 
 
@@ -71,7 +71,7 @@ class Dataset(NamedTuple):
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
-    source: str  # the folder that it was read from, or "synthetic, seed 0"
+    source: str  # the folder it was read from, or "synthetic, seed 0"
 
     def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal."""
@@ -82,13 +82,13 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: str | Path | None = None, limit: int | None = None, seed: int | None = 0) -> Dataset:
-    """The data set called `name`, one of NAMES; it is downloaded if this machine does not have it.
+    """Load the data set `name`, one of NAMES; downloads it if this machine does not have it.
 
     data_dir: a folder that contains NAME/ or the four files; None: the folder in GLUON_MGPU_DATA, or the usual folders.
-    limit: use only the first `limit` training examples and the first max(limit // 6, 100) test examples; for
-    "synthetic", which has any size, default 60,000. seed: for "synthetic" only; None means 0.
-    Raises UsageError for an unknown name, a limit out of range, and a data_dir without the data set; Error if the data
-    is damaged or cannot be downloaded.
+    limit: use only the first `limit` training examples and the first max(limit // 6, 100) test examples; None: all, or
+    60,000 for "synthetic", which can have any size. seed: used only for "synthetic"; None means 0.
+    Raises UsageError if the name is unknown, limit is out of range, or data_dir does not contain the data set; Error if
+    the data is damaged or cannot be downloaded.
     """
     if name not in NAMES:
         raise UsageError(f"dataset={name}: must be one of {', '.join(NAMES)}")
@@ -114,7 +114,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     """The first folder that contains all four files of data set `name`, or None.
 
-    If data_dir or GLUON_MGPU_DATA names a folder, only that folder counts: raises UsageError if it has no such files.
+    If data_dir or GLUON_MGPU_DATA names a folder, searches only there; raises UsageError if the files are missing.
     """
     given = f"data_dir={data_dir}"
     if data_dir is None and os.environ.get("GLUON_MGPU_DATA"):
@@ -141,7 +141,7 @@ def fetch(name: str) -> Path:
     """Download data set `name` into the user's cache, or unpack it there from Debian's package; returns the folder.
 
     If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears whole or not at all, so
-    several processes may do this at the same time. Raises Error, with the reason for each source that failed.
+    several processes may call this at the same time. Raises Error, with the reason why each source failed.
     """
     folder = cache_folder(name)
     try:
@@ -162,7 +162,7 @@ def fetch(name: str) -> Path:
 
 
 def read(folder: Path, name: str) -> Dataset:
-    """The data set `name` from the four files in `folder`, as read-only arrays. Raises Error if one is damaged."""
+    """Read data set `name` from the four files in `folder`, as read-only arrays. Raises Error if a file is damaged."""
     arrays = []
     for file in SHA256[name]:
         content = _content(_locate(folder, file) or folder / file, name)
@@ -174,15 +174,15 @@ def read(folder: Path, name: str) -> Dataset:
 
 
 def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
-    """A made-up data set of any size: the same for the same seed, its ten classes equally frequent.
+    """Generate a data set of any size, determined by the seed, with ten equally frequent classes.
 
-    A class is one smooth random picture. Its examples show the picture shifted by up to 2 pixels, brighter or darker,
-    with noise. Brightness and contrast are those of Fashion-MNIST, so LeNet learns it at the same learning rate.
+    Each class is a smooth random picture. Its examples show the picture shifted by up to 2 pixels, brighter or darker,
+    with noise. Brightness and contrast match Fashion-MNIST, so LeNet learns it with the same learning rate.
     """
     rng = np.random.default_rng(seed)
     waves = np.cos(np.pi * np.outer(np.arange(5), np.arange(32) + 0.5) / 32)
     strengths = rng.standard_normal((10, 5, 5))
-    strengths[:, 0, 0] = 0  # the mean brightness, which is set below
+    strengths[:, 0, 0] = 0  # the mean brightness is set below
     pictures = np.einsum("cij,iy,jx->cyx", strengths, waves, waves)
     pictures /= pictures.std((1, 2), keepdims=True)
     pictures = 0.6 * pictures + np.linspace(-0.5, 0.8, 10)[:, None, None]
@@ -192,7 +192,7 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
     def draw(size: int) -> tuple[np.ndarray, np.ndarray]:
         labels = rng.permutation(np.arange(size, dtype=np.uint32) % 10).astype(np.uint8)
         images = np.empty((size, 1, 28, 28), np.uint8)
-        for start in range(0, size, 4096):  # blocks limit the memory for float32 copies
+        for start in range(0, size, 4096):  # in blocks, to limit the memory used by float32 copies
             block = labels[start : start + 4096]
             y, x = rng.integers(0, 5, (2, len(block)))
             drawn = shifted[block, y, x]
@@ -205,7 +205,7 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder that data set `name` is downloaded into. XDG_CACHE_HOME changes it."""
+    """The folder into which data set `name` is downloaded. XDG_CACHE_HOME changes it."""
     return Path(pooch.os_cache("gluon_mgpu")) / name
 
 
@@ -218,7 +218,7 @@ def _missing(folder: Path, name: str) -> list[str]:
 
 
 def _content(path: Path, name: str) -> bytes:
-    """The decompressed content of a file of data set `name`. Raises Error if it is not the expected one."""
+    """Read and decompress a file of data set `name`. Raises Error if its content is not the expected one."""
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":
@@ -232,7 +232,7 @@ def _content(path: Path, name: str) -> bytes:
 
 
 def _download(name: str, folder: Path, temp: Path) -> list[str]:
-    """Download the missing files into folder. Returns why each mirror failed, up to one that did not."""
+    """Download the missing files into folder. Returns one reason per mirror that failed before one succeeded."""
     log.say(f"downloading {name} into {folder}")
     own = os.environ.get("GLUON_MGPU_MIRROR")
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
@@ -269,7 +269,7 @@ def _unpack_package(name: str, folder: Path, temp: Path) -> list[str]:
     log.say(f"no mirror has {name}: taking it from the package {package} with apt-get")
     (temp / "lists" / "partial").mkdir(parents=True)
     (temp / "cache" / "archives" / "partial").mkdir(parents=True)
-    # apt's own folders are root's. If root runs apt, it would switch to a user who cannot enter the cache folder.
+    # apt's own folders belong to root. Run by root, apt would switch to a user who cannot enter the cache folder.
     settings = [f"Dir::State::Lists={temp}/lists", f"Dir::Cache={temp}/cache", "Debug::NoLocking=1"]
     settings += ["APT::Sandbox::User=root", "Acquire::http::Timeout=10", "Acquire::https::Timeout=10"]
     apt = ["apt-get", "-qq", *(f"-o{setting}" for setting in settings)]
@@ -278,7 +278,7 @@ def _unpack_package(name: str, folder: Path, temp: Path) -> list[str]:
         subprocesses.check(command[0], subprocesses.run(command, seconds=APT_SECONDS, folder=temp))
 
     try:
-        with suppress(Error):  # it fails if any of the system's sources fails; download tells if the right one did
+        with suppress(Error):  # fails if any apt source fails; the download below shows whether the right one failed
             run(*apt, "update")
         run(*apt, "download", package)
         run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")

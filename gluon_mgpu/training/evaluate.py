@@ -1,4 +1,4 @@
-"""What a run has learned: test accuracy and confusion table, the classes of images, and an export to Gluon's files.
+"""Evaluate a run: test accuracy and confusion table, classes of image files, and export to Gluon's files.
 
 Only reads the run's folder, so the run may still be training.
 """
@@ -29,8 +29,8 @@ import mxnet as mx  # noqa: E402
 from mxnet import gluon  # noqa: E402
 from mxnet.ndarray import NDArray  # noqa: E402
 
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, for which Pillow runs Ghostscript
-CHECKED = 1000  # an exported network is checked on this many test images at most
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS: Pillow would run Ghostscript
+CHECKED = 1000  # check an exported network on at most this many test images
 ROUNDING = 1e-4  # largest difference of an exported network's scores, as a fraction of the largest score
 TOP = 3  # classes printed per image
 
@@ -47,11 +47,11 @@ class Trained(NamedTuple):
 def load(
     folder: str | Path, impl: str | None = None, gpus: int | str | Sequence[int] = 1, device: str = "auto"
 ) -> Trained:
-    """The network of the run in `folder`.
+    """Load the network of the run in `folder`.
 
-    impl: "scratch" or "highlevel"; None: as in the run. gpus, device: as in `devices.contexts`.
+    impl: "scratch" or "highlevel"; None: whichever the run used. gpus, device: see `devices.contexts`.
     Raises UsageError if the folder holds no run or impl does not have its network; Error if the run has no checkpoint
-    yet, or the checkpoint is damaged or from another network or version.
+    yet, or if the checkpoint is damaged or from a different network or version.
     """
     arrays, config, settings, position = records.last(folder)
     if arrays is None:
@@ -64,7 +64,7 @@ def load(
     check_model(kind, settings.model)
     ctx = devices.contexts(gpus, device)
     options = {name: config[name] for name in kind.own_options if name in config}
-    settings = replace(settings, shares=None, momentum=0.0)  # for other devices, and without velocities
+    settings = replace(settings, shares=None, momentum=0.0)  # for these devices, without velocities
     replicas = kind(ctx, settings, **options)
     parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
     try:
@@ -75,13 +75,13 @@ def load(
 
 
 def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The run's test set: images uint8 (n, 1, 28, 28), labels uint8 (n,). data_dir, errors: see `datasets.load`."""
+    """The run's test set: images uint8 (n, 1, 28, 28), labels uint8 (n,). data_dir, exceptions: see `datasets.load`."""
     data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
     return data.test_images, data.test_labels
 
 
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
-    """The network's scores (n, 10) of images, uint8 (n, 1, 28, 28)."""
+    """Compute the network's scores (n, 10) for images, uint8 (n, 1, 28, 28)."""
     replicas = trained.replicas
     issued = ([replicas.predict(shard) for shard in replicas.split(X)] for X in _batches(trained, images))
     return np.concatenate(list(read_behind(issued)))
@@ -94,7 +94,7 @@ def _batches(trained: Trained, images: np.ndarray) -> Iterator[NDArray]:
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
-    """Lines for a terminal: the accuracy on a test set and the confusion table."""
+    """Format the accuracy on a test set and the confusion table, for a terminal."""
     classes = datasets.CLASSES[trained.settings.dataset]
     counts = confusion(labels, scores(trained, images).argmax(axis=1), len(classes))
     right, total = counts.trace(), counts.sum()
@@ -102,14 +102,14 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
 
 
 def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """Counts (classes, classes): how often an example of class i was predicted as class j."""
+    """Count how often an example of class i was predicted as class j: (classes, classes)."""
     counts = np.zeros((classes, classes), int)
     np.add.at(counts, (labels, predicted), 1)
     return counts
 
 
 def table(counts: np.ndarray, classes: Sequence[str]) -> str:
-    """Confusion counts (n, n) as text, with the recall of each class. Zeros are shown as dots."""
+    """Format confusion counts (n, n), with the recall of each class. Zeros are shown as dots."""
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()
@@ -123,17 +123,17 @@ def table(counts: np.ndarray, classes: Sequence[str]) -> str:
 
 
 def read_image(path: str | Path) -> np.ndarray:
-    """An image file in shades of grey, uint8 (1, 28, 28). A notice says if it was resized.
+    """Read an image file as grayscale, uint8 (1, 28, 28). Prints a notice if it was resized.
 
     Transparent pixels become black, the background of the data sets. Raises Error if the file is missing, damaged, not
-    of one of FORMATS, or so large that Pillow considers it an attack.
+    in one of FORMATS, or so large that Pillow considers it an attack.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
                 image = ImageOps.exif_transpose(image)  # this decodes the image
-                if image.mode.startswith("I"):  # Pillow would clip 16 bits to 8 instead of scaling
+                if image.mode.startswith("I"):  # Pillow would clip 16-bit values to 8 bits instead of scaling them
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 if image.has_transparency_data:
                     image = image.convert("RGBA")
@@ -152,7 +152,7 @@ def read_image(path: str | Path) -> np.ndarray:
 
 
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
-    """Lines for a terminal: the most probable classes of each image, uint8 (1, 28, 28), with their probabilities."""
+    """Format the most probable classes of each image, uint8 (1, 28, 28), and their probabilities, for a terminal."""
     classes = datasets.CLASSES[trained.settings.dataset]
     lines = []
     for path, row in zip(paths, softmax(scores(trained, np.stack(images)))):
@@ -162,7 +162,7 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    """Scores (n, classes) to probabilities, float64."""
+    """Convert scores (n, classes) to probabilities, float64."""
     exponents = np.exp(scores.astype(np.float64) - scores.max(axis=1, keepdims=True))
     return exponents / exponents.sum(axis=1, keepdims=True)
 
@@ -184,11 +184,11 @@ def exported_files(prefix: str) -> tuple[Path, Path]:
 
 
 def export(trained: Trained, prefix: str, images: np.ndarray) -> str:
-    """Export the network, as written, to `exported_files(prefix)`. Returns two lines that say so.
+    """Export the network, without tuning, to `exported_files(prefix)`. Returns a two-line report.
 
-    The files are first loaded with SymbolBlock.imports, and their scores of images, uint8 (n, 1, 28, 28), compared with
-    the run's. Raises UsageError as `exported_files` does and if the network is not hybrid; Error if the files cannot be
-    written or if their scores differ by more than rounding. If it raises, it leaves no file.
+    First loads the files with SymbolBlock.imports and compares their scores for images, uint8 (n, 1, 28, 28), with the
+    run's. Raises UsageError as `exported_files` does, or if the network is not hybrid; Error if the files cannot be
+    written or if the scores differ by more than rounding. If it raises, it leaves no file.
     """
     symbol, params = exported_files(prefix)
     images, ctx = images[:CHECKED], trained.replicas.ctx[0]
@@ -206,9 +206,10 @@ def export(trained: Trained, prefix: str, images: np.ndarray) -> str:
                 block = gluon.SymbolBlock.imports(written[0], ["data"], written[1], ctx)
             found = np.concatenate([block(X.as_in_context(ctx)).asnumpy() for X in _batches(trained, images)])
             difference = np.abs(found - expected).max()
-            if not difference <= ROUNDING * np.abs(expected).max():  # also if it is nan
+            if not difference <= ROUNDING * np.abs(expected).max():  # true for nan too
                 raise Error(
-                    f"export={prefix}: scores of the exported network differ by {difference:.2g}; files removed"
+                    f"export={prefix}: scores of the exported network differ from the run's by {difference:.2g}; files "
+                    "removed"
                 )
             os.replace(written[0], symbol)
             os.replace(written[1], params)
@@ -217,7 +218,7 @@ def export(trained: Trained, prefix: str, images: np.ndarray) -> str:
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]
         raise Error(f"export={prefix}: cannot be written ({reason})") from None
     return (
-        f"exported to {symbol} and {params}; on {len(images)} test images, its scores of up to "
-        f"{np.abs(expected).max():.3g} differ from the run's by at most {difference:.2g}\n"
+        f"exported to {symbol} and {params}; on {len(images)} test images, its scores (at most "
+        f"{np.abs(expected).max():.3g}) differ from the run's by at most {difference:.2g}\n"
         f"load it with gluon.SymbolBlock.imports('{symbol}', ['data'], '{params}')"
     )

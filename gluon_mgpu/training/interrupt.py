@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: finish the step, save a checkpoint, end."""
+"""Handles Ctrl-C and SIGTERM during training: finish the step, save a checkpoint, stop."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TypeVar
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime.errors import Interrupted
 
-SAME_CTRL_C = 0.5  # seconds within which a second signal is the same one: a launcher and a cluster may both send it
+SAME_CTRL_C = 0.5  # seconds; a second signal within them is a duplicate: launcher and cluster may both send one
 
 Item = TypeVar("Item")
 
 
 class CtrlC:
-    """Defers Ctrl-C and SIGTERM until the step is issued completely, since half a step would leave unequal replicas.
+    """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would leave unequal replicas.
 
-    A second Ctrl-C takes effect at once. If no step is left, the run ends as usual. Python delivers signals to the main
-    thread only; elsewhere this class does nothing. Several workers stop at the same step, whichever of them was asked.
+    A second Ctrl-C takes effect at once. If no step is left, the run ends as usual. Python delivers signals only to the
+    main thread; in any other thread, this class does nothing. If one worker is interrupted, all stop at the same step.
     """
 
     def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
-        """checkpoint: whether one will be saved, for the notice."""
+        """checkpoint: whether a checkpoint will be saved, which the notice mentions."""
         self.workers, self.checkpoint = workers, checkpoint
 
     def __enter__(self) -> CtrlC:
@@ -46,19 +46,19 @@ class CtrlC:
             raise KeyboardInterrupt
         self.asked, self.since = True, time.monotonic()
         without = ", without saving a checkpoint" if self.checkpoint else ""
-        with suppress(OSError):  # whoever reads it may be gone
+        with suppress(OSError):  # the reader of standard error may be gone
             os.write(2, f"\ngluon_mgpu: stopping after this step; press Ctrl-C again to stop now{without}\n".encode())
 
     def between(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items; raises Interrupted instead of the next one after Ctrl-C."""
+        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next one."""
         yield from self.until(items)
         if self.stopped:
             raise Interrupted
 
     def until(self, items: Iterable[Item], step: Callable[[], int] | None = None) -> Iterator[Item]:
-        """The items; after Ctrl-C no more of them, and `stopped` is set.
+        """Yields the items; stops after Ctrl-C and sets `stopped`.
 
-        step: returns how many steps of the run were issued. With it, several workers stop at the same step.
+        step: returns the number of steps issued so far. If it is given, several workers stop at the same step.
         """
         for item in items:
             if step and self.workers.count > 1:

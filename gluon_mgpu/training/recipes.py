@@ -1,6 +1,6 @@
-"""What the notebooks ran and printed: their experiments as options of train.py, and the values in their outputs.
+"""The notebooks' experiments as options of train.py, and the values that the notebooks printed.
 
-Their times were measured on GPUs in 2019 and are not targets. The lecture's claims are in `parity.claims`.
+The times were measured on GPUs in 2019 and are not targets. The lecture's claims are in `parity.claims`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learnin
 
 class Recipe(NamedTuple):
     source: str
-    options: dict[str, Any]  # of train.py
-    test_accuracy: tuple[float, ...] = ()  # after each epoch, as printed in the source; empty if it prints none
+    options: dict[str, Any]  # for train.py
+    test_accuracy: tuple[float, ...] = ()  # after each epoch, as printed in the source; empty if the source prints none
     train_seconds: tuple[float, ...] = ()  # per epoch, on the authors' GPUs
 
 
@@ -47,9 +47,9 @@ RECIPES = {
 
 # Values that SCRATCH and PYTORCH print, one list per device.
 ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
-SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # of arange(24), on 2 devices
-SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # of arange(20), on 4 devices
-COPIED_BIAS = [0] * 20  # b1 and its gradient, after the copy to a device
+SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # arange(24) split over 2 devices
+SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # arange(20) split over 4 devices
+COPIED_BIAS = [0] * 20  # b1, and also its gradient, after copying to a device
 
 # Seconds for 50 products of 4000 x 4000 float32 matrices per device, as PYTORCH prints them for 4 GPUs.
 ASYNCHRONOUS = {
@@ -63,7 +63,7 @@ ASYNCHRONOUS = {
 
 
 def table() -> str:
-    """Lines for a terminal: each recipe with its options, its source, and the accuracies printed there."""
+    """Format each recipe with its options, its source, and the accuracies printed there, for a terminal."""
     lines = []
     for name, recipe in RECIPES.items():
         options = " ".join(f"--{option.replace('_', '-')} {value}" for option, value in recipe.options.items())

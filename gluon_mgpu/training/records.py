@@ -1,7 +1,7 @@
-"""The run directory: config.json, metrics.jsonl, curves.png and checkpoint.npz, and resuming from them.
+"""The folder of a run: writes config.json, metrics.jsonl, curves.png and checkpoint.npz, and resumes from them.
 
-Each file is rewritten as a whole. A run is resumed from its checkpoint alone, which holds the settings and the history
-too. While a run writes to its directory, the directory is locked.
+Each file is rewritten as a whole. A run is resumed from its checkpoint alone, which also holds the settings and the
+history. While a run writes to its folder, the folder is locked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
-# What a resumed run may change, beside the epochs.
+# What a resumed run may change, besides the epochs.
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
 SECONDS_PER_DRAWING = 60  # curves.png is drawn at most this often while the run continues
 
@@ -42,26 +42,26 @@ class Epoch(NamedTuple):
     epoch: int  # from 1
     train_seconds: float  # of training only, without evaluation
     samples_per_second: float
-    train_loss: float  # mean over the examples, each at the step that trained on it
+    train_loss: float  # mean over the examples, each measured in the step that trained on it
     test_accuracy: float  # fraction of the test set
     learning_rate: float  # of the last step
 
 
 @dataclass
 class Position:
-    """How far a run has come. Together with the seed, it determines the order of the remaining examples."""
+    """How far a run has trained. Together with the seed, it determines the order of the remaining examples."""
 
     history: list[Epoch] = field(default_factory=list)  # finished epochs
-    steps: int = 0  # of the unfinished epoch
+    steps: int = 0  # finished steps of the unfinished epoch
     loss_sum: float = 0.0  # over the examples of these steps
-    seconds: float = 0.0  # that these steps took
+    seconds: float = 0.0  # spent on these steps
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Position:
-        """From `as_json`, or from a checkpoint's facts."""
+        """Create a position from `as_json` or from a checkpoint's facts."""
         history = [Epoch(**epoch) for epoch in facts["history"]]
         return cls(history, facts["steps"], facts["loss_sum"], facts["seconds"])
 
@@ -77,7 +77,7 @@ class Position:
 
 
 class Run:
-    """The directory of one run, locked while this context manager is open. Without out and resume, nothing is kept.
+    """The folder of one run, locked while this context manager is open. Without out and resume, nothing is written.
 
     Raises UsageError if out already holds a run, if resume holds none, or if another process is writing there.
     """
@@ -100,7 +100,7 @@ class Run:
         self.locked: int | None = None
         self.writer: Writer | None = None
         self.begun = False
-        self.drawn = 0.0  # when curves.png was drawn last, in time.monotonic's seconds
+        self.drawn = 0.0  # time.monotonic() when curves.png was last drawn
 
     def __enter__(self) -> Run:
         if self.folder.is_dir():
@@ -128,7 +128,7 @@ class Run:
         return any((self.folder / name).exists() for name in names)
 
     def _lock(self) -> None:
-        """Lock the folder itself: no lock file, and the lock ends with the process."""
+        """Lock the folder itself: this needs no lock file, and the lock ends with the process."""
         try:
             self.locked = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +157,7 @@ class Run:
         epochs = f"; epochs: {settings.epochs} instead of {recorded.epochs}" if changed else ""
         log.say(f"resuming {self.folder} after {position}{epochs}")
         if done:
-            more = "" if recorded.schedule == "cosine" else "; --epochs sets a larger number"
+            more = "" if recorded.schedule == "cosine" else "; pass a larger --epochs to train longer"
             log.say(f"all epochs are finished{more}")
         if (self.folder / "tensorboard").exists() and not self.writer_class:
             try:
@@ -174,7 +174,7 @@ class Run:
                 continue
             if name == "epochs":
                 raise UsageError(f"epochs={given}: the run's cosine schedule ends with epoch {kept}; omit it")
-            raise UsageError(f"{name}={given}: the run in {self.folder} has {kept}; omit it")
+            raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit it")
 
     def restore(self, replicas: Replicas, arrays: dict[str, np.ndarray]) -> None:
         """Load a checkpoint's arrays into the replicas. Raises Error if they belong to another network."""
@@ -184,7 +184,7 @@ class Run:
             raise Error(f"{self.folder / 'checkpoint.npz'}: {error}") from None
 
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:
-        """Called when training begins; a run that fails earlier leaves nothing. config: becomes config.json."""
+        """Called when training begins; a run that fails earlier leaves no files. config: content of config.json."""
         if not self.keeps:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # as it will be read back
@@ -200,7 +200,7 @@ class Run:
         self.begun = True
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         if self.resumed:
-            self._checkpoint(replicas, position)  # so that the next resume sees what changed
+            self._checkpoint(replicas, position)  # so that the next resume uses the new configuration
 
     def _say_what_changed(self, config: dict[str, Any], replicas: Replicas) -> None:
         changes = []
@@ -213,7 +213,7 @@ class Run:
             return
         effect = "results agree to rounding, not bit for bit"
         if replicas.running_stats and {"devices", "shares", "workers"} & {name for name, _ in changes}:
-            effect = "results differ, because batch normalization sees the examples of one shard"
+            effect = "results differ, because batch normalization sees only one shard's examples"
         log.say(f"{', '.join(text for _, text in changes)}: {effect}")
 
     def epoch(self, replicas: Replicas, position: Position) -> None:
@@ -273,9 +273,9 @@ class Run:
 
 
 def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, Any], Settings, Position]:
-    """(arrays, config, settings, position) of the checkpoint in a folder; before the first checkpoint, arrays is None.
+    """Read (arrays, config, settings, position) of the run in a folder; arrays is None before the first checkpoint.
 
-    Raises UsageError if the folder holds no run, Error if a file is damaged or of an unknown version.
+    Raises UsageError if the folder holds no run, Error if a file is damaged or from an unknown version.
     """
     path = Path(folder) / "checkpoint.npz"
     arrays, position = None, Position()
@@ -317,7 +317,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """[("cpu", 0), ("cpu", 1)] from config.json. Raises ValueError if they are invalid."""
+    """Parse the devices in config.json, such as [("cpu", 0), ("cpu", 1)]. Raises ValueError if they are invalid."""
     found = []
     for device in config["devices"]:
         match = re.fullmatch(r"(cpu|gpu)\((\d+)\)", device)
@@ -328,7 +328,7 @@ def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def options(folder: str | Path) -> dict[str, Any]:
-    """The arguments of `train` with which the run in a folder continues: settings, implementation and devices."""
+    """The `train` arguments that continue the run in `folder`: settings, implementation and devices."""
     _, config, settings, _ = last(folder)
     devices = _devices(config)
     kept: dict[str, Any] = {name: config[name] for name in ("hybridize", "tune") if name in config}
@@ -345,7 +345,7 @@ def _tensorboard_writer() -> type[Writer]:
 
 
 def draw_curves(history: Sequence[Epoch], file: BinaryIO | str | Path) -> None:
-    """Draw loss and accuracy by epoch, as a PNG picture."""
+    """Draw loss and accuracy by epoch, as a PNG image."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -47,7 +47,7 @@ class Settings:
     gamma: float = 0.1
     warmup_epochs: float = 0.0  # lr grows linearly from 0 during the first so many epochs
     scale_lr: bool = False  # lr is meant for a batch of 256; train with lr * batch_size / 256
-    shares: tuple[float, ...] | str | None = None  # one share of a batch per device, such as (80, 20), "auto", or None: equal
+    shares: tuple[float, ...] | str | None = None  # one per device, such as (80, 20), "auto", or None: equal
 
     def __post_init__(self) -> None:
         for name in ("milestones", "shares"):  # JSON and callers pass lists

@@ -1,4 +1,4 @@
-"""What each context does during some training steps: MXNet's profile of them, as a Chrome trace and as a picture.
+"""Record what each context does during some training steps, as a Chrome trace and as a picture.
 
 `Recorder` profiles steps and writes the trace, which chrome://tracing and Perfetto open; `summary` computes seconds and
 idle shares from it; `draw` draws it, one lane per context. docs/engine.md describes the profile.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 WARM_UP = 10  # steps before the recorded ones
 STEPS = 5  # shown
-AROUND = 2  # one more step is recorded before these and one after, so that the engine is as busy as usual
-HOST_LANES = 2  # for pinned and for shared host memory, after the lanes of cores and GPUs
+AROUND = 2  # also recorded: one step before and one after these, so that the engine is as busy as usual
+HOST_LANES = 2  # one for pinned, one for shared host memory, after the lanes of cores and GPUs
 GPU_LANES = 32  # in a build with CUDA
 
 COLORS = {
@@ -38,31 +38,31 @@ COLORS = {
 PHASES = tuple(COLORS)[:-1]  # of an operator
 MEANING = {
     "allreduce": "allreduce: copies between devices, and adds",
-    "other": "other: memory freed, Python woken, layouts",
+    "other": "other: freeing memory, waking Python, layouts",
 }
 ONE_BY_ONE = "During recording, imperative operators run one by one, not in bulk"
-SEPARATOR = ","  # between the operators of a hybridized network that ran as one bulk
+SEPARATOR = ","  # in the name of a bulk, between the operators of a hybridized network
 
-# The operators of both implementations, under all settings. In addition, a name that begins with `_backward_` is
-# backward, one that ends with `_update` is update, and one that begins with `Copy` is allreduce.
+# The operators that both implementations use, under all settings. In addition, names that begin with `_backward_` are
+# backward, names that end with `_update` are update, and names that begin with `Copy` are allreduce.
 OPERATORS = {
     "forward": (
         *("Convolution", "BatchNorm", "Activation", "Pooling", "Flatten", "FullyConnected", "elemwise_add"),
         *("slice_axis", "_zeros"),  # padded channels (tuning)
         *("log_softmax", "pick", "_mul_scalar", "mean"),  # the loss
     ),
-    "backward": ("SetValueOp", "_full", "zeros_like"),  # what it starts from: ones, and zero gradients
+    "backward": ("SetValueOp", "_full", "zeros_like"),  # initial values: ones, and zero gradients
     "allreduce": (
-        *("add_n", "broadcast_add", "ElementwiseSum"),  # of scratch, of tuning and of Gluon's store
+        *("add_n", "broadcast_add", "ElementwiseSum"),  # used by scratch, by tuning and by Gluon's store
         "Concat",  # running statistics
     ),
     # Clipping by the norm.
     "update": ("square", "sum", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "broadcast_mul"),
-    # Freeing memory or a network; Python waiting for an array, such as the losses; oneDNN changing a layout.
+    # Free memory or a network; wake Python, which waits for an array such as the losses; change a layout for oneDNN.
     "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
 PHASE = {operator: phase for phase, operators in OPERATORS.items() for operator in operators}
-# A network that is not hybridized may use such operators itself. The presence of their gradients shows that:
+# A network that is not hybridized may use some of these operators itself, which their gradients reveal:
 # {gradient: phases of the operators}. Sums of gradients then count as the network's additions.
 OWN = {
     "_backward_broadcast_add": {"broadcast_add": "forward", "add_n": "backward"},
@@ -71,11 +71,11 @@ OWN = {
 
 
 class Recorder:
-    """Profiles some steps of a training. The loop opens `step()` around each step that it issues.
+    """Profiles some steps of a training run. The training loop issues each step inside `with recorder.step():`.
 
-    The recorded steps follow a warm-up and lie within one epoch. The engine is waited for before the first and after
-    the last of them; the computed values are the same. The trace is written after the last one, and the picture, with
-    the suffix .png, when the recorder closes.
+    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before
+    the first and after the last of them, which does not change the computed values. It writes the trace after the last
+    step, and the picture, with the suffix .png, when it closes.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Recorder:
         before: int = 0,
         steps: int = STEPS,
     ) -> None:
-        """file: of the trace; None: record nothing. about: what is trained, for the picture. total: steps of the whole
-        run; before: how many of them came before.
+        """file: path of the trace; None: record nothing. about: title of the picture. total: number of steps of the
+        whole run; before: how many of them are done already.
 
-        Raises UsageError for an invalid file, for contexts that MXNet's profiler does not support, and for a run that
-        has too few steps.
+        Raises UsageError if the file is invalid, if MXNet's profiler does not support a context, or if the run has too
+        few steps.
         """
         self.file = None if file is None else Path(file)
         self.about, self.issued, self.running = about, before, False
@@ -134,7 +134,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Open this while a step is issued."""
+        """Issue one training step inside this context manager."""
         if not self.file or not self.folder:
             yield
             return
@@ -152,8 +152,8 @@ class Recorder:
 
 
 def _lanes(ctx: list[Context]) -> dict[int, str]:
-    """{MXNet's number: name} of each context. MXNet has one lane per core of this process, and ends the process at an
-    operator of a context without a lane."""
+    """{lane number: name} of each context. MXNet's profiler has one lane per core of this process, and aborts if an
+    operator runs on a context without a lane."""
     import mxnet as mx
 
     cores = len(os.sched_getaffinity(0))
@@ -195,16 +195,16 @@ def _stop() -> None:
 
 
 def _read_raw(path: Path) -> list[dict[str, Any]]:
-    """The events of a profile. In every profile of a process but the first, MXNet writes one comma too many."""
+    """Read the events of a profile. In all profiles of a process except the first, MXNet writes an extra comma."""
     text = path.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1)
     return json.loads(text)["traceEvents"]
 
 
 def phase(operator: str, own: Mapping[str, str] | None = None) -> str:
-    """The phase of an operator, or of a bulk of operators, by its name; "other" if it is unknown.
+    """The phase of an operator, or of a bulk of operators, with this name; "other" if the name is unknown.
 
-    own: {operator: phase} of operators that the network itself uses. All copies count as allreduce, even those of
-    shards to devices: on CPU contexts they have the same name.
+    own: {operator: phase} of operators that the network itself uses. All copies count as allreduce, even copies of
+    shards to devices, because on CPU contexts they have the same name.
     """
     if SEPARATOR in operator:
         return "backward" if "_backward_" in operator else "forward"
@@ -218,14 +218,14 @@ def phase(operator: str, own: Mapping[str, str] | None = None) -> str:
 
 
 def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, about: str = "") -> dict[str, Any]:
-    """A Chrome trace, as a dict for JSON: each lane is a process, and an event's category is its phase.
+    """Convert a profile to a Chrome trace (dict). Each lane is a process, and an event's category is its phase.
 
-    raw: MXNet's traceEvents. lanes: {process: name of the context} of the training contexts. steps: how many were
+    raw: MXNet's traceEvents. lanes: {process: name of the context} of the training contexts. steps: the number
     recorded, including one before and one after those shown. A step ends with its last update on any context.
     Raises Error if the number of updates is not a multiple of steps.
     """
     marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]
-    spans = sorted(  # MXNet writes an operator's end right after its beginning
+    spans = sorted(  # MXNet writes each end right after its beginning
         ((b["ts"], e["ts"], b["pid"], b["tid"], b["name"]) for b, e in zip(marks[::2], marks[1::2])),
     )
     operators = {name for *_, name in spans}
@@ -238,7 +238,7 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
     for begin, end, process, thread, name in spans:
         if name.endswith("_update") and process in updates:
             updates[process].append(end - start)
-        pid = processes.setdefault(process, len(processes))  # the host's, if it does not train
+        pid = processes.setdefault(process, len(processes))  # new for the host, if it does not train
         tid = threads.setdefault((process, thread), len([p for p, _ in threads if p == process]))
         span = {"ph": "X", "ts": begin - start, "dur": end - begin, "pid": pid, "tid": tid}
         events.append({"name": name, "cat": phase(name, own), **span})
@@ -259,7 +259,7 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
 
 
 def _step_ends(updates: dict[str, list[float]], steps: int) -> list[float]:
-    """When each step ends: at its last update. updates: {context: sorted times of its updates}."""
+    """The time at which each step ends: its last update. updates: {context: sorted times of its updates}."""
     ends = [0.0] * steps
     for context, times in updates.items():
         per_step = len(times) // steps
@@ -281,10 +281,10 @@ def read(file: str | Path) -> dict[str, Any]:
 
 
 def summary(trace: dict[str, Any]) -> dict[str, Any]:
-    """Seconds that each context spent in each phase during the recorded steps, as a dict for JSON.
+    """Seconds that each context spent in each phase during the recorded steps, as a JSON-serializable dict.
 
     {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}, "unknown":
-    operators without a phase, counted as "other"}. If operators overlap on a context, the one that began first counts.
+    operators without a phase, counted as "other"}. If operators overlap on a context, only the earliest counts.
     """
     steps = _steps(trace)
     window = steps[-1][1] - steps[0][0]
@@ -303,7 +303,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def lanes(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, in order and without overlap."""
+    """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, in order, without overlaps."""
     steps = _steps(trace)
     found: dict[str, list[tuple[str, float, float]]] = {}
     for pid, context in enumerate(trace["otherData"]["contexts"]):
@@ -322,7 +322,7 @@ def _steps(trace: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 def draw(trace: dict[str, Any], file: BinaryIO | str | Path, note: str = ONE_BY_ONE) -> None:
-    """Draw a trace as a PNG picture: all recorded steps, and below them the end of one step, enlarged.
+    """Draw a trace as a PNG image: all recorded steps at the top, and the end of one step, enlarged, below.
 
     file: an open binary file or a path. note: a line below the title.
     """
