@@ -29,7 +29,7 @@ from gluon_mgpu.training import datasets
     metavar="N",
     default=1,
     show_default=True,
-    help="The seed of all four runs. The first epochs differ a lot between seeds.",
+    help="Seed of all four runs. The first epochs vary a lot between seeds.",
 )
 @common.limit
 @common.data_dir
@@ -42,9 +42,9 @@ from gluon_mgpu.training import datasets
     help="Write the picture and one folder per run to this folder; finished runs are skipped.",
 )
 def batch_size(out: str, **options: Any) -> None:
-    """Compare batch sizes on one and two devices. The lecture's experiment: 1 device with batch size 256; 2 devices
-    with 256, with 512, and with 512 and a scaled learning rate. Shows time and test accuracy as a table and a
-    picture."""
+    """Compare batch sizes on one and two devices. Runs the lecture's experiment: 1 device with batch size 256; 2
+    devices with 256, with 512, and with 512 and a scaled learning rate. Shows times and test accuracies as a table and
+    a picture."""
     from gluon_mgpu.training import batch_size as experiment
 
     click.echo(experiment.table(experiment.run(out, **options)))

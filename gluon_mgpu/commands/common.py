@@ -1,7 +1,7 @@
-"""What the commands share: one-line errors, exit statuses, and options with their groups in --help.
+"""Code that the commands share: one-line errors, exit statuses, and options with their groups in --help.
 
 Exit status: 0; 1 if a run failed; 2 if the command was wrong; 130 if interrupted. Nothing here needs NumPy, because
-`gluon_mgpu.commands.doctor` must start if NumPy is broken.
+`gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import gluon_mgpu
 from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error
 
-F = TypeVar("F", bound=Callable[..., Any])  # a function that click's decorators take and return
+F = TypeVar("F", bound=Callable[..., Any])  # a function that click's decorators accept and return
 
-# The options under each heading of --help, by parameter name; "Other options" has the rest.
+# {heading in --help: parameter names of its options}; "Other options" lists the rest.
 GROUPS = {
     "Network and data": "impl model hybridize tune recipe list_recipes dataset limit data_dir images",
     "Training": "batch_size epochs lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
@@ -39,7 +39,7 @@ GROUPS = {
 
 
 class _Base(click.Command):
-    """Ends with one line and the right exit status instead of a traceback, which --debug shows.
+    """On an error, prints one line, or a traceback with --debug, and exits with the right status.
 
     examples: shell commands, one per line, shown at the end of --help. `gluon-mgpu train` becomes
     `python scripts/train.py` if that is how the user called this command.
@@ -60,14 +60,14 @@ class _Base(click.Command):
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends child processes too, as Ctrl-C does
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends child processes
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in words:
                 traceback.print_exc()
             status = _report(error, program)
-            if log.started():  # Python would wait for MXNet, which may wait for a process of the run that has ended
+            if log.started():  # a normal exit would wait for MXNet, and MXNet may wait for a lost process
                 with suppress(OSError, ValueError):  # standard output may be closed
                     sys.stdout.flush()
                 os._exit(status)
@@ -77,7 +77,7 @@ class _Base(click.Command):
 
 
 class Command(_Base):
-    """A command whose options are in groups. For an error that names an argument, `lr=-1: ...`, it names the option."""
+    """A command with grouped options. In errors, replaces argument names (`lr=-1`) by options (`--lr -1`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,7 +108,7 @@ class Command(_Base):
 
 class Group(_Base, click.Group):
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if not args and not context.resilient_parsing:  # versions of click differ in the stream and the exit status
+        if not args and not context.resilient_parsing:  # click's stream and exit status depend on its version
             click.echo(context.get_help(), err=True)
             context.exit(2)
         return super().parse_args(context, args)
@@ -121,7 +121,7 @@ class Group(_Base, click.Group):
 
 
 class Option(click.Option):
-    """An option that does not take the next option for its value, as `--profile --epochs 2` would."""
+    """An option that does not accept another option as its value, as in `--profile --epochs 2`."""
 
     def type_cast_value(self, context: click.Context, value: Any) -> Any:
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -131,7 +131,7 @@ class Option(click.Option):
 
 
 class Choice(click.Choice):
-    """One of several words. The error for any other word suggests the nearest."""
+    """Accepts one of several words. The error for any other word suggests the most similar one."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         try:
@@ -141,13 +141,13 @@ class Choice(click.Choice):
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The end of an error message about a wrong word: a suggestion, or nothing if no word is similar."""
+    """The end of an error message about a wrong word: a suggestion, or "" if no word is similar."""
     similar = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.65)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def as_called(text: str, program: str) -> str:
-    """`text` with each `gluon-mgpu COMMAND` as the user types it. program: "gluon-mgpu", "python scripts/train.py"."""
+    """Write each `gluon-mgpu COMMAND` in text as the user calls it. program: such as "python scripts/train.py"."""
     script = re.fullmatch(r"(python (?:.*/)?)\w+\.py", program)
     if not script:
         return text
@@ -155,9 +155,9 @@ def as_called(text: str, program: str) -> str:
 
 
 def _with_options(text: str, params: Iterable[click.Parameter]) -> str:
-    """An error message about an argument, `lr=0: ...`, with the options of the command line: `--lr 0: ...`."""
+    """Replace argument names in an error message, such as `lr=0: ...`, by options: `--lr 0: ...`."""
     options = {param.name: param.opts[0] for param in params if isinstance(param, click.Option)}
-    options["num_gpus"] = "--gpus"  # as `train` calls it
+    options["num_gpus"] = "--gpus"  # the name of this argument in `train`
     if text.partition("=")[0] not in options:
         return text
     for name, option in options.items():
@@ -167,10 +167,10 @@ def _with_options(text: str, params: Iterable[click.Parameter]) -> str:
 
 
 def _usage(error: click.UsageError) -> str:
-    """One line for what click found wrong with a command."""
+    """Describe click's error in one line."""
     line = error.format_message()
     if isinstance(error, click.NoSuchOption):
-        first = error.__context__  # -epochs is an error for "-epochs", then for "-e"
+        first = error.__context__  # click reports -epochs as "-epochs", then as "-e"
         wrong = first if isinstance(first, click.NoSuchOption) else error
         line = f"{wrong.option_name}: no such option"
         if wrong.possibilities:
@@ -193,7 +193,7 @@ def _report(error: BaseException, program: str) -> int:
         log.say(as_called(str(error), program) or "interrupted", prefix=new_line)
         return 130
     if isinstance(error, click.UsageError):
-        if log.speaks():  # every process of a run has the same command
+        if log.speaks():  # every process of a run has the same command line
             log.error(_usage(error))
         return error.exit_code
     line = str(error) if isinstance(error, Error) else engine.line_of(error)
@@ -205,21 +205,21 @@ option = functools.partial(click.option, cls=Option)
 
 
 def setting(*names: str, **kwargs: Any) -> Callable[[F], F]:
-    """An option for a field of Settings, with its default. The last name, or the first one, is the field's."""
+    """Create an option for a field of Settings, with its default. The last name is the field's."""
     from gluon_mgpu.training.settings import SGD
 
     field = names[-1].removeprefix("--").replace("-", "_")
     return option(*names, default=getattr(SGD, field), show_default=True, **kwargs)
 
 
-def gpus(default: str = "1", help: str = "How many devices (2), or which ones (0,2).") -> Callable[[F], F]:
+def gpus(default: str = "1", help: str = "Number of devices (2), or a list of indices (0,2).") -> Callable[[F], F]:
     return option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
 
 
 FOLDER = click.Path(file_okay=False)
 FILE = click.Path()
 IMPLS = Choice(gluon_mgpu.IMPLS)
-impl = option("--impl", type=IMPLS, default="scratch", show_default=True, help="From NDArray alone, or with Gluon.")
+impl = option("--impl", type=IMPLS, default="scratch", show_default=True, help="Use NDArray alone, or Gluon.")
 limit = option(
     "--limit",
     type=int,
@@ -231,11 +231,11 @@ device = option(
     type=Choice(devices.DEVICES),
     default="auto",
     show_default=True,
-    help="auto: GPUs if there are any, else CPU contexts.",
+    help="auto uses GPUs if there are any, else CPU contexts.",
 )
 data_dir = option(
     "--data-dir",
     type=FOLDER,
     metavar="DIR",
-    help="The folder with the data; default GLUON_MGPU_DATA, else the usual folders, else a download.",
+    help="Folder with the data. Default: GLUON_MGPU_DATA, or else the usual folders, or else a download.",
 )

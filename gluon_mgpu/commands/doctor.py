@@ -1,7 +1,7 @@
-"""`gluon-mgpu doctor`: what this machine can run, one line per finding, and how to fix the rest.
+"""`gluon-mgpu doctor`: shows what this machine can run, one line per finding, and how to fix problems.
 
-It must start if NumPy or MXNet are missing or broken. So it imports only the standard library and click at first, and
-runs everything that could fail, crash or hang in a process of its own, with a time limit.
+It must start even if NumPy or MXNet is missing or broken. So it first imports only the standard library and click, and
+runs everything that could fail, crash or hang in a separate process with a time limit.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gluon_mgpu.runtime.errors import Error
 MAIN_JOB = "train --impl scratch --gpus 2"
 TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")
 Facts = dict[str, Any]
-Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": it can, but something else cannot
+Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": something else cannot
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 PYTHONS = (3, 9), (3, 13)  # the oldest and the newest version that the test suite runs with
-OLDEST_CUDA = 11000  # that the driver must support, as cuDriverGetVersion returns it: 11.0
+OLDEST_CUDA = 11000  # the driver must support CUDA 11.0; this is what cuDriverGetVersion returns for it
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 SECONDS = 120  # for a process that imports MXNet, on a busy machine
 DATA_SIZE = 31 << 20  # bytes, the size of the largest download
@@ -47,8 +47,8 @@ DATA_SIZE = 31 << 20  # bytes, the size of the largest download
 @common.data_dir
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
-    """Check what this machine can run. Prints one line per finding: Python, NumPy, MXNet and its libraries, cores,
-    GPUs, data, free space and Horovod. Then it trains for a moment on 2 devices. Exit status 1 if the main job,
+    """Check what this machine can run. Prints one line per finding about Python, NumPy, MXNet and its libraries, cores,
+    GPUs, data, free space and Horovod. Then trains briefly on 2 devices. The exit status is 1 if the main job,
     train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
@@ -61,7 +61,7 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
 
 
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
-    """Yields each finding as soon as it is known. The trial run of the main job comes last, if there is no problem."""
+    """Yields each finding as soon as it is known. If there is no problem, ends with a trial of the main job."""
     yield _python()
     numpy, _ = _package("NumPy", import_numpy, "problem", "`pip install 'numpy>=1.22'`")
     yield numpy
@@ -94,10 +94,10 @@ def _python() -> Finding:
 def _package(
     name: str, probe: Callable[[], Facts], mark: str, remedy: str, needs: Finding = ("ok", "")
 ) -> tuple[Finding, Facts]:
-    """The finding for a Python package, and the facts that `probe` returns.
+    """Check a Python package. Returns the finding and the facts that `probe` returns.
 
-    probe: imports the package. mark: if that fails. remedy: the command that installs the package. needs: the finding
-    for a package without which this one cannot be checked.
+    probe: imports the package. mark: used if the import fails. remedy: the command that installs the package. needs:
+    the finding for a package that this one requires.
     """
     if importlib.util.find_spec(name.lower()) is None:
         return (mark, f"{name} is not installed: run {remedy}"), {}
@@ -136,7 +136,7 @@ def import_horovod() -> Facts:
 
 
 def ask_driver() -> Facts:
-    """The newest CUDA version that NVIDIA's driver supports, 11040 for 11.4 (0: no driver), and the GPUs that it shows:
+    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040: 11.4; 0: no driver) and for its GPUs:
     (name, major, minor compute capability)."""
     try:
         driver = ctypes.CDLL(cuda.DRIVER)
@@ -151,7 +151,7 @@ def ask_driver() -> Facts:
 
 
 def answer(probe: Callable[[], Facts]) -> None:
-    """Called in the child process of `_in_child`."""
+    """Print what probe() returns. Called in the child process of `_in_child`."""
     try:
         print(json.dumps(probe()))
     except Exception as error:
@@ -159,7 +159,7 @@ def answer(probe: Callable[[], Facts]) -> None:
 
 
 def _in_child(what: str, probe: Callable[[], Facts]) -> Facts:
-    """The result of a function of this module that is called in a process of its own. Raises Error if it fails."""
+    """Call a function of this module in a child process. Returns its result; raises Error if it fails."""
     code = f"from gluon_mgpu.commands import doctor; doctor.answer(doctor.{probe.__name__})"
     finished = _run([sys.executable, "-c", code])
     subprocesses.check(what, finished)
@@ -169,7 +169,7 @@ def _in_child(what: str, probe: Callable[[], Facts]) -> Facts:
 def _run(command: Sequence[str]) -> subprocesses.Finished:
     environment = engine.users_environment()
     launched = [name for name in environment if name.startswith(("DMLC_", "HOROVOD_"))]
-    for name in launched:  # doctor may run in the environment of a worker or a server; its children must not be one
+    for name in launched:  # if doctor runs in a worker's environment, its children must not become workers
         del environment[name]
     return subprocesses.run(command, env=environment, seconds=SECONDS)
 
@@ -187,7 +187,7 @@ def _cores() -> Finding:
 
 
 def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """How many cores the control group of this process and its parents allow; None: no quota."""
+    """The number of cores that this process's control group and its parents allow; None: no quota."""
     quotas: list[float] = []
     with suppress(OSError):
         group = own.read_text().rpartition("::/")[2].strip()
@@ -196,7 +196,7 @@ def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
             with suppress(OSError, ValueError):
                 quota, period = (folder / "cpu.max").read_text().split()  # "150000 100000" or "max 100000"
                 quotas.append(int(quota) / int(period))
-    with suppress(OSError, ValueError):  # version 1, whose root in a container is the container's group
+    with suppress(OSError, ValueError):  # cgroup version 1; in a container, its root is the container's group
         microseconds, every = (int((mount / f"cpu/cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         if microseconds > 0:
             quotas.append(microseconds / every)
@@ -204,7 +204,7 @@ def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
 
 
 def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
-    """What NVIDIA's driver reports. built_with_cuda: the installed MXNet."""
+    """Yields what NVIDIA's driver reports. built_with_cuda: whether the installed MXNet is."""
     try:
         found = _in_child("asking NVIDIA's driver", ask_driver)
     except Error as error:
@@ -250,7 +250,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
 
 
 def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
-    """The free space of a folder. mark: for a folder that cannot be written to, or is too small for a data set."""
+    """Check the free space of a folder. mark: used if it is not writable or too small for a data set."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -264,8 +264,8 @@ def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
 
 
 def _trial(gpus: int) -> Finding:
-    """A short run of the main job, with 512 synthetic examples. gpus: the number of GPUs that MXNet sees."""
-    device = "--device=auto" if gpus else "--device=cpu"  # without a notice that there is no GPU
+    """Run the main job with 512 synthetic examples. gpus: the number of GPUs that MXNet sees."""
+    device = "--device=auto" if gpus else "--device=cpu"  # cpu avoids the notice that there is no GPU
     finished = _run([sys.executable, "-m", "gluon_mgpu", *MAIN_JOB.split(), device, *TRIAL])
     try:
         subprocesses.check(f"a trial of {MAIN_JOB}", finished, f"run `gluon-mgpu {MAIN_JOB}` to see where it hangs")

@@ -1,4 +1,4 @@
-"""`gluon-mgpu evaluate`: the accuracy of a run, the classes of images, an export of the network."""
+"""`gluon-mgpu evaluate`: show a run's accuracy, classify images, export the network."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from gluon_mgpu.runtime.errors import UsageError
     type=common.FILE,
     metavar="FILE...",
     help="Print the most probable classes of image files instead. As in the data set, the object should be bright on "
-    "a dark background. Images are converted to 28x28 pixels in grey.",
+    "a dark background. Images are converted to 28x28 grayscale pixels.",
 )
 @common.option(
     "--export",
     type=common.FILE,
     metavar="PREFIX",
     help="Also export the network to PREFIX-symbol.json and PREFIX-0000.params, for gluon.SymbolBlock.imports. Its "
-    "input is images (n, 1, 28, 28) in [0, 1].",
+    "input is a batch of images (n, 1, 28, 28) in [0, 1].",
 )
 @common.option(
-    "--impl", type=common.IMPLS, help="From NDArray alone, or with Gluon; default as in the run. Both can read lenet."
+    "--impl", type=common.IMPLS, help="NDArray alone, or Gluon; default: whichever the run used. Both can read lenet."
 )
 @common.gpus()
 @common.device
@@ -59,7 +59,7 @@ def evaluate(
     from gluon_mgpu.training import evaluate as evaluation
 
     if export is not None:
-        evaluation.exported_files(export)  # check it before anything is computed
+        evaluation.exported_files(export)  # checks the prefix before anything is computed
     paths = images + files  # in `--images *.png`, only the first file is the option's value
     pictures = [evaluation.read_image(path) for path in paths]
     trained = evaluation.load(run, impl, indices, device)

@@ -1,4 +1,4 @@
-"""`gluon-mgpu launch`: a training in several processes of this machine."""
+"""`gluon-mgpu launch`: training in several processes on this machine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PROCESSES = click.IntRange(1, launcher.MOST)
     "--port",
     type=click.IntRange(1, 65534),
     metavar="PORT",
-    help="The scheduler's port; the next port is used too. Default two free ports.",
+    help="The scheduler's port; the next port is used too. Default: two free ports.",
 )
 @click.argument("command", nargs=-1, type=click.Path(readable=False), metavar="-- COMMAND...")
 @click.pass_context
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
-    """Run an MXNet program in several processes of this machine. Starts MXNet's parameter servers: a scheduler, servers
+    """Run an MXNet program in several processes on this machine. Starts MXNet's parameter servers: a scheduler, servers
     and workers. The first worker gets the terminal's input. If a process fails, the others are stopped and one line
     names it."""
     context.exit(launcher.launch(command, **options))

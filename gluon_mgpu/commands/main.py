@@ -1,4 +1,4 @@
-"""`gluon-mgpu`: the group of all commands. Only the module of the command that is called is imported."""
+"""`gluon-mgpu`: the group of all commands. Imports only the module of the command that is called."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from gluon_mgpu.runtime.errors import UsageError
 
 
 class Seeds(click.ParamType):
-    """A number of seeds, 3 for the seeds 1, 2 and 3, or a list of them: 4,7. The value is a tuple."""
+    """Parses a number of seeds (3 means seeds 1, 2 and 3) or a list of seeds (4,7) to a tuple."""
 
     name = "seeds"
 
@@ -38,7 +38,7 @@ class Seeds(click.ParamType):
     """,
 )
 @click.option(
-    "--quick", is_flag=True, help="Take 3 minutes: train two recipes once, without the batch-size experiment."
+    "--quick", is_flag=True, help="Finish in about 3 minutes: train two recipes once, skip the batch-size experiment."
 )
 @common.option(
     "--seeds",
@@ -46,7 +46,7 @@ class Seeds(click.ParamType):
     default="3",
     show_default=True,
     metavar="N|I,J,...",
-    help="How many seeds to train each recipe with, or which ones.",
+    help="Number of seeds to train each recipe with (3), or a list of seeds (4,7).",
 )
 @common.device
 @common.data_dir
@@ -60,11 +60,11 @@ class Seeds(click.ParamType):
 )
 @click.pass_context
 def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str, **options: Any) -> None:
-    """Compare this project with what the notebooks printed. That is accuracies, values and claims. Exit status 0 if
-    everything agrees, 1 if something does not; the first line names it."""
+    """Compare this project with what the notebooks printed. Compares accuracies, values and claims. The exit status
+    is 0 if everything agrees; otherwise it is 1, and the first line names a difference."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick uses one seed: omit --seeds")
-    engine.configure(4)  # the largest recipe has 4 contexts; before mxnet is imported
+    engine.configure(4)  # the largest recipe has 4 contexts; call this before mxnet is imported
     from gluon_mgpu.parity import report
     from gluon_mgpu.parity import run as comparison
 

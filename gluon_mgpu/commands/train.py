@@ -20,7 +20,7 @@ HIGHLEVEL_ONLY = ("hybridize", "tune")
 
 
 class Numbers(click.ParamType):
-    """Numbers separated by commas, as a tuple, or one of `words`."""
+    """Parses numbers separated by commas to a tuple; also accepts any of `words`."""
 
     name = "numbers"
 
@@ -62,7 +62,7 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     "--recipe",
     type=common.Choice(tuple(recipes.RECIPES)),
     metavar="NAME",
-    help="One of the notebooks' experiments; see --list-recipes. Options on the command line override it.",
+    help="Run one of the notebooks' experiments; see --list-recipes. Other options override its values.",
 )
 @click.option(
     "--list-recipes",
@@ -73,7 +73,7 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     help="Print the recipes with their options and sources.",
 )
 @common.impl
-@common.setting("--model", type=common.Choice(settings.MODELS), help="scratch: only lenet. lenet-max has max pooling.")
+@common.setting("--model", type=common.Choice(settings.MODELS), help="scratch: lenet only. lenet-max uses max pooling.")
 @common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.gpus()
 @common.device
@@ -82,8 +82,8 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     type=common.Choice(process.KVSTORES),
     default="local",
     show_default=True,
-    help="What sums the gradients: this process, Horovod (start it with horovodrun), or MXNet's parameter servers "
-    "(start them with the launch command). See docs/distributed.md.",
+    help="Sum gradients in this process (local), with Horovod (start it with horovodrun), or with MXNet's parameter "
+    "servers (start them with the launch command). See docs/distributed.md.",
 )
 @common.option(
     "--compress",
@@ -96,7 +96,7 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     "--shares",
     type=Numbers(float, "auto"),
     metavar="A,B,...|auto",
-    help="How to divide a batch between unequal devices: 80,20. auto measures the devices.",
+    help="Divide each batch in this proportion between unequal devices: 80,20. auto measures the devices.",
 )
 @common.setting("--lr", type=float, metavar="X", help="Learning rate.")
 @common.setting("--scale-lr", is_flag=True, help="Multiply --lr by the batch size / 256.")
@@ -129,7 +129,7 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     "--seed",
     type=int,
     metavar="N",
-    help="A run on CPU with the same seed is the same bit for bit; default a random seed.",
+    help="On CPU, runs with the same seed are bit-for-bit identical. Default: a random seed.",
 )
 @common.limit
 @common.data_dir
@@ -143,8 +143,8 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     "--resume",
     type=common.FOLDER,
     metavar="DIR",
-    help="Continue the run in this folder with its own settings. These may differ: --impl, --gpus, --shares and, "
-    "except for a cosine schedule, --epochs.",
+    help="Continue the run in this folder with its own settings. Only --impl, --gpus, --shares and, except with a "
+    "cosine schedule, --epochs may differ.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write logs for TensorBoard to the run's folder.")
 @common.option(
@@ -158,18 +158,18 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
     "--hybridize/--no-hybridize",
     default=True,
     show_default=True,
-    help="highlevel: run the network as one graph, or operator by operator.",
+    help="With highlevel, run the network as one graph, or operator by operator.",
 )
 @click.option(
     "--tune/--no-tune",
     default=True,
     show_default=True,
-    help="highlevel on CPU contexts: compute the same values with faster operators, or run the network as written.",
+    help="With highlevel on CPU, use faster operators that compute the same values, or run the network as written.",
 )
 @click.version_option(__version__)
 @click.pass_context
 def train(context: click.Context, recipe: str | None, **options: Any) -> None:
-    """Train LeNet or ResNet-18 with data parallelism. Prints the time and the test accuracy after each epoch."""
+    """Train LeNet or ResNet-18 with data parallelism. Prints the time and test accuracy after each epoch."""
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     here = process.expect(options["kvstore"])
     if here.role != "worker":

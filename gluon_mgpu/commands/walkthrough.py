@@ -1,4 +1,4 @@
-"""`gluon-mgpu walkthrough`: the notebooks' inspection cells."""
+"""`gluon-mgpu walkthrough`: run the notebooks' inspection cells."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from gluon_mgpu.training import datasets
 )
 @common.impl
 @common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
-@common.gpus("4", "How many devices, or which ones. GPUs that this machine does not have are omitted.")
+@common.gpus("4", "Number of devices, or a list of indices. GPUs that this machine does not have are omitted.")
 @common.device
 @common.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the parameters."
+    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Seed of the parameters."
 )
 @common.data_dir
 def walkthrough(impl: str, gpus: str, **options: Any) -> None:
-    """Run the notebooks' inspection cells. Shows which data is on which device during a training step."""
+    """Run the notebooks' inspection cells. Shows what each device holds at each stage of a training step."""
     indices = devices.parse(gpus)
     engine.configure(len(indices))  # before the module imports mxnet
     from gluon_mgpu import walkthrough as tour
