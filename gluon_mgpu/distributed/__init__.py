@@ -1,1 +1,1 @@
-"""Training on several processes, on one machine or more."""
+"""Training in several processes, on one or more machines."""

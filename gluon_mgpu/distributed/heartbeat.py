@@ -1,8 +1,8 @@
-"""Which processes of a run are alive, and what its workers agree on: lines of JSON over TCP, no gradients.
+"""Tracks which processes of a run are alive and lets workers exchange values, as lines of JSON over TCP.
 
 The Coordinator listens in the scheduler's process or, with Horovod, in worker 0's. Every worker and server is a Client.
-A process is lost if its connection ends or if it is silent for SILENCE seconds. All other processes then end and one of
-them reports the loss: MXNet's parameter servers and Horovod would wait for the lost process forever.
+A process is lost if its connection ends or it is silent for SILENCE seconds. Then all other processes end and one of
+them reports the loss, because MXNet's parameter servers and Horovod would wait for the lost process forever.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-BEAT = 1.0  # seconds between two signs of life
-SILENCE = 10.0  # seconds without a sign of life after which a process is lost; no worker holds the GIL that long
-PATIENCE = 300.0  # seconds within which all processes must connect
-NOTICE_AFTER = 5.0  # seconds after which a waiting process says what it is waiting for
-GRACE = 3.0  # seconds that servers and the scheduler get to end once all workers are done; ps-lite may take 10 s
-LONGEST = 16 << 20  # bytes per line; the history of some 80,000 epochs, sent when a run is resumed
+BEAT = 1.0  # seconds between two heartbeats
+SILENCE = 10.0  # seconds without a message after which a process is lost; no worker holds the GIL that long
+PATIENCE = 300.0  # seconds that all processes have to connect
+NOTICE_AFTER = 5.0  # seconds after which a waiting process prints what it is waiting for
+GRACE = 3.0  # seconds for servers and the scheduler to end after all workers are done; ps-lite may take 10 s
+LONGEST = 16 << 20  # bytes per line; enough to send the history of 80,000 epochs when a run is resumed
 
 
 class Coordinator:
     """Listens for the clients of a run on (host, port); port 0 chooses a free port.
 
-    expected: the clients' names, workers first. on_end(line, reported): called once if a process fails or is lost, with
-    the error message and whether a client reports it. on_over(): called once all workers are done.
+    expected: the clients' names, workers first. on_end(line, reported): called once, if a process fails or is lost,
+    with the error message and whether a client reports it. on_over(): called when all workers are done.
     Raises Error if the port is in use or the host is not this machine.
     """
 
@@ -60,11 +60,11 @@ class Coordinator:
         self.listener.listen(128)
         self.listener.settimeout(BEAT / 4)
         self.address, self.port = self.listener.getsockname()
-        self.lock = threading.Lock()  # for what follows; every connection has a thread
+        self.lock = threading.Lock()  # protects the fields below; every connection has a thread
         self.clients: dict[str, _Connection] = {}
-        self.ended: set[str] = set()  # clients that said that they end
-        self.gathering: dict[str, Any] = {}  # values of an all_gather that is not complete
-        self.issued: dict[str, int] = {}  # steps that each worker had issued when it was asked to stop
+        self.ended: set[str] = set()  # clients that announced their end
+        self.gathering: dict[str, Any] = {}  # values of an incomplete all_gather
+        self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to stop
         self.over = self.stopping = False
         self.started = time.monotonic()
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -91,7 +91,7 @@ class Coordinator:
             try:
                 connection = _Connection(self.listener.accept()[0])
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # nobody connects, or strangers use up all file descriptors or threads
+            except (OSError, RuntimeError):  # no connection, or strangers use up all file descriptors or threads
                 time.sleep(BEAT / 100)
             now = time.monotonic()
             if now - last_beat > BEAT:
@@ -134,7 +134,7 @@ class Coordinator:
                 self._send_all({"stop at": max(self.issued.values())})
         elif "failed" in message:
             self.ended.add(name)
-            # Horovod's workers share a terminal, on which the failed worker reports its own error.
+            # Horovod's workers share a terminal, and the failed worker reports its own error there.
             self._end(
                 f"{name}: {message['failed']}",
                 int(message.get("status", 1)),
@@ -173,20 +173,20 @@ class Coordinator:
         return [name for name in self.expected if name not in self.clients]
 
     def _hold(self) -> None:
-        """Ask every worker how many steps it has issued. It issues no other until it knows where to stop."""
+        """Ask every worker how many steps it has issued. It issues no more until it knows where to stop."""
         if not self.stopping:
             self.stopping = True
             self._send_all({"hold": True})
 
     def _end(self, line: str, status: int = 1, undo: bool = False, report: bool = True, lost: str = "") -> None:
-        """End all processes of the run; the first client that is still there reports why."""
+        """End all processes of the run; the first client that is still connected reports why."""
         if self.over:
             return
         there = [name for name in self.expected if name in self.clients and name not in {*self.ended, lost}]
         reporter = there[0] if there and report else None
         for name in there:
             self.clients[name].send({"end": line, "status": status, "undo": undo, "report": name == reporter})
-        self.over = True  # only now: `close` returns, and the process may end
+        self.over = True  # set last, because `close` then returns and the process may end
         self.on_end(line, bool(there))
 
     def _send_all(self, message: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class Coordinator:
 
 
 class _Connection:
-    """Lines of JSON over a socket. name: the client's, once it has said who it is."""
+    """Sends and receives lines of JSON over a socket. name: the client's name, "" until the client sends it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.name, self.about = sock, "", ""
@@ -205,7 +205,7 @@ class _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: dict[str, Any]) -> None:
-        with self.sending, suppress(OSError):  # the thread that reads notices a lost connection
+        with self.sending, suppress(OSError):  # the reading thread notices a lost connection
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self, handle: Callable[[dict[str, Any]], object]) -> str:
@@ -226,17 +226,17 @@ class _Connection:
         except socket.timeout:
             return f"no sign of life for {SILENCE:.0f} s"
         except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
-            pass  # the connection was reset, or a stranger sent something else than a message
+            pass  # the connection was reset, or a stranger sent something that is not a message
         finally:
             self.sock.close()
         return "its connection ended"
 
 
 class Client:
-    """A process's connection to the Coordinator at (host, port). The constructor waits until all clients are there.
+    """A process's connection to the Coordinator at (host, port). The constructor waits until all clients are connected.
 
-    If another process fails or is lost, this process ends, wherever its main thread is; if the process failed with an
-    error that asks for it, `undo` is called first. expected: the same names that the Coordinator has.
+    If another process fails or is lost, this process ends, whatever its main thread is doing; if the failed process
+    asked for it, `undo` is called first. expected: the same names as in the Coordinator.
     Raises Error if the host does not resolve or does not answer within PATIENCE seconds.
     """
 
@@ -260,20 +260,20 @@ class Client:
             self.complete.wait()  # the coordinator ends this process after PATIENCE seconds
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all workers, by rank. Waits for every worker. value: anything that JSON can represent."""
+        """Exchange values: returns those of all workers, by rank. Waits for every worker. value: any JSON value."""
         self.connection.send({"gather": value})
         return self.gathered.get()
 
     def ask_to_stop(self) -> bool:
-        """Have all workers stop at the same step. Returns True: they are all connected."""
+        """Have all workers stop at the same step. Always returns True, because all are connected."""
         self.connection.send({"stop": True})
         return True
 
     def may_step(self, step: int) -> bool:
         """Whether this worker may issue step number `step`, from 0.
 
-        Once a worker has asked to stop, all go on to the last step that any of them has issued: its gradients are
-        summed over all workers, so it cannot complete without the others.
+        Once a worker has asked to stop, all continue to the last step that any of them has issued: its gradients are
+        summed over all workers, so it cannot complete without all of them.
         """
         with self.stepping:
             if not self.stopping:
@@ -302,9 +302,9 @@ class Client:
         if self.over:
             return
         if self.counts[1]:  # dist_sync
-            self._end(f"{self.name}: the scheduler was lost: {why}", 1, report=True)
+            self._end(f"{self.name}: lost contact with the scheduler: {why}", 1, report=True)
         else:  # Horovod's workers share a terminal: one report is enough
-            self._end(f"{self.name}: worker 0 was lost: {why}", 1, report=self.name == "worker 1")
+            self._end(f"{self.name}: lost contact with worker 0: {why}", 1, report=self.name == "worker 1")
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "missing" in message:
@@ -314,7 +314,7 @@ class Client:
         elif "gathered" in message:
             self.gathered.put(message["gathered"])
         elif "hold" in message:
-            with self.stepping:  # from here on `issued` is final: `may_step` waits for the answer
+            with self.stepping:  # from now on `issued` is final: `may_step` waits for the answer
                 self.stopping = True
             self.connection.send({"issued": self.issued})
         elif "stop at" in message:
@@ -336,9 +336,9 @@ class Client:
 
 
 def end_process(line: str | None, status: int, seconds: float) -> None:
-    """End this process within some seconds, and report an error if there is a line.
+    """End this process within some seconds; report `line` as an error, if it is not None.
 
-    The process ends even if nobody reads its output, and while its main thread waits for a lost process inside MXNet,
+    The process ends even if nobody reads its output, and even if its main thread waits for a lost process inside MXNet,
     where it cannot be interrupted.
     """
     exit_after(seconds, status)
@@ -350,7 +350,7 @@ def end_process(line: str | None, status: int, seconds: float) -> None:
 
 @contextmanager
 def time_limit(seconds: float, line: str) -> Iterator[None]:
-    """End this process with an error message if the body takes longer."""
+    """End this process with an error message if the body takes longer than `seconds`."""
     timer = threading.Timer(seconds, end_process, (line, 1, BEAT))
     timer.daemon = True
     timer.start()
@@ -374,7 +374,7 @@ def _counts(names: Sequence[str]) -> list[int]:
 
 
 def _resolved(host: str, port: int) -> tuple[str, int]:
-    """An IPv4 address: ps-lite and gloo support no other kind."""
+    """Resolve a host to an IPv4 address; ps-lite and gloo support only IPv4."""
     try:
         return str(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]), port
     except (OSError, UnicodeError) as error:

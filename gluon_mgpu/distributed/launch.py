@@ -1,7 +1,7 @@
-"""Run a command as all processes of a dist_sync run on this machine: a scheduler, servers and workers.
+"""Starts all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
-The command finds its role in DMLC_ROLE; in any MXNet program, `import mxnet` serves if the role is scheduler or server.
-This module starts the processes, ends all of them if one fails, and passes Ctrl-C on. Nothing here imports mxnet.
+Each process runs the same command and finds its role in DMLC_ROLE; in any MXNet program, `import mxnet` serves if the
+role is scheduler or server. If one process fails, all are ended. Ctrl-C is passed on. Nothing here imports mxnet.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-HOST = "127.0.0.1"  # no process listens beyond this machine
-MOST = 128  # workers, and servers
+HOST = "127.0.0.1"  # so that no other machine can connect
+MOST = 128  # largest number of workers, and of servers
 PORTS = range(10000, 32767)  # Linux does not give these to other sockets, so a free port stays free until it is used
 SECONDS_BETWEEN_LOOKS = 0.02
-SECONDS_TO_NOTICE = 5  # for the other processes to end by themselves after one has failed
+SECONDS_TO_NOTICE = 5  # for the remaining processes to end by themselves after one has failed
 SECONDS_TO_FINISH = 10  # for the servers and the scheduler to end after the last worker
 SECONDS_TO_INTERRUPT = 20  # for the workers to save a checkpoint after Ctrl-C
 SECONDS_TO_TERMINATE = 3  # between SIGTERM and SIGKILL
 
-# With these, ps-lite would listen on one port in every process, on no port, or on every network interface.
+# Variables that would make ps-lite listen on the same port in every process, on no port, or on every interface.
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
 
-# Runs in each process before the command, and has Linux kill the process when its parent, argv[1], ends for whatever
-# reason (1 is PR_SET_PDEATHSIG). Not in preexec_fn, because Python code between fork and exec can deadlock.
+# Runs in each process before the command, and has Linux kill the process when its parent, argv[1], ends for any reason
+# (1 is PR_SET_PDEATHSIG). preexec_fn is not used, because Python code between fork and exec can deadlock.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -52,11 +52,11 @@ except OSError as error:
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None) -> int:
     """Run a command as every process of a run, wait for all of them, and return the exit status.
 
-    command: program and arguments. port: the scheduler listens on this port and the next one; None: on free ports.
-    Call it in the main thread, which receives the signals.
+    command: program and arguments. port: the scheduler listens on this port and the next one; None: free ports.
+    Call it in the main thread, which receives signals.
 
-    The status is 0 if all processes end with 0. If one fails, one line on standard error says why or at least which
-    one, and the other processes are ended; the status is then the failed worker's if it is 1, 2 or 130, else 1.
+    The status is 0 if all processes exit with 0. If one fails, one line on standard error says why, or at least which
+    one, and the remaining processes are ended; the status is then the failed worker's if it is 1, 2 or 130, else 1.
     Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
     Raises UsageError for invalid arguments, before anything is started.
     """
@@ -93,7 +93,7 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
 
 
 def _supervise(processes: list[_Process], events: _Events) -> int:
-    """Wait until all processes have ended, and end them if one fails or after Ctrl-C. Returns the exit status."""
+    """Wait until all processes have ended; end them if one fails or after Ctrl-C. Returns the exit status."""
     workers = [p for p in processes if p.role == "worker"]
     try:
         events.wait(lambda: _first_failed(processes) or _ended(workers))
@@ -133,8 +133,8 @@ def _ended(processes: list[_Process]) -> bool:
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
-    """The process that failed first, or None. If several failed since the last look: one that a signal killed, else a
-    worker, because the others may have ended themselves when they noticed."""
+    """The process that failed first, or None. If several failed since the last check, prefer one killed by a signal,
+    then a worker, because the remaining ones may have ended in reaction."""
     failed = [p for p in processes if p.ended() and p.status]
     return min(failed, key=lambda p: (p.status > 0, p.role != "worker"), default=None)
 
@@ -156,7 +156,7 @@ def _terminate(processes: list[_Process], events: _Events) -> None:
 
 
 def _kill(processes: list[_Process]) -> None:
-    """Leave nothing behind: neither stopped processes nor children of processes that have ended."""
+    """Kill everything that is left, including stopped processes and children of processes that have ended."""
     for process in processes:
         os.killpg(process.popen.pid, signal.SIGKILL)
     for process in processes:
@@ -164,7 +164,7 @@ def _kill(processes: list[_Process]) -> None:
 
 
 class _Process:
-    """A process of the run. Worker 0 has the launcher's standard input; only workers have its standard output."""
+    """A process of the run. Worker 0 inherits the launcher's standard input; only workers inherit its output."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], role: str, rank: int) -> None:
         first_worker = (role, rank) == ("worker", 0)
@@ -180,7 +180,7 @@ class _Process:
         self.name = " ".join((role, *task.values(), f"(process {self.popen.pid})"))
 
     def ended(self) -> bool:
-        """Whether it has ended; `status` is then its exit status, or minus the signal that killed it.
+        """Whether the process has ended; `status` is then its exit status, or minus the signal that killed it.
 
         It stays a zombie until `_kill`, so that its process group's number cannot be given to another process.
         """
@@ -198,7 +198,7 @@ class _Process:
 
 
 class _Events:
-    """What happens while the processes run: Ctrl-C, SIGTERM, and errors that they report (`log.error`)."""
+    """Receives Ctrl-C, SIGTERM, and errors that the processes report with `log.error`."""
 
     def __enter__(self) -> _Events:
         self._interrupted, self._error = False, ""
@@ -226,7 +226,7 @@ class _Events:
         return self._error
 
     def wait(self, done: Callable[[], Any], seconds: float = math.inf) -> bool:
-        """Wait until done() or for some seconds; returns whether it is done. KeyboardInterrupt on Ctrl-C or SIGTERM."""
+        """Wait until done(), at most `seconds`; returns whether it is. Ctrl-C or SIGTERM raises KeyboardInterrupt."""
         until = time.monotonic() + seconds
         while not done():
             if self._interrupted:
@@ -234,13 +234,13 @@ class _Events:
                 raise KeyboardInterrupt
             if time.monotonic() > until:
                 return False
-            self.error()  # its queue is short
+            self.error()  # empties the socket's short queue
             time.sleep(SECONDS_BETWEEN_LOOKS)
         return True
 
 
 def free_port() -> int:
-    """A port such that it and the next one are free. Raises Error if there is none."""
+    """Find a port that is free, as is the next one. Raises Error if there is none."""
     for port in random.sample(PORTS, 100):
         if not _why_not(port) and not _why_not(port + 1):
             return port
@@ -257,7 +257,7 @@ def _check_port(port: int) -> None:
 
 
 def _why_not(port: int) -> str | None:
-    """Why a process cannot listen on a port, or None."""
+    """The reason why a process cannot listen on a port, or None."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ps-lite does
         try:

@@ -1,4 +1,4 @@
-"""Which process of a run this one is, according to the environment that horovodrun or launch.py gave it.
+"""Finds out which process of a run this one is, from the environment variables of horovodrun or launch.py.
 
 Nothing here imports mxnet.
 """
@@ -14,14 +14,14 @@ from typing import NamedTuple
 from gluon_mgpu.runtime.errors import UsageError
 
 KVSTORES = ("local", "horovod", "dist_sync")
-DIVIDED = 10_000  # arrays of this many numbers are divided among the servers; MXNet's default is 1,000,000
+DIVIDED = 10_000  # arrays of at least this size are divided among the servers; MXNet's default is 1,000,000
 
 
 class Process(NamedTuple):
     """One process of a run. The defaults describe a process that trains alone.
 
-    role: "worker"; with dist_sync also "server" or "scheduler". rank: among the processes of its role, from 0.
-    local_workers: how many workers share this machine's cores. root, port: the scheduler's host and port (dist_sync).
+    role: "worker"; with dist_sync also "server" or "scheduler". rank: number among the processes of its role, from 0.
+    local_workers: workers that share this machine's cores. root, port: the scheduler's host and port (dist_sync).
     """
 
     kvstore: str = "local"  # one of KVSTORES
@@ -42,7 +42,7 @@ class Process(NamedTuple):
 
 
 def current() -> Process:
-    """This process. Raises UsageError if the environment variables are invalid."""
+    """Describe this process. Raises UsageError if the environment variables are invalid."""
     if "DMLC_ROLE" in os.environ:
         role = os.environ["DMLC_ROLE"]
         if role not in ("worker", "server", "scheduler"):
@@ -63,7 +63,7 @@ def current() -> Process:
 
 
 def expect(kvstore: str) -> Process:
-    """This process. Raises UsageError if it was not started for this kvstore."""
+    """Describe this process. Raises UsageError if it was not started for this kvstore."""
     here = current()
     if kvstore == here.kvstore:
         return here
@@ -90,7 +90,7 @@ def check_compress(compress: str | None, here: Process) -> None:
         except ValueError:
             valid = False
         if not valid:
-            raise UsageError(f"compress={compress}: must be 2bit: and a threshold above 0, such as 2bit:0.5")
+            raise UsageError(f"compress={compress}: must be 2bit:THRESHOLD with a threshold above 0, such as 2bit:0.5")
     elif (compress, here.kvstore) != ("fp16", "horovod"):
         raise UsageError(
             f"compress={compress}: kvstore {here.kvstore} does not support it; fp16 needs horovod, 2bit:THRESHOLD "
@@ -99,10 +99,10 @@ def check_compress(compress: str | None, here: Process) -> None:
 
 
 def horovod_address() -> str:
-    """The address at which Horovod's other workers reach this one: that of its network interface.
+    """The address of the network interface at which Horovod's other workers reach this one.
 
-    The machine's own name would not do: it may resolve to 127.0.1.1 on the machine itself.
-    Raises UsageError if the interface does not exist; Horovod would abort.
+    The machine's name cannot be used, because it may resolve to 127.0.1.1 on the machine itself.
+    Raises UsageError if the interface does not exist; Horovod itself would abort.
     """
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
     if not interface:
@@ -119,7 +119,7 @@ def horovod_address() -> str:
 
 
 def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
-    """Set the environment variables that ps-lite reads and that the user need not know."""
+    """Set environment variables for ps-lite that the user does not need to set."""
     os.environ.setdefault("DMLC_NODE_HOST", own_address)
     os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite does not resolve names
     os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED))

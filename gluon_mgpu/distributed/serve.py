@@ -1,4 +1,4 @@
-"""A server or the scheduler of dist_sync: MXNet's own loop, in a process that takes part in the heartbeat."""
+"""Runs a server or the scheduler of dist_sync: MXNet's own loop, in a process that takes part in the heartbeat."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gluon_mgpu.runtime import engine
 def serve(here: Process) -> None:
     """Serve until all workers are done. here: this process, a server or the scheduler."""
     engine.configure(1)
-    # MXNet is imported before the heartbeat starts, because loading libmxnet from a slow disk blocks Python for many
-    # seconds. As a worker: in a server, the import itself would serve, and unpickle what workers send as an optimizer.
+    # Import MXNet before the heartbeat starts, because loading libmxnet from a slow disk blocks Python for a long time.
+    # Import it as a worker: as a server, the import itself would serve, and unpickle an optimizer that a worker sends.
     os.environ["DMLC_ROLE"] = "worker"
     import mxnet as mx
     from mxnet.base import _LIB, check_call
@@ -49,7 +49,7 @@ def _scheduler(here: Process) -> tuple[Callable[[], bool], Callable[[], None]]:
     def over() -> None:
         heartbeat.exit_after(heartbeat.GRACE, 0)
 
-    heartbeat.Coordinator(here.root, here.port, ()).close()  # a clear error if ps-lite's own port is in use
+    heartbeat.Coordinator(here.root, here.port, ()).close()  # gives a clear error if ps-lite's own port is in use
     coordinator = heartbeat.Coordinator(here.root, here.port + 1, here.names(), end, over)
     address = coordinator.address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
@@ -64,8 +64,8 @@ def _scheduler(here: Process) -> tuple[Callable[[], bool], Callable[[], None]]:
 
 
 def _pass_signals_on(ask_to_stop: Callable[[], bool]) -> None:
-    """On Ctrl-C or SIGTERM, which a cluster sends to every process, ask the workers to stop. A second one ends this
-    process. MXNet's loop never returns to Python to run a signal handler, so a thread waits for the signals."""
+    """On Ctrl-C or SIGTERM, which a cluster sends to every process, ask the workers to stop. A second signal ends
+    this process. MXNet's loop never returns to Python to run a signal handler, so a thread waits for signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

@@ -1,4 +1,4 @@
-"""How arrays are summed over the workers of a run: by Horovod, or by MXNet's parameter servers."""
+"""Sums arrays over the workers of a run, with Horovod or MXNet's parameter servers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import Error
 
-# Milliseconds between Horovod's rounds, in which the workers compare what is ready to be summed; a round costs each
-# worker some 60 us. Horovod's own 1 ms is more often than large networks need.
+# Milliseconds between Horovod's rounds, in which the workers compare what is ready to be summed. A round costs each
+# worker about 60 us; Horovod's default of every 1 ms is more often than large networks need.
 CYCLES = {"resnet18": "8"}
-FUSED = 4 << 20  # bytes up to which small arrays are summed together; larger arrays are summed where they are
+FUSED = 4 << 20  # bytes; smaller arrays are copied and summed together, larger arrays are summed in place
 
 
 class Horovod:
-    """A ring of workers, with Horovod 0.28.1. model: a name from settings.MODELS.
+    """Sums arrays with Horovod 0.28.1, in a ring of workers. model: a name from settings.MODELS.
 
     Raises Error if Horovod is not installed for this MXNet.
     """
@@ -26,7 +26,7 @@ class Horovod:
     def __init__(self, compress: str | None, model: str) -> None:
         try:
             import horovod.mxnet as hvd
-        except (ImportError, OSError) as error:  # OSError: it was built for another MXNet
+        except (ImportError, OSError) as error:  # OSError: Horovod was built for a different MXNet
             raise Error(f"Horovod is not installed for this MXNet ({error}): run `make horovod`") from None
         self.hvd, self.compress = hvd, compress
         os.environ.setdefault("HOROVOD_CYCLE_TIME", CYCLES.get(model, "1"))
@@ -46,7 +46,7 @@ class Horovod:
             sent.astype(array.dtype).copyto(array)
 
     def from_worker_0(self, text: str) -> str:
-        """The text that worker 0 gave, at most 256 ASCII characters."""
+        """Broadcast worker 0's text to all workers; at most 256 ASCII characters."""
         sent = nd.array(list(text.encode().ljust(256)), dtype="int32")
         return bytes(self.hvd.broadcast(sent, root_rank=0, name="address").asnumpy().astype("uint8")).decode().strip()
 
@@ -58,9 +58,9 @@ class Horovod:
 
 
 class DistSync:
-    """MXNet's parameter servers (ps-lite), each with a part of the arrays. They sum; they do not update parameters.
+    """Sums arrays with MXNet's parameter servers (ps-lite), each with a part of the arrays. Servers only sum.
 
-    threshold: of the 2-bit compression of gradients; None: no compression.
+    threshold: threshold for 2-bit compression of gradients; None: no compression.
     """
 
     def __init__(self, threshold: float | None) -> None:
@@ -74,7 +74,7 @@ class DistSync:
         name, priority = str(key), -int(key) if is_gradient else 0
         if name not in self.keys:
             if self.threshold and is_gradient and not self.compressing:
-                # Not earlier: it compresses every array, also the parameters that worker 0 broadcasts.
+                # Not earlier, because it applies to every array, even the parameters that worker 0 broadcasts.
                 self.kv.set_gradient_compression({"type": "2bit", "threshold": self.threshold})
                 self.compressing = True
             self.keys.add(name)
@@ -86,7 +86,7 @@ class DistSync:
             self.kv.pushpull(name, array, out=array, priority=priority)
 
     def close(self) -> None:
-        """Wait for the other workers, and let the servers end."""
+        """Wait for the other workers, then let the servers end."""
         self.kv.__del__()
         self.kv.handle = None
 

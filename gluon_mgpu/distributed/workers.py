@@ -1,4 +1,4 @@
-"""The workers of a run, as one of them sees them: what they sum, and what they agree on.
+"""What the workers of a run do together, seen from one of them: sum arrays and agree on values.
 
 Gradients travel through Horovod or MXNet's parameter servers (`stores`), everything else through the heartbeat's
 connection (`heartbeat`).
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from gluon_mgpu.distributed.stores import DistSync, Horovod
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart; containers on one machine share it
-SECONDS_TO_NAME = 5.0  # after an unexpected error, for the coordinator to name a lost process, its likely cause
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine; containers on one machine share it
+SECONDS_TO_NAME = 5.0  # after an unexpected error, time for the coordinator to report a lost process as its cause
 
 
 class Workers:
-    """The workers of a run. This class is a process that trains alone; `join` returns one that trains with others.
+    """The workers of a run. This class is for a process that trains alone; `join` returns a Group if there are several.
 
-    rank: this worker's, from 0. count: how many workers there are. compress: how gradients are compressed, or None.
+    rank: this worker's rank, from 0. count: number of workers. compress: kind of gradient compression, or None.
     """
 
     rank, count = 0, 1
@@ -47,41 +47,41 @@ class Workers:
         return False
 
     def exchange_device_counts(self, devices: int) -> list[int]:
-        """How many devices each worker has, by rank. devices: how many this one has. Call it before `part`."""
+        """Exchange device counts: returns each worker's, by rank. devices: this worker's. Call it before `part`."""
         return [devices]
 
     def part(self, n: int) -> slice:
-        """This worker's part of n examples, if they are divided evenly among the devices of all workers."""
+        """This worker's part of n examples that are divided evenly among the devices of all workers."""
         return slice(0, n)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all workers, by rank. Waits for every worker. value: anything that JSON can represent."""
+        """Exchange values: returns those of all workers, by rank. Waits for every worker. value: any JSON value."""
         return [value]
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise UsageError if a worker's facts differ from worker 0's. facts: {name: value that JSON can represent}."""
+        """Raise UsageError if a worker's facts differ from worker 0's. facts: {name: any JSON value}."""
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
         """Sum an array over all workers, in place and asynchronously, as MXNet's operators are.
 
-        key: the same in all workers and different for each array; an int for a gradient (lower ones are sent first), a
-        str for any other array.
+        key: the same in all workers, and unique to the array; an int for a gradient (low keys are sent first), a str
+        for any other array.
         """
 
     def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Worker 0's arrays, by name. Every worker passes arrays of the same names, shapes and types."""
+        """Send worker 0's arrays to all workers. Every worker passes arrays with the same names, shapes and types."""
         return arrays
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """Call undo() if another worker raises an Error, just before this process ends."""
+        """Have undo() called just before this process ends because another worker raised an Error."""
 
     def ask_to_stop(self) -> bool:
-        """Have all workers stop at the same step. Returns whether there is anyone to ask."""
+        """Have all workers stop at the same step. Returns whether there are workers to ask."""
         return False
 
     def may_step(self, step: int) -> bool:
-        """Whether this worker may issue step number `step`, from 0: False once all workers have reached the last one
-        that any of them had issued when they were asked to stop."""
+        """Whether this worker may issue step number `step`, from 0. False after a request to stop, once all workers
+        have issued the same steps."""
         return True
 
 
@@ -89,7 +89,7 @@ ALONE = Workers()
 
 
 class Group(Workers):
-    """Several workers. store: sums arrays. client: this worker's. coordinator: in worker 0 of Horovod, else None."""
+    """Several workers. store: sums arrays. client: this worker's. coordinator: None except in Horovod's worker 0."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class Group(Workers):
 
     def leave(self) -> None:
         """End this worker's part in the run, after all workers have finished or stopped."""
-        with _one_signal_ignored():  # a cluster signals every process, perhaps this one late
-            self.all_gather(None)  # worker 0 may still be writing, and a launcher ends all workers after the first
+        with _one_signal_ignored():  # a cluster signals every process, and this one may get the signal late
+            self.all_gather(None)  # wait for worker 0 to write: a launcher ends all workers after the first one
             self.store.close()
             self.client.done()
             if self.coordinator:
@@ -167,22 +167,22 @@ class Group(Workers):
         elif isinstance(error, KeyboardInterrupt):
             line, status = "interrupted", 130
         else:
-            time.sleep(SECONDS_TO_NAME)  # if a process was lost, the heartbeat ends this one now
+            time.sleep(SECONDS_TO_NAME)  # if a process was lost, the heartbeat ends this process now
             line, status = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}", 1
         self.client.failed(line, status, undo=isinstance(error, Error))
         if self.coordinator:
-            self.coordinator.close()  # after it has told the others
+            self.coordinator.close()  # after it has told the remaining processes
         self.store.abandon()
 
 
 @contextmanager
 def join(kvstore: str = "local", compress: str | None = None, model: str = "lenet") -> Iterator[Workers]:
-    """This process as one of the Workers of a run; ALONE for "local". Waits until all processes of the run are there.
+    """Join a run: yields its Workers, or ALONE for "local". Waits until all processes of the run are connected.
 
     kvstore: "local", "horovod" or "dist_sync". model: the network's name. compress: "fp16" sends gradients as float16
     (horovod); "2bit:T" sends T, -T or 0 for each number and adds the rest to the next step's gradient (dist_sync).
-    If a process of the run is lost later, this process ends and an error message names the lost one.
-    Raises UsageError if the process was not started for this kvstore, Error if Horovod is missing or nobody answers.
+    If a process of the run is lost later, this process ends and an error message names the lost process.
+    Raises UsageError if this process was not started for the kvstore, Error if Horovod is missing or connecting fails.
     """
     here = process.expect(kvstore)
     process.check_compress(compress, here)
@@ -232,10 +232,10 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
 
 
 def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
-    """Pin each worker on this machine to its own subset of the cores, if there are at least as many cores as workers.
+    """Pin each worker on this machine to its own subset of the cores, if there are enough cores.
 
-    Without it, the kernel may run Horovod's threads of all workers on one core, and every sum waits for that core.
-    Workers that were given different cores keep them.
+    Otherwise, the kernel may run the Horovod threads of all workers on one core, and every sum waits for that core.
+    Workers that already have different cores keep them.
     """
     cores = sorted(os.sched_getaffinity(0))
     all_cores = all_gather([BOOT_ID.read_text(), cores])
@@ -258,7 +258,7 @@ def _one_signal_ignored() -> Iterator[None]:
         for which, handler in before.items():
             signal.signal(which, handler)
 
-    if threading.current_thread() is threading.main_thread():  # signals can be handled in no other thread
+    if threading.current_thread() is threading.main_thread():  # only the main thread can set signal handlers
         before = {which: signal.signal(which, restore) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

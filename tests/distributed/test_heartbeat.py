@@ -231,7 +231,7 @@ def test_a_worker_that_loses_worker_0_ends_and_only_worker_1_reports_it(coordina
     joined(made, *made.expected)
     made.clients[name].sock.shutdown(socket.SHUT_RDWR)
     runs.wait(lambda: len(ended) == 3, 10)
-    assert ("error: worker 1: worker 0 was lost" in capsys.readouterr().err) == reported
+    assert ("error: worker 1: lost contact with worker 0" in capsys.readouterr().err) == reported
 
 
 WAITS = """

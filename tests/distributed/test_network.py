@@ -211,7 +211,7 @@ def test_a_pulled_cable_ends_every_process_and_worker_0_names_who_was_lost(build
     assert {status for status, _, _ in ended.values()} == {1}
     errors = {name: runs.errors(err) for name, (_, _, err) in ended.items()}
     assert {name: len(lines) for name, lines in errors.items() if lines} == {"worker 0": 1, pulled: 1}
-    assert f"{pulled} (node" in errors["worker 0"][0] and "the scheduler was lost" in errors[pulled][0]
+    assert f"{pulled} (node" in errors["worker 0"][0] and "lost contact with the scheduler" in errors[pulled][0]
 
 
 @pytest.mark.parametrize("pulled", [0, 1])
