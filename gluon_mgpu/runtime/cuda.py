@@ -1,6 +1,6 @@
 """CUDA without a CUDA installation: opens the libraries from NVIDIA's wheels before mxnet-cu112 looks for them.
 
-Only the driver's library must come from the machine. Measurements are in docs/engine.md. This module imports neither
+Only the driver's library must be installed on the machine. docs/engine.md has measurements. This module imports neither
 mxnet nor NumPy.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from gluon_mgpu.runtime.errors import Error
 
 DRIVER = "libcuda.so.1"
-# The libraries that mxnet-cu112 needs, directly or not: (requirement for pip, its libraries). Each library comes after
-# those that it needs itself, so that it uses the ones that are open already.
+# Libraries that mxnet-cu112 needs, directly or indirectly: (requirement for pip, its libraries). Each library comes
+# after the libraries that it needs itself, so that it uses the ones that are already open.
 LIBRARIES = (
     ("nvidia-cuda-runtime-cu11", "libcudart.so.11.0"),
     ("nvidia-cuda-nvrtc-cu11", "libnvrtc.so.11.2"),
@@ -29,7 +29,7 @@ LIBRARIES = (
     (
         "nvidia-cudnn-cu11<9",
         "libcudnn.so.8",
-        # cuDNN opens its parts at the first convolution, and would take other versions from LD_LIBRARY_PATH.
+        # cuDNN opens these parts at the first convolution, and could find other versions in LD_LIBRARY_PATH.
         "libcudnn_ops_infer.so.8",
         "libcudnn_ops_train.so.8",
         "libcudnn_cnn_infer.so.8",
@@ -60,7 +60,7 @@ def prepare() -> None:
 
 
 def refuse_two_wheels() -> None:
-    """Raise Error if two MXNet wheels are installed in the same folder: one has overwritten the other's files."""
+    """Raise Error if two MXNet wheels are installed in one folder, because one has overwritten the other's files."""
     names = list(wheels())
     if len(names) > 1:
         raise Error(
@@ -71,7 +71,7 @@ def refuse_two_wheels() -> None:
 
 
 def wheels() -> dict[str, str]:
-    """{name: version} of the MXNet wheels in the folder from which `import mxnet` loads: normally one."""
+    """{name: version} of the MXNet wheels in the folder from which `import mxnet` loads; normally one."""
     spec = importlib.util.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -81,9 +81,9 @@ def wheels() -> dict[str, str]:
 
 
 def missing() -> list[str]:
-    """One line for each problem with the libraries that mxnet-cu112 needs: what is wrong and what to do.
+    """Open the libraries that mxnet-cu112 needs. Returns one line per problem: what is wrong and what to do.
 
-    All other libraries are then open in this process.
+    Libraries without a problem remain open in this process.
     """
     lines, absent = [], {}
     try:

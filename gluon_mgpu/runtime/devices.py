@@ -1,5 +1,5 @@
-"""The MXNet contexts that `--gpus 2` or `--gpus 0,2` names: GPUs if there are any, else CPU contexts. Also the sizes of
-the shards that they get."""
+"""Finds the MXNet contexts that `--gpus 2` or `--gpus 0,2` names: GPUs if there are any, else CPU contexts. Also
+computes the sizes of their shards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from mxnet import Context
 
 DEVICES = ("auto", "gpu", "cpu")
-MOST = 1024  # MXNet keeps tables by device index; a huge index would fill the memory
+MOST = 1024  # MXNet keeps tables indexed by device; a huge index would fill the memory
 KERNELS = range(5, 9)  # major compute capabilities for which mxnet-cu112 1.9.1 has kernels: docs/engine.md
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
 def parse(gpus: int | str | Sequence[int]) -> list[int]:
-    """Device indices. gpus: the text of --gpus (see `count_or_list`), a number of devices (2) or indices ([0, 2]).
+    """Parse device indices. gpus: text of --gpus (see `count_or_list`), a number of devices (2) or indices ([0, 2]).
 
-    Raises UsageError for anything else, and for indices that are repeated or out of range.
+    Raises UsageError for anything else, or if indices are repeated or out of range.
     """
     try:
         indices = list(gpus) if isinstance(gpus, (list, tuple)) else count_or_list(str(gpus))
@@ -36,26 +36,26 @@ def parse(gpus: int | str | Sequence[int]) -> list[int]:
 
 
 def count_or_list(text: str, first: int = 0) -> list[int]:
-    """A count or a list of numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
+    """Parse a count or a list of numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
 
-    Raises ValueError for other text, and for a count that is not from 1 to 1024.
+    Raises ValueError for any other text, and for a count that is not between 1 and 1024.
     """
     if "," in text:
         return [int(part) for part in text.strip().removesuffix(",").split(",")]
     count = int(text)
     if not 1 <= count <= MOST:
-        raise ValueError(f"{count} is not from 1 to {MOST}")
+        raise ValueError(f"{count} is not between 1 and {MOST}")
     return list(range(first, first + count))
 
 
 def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
     """The contexts to train on.
 
-    gpus: how many devices (2), which ones ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs if
+    gpus: number of devices (2), indices ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs if
     this machine and this MXNet have any, else CPU contexts (`say_if_no_gpu` prints a notice). fewer: omit GPUs that
     the machine does not have, with a notice, if at least one remains.
-    Raises UsageError for devices that do not exist, Error for a GPU that MXNet has no kernels for and for CPU contexts
-    that would hang (`engine.check`).
+    Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
+    hang (`engine.check`).
     """
     if device not in DEVICES:
         raise UsageError(f"device={device}: must be one of {', '.join(DEVICES)}")
@@ -82,7 +82,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
 
 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:
-    """Say on standard error why training runs on CPU contexts, if `device` is "auto". Call it when training starts."""
+    """If `device` is "auto", print a notice why training runs on CPU contexts. Call it when training starts."""
     if device == "auto" and ctx[0].device_type == "cpu":
         log.say(f"{_why_no_gpu()}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
 
@@ -105,7 +105,7 @@ def _refuse_gpu_without_kernels(index: int) -> None:
 
 
 def gpu(index: int) -> tuple[str, int, int]:
-    """(name, major, minor compute capability) of a GPU, from the driver, which numbers GPUs as MXNet does."""
+    """(name, major, minor compute capability) of a GPU, from the driver, whose GPU indices are the same as MXNet's."""
     driver = ctypes.CDLL("libcuda.so.1")
     handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
     status = (
@@ -121,10 +121,10 @@ def gpu(index: int) -> tuple[str, int, int]:
 
 
 def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
-    """How many examples of a batch each of `parts` devices gets: ints that sum to `examples`.
+    """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
 
-    shares: one number per device, to which its size is proportional; None: as even as possible, the first ones larger.
-    Each device gets at least one example; with fewer examples than devices, the last devices get none.
+    shares: one number per device, proportional to its size; None: sizes as equal as possible, the largest first.
+    Each device gets at least one example; if there are fewer examples than devices, the last devices get none.
     """
     if examples <= parts:
         return [int(i < examples) for i in range(parts)]
@@ -139,5 +139,5 @@ def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None
 
 
 def joined(numbers: Sequence[object]) -> str:
-    """Numbers as --shares and --step-epochs take them: 80,20."""
+    """Format numbers for --shares and --step-epochs: 80,20."""
     return ",".join(f"{number:g}" if isinstance(number, (int, float)) else repr(number) for number in numbers)

@@ -1,7 +1,7 @@
-"""Settings that MXNet 1.9.1 reads once, when libmxnet loads. docs/engine.md has reasons and measurements.
+"""Sets what MXNet 1.9.1 reads once, when libmxnet loads. docs/engine.md gives the reasons and measurements.
 
-They are NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. Nothing here imports
-mxnet, and only `configure` imports NumPy, because `gluon_mgpu.commands.doctor` must start if NumPy is broken.
+That is NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. Nothing here imports
+mxnet, and only `configure` imports NumPy, because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from gluon_mgpu.runtime.errors import Error
 if TYPE_CHECKING:
     from mxnet import Context
 
-TEMP_COPIES = 64  # temporary spaces, so that contexts run side by side; each can grow to the largest that a step needs
-SPINS = "20000"  # how often an OpenMP thread looks for work before it sleeps; libgomp's default slows a busy machine
+TEMP_COPIES = 64  # temporary spaces, so that contexts do not wait; each grows to the largest size that a step needs
+SPINS = "20000"  # checks for work before an OpenMP thread sleeps; libgomp's default slows down a busy machine
 ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
-# (environment variable by which a user sets it, mallopt's parameter from malloc.h, value)
+# (the user's environment variable for it, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
-    ("MALLOC_MMAP_MAX_", -4, 0),  # take large arrays from the heap instead of mapping each one
-    ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory: the next operator needs it again
+    ("MALLOC_MMAP_MAX_", -4, 0),  # allocate large arrays on the heap instead of mapping each one
+    ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory, because the next operator needs it
     ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes by which the heap grows
-    ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker reuses what another one freed
+    ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker reuses memory that another worker freed
 )
 
-# If one of these is set, libgomp may start fewer threads than oneDNN planned for, and the result is wrong.
+# If one of these is set, libgomp may start fewer threads than oneDNN expects, and results are wrong.
 FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
-# These bind the workers of all contexts to one core: that of the thread that started them.
+# These bind the workers of all contexts to one core, the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 # System libraries that libmxnet.so needs, with their Debian packages.
@@ -45,23 +45,23 @@ LIBRARIES = {
     "libgcc_s.so.1": "libgcc-s1",
 }
 
-# Modules whose package has another name.
+# Modules whose package has a different name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools"}
 
 # Environment variables that `configure` may set or remove.
 TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
 
 _configured = False
-_changed: dict[str, tuple[str | None, str | None]] = {}  # variable: value before and after `configure`; None: not set
+_changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (value before, after `configure`)}; None: not set
 
 
 def configure(contexts: int | None = None, processes: int = 1) -> None:
     """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`.
 
-    contexts: how many contexts will compute at the same time; None: unknown, so several, unless an earlier call gave
-    the number. processes: how many processes share this machine's cores. Settings from the user's environment are kept
-    if they are safe; a notice names each one that is overruled. Raises Error if MXNet is missing, if mxnet was imported
-    earlier with settings under which this number of CPU contexts can hang, and if `cuda.prepare` does.
+    contexts: number of contexts that compute at the same time; None: the number from an earlier call, or else several.
+    processes: number of processes that share this machine's cores. Settings from the user's environment are kept if
+    they are safe; a notice names each one that is overruled. Raises Error if MXNet is missing, if mxnet was imported
+    earlier with settings under which this number of CPU contexts can hang, or if `cuda.prepare` raises it.
     """
     global _configured
     if contexts is None and _configured:
@@ -85,7 +85,7 @@ def _prepare(contexts: int | None, processes: int) -> None:
 
     numpy_names.lend()
     users = users_environment()
-    for name in TOUCHED:  # an earlier call may have changed them
+    for name in TOUCHED:  # undo what an earlier call changed
         os.environ.pop(name, None)
     os.environ.update(users)
     _set_threads(contexts, processes)
@@ -97,32 +97,32 @@ def _prepare(contexts: int | None, processes: int) -> None:
 
 
 def check(ctx: list[Context]) -> None:
-    """Raise Error if training on these contexts could hang. GPU contexts never do."""
+    """Raise Error if training on these contexts could hang. GPU contexts never hang."""
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
 
 
 def line_of(error: BaseException) -> str:
-    """One line for an unexpected error: its reason, and how to find out more."""
+    """Describe an unexpected error in one line: its reason, and how to find out more."""
     doctor = "`gluon-mgpu doctor` may say what to do, " if isinstance(error, ImportError) else ""
     return f"{reason(error)} ({doctor}--debug shows where)"
 
 
 def reason(error: BaseException) -> str:
-    """What is missing and what to do, or the last line of the error's own message."""
+    """The reason for an error: what is missing and what to do, or else the last line of its message."""
     if isinstance(error, Error):
         return str(error)
     if isinstance(error, ImportError):
-        while error.__context__:  # NumPy's message is a page of advice; the first error in the chain is the cause
+        while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
             error = error.__context__
     lines = str(error).strip().splitlines() or [""]
     return missing(str(error)) or f"{type(error).__name__}: {lines[-1]}"
 
 
 def missing(message: str) -> str | None:
-    """One line for an error message about a missing module or library; None for any other message.
+    """Explain an error message about a missing module or library in one line; None for any other message.
 
-    The loader names only the first missing library. This line names all that MXNet needs and their packages. It loads
-    the libraries that are there, so call it only in a process in which MXNet failed to load.
+    The loader names only the first missing library; this line names all missing ones and their packages. It loads the
+    libraries that exist, so call it only in a process in which MXNet failed to load.
     """
     module = re.search(r"No module named '(\w+)'", message)
     if module:
@@ -146,7 +146,7 @@ def _found(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError as error:
-        return not str(error).startswith(f"{library}: cannot open shared object file")  # a library that it needs
+        return not str(error).startswith(f"{library}: cannot open shared object file")  # else a dependency is missing
     return True
 
 
@@ -157,7 +157,7 @@ def users_environment() -> dict[str, str]:
 
 
 def openmp_threads() -> int:
-    """How many OpenMP threads each of MXNet's workers uses."""
+    """The number of OpenMP threads that each of MXNet's workers uses."""
     found = []
     gomp = ctypes.CDLL("libgomp.so.1")
     thread = threading.Thread(target=lambda: found.append(gomp.omp_get_max_threads()))
@@ -176,7 +176,7 @@ def _check_threads(contexts: int) -> None:
 
 
 def _set_threads(contexts: int | None, processes: int) -> None:
-    """One OpenMP thread if several workers can call OpenBLAS at the same time; else all cores of this process."""
+    """Use one OpenMP thread if several workers can call OpenBLAS at the same time, else one per core."""
     alone = (
         contexts == 1
         and os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") == "1"
@@ -208,7 +208,7 @@ def _put(name: str, value: str, why: str) -> None:
 
 
 def _set_allocator() -> None:
-    """Have glibc's malloc keep freed memory, instead of faulting it in again for the next operator."""
+    """Have glibc's malloc keep freed memory, so that the next operator does not have to fault it in again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # not glibc
         return

@@ -1,8 +1,8 @@
-"""Errors that a user sees: one line that says what is wrong, the value, and what to do."""
+"""Errors for the user: one line that says what is wrong, the value, and what to do."""
 
 
 class Error(Exception):
-    """The run failed. The message is the line that the user reads."""
+    """The run failed. The message is the line that the user sees."""
 
     exit_status = 1
 
@@ -14,4 +14,4 @@ class UsageError(Error):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after the step in progress was completed and the checkpoint saved. The message is one line."""
+    """Raised after Ctrl-C, once the current step is complete and the checkpoint is saved. The message is one line."""

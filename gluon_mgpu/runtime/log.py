@@ -1,6 +1,6 @@
-"""Notices, errors and progress bars on standard error. With several processes, worker 0 speaks for all of them.
+"""Prints notices, errors and progress bars on standard error. If there are several processes, only worker 0 does.
 
-Launchers tell a process who it is through environment variables.
+A process learns its role from its launcher's environment variables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
 
 
 def error(line: str) -> None:
-    """Print "error: LINE" on standard error. Under launch.py, which prints one error per run, send it the line."""
+    """Print "error: LINE". Under launch.py, sends the line to the launcher instead, which prints one error per run."""
     launcher = os.environ.get(LAUNCHER)
     if launcher:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -59,12 +59,12 @@ def who() -> str:
 
 
 def progress(**options: Any) -> tqdm:
-    """A progress bar: on a terminal and in Jupyter, in worker 0 only. options: tqdm's."""
+    """Create a progress bar, shown on a terminal and in Jupyter, in worker 0 only. options: tqdm's."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without ipywidgets, tqdm says that it falls back to text
+        warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm
 
     hidden = not speaks() or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
-    if hidden:  # passed only then, because it would override the user's TQDM_DISABLE
+    if hidden:  # not passed otherwise, because it would override the user's TQDM_DISABLE
         options["disable"] = True
     return tqdm(leave=False, **options)

@@ -1,7 +1,7 @@
-"""Lends MXNet 1.9.1 the names that it reads from NumPy and that NumPy has removed, without other code seeing them.
+"""Lends MXNet 1.9.1 the NumPy names that it reads and that NumPy has removed, hidden from all other code.
 
-Most of them are read while MXNet is imported, so they exist on the numpy module only during that import. Two are read
-later, by three of MXNet's modules; those modules get a copy of the numpy module that has them. For all other code,
+MXNet reads most of them while it is imported, so they exist in the numpy module only during that import. Three of its
+modules read two names later; those modules get a copy of the numpy module that has these names. For all other code,
 `np.bool` is NumPy's own or missing.
 """
 
@@ -25,10 +25,10 @@ def _financial(name: str, *args: object, **kwargs: object) -> NoReturn:
     raise RuntimeError(f"numpy.{name} was removed in NumPy 1.20 (NEP 32): use numpy_financial")
 
 
-# MXNet keeps its own functions in a table with NumPy's functions as keys, so each old name needs an object of its own:
+# MXNet keeps its own functions in a table with NumPy's functions as keys, so each old name needs a separate object:
 # a partial.
 WHILE_IMPORTED = {
-    "bool": bool,  # removed in 1.24 and defined again in 2.0; the names below were removed in 2.0 or 2.4
+    "bool": bool,  # removed in 1.24, defined again in 2.0; the names below were removed in 2.0 or 2.4
     "PZERO": 0.0,
     "NZERO": -0.0,
     "PINF": np.inf,
@@ -46,7 +46,7 @@ WHILE_IMPORTED = {
     **{name: functools.partial(_financial, name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")},
 }
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
-READERS = (  # the modules that read WHEN_CALLED, and the name by which each knows NumPy
+READERS = (  # the modules that read WHEN_CALLED, and the name that each uses for NumPy
     ("mxnet.gluon.contrib.estimator.event_handler", "np"),
     ("mxnet.ndarray.numpy._op", "_np"),
     ("mxnet.symbol.numpy._symbol", "_np"),
@@ -54,13 +54,13 @@ READERS = (  # the modules that read WHEN_CALLED, and the name by which each kno
 
 
 def lend() -> None:
-    """Make the first `import mxnet` find the names that this NumPy lacks. Call it before that import."""
+    """Make the first `import mxnet` find the names that this NumPy lacks. Call it before the import."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """Finds mxnet as Python does, and lends the names while it is imported."""
+    """Finds mxnet as Python does, and lends it the names during its import."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -83,7 +83,7 @@ def _execute(exec_module: Callable[[ModuleType], None], module: ModuleType) -> N
 
 
 def _missing(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The names that this NumPy lacks. Deprecated names still exist; looking at them only warns."""
+    """The names that this NumPy lacks. Deprecated names still exist; reading them only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: value for name, value in names.items() if not hasattr(np, name)}

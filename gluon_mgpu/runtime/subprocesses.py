@@ -1,4 +1,4 @@
-"""Run a program in a process of its own. It and everything it started end with the call, however that ends."""
+"""Runs a program in a child process. The program and everything it starts end with the call, however it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # after Ctrl-C, for the program to save what it has
-LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun writes this before each line of a worker
+LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker
 
 
 class Finished(NamedTuple):
@@ -36,10 +36,10 @@ def run(
     seconds: float | None = None,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    """Run a program to its end.
+    """Run a program until it ends.
 
     command: program and arguments. env: its whole environment; None: the user's (`engine.users_environment`). folder:
-    its working directory. seconds: how long it may take. on_line: called with each line of standard output as it
+    its working directory. seconds: time limit. on_line: called with each line of standard output as it
     arrives. Lines of standard error that begin with "gluon_mgpu: " are notices, and are passed on at once. Ctrl-C
     reaches the program as SIGINT; it then has SECONDS_TO_STOP to end. Raises OSError if it cannot be started.
     """
@@ -52,7 +52,7 @@ def run(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C on the terminal reaches it through this process only
+        start_new_session=True,  # Ctrl-C on the terminal reaches the program only through this process
     )
     out: list[str] = []
     err: list[str] = []
@@ -74,7 +74,7 @@ def run(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a process that a driver holds does not end even then
+        with suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver does not end even then
             process.wait(1)
         for reader in readers:
             reader.join(1)
@@ -82,9 +82,9 @@ def run(
 
 
 def check(name: str, finished: Finished, advice: str = "") -> None:
-    """Raise Error or UsageError, in the program's own words if it had any, unless it ended with status 0.
+    """Raise Error or UsageError, with the program's own error message if there is one, unless its status is 0.
 
-    name: of the program, for the message. advice: what to do if the time ran out.
+    name: the program's name in the message. advice: what to do if the time ran out.
     """
     if finished.status == 0:
         return
@@ -92,7 +92,7 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
         raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
     kind = UsageError if finished.status == 2 else Error
     lines = finished.err.strip().splitlines()
-    for line in reversed(lines):  # a launcher may have added lines of its own
+    for line in reversed(lines):  # a launcher may have added its own lines
         own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
         if own:
             raise (UsageError if own["kind"] == "UsageError" else kind)(f"{name}: {own['text']}")
@@ -110,8 +110,8 @@ def gluon_mgpu(
 ) -> str:
     """Run `gluon-mgpu COMMAND --OPTION=VALUE ...` and return its standard output.
 
-    options: {option: value}; True gives the bare option, None and False omit it. env: added to the user's environment.
-    Raises Error or UsageError in the command's own words.
+    options: {option: value}; True: without a value; None, False: omitted. env: added to the user's environment.
+    Raises Error or UsageError with the command's own error message.
     """
     flags = [
         f"--{option.replace('_', '-')}" + ("" if value is True else f"={_text(value)}")
