@@ -1,5 +1,5 @@
-"""Does this project do what the notebooks did? Their printed accuracies, values and claims, compared with ours.
+"""Checks that this project reproduces the accuracies, values and claims in the notebooks and the lecture.
 
-`run` does everything: `examples` checks the printed values, `drift` the training step, `bands` the accuracies, `claims`
-the lecture. `report` shows the result. docs/parity.md has the rules and what they catch.
+`run` calls all checks: `examples` (printed values), `drift` (training steps), `bands` (accuracies) and `claims` (the
+lecture). `report` shows the result. docs/parity.md explains the rules and which errors they find.
 """

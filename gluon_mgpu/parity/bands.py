@@ -1,8 +1,8 @@
-"""Could a run of this project have printed what a notebook printed? A band of test accuracy for each epoch.
+"""Bands of test accuracy per epoch: could a run of this project have printed what a notebook printed?
 
-A notebook's run counts as one more draw from the distribution of our runs. Its log error, log(1 - accuracy), must lie
-within WIDTH * s * sqrt(1 + 1 / n) of the mean of today's n runs. s is the standard deviation between the runs of
-spread.json, so that broken runs cannot widen the band. docs/parity.md has the reasons and the rate of false alarms.
+A notebook's run is treated as one more sample from the distribution of our runs. Its log error, log(1 - accuracy), must
+be within WIDTH * s * sqrt(1 + 1 / n) of the mean of today's n runs. s is the standard deviation between the runs in
+spread.json, so that broken runs cannot widen the band. docs/parity.md gives the reasons and the rate of false alarms.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from gluon_mgpu.training.recipes import RECIPES
 
-WIDTH = 5  # chosen on the kept runs: with 4, 6% of correct gluon-lenet-mnist-1gpu runs would raise an alarm
-LEAST_ERROR = 1e-4  # one of 10,000 test images, so that the logarithm exists if all are classified correctly
+WIDTH = 5  # chosen from the kept runs: with 4, 6% of correct gluon-lenet-mnist-1gpu runs would raise an alarm
+LEAST_ERROR = 1e-4  # 1 of 10,000 test images; keeps the logarithm finite if all are classified correctly
 
 
 class Band(NamedTuple):
@@ -31,17 +31,17 @@ class Band(NamedTuple):
 
 
 def kept(recipe: str) -> dict[str, list[float]]:
-    """{seed: accuracy by epoch} of the runs of a recipe in spread.json."""
+    """Read {seed: accuracy by epoch} of a recipe's runs from spread.json."""
     return json.loads(Path(__file__).with_name("spread.json").read_text())["test_accuracy"][recipe]
 
 
 def bands(
     runs: Sequence[Sequence[float]], recorded: Sequence[float], kept_runs: Sequence[Sequence[float]], digits: int
 ) -> list[Band]:
-    """One Band per epoch for the recorded accuracies (epochs,), which were printed with `digits` decimals.
+    """Compute one Band per epoch for the recorded accuracies (epochs,), which were printed with `digits` decimals.
 
-    runs, kept_runs: accuracies (runs, epochs). s is at least half of the next epoch's: while nearly all runs still
-    guess, a few are already ahead. Half of the last digit is added to the band.
+    runs, kept_runs: accuracies (runs, epochs). s is at least half of the next epoch's s: while nearly all runs still
+    guess, a few already learn. The band is widened by half a unit in the last printed digit.
     """
     errors, kept_errors = (np.log(np.maximum(1 - np.array(group), LEAST_ERROR)) for group in (runs, kept_runs))
     s = kept_errors.std(0, ddof=1)
@@ -54,17 +54,17 @@ def bands(
 
 
 def decimals(printed: Sequence[float]) -> int:
-    """How many decimals the accuracies of a recipe were printed with."""
+    """The number of decimals with which accuracies were printed."""
     return max(len(str(number).partition(".")[2]) for number in printed)
 
 
 def of_recipe(recipe: str, runs: dict[int, list[float]]) -> list[Band]:
-    """One Band per epoch of what the notebook printed for a recipe. runs: {seed: accuracy by epoch}."""
+    """Compute one Band per epoch for the accuracies that the notebook printed. runs: {seed: accuracy by epoch}."""
     recorded = RECIPES[recipe].test_accuracy
     return bands(list(runs.values()), recorded, list(kept(recipe).values()), decimals(recorded))
 
 
 def among_kept(recipe: str, accuracies: Sequence[float]) -> list[Band]:
-    """One Band per epoch of one of today's runs, around the mean of the kept runs."""
+    """Compute one Band per epoch for one of today's runs, around the mean of the kept runs."""
     kept_runs = list(kept(recipe).values())
     return bands(kept_runs, accuracies, kept_runs, digits=4)

@@ -1,6 +1,6 @@
-"""The lecture's claims about the notebooks, each checked as far as the devices allow.
+"""Checks the lecture's claims about the notebooks, as far as the devices allow.
 
-Accuracies can confirm or refute a claim. Times can confirm it but not refute it, since they depend on the machine.
+Accuracies can confirm or refute a claim. Times can confirm but not refute a claim, because they depend on the machine.
 Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
@@ -23,7 +23,7 @@ from gluon_mgpu.training.replicas import implementation
 from gluon_mgpu.training.settings import Settings
 
 CHECK = "the lecture's claims"
-RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # the one that `batch_size` varies
+RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
 EXAMPLES, SHARES = 100, (80, 20)
 ENOUGH = 3  # seeds that must agree: two could agree by chance
 OF_BATCH_SIZE = (
@@ -36,7 +36,7 @@ OF_BATCH_SIZE = (
 
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
-    """ResNet-18's parameters are on the contexts it was initialized on, and on no others."""
+    """Check that ResNet-18's parameters are only on the contexts on which it was initialized."""
     params = highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values()
     right = len(params) > 0 and all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
@@ -50,7 +50,7 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
 
 
 def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
-    """For devices of unequal speed: the shards have the given sizes, and the update is that of one device."""
+    """Check uneven shards, for devices of unequal speed: their sizes, and that the update is that of one device."""
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
     for impl in ("scratch", "highlevel"):
         one = implementation(impl).Replicas(ctx[:1])
@@ -70,7 +70,7 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
 
 
 def batch_size(experiments: dict[int, list[Result]], cpu: bool) -> Iterator[Finding]:
-    """The claims about a second device and a larger batch. experiments: {seed: what `batch_size.run` returned}."""
+    """Check the claims about a second device and a larger batch. experiments: {seed: result of `batch_size.run`}."""
     runs = [[result.epochs for result in results] for results in experiments.values()]
     curves = [[[e.test_accuracy for e in epochs] for epochs in results] for results in runs]
     kept = list(bands.kept(RECIPE).values())

@@ -1,8 +1,8 @@
-"""How far scratch and highlevel are from the notebook's own code over many steps.
+"""Measures how far scratch and highlevel drift from the notebook's own code over many steps.
 
-The reference is the notebook's code in float64, its parameters rounded to float32 after every step. Everyone else takes
-the same batches, once with each step from the reference's parameters, and once on a path from its first parameters.
-`limits` says how far rounding may lead away from it.
+The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Implementations
+train on the same batches twice: with each step from the reference's parameters, and on a path from its initial
+parameters. `limits` computes how far rounding may lead away from the reference.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ LR = RECIPES["scratch-lenet-fashion-mnist-2gpu"].options["lr"]
 NOTEBOOK = "the notebook's code in float32"
 
 EPSILON = 2.0**-23  # of float32
-POSITIONS = 26 * 26  # terms per example in LeNet's longest sums, the gradients of the first convolution
+POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients of the first convolution
 # Rounding may move the input of a ReLU to the other side of 0, which changes the gradient of one example. That is 1 of
-# n in the batch's mean, and about sqrt(n) times longer than the mean, since gradients point in many directions.
+# n gradients in the mean, and about sqrt(n) times longer than the mean, because gradients point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
-FACTOR = 20  # between the path errors of two correct implementations; it was at most 9 for seeds 1 to 6
+FACTOR = 20  # largest ratio of two correct implementations' path errors; at most 9 for seeds 1 to 6
 
 State = dict[str, np.ndarray]
 
 
 class Drift(NamedTuple):
     step_errors: dict[str, list[float]]  # {name: for each step, the distance from the reference / the step's length}
-    step_limit: float  # of their median; a single one may be RELU_FLIP
-    path_errors: dict[str, list[float]]  # {name: for each step, the distance from the reference / its length}
-    path_limit: float  # of each one
-    moved: float  # by the reference, in lengths of its first parameters
+    step_limit: float  # for the median of step_errors; a single error may be up to RELU_FLIP
+    path_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / the reference's length}
+    path_limit: float  # for each path error
+    moved: float  # the reference's total movement / the length of its initial parameters
 
 
 class Notebook:
-    """The notebook's step with the methods of `Replicas` that are needed here."""
+    """The notebook's step, with the methods of `Replicas` that `measure` calls."""
 
     def __init__(self, ctx: list[Context], dtype: str = "float32") -> None:
         self.ctx, self.dtype = ctx, dtype
@@ -68,7 +68,7 @@ class Notebook:
 
 
 def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
-    """The reference's parameters before the first step and after each one."""
+    """Train the reference. Returns its parameters before the first step and after each step."""
     mx.random.seed(SEED)
     path = [{name: _transposed(p.asnumpy()) for name, p in zip(LENET, notebook.init_params())}]
     exact = Notebook(ctx, "float64")
@@ -80,7 +80,7 @@ def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
 
 
 def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
-    """Compare everyone on two contexts with the reference's path."""
+    """Compare all implementations, on two contexts, with the reference's path."""
     subjects: dict[str, Notebook | Replicas] = {
         NOTEBOOK: Notebook(ctx),
         "scratch": scratch.Replicas(ctx),
@@ -103,11 +103,11 @@ def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
 
 
 def limits(path: list[State], notebook_steps: list[float], notebook_path: list[float]) -> tuple[float, float]:
-    """(step_limit, path_limit), from the reference's path and the errors of the notebook's code in float32.
+    """Compute (step_limit, path_limit) from the reference's path and the errors of the notebook's code in float32.
 
     step_limit: `rounding`, or twice the notebook's error if that is larger, as on GPUs that round to TF32. path_limit:
-    FACTOR times the notebook's error, plus RELU_FLIP in one step. Rounding errors grow along a path, since each flip
-    changes all later steps. How fast depends on the data and the processor, so it is measured.
+    FACTOR times the notebook's error, plus RELU_FLIP in one step. Rounding errors grow along a path, because each
+    flip changes all later steps. How fast they grow depends on the data and the processor, so it is measured.
     """
     expected = [rounding(before, after, BATCH_SIZE * POSITIONS) for before, after in zip(path, path[1:])]
     longest = max(distance(before, after) for before, after in zip(path, path[1:]))
@@ -116,7 +116,7 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
 
 
 def rounding(before: State, after: State, additions: int) -> float:
-    """How far correct float32 steps may be apart, in lengths of the step.
+    """The largest distance between correct float32 steps, relative to the step's length.
 
     Sums of n terms have an error of about EPSILON * sqrt(n). Parameters rounded to float32 differ by at most EPSILON
     times their length.
@@ -125,7 +125,7 @@ def rounding(before: State, after: State, additions: int) -> float:
 
 
 def check(drift: Drift) -> Iterator[Finding]:
-    """Two findings per implementation."""
+    """Yields two findings per implementation."""
     for name in [name for name in drift.step_errors if name != NOTEBOOK]:
         errors = drift.step_errors[name]
         holds = np.median(errors) <= drift.step_limit and max(errors) <= RELU_FLIP
@@ -153,12 +153,12 @@ def _vector(state: State) -> np.ndarray:
 
 
 def _batches(data: Dataset, steps: int, title: str) -> Iterator[tuple[NDArray, NDArray]]:
-    """The same batches for everyone."""
+    """Yields the same batches for each implementation."""
     order = np.random.default_rng(SEED).permutation(len(data.train_labels))[: steps * BATCH_SIZE]
     made = batches(data.train_images, data.train_labels, BATCH_SIZE, order)
     yield from log.progress(iterable=made, total=steps, desc=f"drift: {title}", unit="step")
 
 
 def _transposed(array: np.ndarray) -> np.ndarray:
-    """The notebook's dense weights are (inputs, outputs), ours are (outputs, inputs)."""
+    """Transpose dense weights: the notebook's are (inputs, outputs), ours are (outputs, inputs)."""
     return array.T if array.ndim == 2 else array

@@ -1,7 +1,7 @@
-"""What must be exact: the values that the notebooks print on the way, and what must be equal on which device.
+"""Checks what must match exactly: values that the notebooks print, and arrays that must be equal on all devices.
 
 Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks of
-`scratch` and `highlevel`, and the PyTorch notebook, which scatters.
+`scratch` and `highlevel`, and the PyTorch notebook for scattering.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MODELS = {"scratch": ("lenet",), "highlevel": ("lenet", "lenet-max")}
 EXAMPLES = "printed examples"
 INITIAL = "initial parameters"
 FEED = "what the loop feeds"
-IMAGES = 16  # of MNIST, on 4 devices, as in the notebook
-KS_BOUND = 2.5  # n numbers drawn correctly have a Kolmogorov distance above KS_BOUND / sqrt(n) 7 times in a million
+IMAGES = 16  # MNIST images on 4 devices, as in the notebook
+KS_BOUND = 2.5  # correct samples of n numbers have a Kolmogorov distance above KS_BOUND / sqrt(n) 7 times in a million
 DISTRIBUTIONS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "lenet": ("normal(0, 0.01)", np.vectorize(NormalDist(0, 0.01).cdf)),
     "lenet-max": ("uniform(-0.07, 0.07)", lambda weights: np.clip((weights + 0.07) / 0.14, 0, 1)),
@@ -37,7 +37,7 @@ DISTRIBUTIONS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 def check(ctx: list[Context], mnist: datasets.Dataset, data_dir: str | Path | None) -> Iterator[Finding]:
-    """All findings. ctx: 4 contexts. data_dir: where the loop finds its data."""
+    """Yields all findings. ctx: 4 contexts. data_dir: the folder with the loop's data."""
     for impl in MODELS:
         yield from printed(impl, ctx, mnist)
     for impl in MODELS:
@@ -46,7 +46,7 @@ def check(ctx: list[Context], mnist: datasets.Dataset, data_dir: str | Path | No
 
 
 def printed(impl: str, ctx: list[Context], mnist: datasets.Dataset) -> Iterator[Finding]:
-    """What the notebooks print on 2 and on 4 contexts."""
+    """Check the values that the notebooks print on 2 and on 4 contexts."""
 
     def finding(claim: str, holds: object, evidence: object) -> Finding:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), str(evidence))
@@ -93,7 +93,7 @@ def printed(impl: str, ctx: list[Context], mnist: datasets.Dataset) -> Iterator[
 
 
 def initial(impl: str, ctx: list[Context]) -> Iterator[Finding]:
-    """Weights come from the notebook's distribution, by the Kolmogorov-Smirnov test, and biases are 0."""
+    """Check that weights follow the notebook's distribution, by the Kolmogorov-Smirnov test, and that biases are 0."""
     for model in MODELS[impl]:
         parameters = implementation(impl).Replicas(ctx[:1], Settings(model=model)).parameters()
         distribution, cdf = DISTRIBUTIONS[model]
@@ -113,7 +113,7 @@ def _distance(array: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> flo
 
 
 class Listener(scratch.Replicas):
-    """Records what the loop feeds it, and trains nothing."""
+    """Records what the loop feeds it, without training."""
 
     def __init__(self, ctx: list[Context]) -> None:
         super().__init__(ctx)
@@ -132,7 +132,7 @@ class Listener(scratch.Replicas):
 
 
 def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
-    """In two epochs, the loop feeds each image once per epoch, with its label, in a new order, as the recipe says."""
+    """Check that the loop feeds each image once per epoch, with its label, in a new order, as the recipe says."""
     options = recipes.RECIPES["scratch-lenet-fashion-mnist-2gpu"].options
     settings = Settings(options["batch_size"], options["lr"], dataset=options["dataset"], epochs=2, seed=1)
     data = datasets.load(settings.dataset, data_dir)
@@ -149,7 +149,7 @@ def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
     images, labels = (np.concatenate(arrays) for arrays in zip(*listener.batches))
     seen = _rows(np.rint(images * 255).astype(np.uint8), labels)
     file = _rows(data.train_images, data.train_labels)
-    index = {row: i for i, row in enumerate(file)}  # of duplicates, the last one
+    index = {row: i for i, row in enumerate(file)}  # duplicate images: index of the last one
     in_file = [index[row] for row in file]
     orders = [[index.get(row, -1) for row in epoch] for epoch in (seen[:n], seen[n:])]
     once = all(sorted(order) == sorted(in_file) for order in orders)
@@ -169,7 +169,7 @@ def _rows(images: np.ndarray, labels: np.ndarray) -> list[tuple[bytes, int]]:
 
 
 def _all_equal(replicas: Replicas) -> tuple[bool, str]:
-    """Whether the parameters on all devices are equal, bit for bit, and in words."""
+    """Whether the parameters on all devices are bit-for-bit equal, and a sentence that says so."""
     first, *others = [replicas.parameters(device) for device in range(len(replicas.ctx))]
     unequal = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
     return not unequal, f"{', '.join(sorted(unequal))} differ" if unequal else f"all {len(first)} arrays are equal"

@@ -1,4 +1,4 @@
-"""A claim, whether it holds, and the evidence."""
+"""The result of one check: a claim, whether it holds, and the evidence."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import NamedTuple
 class Finding(NamedTuple):
     check: str  # the group of claims
     claim: str
-    holds: bool | None  # None: this machine cannot show it
+    holds: bool | None  # None: this machine cannot decide it
     evidence: str

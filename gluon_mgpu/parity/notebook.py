@@ -1,6 +1,6 @@
 """The notebook's own code, cell by cell: the reference for `drift` and for the benchmarks.
 
-It uses none of this project's engine settings. Source: "Multi-GPU Computation with Data Parallelism" (Dive into Deep
+It does not use this project's engine settings. Source: "Multi-GPU Computation with Data Parallelism" (Dive into Deep
 Learning, 2019), and `sgd` from the book's helper package.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from gluon_mgpu.runtime import numpy_names
 
-numpy_names.lend()  # MXNet cannot be imported without them
+numpy_names.lend()  # MXNet cannot be imported without these names
 
 from mxnet import Context, autograd, nd  # noqa: E402
 from mxnet.gluon import loss as gloss  # noqa: E402

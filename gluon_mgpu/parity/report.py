@@ -1,4 +1,4 @@
-"""The result of `run` for a reader: the same tables as text and as a web page, which also has pictures."""
+"""Formats the result of `run` as text and as a web page with the same tables and pictures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ img {{ max-width: 100%; }}
 </style>
 <h1>Parity with the notebooks</h1>
 <p class="verdict">{verdict}</p>
-<p>Blue: the accuracies that one more run could have. Parity holds if the notebook's accuracies are among them. Last two
-panels: the distance from the notebook's code in float64.</p>
+<p>The blue bands show the accuracies that one more run could have. Parity holds if the notebook's accuracies are within
+them. The last two panels show the distance from the notebook's code in float64.</p>
 <img alt="test accuracy by epoch for each recipe, and drift by step" src="data:image/png;base64,{picture}">
 {tables}
 </html>
@@ -33,7 +33,7 @@ panels: the distance from the notebook's code in float64.</p>
 
 
 def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-    """(title, rows) of all tables: the accuracies of each recipe, the findings of each check, and what made them."""
+    """Yields (title, rows) per table: each recipe's accuracies, each check's findings, and what produced them."""
     for recipe, facts in result["accuracy"].items():
         header = ["", *(f"epoch {epoch}" for epoch in range(1, len(facts["notebook"]) + 1))]
         rows = [header, ["the notebook", *map(str, facts["notebook"])]]
@@ -47,7 +47,7 @@ def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The verdict and the tables as lines for a terminal."""
+    """Format the verdict and the tables for a terminal."""
     lines = [result["verdict"]]
     for title, rows in tables(result):
         widths = [max(map(len, column)) for column in zip(*rows)]
@@ -57,7 +57,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The verdict, a picture and the tables as one HTML file that needs no others."""
+    """Format the verdict, a picture and the tables as one self-contained HTML file."""
     parts = []
     for title, rows in tables(result):
         parts.append(f"<h2>{escape(title)}</h2>\n<table>")
@@ -69,7 +69,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any]) -> bytes:
-    """A PNG picture: one panel per recipe, and two for the drift."""
+    """Draw a PNG image with one panel per recipe and two for the drift."""
     from matplotlib.figure import Figure
 
     recipes, drift = result["accuracy"], result["drift"]

@@ -1,4 +1,4 @@
-"""All of parity: checks in this process, each training run in its own process, then parity.json and parity.html."""
+"""Runs all checks in this process and each training run in its own, then writes parity.json and parity.html."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gluon_mgpu.parity import bands, claims, drift, examples, report  # noqa: E4
 from gluon_mgpu.parity.finding import Finding  # noqa: E402
 
 ACCURACY = "accuracy"
-DEVICES = 4  # in the largest recipe
+DEVICES = 4  # number of devices in the largest recipe
 RECORDED = tuple(name for name, recipe in RECIPES.items() if recipe.test_accuracy)
 QUICK = ("scratch-lenet-fashion-mnist-2gpu", "gluon-lenet-mnist-4gpu")
 QUICK_SEEDS = (1,)
@@ -45,14 +45,14 @@ def run(
     device: str = "auto",
     data_dir: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Check everything, write parity.json and parity.html to out, and return the content of parity.json.
+    """Run all checks, write parity.json and parity.html to `out`, and return the content of parity.json.
 
     seeds: for each recipe and for the batch-size experiment. quick: train only the recipes of QUICK with one seed, skip
-    the experiment, and write parity-quick.json and parity-quick.html. device, data_dir: as for `train`; "auto" takes
-    GPUs only if there are DEVICES of them. Finished runs of the same code and libraries are skipped: each combination
-    has its own folder in out. A training run that fails becomes a finding.
-    Raises UsageError, before any training, for devices that do not exist and if another parity is writing to out, Error
-    if the data is not available.
+    the experiment, and write parity-quick.json and parity-quick.html. device, data_dir: as for `train`; "auto" uses
+    GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped; each combination
+    has its own folder in `out`. A training run that fails becomes a finding.
+    Raises UsageError, before any training, if devices do not exist or another process is writing to `out`; Error if the
+    data is not available.
     """
     with _locked(out):
         ctx = _contexts(device)
@@ -99,13 +99,13 @@ def run(
 
 
 def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
-    """The page and the numbers that `run` writes."""
+    """The paths of the HTML page and the JSON file that `run` writes."""
     name = "parity-quick" if quick else "parity"
     return Path(out) / f"{name}.html", Path(out) / f"{name}.json"
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One line: everything holds, or how much does not, and the first of it."""
+    """One line: all claims hold, or how many fail, with the first failure."""
     failed = [f"{f.check}: {f.claim} ({f.evidence})" for f in findings if f.holds is False]
     if failed:
         return f"parity FAILS: {len(failed)} of {len(findings)} claims; {failed[0]}"
@@ -115,7 +115,7 @@ def verdict(findings: list[Finding]) -> str:
 
 @contextmanager
 def _locked(out: str | Path) -> Iterator[None]:
-    """Create the folder out and lock it."""
+    """Create the folder `out` and lock it."""
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
@@ -125,13 +125,13 @@ def _locked(out: str | Path) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UsageError(f"out={out}: another parity is writing to it; wait until it ends") from None
+        raise UsageError(f"out={out}: another process is writing there; wait until it ends") from None
     finally:
         os.close(folder)
 
 
 def _contexts(device: str) -> list[Context]:
-    """DEVICES contexts of one kind."""
+    """Choose DEVICES contexts, all GPUs or all CPU contexts."""
     if device == "auto" and 0 < mx.context.num_gpus() < DEVICES:
         log.say(f"parity needs {DEVICES} GPUs, and this machine has fewer: using CPU contexts")
         device = "cpu"
@@ -141,7 +141,7 @@ def _contexts(device: str) -> list[Context]:
 def _train_all(
     recipes: Sequence[str], seeds: Sequence[int], folder: Path, kind: str, data_dir: str | Path | None
 ) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
-    """({recipe: its accuracies and bands}, findings about them and about runs that failed)."""
+    """Train all runs. Returns ({recipe: accuracies and bands}, findings about them and about failed runs)."""
     runs: dict[str, dict[int, list[float]]] = {recipe: {} for recipe in recipes}
     findings = []
     epochs = sum(RECIPES[recipe].options["epochs"] for recipe in recipes) * len(seeds)
@@ -175,7 +175,7 @@ def _train_all(
 
 
 def _within(held: list[bands.Band]) -> tuple[bool, str]:
-    """Whether all epochs are within their bands, and in words."""
+    """Whether all epochs are within their bands, and a sentence that says so."""
     outside = [
         f"epoch {epoch}: {band.recorded:.4g} is not within {band.low:.4f} to {band.high:.4f}"
         for epoch, band in enumerate(held, 1)
@@ -185,7 +185,7 @@ def _within(held: list[bands.Band]) -> tuple[bool, str]:
 
 
 def _version() -> str:
-    """8 digits that stand for this project's code and the libraries: what a training run depends on."""
+    """8 hexadecimal digits that identify what training depends on: this project's code and the libraries."""
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
