@@ -1,6 +1,6 @@
 """`make horovod`: build Horovod for the MXNet of this environment, install it, and check it.
 
-The wheel is kept in the user's cache, so each Python builds it once. It is Horovod's release with PATCHES.
+The wheel is kept in the user's cache, so it is built once per Python. It is a release of Horovod with PATCHES applied.
 """
 
 import importlib.metadata
@@ -26,26 +26,26 @@ from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import checkpoint
 
 HOROVOD = "0.28.1"
-SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of its source archive
-MARK = "gluon.mgpu.2"  # the local part of our wheel's version; change it when PATCHES change
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of the source archive
+MARK = "gluon.mgpu.2"  # local version of our wheel; change it when PATCHES change
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
 PATCHES = (  # (source file, a text in it, the line to insert after the text)
-    # MXNet cannot be imported with a current NumPy otherwise, neither in workers nor in horovodrun, which tries it.
+    # Without this, neither workers nor horovodrun can import MXNet with a current NumPy.
     ("horovod/mxnet/__init__.py", "=====\n", CONFIGURE),
-    # Workers would listen at the address of their host's own name, which is 127.0.1.1 in Debian's /etc/hosts.
+    # Without this, workers listen at the address of their host name, which is 127.0.1.1 in Debian's /etc/hosts.
     (
         "horovod/common/gloo/gloo_context.cc",
         "assert(global_context.IsEnabled());\n",
         "  gloo_iface_ = global_context.gloo_iface_;\n",
     ),
-    # The thread that serves the sockets would spin on the core that the thread with the lock needs.
+    # Without this, the thread that serves the sockets spins on the core that the thread with the lock needs.
     (
         "third_party/gloo/gloo/transport/tcp/pair.cc",
         "std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n",
         "    usleep(50);\n",
     ),
 )
-TOOLS = "cmake >= 3.18, < 4", "setuptools >= 66.1, < 70", "wheel", "packaging"  # newer ones cannot build it
+TOOLS = "cmake >= 3.18, < 4", "setuptools >= 66.1, < 70", "wheel", "packaging"  # newer versions cannot build it
 FLAGS = {
     "HOROVOD_WITH_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
@@ -83,7 +83,7 @@ def version(package):
 
 
 def wheel():
-    """The path of the wheel for this Python and MXNet in the user's cache. Builds it if it is missing or damaged."""
+    """Returns the path of the wheel for this Python and MXNet in the user's cache; builds it if missing or damaged."""
     mxnet = version("mxnet")
     if mxnet is None:
         raise Error("Horovod needs MXNet's CPU wheel, which is not installed: run `make install`")
@@ -97,7 +97,7 @@ def wheel():
 
 
 def is_whole(path):
-    """Whether a wheel exists and its files have their checksums."""
+    """Whether a wheel exists and its files match their checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -177,7 +177,7 @@ def cause(output):
     """The first error in a build's output, or its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for number, line in enumerate(lines):
-        if line.startswith("CMake Error"):  # the next lines say what is wrong
+        if line.startswith("CMake Error"):  # the next lines contain the message
             return " ".join(["CMake:", *itertools.takewhile(lambda x: "Call Stack" not in x, lines[number + 1 :][:4])])
         if re.search(r"\berror: |No space left", line, re.IGNORECASE):
             return line
@@ -185,11 +185,11 @@ def cause(output):
 
 
 def install(path):
-    """Install the wheel and its dependencies. Everything is downloaded first, so installing takes only a second."""
+    """Install the wheel and its dependencies. Downloads everything first, so that installing takes only a second."""
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         pip("download", "--dest", folder, str(path))
         held = signal.SIGINT, signal.SIGTERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, held)  # Ctrl-C takes effect after this second, so nothing is partial
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)  # Ctrl-C takes effect afterwards, so nothing is partial
         try:
             pip("install", "--no-index", "--find-links", folder, str(path))
         finally:
@@ -204,7 +204,7 @@ def pip(*arguments):
 
 
 def check():
-    """Sum an array over two processes; returns a line that says so. Raises Error if that fails."""
+    """Sum an array over two processes; returns a one-line report. Raises Error if it fails."""
     horovodrun = Path(sysconfig.get_path("scripts")) / "horovodrun"
     two = [str(horovodrun), "--gloo", "-np", "2", "-H", "localhost:2", sys.executable, "-c", CHECK]
     failed = f"Horovod {HOROVOD} is installed but does not work"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Show what a run has learned: `python scripts/evaluate.py --help`."""
+"""Show the accuracy of a run, classify images, or export the network: `python scripts/evaluate.py --help`."""
 
 from start import start
 

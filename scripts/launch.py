@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run a training in several processes on this machine: `python scripts/launch.py --help`."""
+"""Train in several processes on this machine: `python scripts/launch.py --help`."""
 
 from start import start
 

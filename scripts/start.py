@@ -1,10 +1,10 @@
-"""Every script here calls `start`, which needs the package to be installed for the Python that runs the script."""
+"""All scripts here call `start`, which requires gluon_mgpu to be installed for the Python that runs them."""
 
 import sys
 
 
 def start(command, module=None):
-    """Run a command. module: the module that defines it; default the command's module in gluon_mgpu.commands."""
+    """Run a command. module: the module that defines it; None: the command's module in gluon_mgpu.commands."""
     try:
         from gluon_mgpu.__main__ import run
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`allreduce`: summing arrays over CPU contexts in several ways, and the bytes that each way has to move.
+"""`allreduce`: sum arrays over CPU contexts in several ways, and count the bytes that each way moves.
 
 A worker, `python -m bench.allreduce JOB`, measures all ways in turn on one number of contexts.
 """
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from mxnet.ndarray import NDArray
 
 CONTEXTS = (1, 2, 4, 8)
-SECONDS = 0.02  # each way sums for so long in each round, and at least once
+SECONDS = 0.02  # in each round, each way sums for at least this long
 
-# What each way does, and the bytes that it reads and writes on k contexts: (a, b) is a * k + b times the array's bytes.
-# A copy moves 2 times the array, an addition 3 times, a sum of k arrays k + 1 times.
+# {way: (bytes it reads and writes on k contexts, what it does)}. (a, b) means a * k + b times the array's bytes. A copy
+# moves 2 times the array, an addition 3 times, a sum of k arrays k + 1 times.
 WAYS = {
-    "star": ((7, -7), "the notebook's: copy each array to the first context and add it there; copy the sum back"),
-    "tree": ((7, -7), "copy and add in pairs, then pairs of pairs; back in the same way"),
-    "add_n": ((5, -3), "copy all arrays to the first context, one sum there; back as in the star"),
+    "star": ((7, -7), "as in the notebook: copy each array to the first context and add it there; copy the sum back"),
+    "tree": ((7, -7), "copy and add in pairs, then in pairs of pairs; copy the sum back in the reverse order"),
+    "add_n": ((5, -3), "copy all arrays to the first context; compute one sum there; copy it back as in star"),
     "slices": ((5, -1), "each context sums a slice, copied from all contexts, and copies it to all"),
     "direct add_n": ((3, -1), "add_n without the copies before the sum; possible on CPU contexts only"),
     "direct slices": ((3, 1), "slices without the copies before the sums; possible on CPU contexts only"),
-    "KVStore local": ((5, 1), "pushpull: copy all arrays to the host's store, one sum there, copy it to all"),
-    "KVStore device": ((5, 1), "the same, with the store of each array on one of the contexts"),
+    "KVStore local": ((5, 1), "pushpull: copy all arrays to the host's store; compute one sum there; copy it to all"),
+    "KVStore device": ((5, 1), "the same, with each array's store on one of the contexts"),
 }
 
 
@@ -52,7 +52,7 @@ def tree(data: list[NDArray]) -> None:
 def add_n(data: list[NDArray], copy: bool = True) -> None:
     """Sum arrays of one shape, one per device, in place: one sum on the first device.
 
-    copy: False reads the arrays where they are. MXNet lets an operator of one CPU context read another one's arrays.
+    copy: False reads the arrays in place. MXNet lets an operator of one CPU context read arrays of another one.
     """
     import mxnet as mx
 
@@ -71,7 +71,7 @@ def slices(data: list[NDArray], copy: bool = True) -> None:
     k = len(data)
     if k == 1:
         return
-    flat = [x.reshape(-1) for x in data]  # the same memory
+    flat = [x.reshape(-1) for x in data]  # shares the memory
     start, parts, sums = 0, [], []
     for i, size in enumerate(devices.shard_sizes(flat[0].size, k)):
         if not size:  # fewer elements than devices
@@ -81,7 +81,7 @@ def slices(data: list[NDArray], copy: bool = True) -> None:
         own_first = parts[i][i:] + parts[i][:i]  # MXNet computes on the context of the first array
         here = [x.as_in_context(data[i].context) for x in own_first] if copy else own_first
         sums.append(mx.nd.add_n(*here))
-    # The engine tracks whole arrays, so a sum written into data would wait for all readers of data: the sums are new
+    # The engine tracks whole arrays, so a sum written into data would wait for all readers of data. So the sums are new
     # arrays. In this order, k devices write into k arrays at the same time.
     for turn in range(k):
         for i, total in enumerate(sums):
@@ -89,7 +89,7 @@ def slices(data: list[NDArray], copy: bool = True) -> None:
 
 
 def pushpull(arrays: list[list[NDArray]], kind: str) -> Callable[[], None]:
-    """A function that sums with a KVStore, with the calls that gluon.Trainer makes."""
+    """Create a function that sums with a KVStore, with the calls that gluon.Trainer makes."""
     import mxnet as mx
 
     store = mx.kv.create(kind)
@@ -127,13 +127,13 @@ def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
 
 
 def moved(way: str, contexts: int) -> int:
-    """How many times an array's bytes a way reads and writes, over all contexts."""
+    """The bytes that a way reads and writes on all contexts together, as a multiple of an array's bytes."""
     a, b = WAYS[way][0]
     return a * contexts + b if contexts > 1 else 0
 
 
 def run(contexts: Sequence[int] = CONTEXTS, rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
-    """Measure all ways, each number of contexts in a process of its own; returns what `table` and `draw` show.
+    """Measure all ways, with a separate process per number of contexts; returns what `table` and `draw` show.
 
     models: networks whose gradients are summed, array by array and as one flat array.
     """
@@ -147,7 +147,7 @@ def run(contexts: Sequence[int] = CONTEXTS, rounds: int = 5, models: Sequence[st
 
 
 def work(contexts: int, models: list[str], rounds: int) -> dict[str, Any]:
-    """Measure all ways at all points, on CPU contexts."""
+    """Measure all ways with all models' gradients, on CPU contexts."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -163,12 +163,12 @@ def work(contexts: int, models: list[str], rounds: int) -> dict[str, Any]:
 
 
 def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> dict[str, list[float]]:
-    """{way: ms of each round}, from the first call until every context holds the sums."""
+    """Measure {way: ms of each round}, from the first call until every context holds the sums."""
     from mxnet import nd
 
-    arrays = [[nd.zeros(shape, c) for c in ctx] for shape in shapes]  # zeros stay finite however often they are summed
+    arrays = [[nd.zeros(shape, c) for c in ctx] for shape in shapes]  # zeros, whose sums stay finite
     functions = ways(arrays)
-    for sum_all in functions.values():  # the first sums allocate memory
+    for sum_all in functions.values():  # warm up: the first sums allocate memory
         sum_all()
     nd.waitall()
     ms: dict[str, list[float]] = {way: [] for way in functions}
@@ -184,10 +184,10 @@ def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> 
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: the ways; for each number of contexts, ms and the GB/s that are moved."""
+    """Format the ways and, for each number of contexts, milliseconds and GB/s moved."""
     lines = [
-        "Gradients summed over CPU contexts, array by array and flat, as one array: from the first call until every",
-        f"context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
+        "Time to sum gradients over CPU contexts, array by array and as one flat array, from the first call until",
+        f"every context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
         "Bytes read and written on k contexts, as multiples of the array's bytes:",
         *(f"  {way:16}{a}k{b:+d}  {about}" for way, ((a, b), about) in WAYS.items()),
     ]
@@ -206,7 +206,7 @@ def _gb_s(way: str, contexts: int, point: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """The times of the networks' gradients, array by array: one panel per network and number of contexts. PNG."""
+    """Draw the times for gradients, array by array, as PNG: one panel per network and number of contexts."""
     panels = {
         f"{point['name']}, {harness.plural(worker['contexts'], 'context')}": point["ms"]
         for worker in result["workers"]

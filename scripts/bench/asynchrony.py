@@ -1,4 +1,4 @@
-"""`async` and `copy`: gluon_mgpu.asynchrony measured in rounds, next to the seconds that its notebook prints.
+"""`async` and `copy`: gluon_mgpu.asynchrony measured in rounds, next to the seconds that the notebook prints.
 
 A worker, `python -m bench.asynchrony JOB`, measures one round.
 """
@@ -14,11 +14,11 @@ from bench.harness import Job
 from gluon_mgpu.runtime import devices, engine
 from gluon_mgpu.training.recipes import ASYNCHRONOUS, PYTORCH
 
-NOTEBOOK = (4000, 50)  # size and products; also the defaults on GPUs
+NOTEBOOK = (4000, 50)  # (size, products); also the defaults on GPUs
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
-BASE = "one device, until they are done"  # what the others are compared with
-ROWS = {  # {what is timed: what its rate counts}, with the names of recipes.ASYNCHRONOUS
+BASE = "one device, until they are done"  # all rows are compared with this one
+ROWS = {  # {what is timed: what its rate counts}; names as in recipes.ASYNCHRONOUS
     "async": {
         "one device, until the calls return": "",
         BASE: "products",
@@ -45,11 +45,11 @@ def run(
 ) -> dict:
     """Measure "async", or "copy" on the first device; returns what `table` and `draw` show.
 
-    gpus, device: as in `devices.contexts`. size: matrices are (size, size), float32. products: per device. If size or
-    products is None: the notebook's on GPUs, fewer on CPU contexts. CPU contexts get one OpenMP thread each.
+    gpus, device: see `devices.contexts`. size: matrices are (size, size), float32. products: number per device. None:
+    the notebook's values on GPUs, smaller ones on CPU contexts. CPU contexts get one OpenMP thread each.
     """
     arguments = {"what": what, "gpus": gpus, "device": device, "size": size, "products": products}
-    # nd.dot takes a temporary space per product; too few, and products wait for those of another device
+    # nd.dot takes one temporary space per product; with too few, products wait for those of another device
     spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * (products or ON_CPU[1]))
     env = harness.environment({**harness.ONE_THREAD, "MXNET_CPU_TEMP_COPY": str(spaces)})
     job = Job("asynchrony", arguments, env, advice="use a smaller --size or fewer --products")
@@ -59,8 +59,8 @@ def run(
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: the seconds of each row, its rate, its ratio to the products of one device; and the seconds
-    that the notebook prints, if the matrices are the notebook's."""
+    """Format each row's seconds, rate, and ratio to one device's products; also the notebook's seconds, if size and
+    products are the same."""
     n, count = result["size"], result["products"]
     base = result["rows"][BASE]
     cells = [["", "seconds", "rate", "x products of one device"]]
@@ -80,7 +80,7 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """A bar per row. PNG."""
+    """Draw one bar per row, as PNG."""
     harness.draw_bars(file, _title(result), {f"seconds {_where(result)}": result["rows"]})
 
 
@@ -95,7 +95,7 @@ def _where(result: dict) -> str:
 
 
 def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | None, products: int | None) -> Any:
-    """One round, after one that warms up; returns the seconds of each row, and where and what was computed."""
+    """Measure one round, after a warm-up round. Returns the seconds of each row, the devices and the sizes."""
     ctx = devices.contexts(gpus, device)[: 1 if what == "copy" else None]
     from gluon_mgpu import asynchrony
 
@@ -116,7 +116,7 @@ def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | No
             found += [run(x_devices, products) for run in (asynchrony.run_one_after_another, asynchrony.run_at_once)]
         return found
 
-    seconds()  # the first time, memory is mapped and a GPU's libraries are loaded
+    seconds()  # warm up: the first call maps memory and loads a GPU's libraries
     return {
         "devices": [str(c) for c in ctx],
         "names": [devices.gpu(c.device_id)[0] if on_gpu else cpu for c in ctx],

@@ -1,4 +1,4 @@
-"""`python scripts/bench.py SUBCOMMAND`: each subcommand is its options and one call."""
+"""`python scripts/bench.py SUBCOMMAND`: the options of each subcommand, and the call that runs it."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ def bench() -> None:
 
 
 def command(name: str, *examples: str) -> Any:
-    """A subcommand. examples: further examples of its options."""
+    """Declare a subcommand. examples: options for further examples."""
     lines = [f"python scripts/bench.py {name}", *(f"python scripts/bench.py {name} {options}" for options in examples)]
     return bench.command(name, cls=common.Command, examples="\n".join(lines))
 
 
 def number(name: str, help: str, default: Any = None, least: int = 1, **options: Any) -> Any:
-    """An option that takes a whole number."""
+    """Declare an option that takes a whole number."""
     kind = click.IntRange(min=least)
     return common.option(name, type=kind, metavar="N", default=default, show_default=True, help=help, **options)
 
 
 def choice(name: str, words: Any, default: Any, help: str, **options: Any) -> Any:
-    """An option that takes one of some words."""
+    """Declare an option that takes one of several words."""
     return common.option(name, type=common.Choice(words), default=default, show_default=True, help=help, **options)
 
 
 def out(files: str) -> Any:
-    return common.option("--out", type=common.FOLDER, metavar="DIR", help=f"A folder for {files}.")
+    return common.option("--out", type=common.FOLDER, metavar="DIR", help=f"Write {files} to this folder.")
 
 
 def rounds(default: int, least: int = 3) -> Any:
-    return number("--rounds", "How often each measurement is repeated.", default, least)
+    return number("--rounds", "Number of times that each measurement is repeated.", default, least)
 
 
 def contexts(note: str) -> Any:
-    return number("--contexts", f"How many CPU contexts; {note}", (1, 2, 4, 8), multiple=True)
+    return number("--contexts", f"Number of CPU contexts; {note}", (1, 2, 4, 8), multiple=True)
 
 
 networks = ("lenet", "resnet18")
 model = choice("--model", networks, networks, "LeNet with batch size 256, ResNet-18 with 64.", multiple=True)
-steps = number("--steps", "Steps per run of LeNet; a tenth of them for ResNet-18.", 100, least=10)
+steps = number("--steps", "Steps per run of LeNet; ResNet-18 runs a tenth of them.", 100, least=10)
 size = common.option(
     "--size",
     type=click.IntRange(min=1, max=46340),
     metavar="M",
-    help="M x M float32 matrices; default 4000 on GPUs, 1000 on CPU contexts. With 4000 and 50 products, as in the "
-    "notebook, its seconds are shown too.",
+    help="Use M x M float32 matrices. Default: 4000 on GPUs, 1000 on CPU contexts. With 4000 and 50 products, as in "
+    "the notebook, its seconds are shown too.",
 )
-products = number("--products", "Products per device; default 50 on GPUs, 20 on CPU contexts.")
+products = number("--products", "Number of products per device. Default: 50 on GPUs, 20 on CPU contexts.")
 
 
 def show(name: str, module: str, out: str | None, **options: Any) -> None:
@@ -86,14 +86,14 @@ def show(name: str, module: str, out: str | None, **options: Any) -> None:
     "--what",
     WHAT,
     ("step", "resnet18"),
-    "step: LeNet's. resnet18: ResNet-18's. overhead: what an epoch costs besides computation. engine: without each of "
-    "the engine's settings. profile: the time of each operator.",
+    "step: a step of LeNet. resnet18: a step of ResNet-18. overhead: the cost of an epoch besides computation. engine: "
+    "steps without single engine settings. profile: the time of each operator.",
     multiple=True,
 )
 @rounds(3)
 @steps
 def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
-    """Time and memory of a step, next to the notebook's code. Each in its own process, in turn."""
+    """Measure time and memory of a step, next to the notebook's code. Each runs in its own process, in turn."""
     from bench import steps as benchmark
 
     for name in what:
@@ -113,28 +113,28 @@ def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
 @rounds(5)
 @out("async.json and async.png")
 def async_command(out: str | None, **options: Any) -> None:
-    """When calls return, and when their work is done. Products of matrices on devices one after another, or at once."""
+    """Measure when calls return and when their work is done. Multiplies matrices on devices in turn or at once."""
     show("async", "asynchrony", out, what="async", **options)
 
 
 @command("copy", "--size 2000 --out runs/bench")
-@common.gpus("1", "The first of these devices is measured.")
+@common.gpus("1", "Measure the first of these devices.")
 @common.device
 @size
 @products
 @rounds(5)
 @out("copy.json and copy.png")
 def copy_command(out: str | None, **options: Any) -> None:
-    """Products of matrices and their copies to the host. After all products, or each as soon as it can."""
+    """Measure matrix products and their copies to the host. Copies after all products, or as early as possible."""
     show("copy", "asynchrony", out, what="copy", **options)
 
 
 @command("allreduce", "--contexts 2 --contexts 4 --out runs/bench")
-@contexts("8 need 3.5 GB of memory.")
+@contexts("8 contexts need 3.5 GB of memory.")
 @rounds(5)
 @out("allreduce.json and allreduce.png")
 def allreduce_command(out: str | None, **options: Any) -> None:
-    """Sums of arrays over CPU contexts, by size and by way."""
+    """Measure ways to sum gradients over CPU contexts."""
     show("allreduce", "allreduce", out, **options)
 
 
@@ -143,18 +143,18 @@ def allreduce_command(out: str | None, **options: Any) -> None:
 @number("--steps", "Steps per run.", 100, least=10)
 @out("partition.json and partition.png")
 def partition_command(out: str | None, **options: Any) -> None:
-    """Three ways to split LeNet over two devices. Their time, the bytes they move, and idle devices."""
+    """Compare three ways to split LeNet over two devices. Shows their time, the bytes they move, and idle devices."""
     show("partition", "partition", out, **options)
 
 
 @command("scaling", "--model lenet --contexts 2 --contexts 16 --out runs/bench")
 @model
-@contexts("1 is always measured too.")
+@contexts("1 is always measured.")
 @rounds(3)
 @steps
 @out("scaling.json and scaling.png")
 def scaling_command(out: str | None, **options: Any) -> None:
-    """Strong and weak scaling over CPU contexts."""
+    """Measure strong and weak scaling over CPU contexts."""
     show("scaling", "scaling", out, **options)
 
 
@@ -163,17 +163,17 @@ def scaling_command(out: str | None, **options: Any) -> None:
     "--what",
     ("speed", "compression"),
     "speed",
-    "compression: bytes sent and accuracy of LeNet on Fashion-MNIST, with and without it.",
+    "speed: time per step. compression: bytes sent and accuracy of LeNet on Fashion-MNIST, with and without it.",
 )
 @model
 @rounds(3)
 @steps
-@number("--epochs", "For compression.", 4)
+@number("--epochs", "For compression: number of epochs.", 4)
 @number("--limit", "For compression: train on the first N examples.")
 @out("distributed.json and distributed.png, or compression.json and compression.png")
 @click.pass_context
 def distributed_command(context: click.Context, what: str, rounds: int, out: str | None, **options: Any) -> None:
-    """2 processes of 1 context against 1 process of 2. Over Horovod and MXNet's parameter servers."""
+    """Compare 2 processes of 1 context with 1 process of 2. Uses Horovod and MXNet's parameter servers."""
     used = {"speed": ("model", "steps"), "compression": ("epochs", "limit")}[what]
     for name, value in options.items():
         if name not in used and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
@@ -193,19 +193,19 @@ def distributed_command(context: click.Context, what: str, rounds: int, out: str
 @click.argument("folder", type=common.FOLDER)
 @out("model.json and model.png")
 def model_command(out: str | None, **options: Any) -> None:
-    """Fit a cost model, and predict clusters. Needs what `allreduce --out` and `scaling --out` left in FOLDER."""
+    """Fit a cost model; predict step times on clusters. FOLDER has results of `allreduce --out` and `scaling --out`."""
     show("model", "model", out, **options)
 
 
 @command("timeline", "--impl highlevel --model resnet18 --out runs/bench")
 @common.impl
 @common.setting("--model", type=common.Choice(MODELS), help="scratch has only lenet.")
-@number("--contexts", "How many CPU contexts.", 2)
-@number("--batch-size", "Over all contexts; default 256, for ResNet-18 64.")
-@number("--steps", "Recorded steps.", 5)
+@number("--contexts", "Number of CPU contexts.", 2)
+@number("--batch-size", "Batch size over all contexts. Default: 256, or 64 for ResNet-18.")
+@number("--steps", "Number of recorded steps.", 5)
 @out("timeline.json, timeline.png and timeline.trace.json, for chrome://tracing and Perfetto")
 def timeline_command(out: str | None, **options: Any) -> None:
-    """What each context does during a few steps, from the engine's profile."""
+    """Record what each context does during a few steps, with the engine's profiler."""
     show("timeline", "timeline", out, **options)
 
 
@@ -216,5 +216,5 @@ def timeline_command(out: str | None, **options: Any) -> None:
 @common.option("--accuracy", is_flag=True, help="Also train LeNet on Fashion-MNIST for 4 epochs with each.")
 @out("peers.json and peers.png")
 def peers_command(out: str | None, **options: Any) -> None:
-    """The same network, data and batches here and in PyTorch. In one process, and distributed."""
+    """Compare with PyTorch on the same network, data and batches. Measures one process, and distributed training."""
     show("peers", "peers", out, **options)

@@ -1,4 +1,4 @@
-"""`distributed --what compression`: what compressed gradients save, and the test accuracy that 2 workers reach.
+"""`distributed --what compression`: the bytes that compressed gradients save, and the accuracy of 2 workers.
 
 A worker, `python -m bench.compression JOB`, is one process of a run that `launch` or horovodrun started.
 """
@@ -18,14 +18,14 @@ from gluon_mgpu.training import datasets
 
 # The thresholds are for gradients summed over a worker's half of the batch: docs/distributed.md.
 KINDS = {"horovod": (None, "fp16"), "dist_sync": (None, "2bit:0.1", "2bit:0.5")}
-SECONDS = 3600  # for one training
+SECONDS = 3600  # time limit per training run
 BATCH_SIZE, LR = 256, 0.2
 
 
 def run(rounds: int = 3, epochs: int = 4, limit: int | None = None) -> dict:
     """Train LeNet on Fashion-MNIST with 2 workers, with each kind of compression; returns what `table` and `draw` show.
 
-    rounds: the seeds are 1 to rounds. limit: as in `Settings`.
+    rounds: trains with the seeds 1 to `rounds`. limit: as in `Settings`.
     """
     datasets.find("fashion-mnist") or datasets.fetch("fashion-mnist")
     kvstores, skipped = distributed.installed()
@@ -44,13 +44,13 @@ def run(rounds: int = 3, epochs: int = 4, limit: int | None = None) -> dict:
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: bytes sent per step and test accuracy, by kind of compression."""
+    """Format bytes sent per step and test accuracy, by kind of compression."""
     some = f"the first {result['limit']} examples of " if result["limit"] else ""
     lines = [
         f"LeNet, scratch, on {some}Fashion-MNIST, 2 workers, batch {BATCH_SIZE}, lr {LR}, "
         f"{harness.plural(result['epochs'], 'epoch')};",
         f"medians of {result['rounds']} seeds (min-max); {harness.machine_line()}",
-        "MB out, in: what worker 0 sends and receives per step, as the kernel counts it.",
+        "MB out, in: megabytes that worker 0 sends and receives per step, as counted by the kernel.",
         *result["skipped"],
     ]
     rows = [["", "MB out, in", "s/epoch", "test accuracy"]]
@@ -60,7 +60,7 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Bars of the bytes that worker 0 sends per step, and of the test accuracy. PNG."""
+    """Draw bars of the bytes that worker 0 sends per step, and of the test accuracy, as PNG."""
     sent = {name: [sent / 1e6 for sent in run["sent_bytes"]] for name, run in result["runs"].items()}
     reached = {name: run["accuracy"] for name, run in result["runs"].items()}
     panels = {"MB sent per step": sent, f"test accuracy after {result['epochs']} epochs": reached}
@@ -68,7 +68,7 @@ def draw(result: dict, file: BinaryIO) -> None:
 
 
 def work(kvstore: str, compress: str | None, epochs: int, limit: int | None, seed: int) -> dict[str, float]:
-    """Train, but for the last, smaller batch of an epoch.
+    """Train, except on the last, smaller batch of each epoch.
 
     Returns the test accuracy, the seconds per epoch, and the bytes that this worker sends and receives per step.
     """
@@ -82,7 +82,7 @@ def work(kvstore: str, compress: str | None, epochs: int, limit: int | None, see
         step = partial(replicas.train_batch, lr=LR, batch_size=BATCH_SIZE)
         orders = [shuffled(len(data.train_labels), seed, epoch) for epoch in range(1, epochs + 1)]
         order = np.concatenate([of_epoch[: steps * BATCH_SIZE] for of_epoch in orders])
-        harness.train(step, data, BATCH_SIZE, order[:BATCH_SIZE], group.part)  # this step also announces the arrays
+        harness.train(step, data, BATCH_SIZE, order[:BATCH_SIZE], group.part)  # also registers the arrays
         start, before = time.perf_counter(), distributed.traffic()
         harness.train(step, data, BATCH_SIZE, order[BATCH_SIZE:], group.part)
         seconds, after = time.perf_counter() - start, distributed.traffic()

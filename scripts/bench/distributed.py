@@ -1,4 +1,4 @@
-"""`distributed`: 2 processes of 1 context each against 1 process of 2 contexts, over Horovod and MXNet's servers.
+"""`distributed`: compare 2 processes of 1 context each with 1 process of 2, with Horovod and MXNet's servers.
 
 A worker, `python -m bench.distributed JOB`, is one process of a run that `launch` or horovodrun started, or runs alone.
 Worker 0 prints the result. Nothing here imports mxnet or Horovod into the calling process.
@@ -31,14 +31,14 @@ LAUNCHERS = {
 }
 
 NOTES = """\
-ratio: examples/s relative to 1 process of 2 contexts in the same round. MB out, in: what worker 0 sends and receives
-per step, as the kernel counts it. Without the exchange: the 2 processes train side by side and sum nothing."""
+ratio: examples/s relative to 1 process of 2 contexts in the same round. MB out, in: megabytes that worker 0 sends and
+receives per step, as counted by the kernel. Without the exchange, the 2 processes train without summing gradients."""
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
-    """Train some models with each implementation in each way, in turn; returns what `table` and `draw` show.
+    """Train the models with each implementation in each setup, in turn; returns what `table` and `draw` show.
 
-    steps: of LeNet. "skipped": a line for each way that cannot be measured here.
+    steps: for LeNet. The result's "skipped" lists, one per line, the setups that cannot be measured here.
     """
     kvstores, skipped = installed()
     ways = {"1 process of 2 contexts": {"kvstore": "local", "exchange": True}}
@@ -59,21 +59,21 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
 
 
 def installed() -> tuple[tuple[str, ...], list[str]]:
-    """The kvstores that can be measured here, and a line for each one that cannot."""
+    """The kvstores that can be measured here, and one line for each kvstore that cannot."""
     if importlib.util.find_spec("horovod"):
         return ("horovod", "dist_sync"), []
     return ("dist_sync",), ["Horovod is not installed and was not measured; `make horovod` builds it"]
 
 
 def job(module: str, kvstore: str, seconds: float = harness.SECONDS, **arguments: Any) -> Job:
-    """One process or 2 workers, of which worker 0 prints the result."""
+    """Create a job of one process, or of 2 workers of which worker 0 prints the result."""
     launcher = (sys.executable, "-m", *LAUNCHERS[kvstore]) if kvstore != "local" else ()
     env = harness.environment({"PYTHONUNBUFFERED": "1"})
     return Job(module, {"kvstore": kvstore, **arguments}, env, launcher, seconds)
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: for each model and implementation, each way with its time, its ratio and what was sent."""
+    """Format, per model and implementation, each setup's time, ratio and bytes sent."""
     lines = [
         f"2 processes of 1 context against 1 process of 2 contexts, medians of {result['rounds']} rounds (min-max);",
         harness.machine_line(),
@@ -91,12 +91,12 @@ def table(result: dict) -> str:
 
 
 def megabytes(run: Run) -> str:
-    """Median MB that worker 0 sent and received per step."""
+    """Format the median MB that worker 0 sent and received per step."""
     return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Bars of the ratios, one panel per model and implementation. PNG."""
+    """Draw bars of the ratios, one panel per model and implementation, as PNG."""
     panels = {}
     for name, series in result["runs"].items():
         one = next(iter(series["ways"].values()))
@@ -111,7 +111,7 @@ def traffic() -> tuple[int, int]:
     """
     sent = received = 0
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # not a TCP socket, or closed meanwhile
+        with contextlib.suppress(OSError):  # not a TCP socket, or already closed
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
@@ -122,7 +122,7 @@ def traffic() -> tuple[int, int]:
 
 
 def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
-    """Time and traffic per step. exchange: False: the processes train side by side and sum nothing."""
+    """Measure time and traffic per step. exchange: False trains the processes without summing gradients."""
     size, warm_up = BATCH_SIZE[model], WARM_UP_STEPS[model]
     steps = max(5, round(steps * STEP_SHARE[model]))
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
@@ -143,7 +143,7 @@ def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dic
 
 
 def main(work: Callable[..., dict[str, Any]]) -> None:
-    """Do what this process of a run is for: serve, or work(**JOB) and, in worker 0, print the result."""
+    """Run this process's role: serve, or call work(**JOB) and, in worker 0, print the result."""
     job = json.loads(sys.argv[1])
     here = process.expect(job["kvstore"])
     if here.role != "worker":

@@ -1,6 +1,6 @@
-"""What all measurements share: worker processes, rounds, training, statistics, tables, and what --out writes.
+"""Code that all measurements share: worker processes, rounds, training, statistics, tables, and --out.
 
-A measurement runs in a process of its own, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings
+A measurement runs in a separate process, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings
 once. ARGUMENTS and the last line that the process prints are JSON. Nothing here imports mxnet into the calling process.
 """
 
@@ -33,18 +33,18 @@ TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch has no ResNet-18
 BATCH_SIZE = {"lenet": 256, "resnet18": 64}
 WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
-STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # of --steps: a step of ResNet-18 computes about 80 times as much
+STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # multiplies --steps; ResNet-18 computes about 80 times as much per step
 LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes; ResNet-18's is 0.1 for a batch of 256
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that change the engine
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-SECONDS = 300  # for one worker
+SECONDS = 300  # time limit per worker
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 
 Subject = TypeVar("Subject", bound=Hashable)
-Run = dict[str, list]  # {what was measured: its value in each round}
-Step = Callable[[Any, Any], list]  # a training step: from X and y to the losses of each shard
+Run = dict[str, list]  # {what was measured: one value per round}
+Step = Callable[[Any, Any], list]  # a training step: takes X and y, returns the losses of each shard
 
 
 # Workers and rounds
@@ -53,7 +53,7 @@ Step = Callable[[Any, Any], list]  # a training step: from X and y to the losses
 def environment(
     settings: Mapping[str, str] | Iterable[tuple[str, str]] = (), without: tuple[str, ...] = SETTINGS
 ) -> dict[str, str]:
-    """The environment of a worker: the user's, without variables that begin with `without`, and with these settings."""
+    """The environment of a worker: the user's, without variables that begin with `without`, plus these settings."""
     users = engine.users_environment()
     kept = {name: value for name, value in users.items() if not name.startswith(without)}
     path = os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")]))
@@ -63,8 +63,8 @@ def environment(
 class Job(NamedTuple):
     """What one worker measures: `python -m bench.MODULE ARGUMENTS`.
 
-    env: default `environment()`. launcher: a command that starts the program. advice: what to do if `seconds` are not
-    enough.
+    env: None: `environment()`. launcher: a command that starts the program. advice: what to do if it takes longer than
+    `seconds`.
     """
 
     module: str
@@ -76,10 +76,10 @@ class Job(NamedTuple):
 
 
 def start(name: str, job: Job) -> dict[str, Any]:
-    """Run a job in a process of its own and return its result, which is the last line that it prints.
+    """Run a job in a separate process and return its result, the last line that it prints.
 
-    name: what is measured, for messages. Raises the worker's own Error or UsageError; Error if it fails in another way
-    or prints no result.
+    name: what is measured, for messages. Raises the worker's own Error or UsageError; Error if it fails in any other
+    way or prints no result.
     """
     command = [*job.launcher, sys.executable, "-m", f"bench.{job.module}", json.dumps(job.arguments)]
     finished = subprocesses.run(command, env=job.env or environment(), seconds=job.seconds)
@@ -92,14 +92,14 @@ def start(name: str, job: Job) -> dict[str, Any]:
 
 
 def main(work: Callable[..., dict[str, Any]]) -> None:
-    """What a worker does: print the result of work(**ARGUMENTS)."""
+    """Print the result of work(**ARGUMENTS). Called in a worker."""
     print(json.dumps(work(**json.loads(sys.argv[1]))), flush=True)
 
 
 def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
-    """{subject: {what: [value of each round]}}, from the results of the jobs, {what: value}.
+    """Run jobs, each of which returns {what: value}. Returns {subject: {what: [value per round]}}.
 
-    Each round runs every job once, so that results of one round can be compared even if the machine's speed changes.
+    Each round runs every job once, so that results of a round can be compared even if the machine's speed changes.
     """
     results: dict[Subject, Run] = {subject: {} for subject in jobs}
     disable = not sys.stderr.isatty()
@@ -119,12 +119,12 @@ def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
 class Trainer(NamedTuple):
     """A network that a worker trains. order: indices of the examples to train on, (n,)."""
 
-    train: Callable[[Dataset, np.ndarray], tuple[float | None, float]]  # returns the mean loss, if known, and seconds
+    train: Callable[[Dataset, np.ndarray], tuple[float | None, float]]  # returns mean loss (or None) and seconds
     accuracy: Callable[[Dataset], float] | None = None  # on the test set
 
 
 def time_steps(trainer: Trainer, model: str, size: int, steps: int) -> dict[str, Any]:
-    """Train on synthetic data, after a warm-up. size: examples per step. steps: of LeNet with its own batch size."""
+    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet, batch 256."""
     steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
     warm_up = WARM_UP_STEPS[model]
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
@@ -135,19 +135,19 @@ def time_steps(trainer: Trainer, model: str, size: int, steps: int) -> dict[str,
 
 def learn(trainer: Trainer, epochs: int, seed: int) -> dict[str, list[float]]:
     """Train on Fashion-MNIST; returns the seconds and the test accuracy of each epoch."""
-    assert trainer.accuracy  # the notebook's code has none
+    assert trainer.accuracy  # None for the notebook's code
     data = datasets.load("fashion-mnist")
     found: dict[str, list[float]] = {"seconds": [], "accuracy": []}
     for epoch in range(1, epochs + 1):
-        order = np.random.default_rng([seed, epoch]).permutation(len(data.train_labels))  # as batches.shuffled
+        order = np.random.default_rng([seed, epoch]).permutation(len(data.train_labels))  # as in batches.shuffled
         found["seconds"].append(trainer.train(data, order)[1])
         found["accuracy"].append(trainer.accuracy(data))
     return found
 
 
 def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
-    """The parameters with all weights drawn from normal(0, 0.01), the same for every trainer; biases and the arrays of
-    batch normalization stay as they are. parameters: {name: NumPy array}, in the order of the layers."""
+    """Draw all weights from normal(0, 0.01), the same for every trainer; keep biases and the arrays of batch
+    normalization. parameters: {name: NumPy array}, in the order of the layers."""
     rng = np.random.default_rng(0)
     return {
         name: 0.01 * rng.standard_normal(p.shape, np.float32) if p.ndim > 1 else p for name, p in parameters.items()
@@ -155,8 +155,8 @@ def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
 
 
 def replicas(impl: str, model: str, contexts: int, *args: Any, **options: Any) -> Any:
-    """An implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. args, options: as
-    Replicas takes them after the settings."""
+    """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. args,
+    options: further arguments of Replicas."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -186,7 +186,7 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
 
 
 def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dict[str, Any]:
-    """The trace of some training steps on synthetic data: see `timeline.Recorder`."""
+    """Record the trace of some training steps on synthetic data; see `timeline.Recorder`."""
     total = timeline.WARM_UP + steps + timeline.AROUND
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
@@ -204,23 +204,23 @@ def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dic
 
 
 def spread(values: Sequence[float], digits: int | None = None) -> str:
-    """Median (min-max). digits: after the point; None: three significant digits."""
+    """Format values as "median (min-max)". digits: number of decimals; None: three significant digits."""
     show = three_digits if digits is None else (lambda value: f"{value:.{digits}f}")
     return f"{show(median(values))} ({show(min(values))}-{show(max(values))})"
 
 
 def three_digits(value: float) -> str:
-    """1234, 123, 12.3, 1.23, 0.123, 0.012."""
+    """Format a number like 1234, 123, 12.3, 1.23, 0.123, 0.012."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
 def ratios(slow: Run, fast: Run, key: str = "step_ms") -> list[float]:
-    """How many times as long one subject took as another, in each round."""
+    """The time of the slow subject divided by the time of the fast one, in each round."""
     return [a / b for a, b in zip(slow[key], fast[key])]
 
 
 def table(rows: Iterable[Sequence[object]]) -> list[str]:
-    """Rows of cells as lines: the first column aligned left, the others right. The first row holds the headings."""
+    """Format rows of cells as lines: the first column aligned left, the rest right. The first row is the header."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(max(map(len, cells)))]
     lines = []
@@ -231,7 +231,7 @@ def table(rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Sequence[float] | str]]]) -> list[str]:
-    """A table of steps. rows: name, batch size, run, and further columns, of ratios (one per round) or text."""
+    """Format a table of steps. rows: name, batch size, run, and more columns: ratios (one per round) or text."""
     cells: list[list[str]] = []
     for name, size, run, columns in rows:
         cells = cells or [[title, "ms/step", "examples/s", *columns, "peak MB"]]
@@ -242,7 +242,7 @@ def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Seq
 
 
 def bars(axes: Axes, values: Mapping[str, Sequence[float]], color: Callable[[str], str] = lambda name: "C0") -> None:
-    """A horizontal bar per name: the median of its values, with a line from the least to the most."""
+    """Draw one horizontal bar per name: the median of its values, with a line from minimum to maximum."""
     for i, (name, of_it) in enumerate(values.items()):
         axes.barh(i, median(of_it), color=color(name))
         axes.plot([min(of_it), max(of_it)], [i, i], color="black", linewidth=1.5)
@@ -257,7 +257,7 @@ def bars(axes: Axes, values: Mapping[str, Sequence[float]], color: Callable[[str
 
 
 def draw_bars(file: BinaryIO, title: str, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """A PNG picture with `bars` in panels below each other. panels: {title: {name: values}}."""
+    """Draw `bars` in a column of panels, as PNG. panels: {title: {name: values}}."""
     from matplotlib.figure import Figure
 
     heights = [len(values) + 2 for values in panels.values()]
@@ -271,12 +271,12 @@ def draw_bars(file: BinaryIO, title: str, panels: Mapping[str, Mapping[str, Sequ
 
 
 def plural(count: int, noun: str) -> str:
-    """The count and its noun: 1 context, 2 contexts."""
+    """Format a count and its noun: 1 context, 2 contexts."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def facts() -> dict[str, Any]:
-    """{name: value} of the machine, the versions, and the engine's settings in this process's environment."""
+    """{name: value} for the machine, the versions, and the engine's settings in this process's environment."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     fields = dict(line.replace("\t", "").split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     flags = fields.get("flags", "").split()
@@ -293,7 +293,7 @@ def facts() -> dict[str, Any]:
 
 
 def machine_line() -> str:
-    """The facts in one line, without the settings."""
+    """Format the facts, without the settings, in one line."""
     found = facts()
     limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
     sets = ", ".join(found["instruction_sets"]) or "no AVX2"
@@ -310,13 +310,13 @@ def _version(package: str) -> str | None:
 
 
 def peak_mb() -> float:
-    """The most memory that this process has used, in MB. getrusage would include the process that started it."""
+    """This process's peak memory in MB. getrusage would include the process that started it."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
 def leave(out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None]) -> None:
-    """Write the result, with the machine's facts, to NAME.json in the folder out, and its picture to NAME.png."""
+    """Write the result, with details of the machine, to NAME.json in `out`, and its picture to NAME.png."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""`model`: a cost model of a data-parallel step, fitted to what `allreduce` and `scaling` measured on this machine.
+"""`model`: a cost model of a data-parallel step, fitted to results of `allreduce` and `scaling` on this machine.
 
-It is fitted to fewer contexts than CHECKED and compared with CHECKED contexts. Then it predicts clusters, which nobody
-measured: every such number is called predicted. Imports no mxnet.
+It is fitted to fewer contexts than CHECKED and compared with CHECKED contexts. Then it predicts step times on clusters,
+which were not measured: every such number is called predicted. Does not import mxnet.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from gluon_mgpu.runtime.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CHECKED = 8  # measurements on at least this many contexts are not fitted to
+CHECKED = 8  # measurements on at least this many contexts are not used for the fit
 
-# In one machine, contexts share the memory, so a sum takes as long as all its operations one after another:
+# On one machine, contexts share the memory, so a sum takes as long as all its operations one after another:
 #   operations * latency + bytes read and written / bandwidth
-# with the bytes of allreduce.moved. The operations on k contexts, per array:
+# with the bytes from allreduce.moved. The number of operations on k contexts, per array:
 OPERATIONS = {
-    "star": lambda k: 3 * (k - 1),  # to the first context: a copy and an addition each; back: a copy each
+    "star": lambda k: 3 * (k - 1),  # one copy and one addition per array to the first context; one copy back
     "tree": lambda k: 3 * (k - 1),
     "slices": lambda k: 2 * k * k,  # for each of k slices: k - 1 copies, a sum, k copies
     "KVStore local": lambda k: 2 * k + 1,  # k copies, a sum, k copies
     "KVStore device": lambda k: 2 * k + 1,
 }
 
-# In a cluster, each device has a link of its own to a switch that never blocks. The link sends one message and receives
-# one at a time; a message of n bytes takes latency + n / bandwidth, the whole gradient is one message, and additions
+# In a cluster, each device has its own link to a switch that never blocks. A link sends one message and receives one
+# at a time; a message of n bytes takes latency + n / bandwidth, the whole gradient is one message, and additions
 # cost nothing (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005, without
 # its term for additions). So an allreduce takes
 #   messages * latency + share * bytes of the gradient / bandwidth
@@ -43,11 +43,11 @@ OPERATIONS = {
 CLUSTER = {
     # one device receives all gradients, then sends the sum to each
     "star": lambda k: (2 * (k - 1), 2 * (k - 1)),
-    # pairs, then pairs of pairs: log2(k) rounds, rounded up; as many back (Thakur et al. 2005)
+    # pairs, then pairs of pairs: log2(k) rounds, rounded up, each way (Thakur et al. 2005)
     "tree": lambda k: (2 * (k - 1).bit_length(), 2 * (k - 1).bit_length()),
-    # k - 1 rounds of reduce-scatter and k - 1 of all-gather, a k-th each (Patarasuk, Yuan 2009)
+    # k - 1 rounds of reduce-scatter and k - 1 of all-gather, each with 1/k of the bytes (Patarasuk, Yuan 2009)
     "ring": lambda k: (2 * (k - 1), 2 * (k - 1) / k),
-    # parameter servers, one per device with a k-th each: push, ask, pull (Li et al. 2014)
+    # parameter servers, one per device, each with 1/k of the bytes: push, request, pull (Li et al. 2014)
     "PS": lambda k: (3 * (k - 1), 2 * (k - 1) / k),
 }
 
@@ -57,7 +57,7 @@ LINKS = {  # (seconds per message, bytes/s each way)
     "10 Gbit/s, 20 us": (20e-6, 10e9 / 8),
     "100 Gbit/s, 2 us": (2e-6, 100e9 / 8),
 }
-SPEEDS = {1: "as fast as one core here", 100: "100 times as fast"}  # devices; 100: the order of magnitude of a GPU
+SPEEDS = {1: "as fast as one core here", 100: "100 times as fast"}  # speed of a device; 100 is about a GPU
 DEVICES = tuple(2**i for i in range(13))  # 1 to 4096
 SHOWN = (8, 64, 512, 4096)  # in the table
 
@@ -72,19 +72,19 @@ def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandw
 
 
 def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
-    """What the three terms of a step's time, in milliseconds, are multiplied by.
+    """The factors of the three terms of a step's time, which are in milliseconds.
 
-    1. What each context adds to a step, whatever the batch: calls, its update, its part of the sum. 2. The time of an
-    example on a core if no other core works. 3. What each other working core adds to that.
+    1. The time that each context adds to a step for any batch size: calls, its update, its part of the sum. 2. The time
+    of an example on a core if no other core works. 3. The time that each additional working core adds to term 2.
     """
     working = min(contexts, cores)
     return [contexts / working, batch_size / working, batch_size * (working - 1) / working]
 
 
 def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The x >= 0 for which rows @ x is nearest to times: least squares of rows @ x / times - 1.
+    """Find x >= 0 for which rows @ x is closest to `times`, by least squares of rows @ x / times - 1.
 
-    The errors are relative because times differ by factors of thousands. rows: (points, terms), times: (points,).
+    The errors are relative because times vary by factors of thousands. rows: (points, terms), times: (points,).
     """
     rows, best = rows / times[:, None], (np.inf, np.zeros(rows.shape[1]))
     for terms in range(1, rows.shape[1] + 1):
@@ -123,7 +123,7 @@ def _read(folder: str | Path, name: str) -> Any:
 
 
 def _model(sums: dict, steps: dict, cores: int, cpu: str) -> dict[str, Any]:
-    points: dict[str, list[dict]] = {}  # of sums
+    points: dict[str, list[dict]] = {}  # {way: its measured sums}
     sizes = {}
     for worker in sums["workers"]:
         k = worker["contexts"]
@@ -147,7 +147,7 @@ def _model(sums: dict, steps: dict, cores: int, cpu: str) -> dict[str, Any]:
 
 
 def _fitted(points: list[dict]) -> dict[str, Any]:
-    """The fitted terms, the points with "modelled_ms" and relative "error", and the median and largest errors."""
+    """Fit the points. Returns the terms, the points with "modelled_ms" and relative "error", and error summaries."""
     rows, ms = np.array([p["row"] for p in points], float), np.array([p["ms"] for p in points], float)
     fitted = np.array([p["contexts"] < CHECKED for p in points])
     if fitted.all() or np.linalg.matrix_rank(rows[fitted]) < min(2, rows.shape[1]) or (ms <= 0).any():
@@ -166,8 +166,8 @@ def _fitted(points: list[dict]) -> dict[str, Any]:
 
 
 def _predict(model: str, terms: list[float], size: int, speed: int, link: str) -> dict[str, Any]:
-    """Weak scaling: each device has the same batch. The allreduce begins after the last gradient, and the next step
-    after the allreduce. A faster device shortens examples, not calls."""
+    """Predict weak scaling: each device has the same batch size. The allreduce starts after the last gradient, and the
+    next step after the allreduce. A faster device reduces the time per example, not the time of calls."""
     compute = terms[0] + harness.BATCH_SIZE[model] * terms[1] / speed
     efficiency = {}
     for way in CLUSTER:
@@ -178,15 +178,15 @@ def _predict(model: str, terms: list[float], size: int, speed: int, link: str) -
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: the fits and their errors, then the best prediction for each cluster."""
+    """Format the fits and their errors, then the best prediction for each cluster."""
     cores = result["cores"]
-    sums = [["sums over k contexts", "latency", "bandwidth", "error, fitted to", "not fitted to"]]
+    sums = [["sums over k contexts", "latency", "bandwidth", "error, fitted", "not fitted"]]
     for way, found in result["sums"].items():
         latency, per_mb = found["terms"]
         bandwidth = f"{1 / per_mb:.1f} GB/s" if per_mb else "no limit"
         sums.append([way, f"{1000 * latency:.1f} us", bandwidth, *_errors(found)])
     working = min(CHECKED, cores)
-    steps = [["steps", "ms per context", "examples/s, 1 core", f"{working} cores", "error, fitted to", "not fitted to"]]
+    steps = [["steps", "ms per context", "examples/s, 1 core", f"{working} cores", "error, fitted", "not fitted"]]
     for name, found in result["steps"].items():
         context, example, shared = found["terms"]
         rates = [f"{1000 * k / (example + (k - 1) * shared):.0f}" for k in (1, working)]
@@ -201,8 +201,8 @@ def table(result: dict) -> str:
         predicted.append([name, f"{case['predicted_compute_ms']:.2f}", *cells])
     return "\n".join(
         [
-            f"A cost model fitted to what bench.py allreduce and scaling measured on {cores} cores of {result['cpu']}.",
-            f"Errors are relative, median (largest); {CHECKED} contexts and more were not fitted to.",
+            f"A cost model fitted to results of bench.py allreduce and scaling on {cores} cores of {result['cpu']}.",
+            f"Errors are relative, median (largest); {CHECKED} or more contexts were not used for the fit.",
             "",
             "FITTED: operations x latency + bytes read and written / bandwidth",
             *harness.table(sums),
@@ -212,7 +212,7 @@ def table(result: dict) -> str:
             "",
             "PREDICTED, NOT MEASURED: efficiency of clusters with the best way to sum",
             "Each device has its own link, which sends one message and receives one at a time; nothing overlaps with",
-            "the sum. Links and speeds are assumed; 100 times is a GPU's order of magnitude.",
+            "the sum. Links and speeds are assumptions; 100 times is about the speed of a GPU.",
             *harness.table(predicted),
         ]
     )
@@ -222,13 +222,13 @@ def _errors(found: dict) -> list[str]:
     return [f"{found[key][0]:.0%} ({found[key][1]:.0%})" for key in ("fitted_error", "checked_error")]
 
 
-COLORS = {"star": "#000000", "tree": "#e69f00", "ring": "#0072b2", "PS": "#cc79a7"}  # Okabe and Ito's
+COLORS = {"star": "#000000", "tree": "#e69f00", "ring": "#0072b2", "PS": "#cc79a7"}  # Okabe and Ito's palette
 STYLES = {"star": ":", "tree": "-.", "ring": "-", "PS": "--"}
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Left, modelled against measured; right, predicted efficiency by devices: a row per network and speed, a column
-    per link. PNG."""
+    """Draw a PNG image. Left: modelled against measured times. Right: predicted efficiency by number of devices, with
+    one row per network and speed and one column per link."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(17, 11), layout="constrained")
@@ -259,7 +259,7 @@ def draw(result: dict, file: BinaryIO) -> None:
 
 
 def _scatter(axes: Axes, title: str, fits: dict[str, dict]) -> None:
-    """Modelled against measured ms; filled if not fitted to, hollow if fitted to."""
+    """Draw modelled against measured ms: hollow markers for points used in the fit, filled markers for the rest."""
     for (name, found), color, marker in zip(fits.items(), (*COLORS.values(), "#009e73"), "osDv^"):
         for p in found["points"]:
             face = "none" if p["contexts"] < CHECKED else color
@@ -270,6 +270,6 @@ def _scatter(axes: Axes, title: str, fits: dict[str, dict]) -> None:
     axes.plot(ends, ends, color="gray", linewidth=1, zorder=0)
     axes.fill_between(ends, [e / 1.25 for e in ends], [1.25 * e for e in ends], color="gray", alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modelled, ms")
-    note = f"filled: {CHECKED} contexts, not fitted to; hollow: fitted to; gray: within a quarter"
+    note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a quarter"
     axes.set_title(f"{title}\n{note}", fontsize="small")
     axes.legend(fontsize="small")

@@ -1,4 +1,4 @@
-"""`partition`: the three ways to split LeNet over devices, with their time, the bytes they move, and idle devices.
+"""`partition`: compare three ways to split LeNet over devices: time, bytes moved, and idle devices.
 
 A worker, `python -m bench.partition JOB`, trains on synthetic data.
 """
@@ -21,7 +21,7 @@ WARM_UP_STEPS = 10
 RECORDED_STEPS = 20
 LR = 0.01
 
-PARAMETERS = 200 + 25050 + 102528 + 1290  # LeNet's, layer by layer
+PARAMETERS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, layer by layer
 ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # outputs of each layer, per example
 PIXELS = 28 * 28
 
@@ -36,12 +36,12 @@ WAYS = {  # {name: arguments of `work`}
 
 
 def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
-    """Measure some of WAYS in turn; returns what `table` and `draw` show. steps: timed steps per run.
+    """Measure the named entries of WAYS in turn; returns what `table` and `draw` show. steps: timed steps per run.
 
-    For each way the result has "step_ms" and "idle" (the share of each device) of each round, the latter from further
-    steps with the engine's profiler; and the bytes of one step that `bytes_moved` computes.
+    For each way, the result has "step_ms" and "idle" (each device's idle share) per round, and the bytes from
+    `bytes_moved`. "idle" is measured in additional steps, with the engine's profiler.
     """
-    env = harness.environment(harness.ONE_THREAD)  # also on one context, which could have more
+    env = harness.environment(harness.ONE_THREAD)  # even for one context, which could use more
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
     ways = []
     for name, run in harness.measure(jobs, rounds).items():
@@ -51,23 +51,23 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
 
 
 def bytes_moved(way: str, devices: int, n: int) -> tuple[int, int]:
-    """Bytes that a step on n examples copies between devices, and from the host to devices that are not CPU contexts.
+    """The bytes that a step on n examples copies between devices, and from the host to devices (unless they are CPUs).
 
-    Numbers are float32. tests/test_partition.py counts the copies.
+    Values are float32. tests/test_partition.py counts the copies.
     """
     labels, images, others = n, n * PIXELS, devices - 1
     if way == "data parallelism":  # each other device sends its gradients to the first one and receives the sums
         return 4 * 2 * others * PARAMETERS, 4 * (images + labels)
     if way == "network partitioning":  # activations at each cut, and their gradients back
         return 4 * 2 * n * sum(ACTIVATIONS[:others]), 4 * (images + labels)
-    # Each device sends its channels to all others and receives a gradient of them from each. The scores, of which the
-    # first device computes 10 / devices itself, go to the first device only.
+    # Each device sends its channels to every other device and receives a gradient of them from each. Scores are sent
+    # only to the first device, which computes 10 / devices of them itself.
     scores = 10 - -(-10 // devices)
     return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores), 4 * (devices * images + labels)
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: ms and MB per step of each way, and the idle share of each device."""
+    """Format ms and MB per step of each way, and the idle share of each device."""
     rows = [["", "ms/step", "MB between devices", "MB from host", "% idle, by device"]]
     for way in result["ways"]:
         idle = " ".join(f"{100 * median(shares):3.0f}" for shares in zip(*way["idle"]))
@@ -78,7 +78,7 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Bars of the time of a step and of the bytes that it moves. PNG."""
+    """Draw bars of the time of a step and of the bytes that it moves, as PNG."""
     times = {way["name"]: way["step_ms"] for way in result["ways"]}
     moved = {way["name"]: [way["bytes_between"] / 1e6] for way in result["ways"]}
     title = f"LeNet split over devices, a training step of {result['batch_size']} examples"
@@ -86,7 +86,7 @@ def draw(result: dict, file: BinaryIO) -> None:
 
 
 def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:
-    """{"step_ms", "idle": share of each device} of a way of partition.WAYS on CPU contexts."""
+    """Measure one entry of partition.WAYS on CPU contexts; returns {"step_ms", "idle": each device's idle share}."""
     engine.configure(contexts)
     import mxnet as mx
 

@@ -1,7 +1,7 @@
-"""`peers`: the same network, data, batches and arithmetic here and in PyTorch, on the same cores, in turn.
+"""`peers`: compare with PyTorch on the same network, data, batches, arithmetic and cores, in turn.
 
-Workers of `steps` train ours and the notebook's code, workers of `torch_peers` PyTorch's networks. Nothing here imports
-mxnet or torch into the calling process.
+Workers of `steps` train our networks and run the notebook's code; workers of `torch_peers` train PyTorch's networks.
+Nothing here imports mxnet or torch into the calling process.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SCRATCH, HIGHLEVEL = "scratch, 2 contexts", "highlevel, 2 contexts"
 LEARNERS = (PYTORCH, DDP, SCRATCH, HIGHLEVEL)
 
 NOTES = """\
-A step: making the float32 batch from uint8 images in a shuffled order, forward, loss, backward, allreduce, update, and
-reading the losses. Not included: the start, compiling, the first steps; and for the notebook's code, which waits for
-every step and reads no loss, making the batches. DDP: DistributedDataParallel over gloo with gradient_as_bucket_view,
-static_graph, and the default buckets. peak MB: of DDP the sum over both processes, which counts shared pages twice.
-loss: the mean over the steps, which is the same for all."""
+A step includes making the float32 batch from uint8 images in a shuffled order, forward, loss, backward, allreduce,
+update, and reading the losses. It excludes startup, compiling and the first steps; for the notebook's code, which waits
+for every step and reads no loss, also making the batches. DDP is DistributedDataParallel over gloo with
+gradient_as_bucket_view, static_graph and the default buckets. peak MB: for DDP, the sum over both processes, which
+counts shared pages twice. loss: the mean over the steps, which is the same for all."""
 
 
 def run(
@@ -51,10 +51,10 @@ def run(
     epochs: int = 4,
     seed: int = 1,
 ) -> dict:
-    """Measure all subjects of some models in turn; returns what `table` and `draw` show.
+    """Measure all subjects of the models in turn; returns what `table` and `draw` show.
 
-    steps: of LeNet, in each round. accuracy: also train LeNet on Fashion-MNIST for some epochs with PyTorch and ours,
-    from the same parameters and in the order that the seed gives.
+    steps: for LeNet, in each round. accuracy: also train LeNet on Fashion-MNIST for `epochs` epochs with PyTorch and
+    our code, from the same parameters and in the order determined by the seed.
     Raises Error if PyTorch, a compiler for it, or the data is missing, or if a worker fails.
     """
     _check_torch()
@@ -73,7 +73,7 @@ def run(
 
 
 def jobs(model: str, compiled: str, mode: str, **arguments: int) -> dict[str, Job]:
-    """{name: job} of all subjects. compiled: a folder for what torch.compile makes. mode: "time" or "learn"."""
+    """Create {name: job} for all subjects. compiled: folder for the files of torch.compile. mode: "time" or "learn"."""
     notebook = [Subject("notebook", 2)] if model == "lenet" else []
     two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]
     found = {str(subject): subject.job(mode, **arguments) for subject in notebook}
@@ -88,8 +88,8 @@ def jobs(model: str, compiled: str, mode: str, **arguments: int) -> dict[str, Jo
 
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
-    settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files, too
-    if threads > 1:  # as ours on one context; else a little other work on the cores slows it several times
+    settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files there
+    if threads > 1:  # as ours on one context; otherwise, a little other work on the cores makes it much slower
         settings["GOMP_SPINCOUNT"] = engine.SPINS
     return harness.environment(settings, without=(*harness.SETTINGS, *TORCH_SETTINGS))
 
@@ -103,14 +103,14 @@ def _check_torch() -> None:
 
 
 def fastest_torch(runs: dict[str, Run]) -> tuple[str, list[float]]:
-    """The variant of PyTorch that is fastest relative to highlevel, and how many times as long it takes, per round."""
+    """The fastest variant of PyTorch, and its time relative to highlevel, per round."""
     against = {name: ratios(run, runs[HIGHLEVEL]) for name, run in runs.items() if name.startswith((PYTORCH, DDP))}
     fastest = min(against, key=lambda name: median(against[name]))
     return fastest, against[fastest]
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: for each model, subjects with their times, ratios and memory; then what was learned."""
+    """Format, for each model, the subjects' times, ratios and memory; then the accuracies."""
     lines = [harness.machine_line(), NOTES]
     for model, runs in result["models"].items():
         rows = []
@@ -135,8 +135,8 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Examples per second of each subject, one panel per model below each other; below them test accuracy by seconds of
-    training, if it was measured. PNG."""
+    """Draw examples per second of each subject, one panel per model, as PNG. If test accuracy was measured, the last
+    panel shows it by seconds of training."""
     from matplotlib.figure import Figure
 
     heights = [len(runs) for runs in result["models"].values()] + [9] * ("accuracy" in result)

@@ -1,4 +1,4 @@
-"""`scaling`: strong and weak scaling of a training step over CPU contexts. One context has one OpenMP thread.
+"""`scaling`: strong and weak scaling of a training step over CPU contexts, with one OpenMP thread each.
 
 Each point is measured by a worker of `steps`.
 """
@@ -20,10 +20,10 @@ CONTEXTS = (1, 2, 4, 8)
 def run(
     model: Sequence[str] = tuple(TITLE), contexts: Sequence[int] = CONTEXTS, rounds: int = 3, steps: int = 100
 ) -> dict:
-    """Train some models on each number of contexts in turn; returns what `table` and `draw` show.
+    """Train the models on each number of contexts in turn; returns what `table` and `draw` show.
 
-    Strong scaling: all contexts together have the batch of `steps`; weak: each context has. contexts: 1 is always
-    measured too, since all others are compared with it. steps: per run, of LeNet with its own batch size.
+    Strong scaling: all contexts together share the batch; weak scaling: each context has a whole batch. contexts: 1 is
+    always measured, as the basis of comparison. steps: per run of LeNet with batch size 256.
     """
     subjects = {
         (impl, name, kind, k): subject(impl, name, kind, k)
@@ -41,25 +41,25 @@ def run(
 
 
 def subject(impl: str, model: str, kind: str, k: int) -> Subject:
-    """What a worker of `steps` measures. With one context, strong and weak scaling are the same."""
+    """The Subject that a worker of `steps` measures. With one context, strong and weak scaling are the same."""
     found = Subject(impl, k, model=model, batches=k if kind == "weak" else 1)
     return one_thread(found) if k == 1 else found
 
 
 def efficiencies(one: dict, many: dict, cores: int) -> list[float]:
-    """For each round: examples/s of many contexts relative to one's, divided by the cores that they can use."""
+    """Per round, the examples/s of many contexts relative to one context, divided by the cores that they can use."""
     grown = many["batch_size"] / one["batch_size"]
     return [grown * ratio / min(many["contexts"], cores) for ratio in harness.ratios(one, many)]
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: for each model, implementation and kind, the time and efficiency by number of contexts."""
+    """Format, per model, implementation and kind, the time and efficiency by number of contexts."""
     cores = result["cores"]
     lines = [
         f"A training step on CPU contexts, medians of {result['rounds']} rounds (min-max);",
         f"{harness.machine_line()}",
-        "strong: one batch size for all contexts together; weak: for each context. efficiency: examples/s relative to",
-        f"one context with one thread, divided by the number of contexts, or of cores ({cores}) if that is smaller.",
+        "strong: all contexts share one batch; weak: each context has a batch. efficiency: examples/s relative to one",
+        f"context with one thread, divided by the number of contexts or cores ({cores}), whichever is smaller.",
     ]
     for (model, impl, kind), runs in _series(result).items():
         rows = []
@@ -71,7 +71,7 @@ def table(result: dict) -> str:
 
 
 def _series(result: dict) -> dict[tuple[str, str, str], list[dict]]:
-    """{(model, impl, kind): its runs, by number of contexts}"""
+    """Group runs: {(model, impl, kind): runs, ordered by number of contexts}."""
     series: dict[tuple[str, str, str], list[dict]] = {}
     for run in result["runs"]:
         series.setdefault((run["model"], run["impl"], run["kind"]), []).append(run)
@@ -79,8 +79,8 @@ def _series(result: dict) -> dict[tuple[str, str, str], list[dict]]:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Above, examples/s by contexts, and what the cores could do at one context's rate; below, the efficiency. One
-    column per model. PNG."""
+    """Draw a PNG image with one column per model. Top: examples/s by number of contexts, and one context's rate times
+    the cores in use. Bottom: the efficiency."""
     from matplotlib.figure import Figure
 
     models, cores = list(dict.fromkeys(run["model"] for run in result["runs"])), result["cores"]

@@ -1,4 +1,4 @@
-"""`steps`: speed and memory of the training step next to the notebook's code, in separate processes, in turn.
+"""`steps`: speed and memory of the training step, next to the notebook's code, in separate processes, in turn.
 
 A worker, `python -m bench.steps JOB`, works on synthetic data. docs/performance.md and docs/engine.md have the results.
 """
@@ -36,7 +36,7 @@ GLIBC = (
 
 
 class Subject(NamedTuple):
-    """One thing to measure: an implementation on a number of contexts, perhaps with other settings than its own."""
+    """One thing to measure: an implementation on a number of contexts, perhaps with changed settings."""
 
     impl: str  # "scratch", "highlevel", or "notebook" for the notebook's own code
     contexts: int
@@ -54,7 +54,7 @@ class Subject(NamedTuple):
         return BATCH_SIZE[self.model] * self.batches
 
     def job(self, mode: str, **arguments: Any) -> Job:
-        """What a worker measures of the subject. mode: a key of MODES."""
+        """Create the job of a worker that measures the subject. mode: a key of MODES."""
         arguments = {"mode": mode, "subject": self, **arguments}
         advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
         return Job("steps", arguments, harness.environment(self.settings), seconds=900, advice=advice)
@@ -79,7 +79,7 @@ def _engine(impl: str) -> tuple[Subject, ...]:
 
 
 NOTEBOOK = (Subject("notebook", 2), Subject("notebook", 1))
-SUBJECTS = {  # in groups, of which each is compared with its first subject
+SUBJECTS = {  # in groups; subjects are compared with the first one of their group
     "step": [(*NOTEBOOK, *_scaled(Subject("scratch", 1)), *_scaled(Subject("highlevel", 1)))],
     "resnet18": [_scaled(Subject("highlevel", 1, model="resnet18"))],
     "engine": [_engine("scratch"), (*_engine("highlevel"), Subject("highlevel", 2, "not tuned", tune=False))],
@@ -87,12 +87,12 @@ SUBJECTS = {  # in groups, of which each is compared with its first subject
 
 
 def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Run]:
-    """Time training steps: see `harness.time_steps`. steps: per run, of LeNet with its own batch size."""
+    """Time training steps; see `harness.time_steps`. steps: per run of LeNet with batch size 256."""
     return harness.measure({subject: subject.job("time", steps=steps) for subject in subjects}, rounds)
 
 
 def speeds(what: str, rounds: int = 3, steps: int = 100) -> str:
-    """Lines for a terminal: the speed of SUBJECTS[what]."""
+    """Measure SUBJECTS[what]. Returns a table for a terminal."""
     groups = SUBJECTS[what]
     results = measure(itertools.chain(*groups), rounds, steps)
     lines = [f"Medians of {rounds} rounds (min-max); {harness.machine_line()}"]
@@ -105,7 +105,7 @@ def speeds(what: str, rounds: int = 3, steps: int = 100) -> str:
 
 
 def profile(steps: int = 50) -> str:
-    """Lines for a terminal: the milliseconds per step that each operator takes, from the engine's profile."""
+    """Measure the milliseconds per step of each operator with the engine's profiler. Returns a table."""
     settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # operators one by one, not in bulk
     impls = ("notebook", "scratch", "highlevel")
     jobs = {impl: Subject(impl, 1, settings=settings).job("profile", steps=steps) for impl in impls}
@@ -116,13 +116,13 @@ def profile(steps: int = 50) -> str:
         if slowest[name] >= 0.05:
             rows.append([name, *(f"{ms.get(name, 0):.2f}" for ms in times.values())])
     rows.append(["all", *(f"{sum(ms.values()):.2f}" for ms in times.values())])
-    title = f"ms/step on 1 context with 1 thread, operators of 0.05 ms and more; {harness.machine_line()}"
+    title = f"ms/step on 1 context with 1 thread, operators of at least 0.05 ms; {harness.machine_line()}"
     return "\n".join([title, *harness.table(rows)])
 
 
 def overhead(rounds: int = 3, epochs: int = 3) -> str:
-    """Lines for a terminal: how long an epoch takes with all that a run writes, for which share of it the contexts are
-    idle, and the CPU time of Python's thread, which costs no time if a core is free for it."""
+    """Measure the time of an epoch, including all that a run writes, the idle share of contexts, and the CPU time of
+    Python's thread, which does not slow training if a core is free. Returns a table."""
     alone, two = one_thread(Subject("highlevel", 1)), Subject("highlevel", 2)
     examples = {alone: 15000, two: 15000, two._replace(model="resnet18"): 640}
     jobs = {subject: subject.job("overhead", epochs=epochs, examples=n) for subject, n in examples.items()}
@@ -136,7 +136,7 @@ def overhead(rounds: int = 3, epochs: int = 3) -> str:
 
 
 def trainer(subject: Subject) -> Trainer:
-    """The subject's network, on contexts of this process."""
+    """Create a Trainer of the subject's network on contexts of this process."""
     if subject.impl == "notebook":
         return _notebook(subject)
     options = {} if subject.tune else {"tune": False}
@@ -157,11 +157,11 @@ def trainer(subject: Subject) -> Trainer:
 
 
 def _notebook(subject: Subject) -> Trainer:
-    """The notebook's own code. Only its inner loop is timed: making the batches does not count."""
-    notebook = importlib.import_module("gluon_mgpu.parity.notebook")  # before mxnet, which does not import without it
+    """Create a Trainer of the notebook's own code. It times only the inner loop, not making the batches."""
+    notebook = importlib.import_module("gluon_mgpu.parity.notebook")  # before mxnet: mxnet needs it
     import mxnet as mx
 
-    def other_way(p: np.ndarray) -> np.ndarray:  # its dense weights are (inputs, outputs)
+    def other_way(p: np.ndarray) -> np.ndarray:  # the notebook's dense weights are (inputs, outputs)
         return p.T if p.ndim == 2 else p
 
     ctx = [mx.cpu(i) for i in range(subject.contexts)]
@@ -184,13 +184,13 @@ def _notebook(subject: Subject) -> Trainer:
 
 
 def _profile(subject: Subject, steps: int) -> dict[str, float]:
-    """{operator: milliseconds per step}, from MXNet's own statistics."""
+    """Measure {operator: milliseconds per step} with MXNet's profiler."""
     measured = trainer(subject)
     import mxnet as mx
 
     data, order = datasets.synthetic(steps * subject.size, 100, seed=0), np.arange(steps * subject.size)
     measured.train(data, order)
-    with tempfile.TemporaryDirectory() as folder:  # the profiler writes a file in any case
+    with tempfile.TemporaryDirectory() as folder:  # the profiler always writes a file
         file = os.path.join(folder, "profile.json")
         mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=file)
         mx.profiler.set_state("run")
@@ -201,9 +201,9 @@ def _profile(subject: Subject, steps: int) -> dict[str, float]:
 
 
 def _overhead(subject: Subject, epochs: int, examples: int) -> dict[str, float]:
-    """Seconds per epoch, and as shares of them: CPU time of Python's thread, and the idle time of the contexts.
+    """Measure seconds per epoch and, as shares of them, the CPU time of Python's thread and the contexts' idle time.
 
-    They are the difference between two runs, of which one has `epochs` more: the start of a run does not count.
+    Subtracts a short run from a run with `epochs` more epochs, so that the start of a run does not count.
     """
     from gluon_mgpu import highlevel
 

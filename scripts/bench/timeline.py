@@ -1,4 +1,4 @@
-"""`timeline`: what each context does during a few training steps, from the engine's profile.
+"""`timeline`: record what each context does during a few training steps, with the engine's profiler.
 
 The worker, `python -m bench.timeline JOB`, trains on synthetic data.
 """
@@ -15,7 +15,7 @@ from bench.harness import BATCH_SIZE, TITLE, Job
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets, timeline
 
-UNRECORDED = 4  # times as many steps are timed without the profile
+UNRECORDED = 4  # ratio of steps timed without the profiler to recorded steps
 
 
 def run(
@@ -27,8 +27,8 @@ def run(
 ) -> dict:
     """Record `steps` training steps on CPU contexts; returns `timeline.summary` and the trace.
 
-    batch_size: over all contexts; default: the model's in `bench.py steps`. "unrecorded_step_ms" is the mean of steps
-    without the profile. Raises UsageError for what cannot be trained or recorded.
+    batch_size: over all contexts; None: as in `bench.py steps`. "unrecorded_step_ms" is the mean time of steps without
+    the profiler. Raises UsageError if the arguments are invalid.
     """
     size = batch_size or BATCH_SIZE.get(model, BATCH_SIZE["lenet"])
     if size < contexts:
@@ -39,7 +39,7 @@ def run(
 
 
 def table(result: dict) -> str:
-    """Lines for a terminal: for each context, the milliseconds per step in each phase, and its idle share."""
+    """Format, for each context, the milliseconds per step in each phase, and its idle share."""
     steps, columns = len(result["step_ms"]), (*timeline.PHASES, "idle")
     rows = [[f"ms/step, mean of {steps} recorded", *columns, "idle share"]]
     for context, seconds in result["contexts"].items():
@@ -54,7 +54,7 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """The trace. PNG."""
+    """Draw the trace as PNG."""
     timeline.draw(result["trace"], file, _note(result))
 
 
@@ -64,7 +64,7 @@ def _note(result: dict) -> str:
 
 
 def work(impl: str, model: str, contexts: int, batch_size: int, steps: int) -> dict[str, Any]:
-    """The trace, what was trained, and how long a step took without recording."""
+    """Record steps. Returns the trace, its title, and the time of a step without recording."""
     replicas = harness.replicas(impl, model, contexts)
     step = partial(replicas.train_batch, lr=0.01)
     about = f"{TITLE.get(model, model)}, {impl}, {harness.plural(contexts, 'context')}, batch {batch_size}"

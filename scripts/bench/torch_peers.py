@@ -1,7 +1,7 @@
-"""PyTorch's side of `peers`: the same networks, and a worker that trains one; the only module that imports torch.
+"""PyTorch's side of `peers`: the same networks, and a worker that trains one. Only this module imports torch.
 
 A worker, `python -m bench.torch_peers JOB`, starts the processes of DistributedDataParallel itself. It never imports
-mxnet, which brings another OpenMP.
+mxnet, which would load a second OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.harness import BATCH_SIZE, LR, Dataset, Trainer
 
 
 def lenet() -> nn.Sequential:
-    """`highlevel.lenet` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
+    """Create `highlevel.lenet` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
     return nn.Sequential(
         nn.Conv2d(1, 20, 3),
         nn.ReLU(inplace=True),
@@ -42,7 +42,7 @@ def lenet() -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """`networks.Residual` in PyTorch. BatchNorm's defaults are Gluon's: epsilon 1e-5, and momentum 0.1 means 0.9."""
+    """`networks.Residual` in PyTorch. BatchNorm has Gluon's defaults: epsilon 1e-5; momentum 0.1 is Gluon's 0.9."""
 
     def __init__(self, inputs: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Residual(nn.Module):
 
 
 def resnet18() -> nn.Sequential:
-    """`networks.resnet18` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
+    """Create `networks.resnet18` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
     stages, inputs = [], 64
     for channels in (64, 128, 256, 512):
         stages += [Residual(inputs, channels, 1 + (channels > 64)), Residual(channels, channels, 1)]
@@ -72,10 +72,10 @@ MODELS = {"lenet": lenet, "resnet18": resnet18}
 
 
 def network(model: str) -> nn.Module:
-    """A network with the parameters from which every subject of `peers` starts."""
+    """Create a network with the initial parameters that all subjects of `peers` share."""
     net = MODELS[model]()
     for name, p in net.named_parameters():
-        if name.endswith("bias"):  # PyTorch draws those of convolutions and dense layers
+        if name.endswith("bias"):  # PyTorch draws biases of convolutions and dense layers at random
             nn.init.zeros_(p)
     load(net, harness.initial({name: p.detach().numpy() for name, p in net.named_parameters()}))
     return net
@@ -83,7 +83,7 @@ def network(model: str) -> nn.Module:
 
 @torch.no_grad()
 def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
-    """Copy arrays, {any name: NumPy array} in the order of the network's parameters, into it."""
+    """Copy arrays, {any name: NumPy array}, into the network's parameters, in the same order."""
     for p, array in zip(net.parameters(), arrays.values()):
         p.copy_(torch.from_numpy(array))
 
@@ -91,12 +91,12 @@ def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
 def trainer(
     rank: int, model: str, processes: int, threads: int, channels_last: bool = False, compiled: bool = False
 ) -> Trainer:
-    """The network in this process, which is one of several."""
+    """Create a Trainer of the network in this process, number `rank` of `processes`."""
     torch.set_num_threads(threads)
     size = BATCH_SIZE[model]
     layout = torch.channels_last if channels_last else torch.contiguous_format
     net = network(model).to(memory_format=layout)
-    # Compiled inside DistributedDataParallel: if the wrapper is compiled, PyTorch leaves a Sequential as it is.
+    # Compile the network before wrapping it: if the wrapper is compiled, PyTorch does not compile a Sequential.
     replica = torch.compile(net) if compiled else net
     if processes > 1:
         replica = nn.parallel.DistributedDataParallel(replica, gradient_as_bucket_view=True, static_graph=True)
@@ -113,7 +113,7 @@ def trainer(
             X, y = batch(data.train_images, data.train_labels, shard)
             loss = F.cross_entropy(replica(X), y)
             optimizer.zero_grad()
-            loss.backward()  # gradients are then the mean over the processes, which is that over the batch
+            loss.backward()  # averages gradients over the processes, and so over the batch
             optimizer.step()
             losses.append(loss.detach())
             sizes.append(len(shard))
@@ -133,7 +133,7 @@ def trainer(
 
 
 def process(rank: int, folder: str, subject: dict[str, Any], mode: str, arguments: dict[str, int]) -> None:
-    """One of the subject's processes: writes what it measured to a file."""
+    """Measure in one of the subject's processes, and write the result to a file."""
     several = subject["processes"] > 1
     if several:
         meet = f"file://{folder}/meet"
@@ -150,7 +150,7 @@ def process(rank: int, folder: str, subject: dict[str, Any], mode: str, argument
 
 
 def work(mode: str, steps: int = 0, epochs: int = 0, seed: int = 0, **subject: Any) -> dict[str, Any]:
-    """What all processes of a subject measured together: the longest times, the mean loss, the sum of their memory."""
+    """Measure in all processes of a subject. Combines results: longest times, mean loss, sum of memory."""
     arguments = {"epochs": epochs, "seed": seed} if mode == "learn" else {"steps": steps}
     ranks = range(subject["processes"])
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def work(mode: str, steps: int = 0, epochs: int = 0, seed: int = 0, **subject: A
             torch.multiprocessing.spawn(process, given, len(ranks))
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
     if subject.get("compiled") and not any(Path(tempfile.gettempdir()).rglob("*.so")):
-        raise RuntimeError("torch.compile left the network as it is; another version of PyTorch may compile it")
+        raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
     if mode == "learn":
         return found[0]
     together = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
