@@ -175,7 +175,7 @@ def exported_files(prefix: str) -> tuple[Path, Path]:
     if os.path.basename(prefix) in ("", ".", ".."):
         raise UsageError(f"export={prefix}: must end with a name, such as {Path(prefix) / 'lenet'}")
     if not Path(prefix).parent.is_dir():
-        raise UsageError(f"export={prefix}: there is no folder {Path(prefix).parent}")
+        raise UsageError(f"export={prefix}: folder {Path(prefix).parent} does not exist")
     files = Path(f"{prefix}-symbol.json"), Path(f"{prefix}-0000.params")
     for file in files:
         if os.path.lexists(file):
