@@ -1,11 +1,15 @@
 """Data-parallel training of MXNet networks, written twice: with NDArray alone (`scratch`) and with Gluon (`highlevel`).
 
-Call `configure` before the process first imports mxnet; importing `scratch` or `highlevel` calls it too.
+Import it before mxnet: the first `import mxnet` then sets the engine up for several CPU contexts.
 """
 
-from gluon_mgpu.runtime.engine import configure
+import sys
+
+from gluon_mgpu.runtime.engine import Finder, configure
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["Error", "UsageError", "configure"]
 IMPLS = ("scratch", "highlevel")
 __version__ = "0.2.0"
+
+sys.meta_path.insert(0, Finder())

@@ -10,13 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from gluon_mgpu.runtime import engine
-
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import Context, nd  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
+import mxnet as mx
+from mxnet import Context, nd
+from mxnet.ndarray import NDArray
 
 SIZE, PRODUCTS = 4000, 50  # as in the notebook
 

@@ -10,19 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gluon_mgpu.runtime import engine
+import mxnet as mx
+from mxnet import Context, autograd, gluon, nd
+from mxnet.gluon import nn
+from mxnet.ndarray import NDArray
 
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import Context, autograd, gluon, nd  # noqa: E402
-from mxnet.gluon import nn  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
-
-from gluon_mgpu import networks  # noqa: E402
-from gluon_mgpu.runtime.errors import UsageError  # noqa: E402
-from gluon_mgpu.training import batches, loop, replicas, tuning  # noqa: E402
-from gluon_mgpu.training.records import Epoch  # noqa: E402
+from gluon_mgpu import networks
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import batches, loop, replicas, tuning
+from gluon_mgpu.training.records import Epoch
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
 loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five takes less of Python's time

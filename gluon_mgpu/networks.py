@@ -9,16 +9,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
-from gluon_mgpu.runtime import engine
+import mxnet as mx
+from mxnet import gluon
+from mxnet.gluon import nn
+from mxnet.ndarray import NDArray
 
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import gluon  # noqa: E402
-from mxnet.gluon import nn  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
-
-from gluon_mgpu.training import settings  # noqa: E402
+from gluon_mgpu.training import settings
 
 NORMAL = mx.init.Normal(0.01)  # as scratch.init_params
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gluon_mgpu.runtime import engine
+from mxnet import Context, autograd, nd
+from mxnet.ndarray import NDArray
 
-engine.configure()
-
-from mxnet import Context, autograd, nd  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
-
-from gluon_mgpu import scratch  # noqa: E402
-from gluon_mgpu.runtime.errors import UsageError  # noqa: E402
-from gluon_mgpu.scratch import Params  # noqa: E402
-from gluon_mgpu.training.batches import split_batch  # noqa: E402
+from gluon_mgpu import scratch
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.scratch import Params
+from gluon_mgpu.training.batches import split_batch
 
 
 def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:

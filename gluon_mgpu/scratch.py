@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gluon_mgpu.runtime import engine
+from mxnet import Context, autograd, nd
+from mxnet.ndarray import NDArray
 
-engine.configure()
-
-from mxnet import Context, autograd, nd  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
-
-from gluon_mgpu.runtime.devices import shard_sizes  # noqa: E402
-from gluon_mgpu.training import batches, loop, replicas  # noqa: E402
-from gluon_mgpu.training.records import Epoch  # noqa: E402
+from gluon_mgpu.runtime.devices import shard_sizes
+from gluon_mgpu.training import batches, loop, replicas
+from gluon_mgpu.training.records import Epoch
 
 Params = list[NDArray]  # the network's parameters on one device
 Net = Callable[[NDArray, Params], NDArray]

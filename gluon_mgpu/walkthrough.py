@@ -11,18 +11,14 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from gluon_mgpu.runtime import engine
+import mxnet as mx
+import numpy as np
+from mxnet import Context, gluon, nd
+from mxnet.ndarray import NDArray
 
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-import numpy as np  # noqa: E402
-from mxnet import Context, gluon, nd  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
-
-from gluon_mgpu import highlevel, scratch  # noqa: E402
-from gluon_mgpu.runtime import devices  # noqa: E402
-from gluon_mgpu.training import batches, datasets  # noqa: E402
+from gluon_mgpu import highlevel, scratch
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.training import batches, datasets
 
 SCALE = 0.1  # of the initial weights; with the notebook's 0.01, one step would not change the printed digits
 LR = 0.2

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gluon_mgpu.runtime import numpy_names
-
-numpy_names.lend()  # MXNet cannot be imported without these names
-
-from mxnet import Context, autograd, nd  # noqa: E402
-from mxnet.gluon import loss as gloss  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
+from mxnet import Context, autograd, nd
+from mxnet.gluon import loss as gloss
+from mxnet.ndarray import NDArray
 
 loss = gloss.SoftmaxCrossEntropyLoss()
 

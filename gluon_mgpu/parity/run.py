@@ -14,21 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mxnet as mx
 import numpy as np
+from mxnet import Context
 
 from gluon_mgpu import __version__
-from gluon_mgpu.runtime import devices, engine, log
+from gluon_mgpu.parity import bands, claims, drift, examples, report
+from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import batch_size, checkpoint, datasets
 from gluon_mgpu.training.recipes import RECIPES
-
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import Context  # noqa: E402
-
-from gluon_mgpu.parity import bands, claims, drift, examples, report  # noqa: E402
-from gluon_mgpu.parity.finding import Finding  # noqa: E402
 
 ACCURACY = "accuracy"
 DEVICES = 4  # number of devices in the largest recipe

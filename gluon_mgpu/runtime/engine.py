@@ -1,7 +1,8 @@
 """Sets what MXNet 1.9.1 reads once, when libmxnet loads. docs/engine.md gives the reasons and measurements.
 
-That is NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. Nothing here imports
-mxnet, and only `configure` imports NumPy, because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
+That is NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. The first `import mxnet`
+after `import gluon_mgpu` does it. Nothing here imports mxnet, and only that import imports NumPy, because
+`gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gluon_mgpu.runtime import cuda, log
@@ -46,17 +51,47 @@ LIBRARIES = {
 }
 
 # Modules whose package has a different name.
-PACKAGES = {"PIL": "pillow", "distutils": "setuptools"}
+PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
 
 # Environment variables that `configure` may set or remove.
 TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
 
-_configured = False
+_configured = _stock = False
 _changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (value before, after `configure`)}; None: not set
 
 
+class Finder:
+    """Finds mxnet as Python does, and calls `configure` when it is imported. gluon_mgpu puts it on sys.meta_path."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == "mxnet" else None
+        if spec is not None and spec.loader is not None:
+            execute = partial(_import, spec.loader.exec_module)
+            spec.loader.exec_module = execute  # type: ignore[method-assign]  # this loader only
+        return spec
+
+
+def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+    from gluon_mgpu.runtime import numpy_names
+
+    global _configured
+    if not (_configured or _stock):
+        _prepare(None, 1)
+        _configured = True
+    with numpy_names.lent():
+        exec_module(module)
+
+
+def use_stock_settings() -> None:
+    """Import mxnet with its own settings, to compare with. Call it before the first `import mxnet`."""
+    global _stock
+    _stock = True
+
+
 def configure(contexts: int | None = None, processes: int = 1) -> None:
-    """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`.
+    """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`, which else does it
+    for several contexts.
 
     contexts: number of contexts that compute at the same time; None: the number from an earlier call, or else several.
     processes: number of processes that share this machine's cores. Settings from the user's environment are kept if
@@ -72,7 +107,7 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
         _check_threads(contexts or 1)
         copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
         if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
-            log.say("mxnet was imported before gluon_mgpu.configure(): CPU contexts will take turns")
+            log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns")
     else:
         _prepare(contexts, processes)
     _configured = True
@@ -81,9 +116,6 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
 def _prepare(contexts: int | None, processes: int) -> None:
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
-    from gluon_mgpu.runtime import numpy_names
-
-    numpy_names.lend()
     users = users_environment()
     for name in TOUCHED:  # undo what an earlier call changed
         os.environ.pop(name, None)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -53,27 +50,16 @@ READERS = (  # the modules that read WHEN_CALLED, and the name that each uses fo
 )
 
 
-def lend() -> None:
-    """Make the first `import mxnet` find the names that this NumPy lacks. Call it before the import."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder:
-    """Finds mxnet as Python does, and lends it the names during its import."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == "mxnet" else None
-        if spec is not None and spec.loader is not None:
-            execute = functools.partial(_execute, spec.loader.exec_module)
-            spec.loader.exec_module = execute  # type: ignore[method-assign]  # this loader only
-        return spec
-
-
-def _execute(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    with _lent(_missing(WHILE_IMPORTED)):
-        exec_module(module)
+@contextlib.contextmanager
+def lent() -> Iterator[None]:
+    """Lend mxnet, which is imported in the body, the names that this NumPy lacks."""
+    names = _missing(WHILE_IMPORTED)
+    vars(np).update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(np, name)
     later = _missing(WHEN_CALLED)
     if later:
         copy = types.ModuleType("numpy")
@@ -87,13 +73,3 @@ def _missing(names: Mapping[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: value for name, value in names.items() if not hasattr(np, name)}
-
-
-@contextlib.contextmanager
-def _lent(names: dict[str, Any]) -> Iterator[None]:
-    vars(np).update(names)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(np, name)

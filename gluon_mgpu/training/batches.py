@@ -12,17 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Optional
 
+import mxnet as mx
 import numpy as np
+from mxnet import Context, nd
+from mxnet.base import _LIB, check_call
+from mxnet.ndarray import NDArray
 
-from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.devices import shard_sizes
-
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import Context, nd  # noqa: E402
-from mxnet.base import _LIB, check_call  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
 
 # How far Python may run ahead of the engine. Issuing a burst and then sleeping disturbs MXNet's workers on the same
 # cores less than waking up at every step (docs/engine.md). The limit in seconds is how long Ctrl-C may have to wait.

@@ -13,21 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import mxnet as mx
 import numpy as np
+from mxnet import gluon
+from mxnet.ndarray import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gluon_mgpu.runtime import devices, engine, log
+from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.batches import batches, read_behind
 from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model, implementation
 from gluon_mgpu.training.settings import Settings
-
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import gluon  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS: Pillow would run Ghostscript
 CHECKED = 1000  # check an exported network on at most this many test images

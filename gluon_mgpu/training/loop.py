@@ -12,7 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import mxnet as mx
 import numpy as np
+from mxnet import Context, nd
+from mxnet.ndarray import NDArray
 
 from gluon_mgpu.distributed.workers import ALONE, Workers, join
 from gluon_mgpu.runtime import devices, engine, log
@@ -22,12 +25,6 @@ from gluon_mgpu.training.batches import batches, read_behind, shuffled, split_by
 from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.replicas import Replicas, check_model, implementation_name
 from gluon_mgpu.training.settings import Settings
-
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import Context, nd  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
 
 Make = Callable[[Settings, Workers], Replicas]
 

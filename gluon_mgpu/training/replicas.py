@@ -11,19 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from types import ModuleType
 
+import mxnet as mx
 import numpy as np
+from mxnet import Context, nd
+from mxnet.ndarray import NDArray
 
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training.batches import split_batch, split_by_shares
 from gluon_mgpu.training.settings import BUILT_IN, SGD, Settings
-
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-from mxnet import Context, nd  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in a state_dict, before the name of the parameter

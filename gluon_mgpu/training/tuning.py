@@ -13,15 +13,11 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from gluon_mgpu.runtime import engine
-
-engine.configure()
-
-import mxnet as mx  # noqa: E402
-import numpy as np  # noqa: E402
-from mxnet import Context, gluon, kvstore, nd  # noqa: E402
-from mxnet.gluon import HybridBlock, nn  # noqa: E402
-from mxnet.ndarray import NDArray  # noqa: E402
+import mxnet as mx
+import numpy as np
+from mxnet import Context, gluon, kvstore, nd
+from mxnet.gluon import HybridBlock, nn
+from mxnet.ndarray import NDArray
 
 BLOCK = 16  # channels
 PIECE = 64  # examples

@@ -21,6 +21,7 @@ import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Trainer, ratios
+from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def trainer(subject: Subject) -> Trainer:
 
 def _notebook(subject: Subject) -> Trainer:
     """Create a Trainer of the notebook's own code. It times only the inner loop, not making the batches."""
-    notebook = importlib.import_module("gluon_mgpu.parity.notebook")  # before mxnet: mxnet needs it
+    engine.use_stock_settings()
+    notebook = importlib.import_module("gluon_mgpu.parity.notebook")
     import mxnet as mx
 
     def other_way(p: np.ndarray) -> np.ndarray:  # the notebook's dense weights are (inputs, outputs)

@@ -18,7 +18,7 @@ def program(text):
 
 
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
-LEND = "from gluon_mgpu.runtime import numpy_names; numpy_names.lend(); import mxnet\n"
+STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
 PRODUCTS = program("""
     import mxnet as mx
     products = [mx.nd.ones((600, 600), mx.cpu(i % 2)) for i in range(2)]
@@ -48,7 +48,7 @@ def test_two_contexts_compute_without_hanging_in_any_environment(setting):
 
 
 @pytest.mark.parametrize(
-    "first", [LEND, "import ctypes; ctypes.CDLL('libgomp.so.1')\n", CONFIGURE.format(1) + "import mxnet\n"]
+    "first", [STOCK, "import ctypes; ctypes.CDLL('libgomp.so.1')\n", CONFIGURE.format(1) + "import mxnet\n"]
 )
 def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
     done = python(f"{first}from gluon_mgpu.runtime import devices; devices.contexts(2, 'cpu')", OMP_NUM_THREADS="2")
@@ -57,7 +57,7 @@ def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
 
 
 def test_mxnet_may_be_imported_first_if_its_threads_are_safe():
-    done = python(LEND + CONFIGURE.format(2) + PRODUCTS, OMP_NUM_THREADS="1")
+    done = python(STOCK + CONFIGURE.format(2) + PRODUCTS, OMP_NUM_THREADS="1")
     assert done.stdout == "1.0 1.0\n" and done.stderr.count("gluon_mgpu: ") == 1
 
 

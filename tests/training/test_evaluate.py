@@ -164,8 +164,8 @@ def test_other_files_are_refused_by_name_and_nothing_is_executed(tmp_path):
 
 STOCK = """
 import numpy as np, sys
-from gluon_mgpu.runtime import numpy_names
-numpy_names.lend()
+from gluon_mgpu.runtime import engine
+engine.use_stock_settings()
 import mxnet as mx
 prefix, images, out = sys.argv[1:]
 block = mx.gluon.SymbolBlock.imports(prefix + "-symbol.json", ["data"], prefix + "-0000.params")
