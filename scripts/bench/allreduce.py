@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from math import prod
 from statistics import median
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from bench import harness
 from bench.harness import TITLE, Job
@@ -133,7 +133,7 @@ def moved(way: str, contexts: int) -> int:
 
 
 def run(contexts: Sequence[int] = CONTEXTS, rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
-    """Measure all ways, with a separate process per number of contexts; returns what `table` and `draw` show.
+    """Measure all ways, with a separate process per number of contexts; returns what `table` shows.
 
     models: networks whose gradients are summed, array by array and as one flat array.
     """
@@ -157,7 +157,7 @@ def work(contexts: int, models: list[str], rounds: int) -> dict[str, Any]:
         shapes = [gradient.shape for gradient in harness.replicas("highlevel", model, 1).gradients().values()]
         size = sum(map(prod, shapes))
         for name, some in ((TITLE[model], shapes), (f"{TITLE[model]}, flat", [(size,)])):
-            about = {"name": name, "model": model, "arrays": len(some), "bytes": 4 * size}
+            about = {"name": name, "arrays": len(some), "bytes": 4 * size}
             points.append({**about, "ms": _measure(some, ctx, rounds)})
     return {"points": points}
 
@@ -203,17 +203,6 @@ def table(result: dict) -> str:
 
 def _gb_s(way: str, contexts: int, point: dict) -> str:
     return harness.three_digits(moved(way, contexts) * point["bytes"] / median(point["ms"][way]) / 1e6)
-
-
-def draw(result: dict, file: BinaryIO) -> None:
-    """Draw the times for gradients, array by array, as PNG: one panel per network and number of contexts."""
-    panels = {
-        f"{point['name']}, {harness.plural(worker['contexts'], 'context')}": point["ms"]
-        for worker in result["workers"]
-        for point in worker["points"]
-        if point["arrays"] > 1
-    }
-    harness.draw_bars(file, "ms until gradients are summed over CPU contexts, array by array", panels)
 
 
 if __name__ == "__main__":

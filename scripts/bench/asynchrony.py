@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
 from bench import harness
 from bench.harness import Job
@@ -43,7 +43,7 @@ def run(
     products: int | None = None,
     rounds: int = 5,
 ) -> dict:
-    """Measure "async", or "copy" on the first device; returns what `table` and `draw` show.
+    """Measure "async", or "copy" on the first device; returns what `table` shows.
 
     gpus, device: see `devices.contexts`. size: matrices are (size, size), float32. products: number per device. None:
     the notebook's values on GPUs, smaller ones on CPU contexts. CPU contexts get one OpenMP thread each.
@@ -77,11 +77,6 @@ def table(result: dict) -> str:
         cells[0].append("notebook's seconds")
         lines.append(f"notebook: {PYTORCH}, on 4 GPUs of 2019")
     return "\n".join([*lines, *harness.table(cells)])
-
-
-def draw(result: dict, file: BinaryIO) -> None:
-    """Draw one bar per row, as PNG."""
-    harness.draw_bars(file, _title(result), {f"seconds {_where(result)}": result["rows"]})
 
 
 def _title(result: dict) -> str:

@@ -6,13 +6,9 @@ from importlib import import_module
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.settings import MODELS
-
-WHAT = ("step", "resnet18", "overhead", "engine", "profile")
 
 
 @click.group(
@@ -28,8 +24,8 @@ def bench() -> None:
 
 
 def command(name: str, *examples: str) -> Any:
-    """Declare a subcommand. examples: options for further examples."""
-    lines = [f"python scripts/bench.py {name}", *(f"python scripts/bench.py {name} {options}" for options in examples)]
+    """Declare a subcommand. examples: what follows its name in the examples of its help."""
+    lines = [f"python scripts/bench.py {name} {example}".rstrip() for example in examples]
     return bench.command(name, cls=common.Command, examples="\n".join(lines))
 
 
@@ -41,7 +37,7 @@ def number(name: str, help: str, default: Any = None, least: int = 1, **options:
 
 def choice(name: str, words: Any, default: Any, help: str, **options: Any) -> Any:
     """Declare an option that takes one of several words."""
-    return common.option(name, type=common.Choice(words), default=default, show_default=True, help=help, **options)
+    return common.option(name, type=click.Choice(words), default=default, show_default=True, help=help, **options)
 
 
 def out(files: str) -> Any:
@@ -70,24 +66,24 @@ products = number("--products", "Number of products per device. Default: 50 on G
 
 
 def show(name: str, module: str, out: str | None, **options: Any) -> None:
-    """Run a measurement, print its table and, with --out, write its JSON and picture."""
+    """Run a measurement and print its table. With --out, write its result and, if it draws one, its picture."""
     from bench import harness
 
     benchmark = import_module(f"bench.{module}")
     result = benchmark.run(**options)
     click.echo(benchmark.table(result))
     if out is not None:
-        harness.leave(out, name, result, benchmark.draw)
-        click.echo(f"picture: {out}/{name}.png")
+        harness.write(out, name, result, getattr(benchmark, "draw", None))
+        click.echo(f"result: {out}/{name}.json")
 
 
-@command("steps", "--rounds 5 --steps 200", "--what engine")
+@command("steps", "", "--rounds 5 --steps 200", "--what engine")
 @choice(
     "--what",
-    WHAT,
+    ("step", "resnet18", "engine", "profile"),
     ("step", "resnet18"),
-    "step: a step of LeNet. resnet18: a step of ResNet-18. overhead: the cost of an epoch besides computation. engine: "
-    "steps without single engine settings. profile: the time of each operator.",
+    "step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps without single engine settings. profile: the "
+    "time of each operator.",
     multiple=True,
 )
 @rounds(3)
@@ -97,57 +93,52 @@ def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
     from bench import steps as benchmark
 
     for name in what:
-        if name == "overhead":
-            click.echo(benchmark.overhead(rounds))
-        elif name == "profile":
-            click.echo(benchmark.profile(steps))
-        else:
-            click.echo(benchmark.speeds(name, rounds, steps))
+        click.echo(benchmark.profile(steps) if name == "profile" else benchmark.speeds(name, rounds, steps))
 
 
-@command("async", "--gpus 4 --device gpu")
+@command("async", "", "--gpus 4 --device gpu")
 @common.gpus("2")
 @common.device
 @size
 @products
 @rounds(5)
-@out("async.json and async.png")
+@out("async.json")
 def async_command(out: str | None, **options: Any) -> None:
     """Measure when calls return and when their work is done. Multiplies matrices on devices in turn or at once."""
     show("async", "asynchrony", out, what="async", **options)
 
 
-@command("copy", "--size 2000 --out runs/bench")
+@command("copy", "", "--size 2000 --out runs/bench")
 @common.gpus("1", "Measure the first of these devices.")
 @common.device
 @size
 @products
 @rounds(5)
-@out("copy.json and copy.png")
+@out("copy.json")
 def copy_command(out: str | None, **options: Any) -> None:
     """Measure matrix products and their copies to the host. Copies after all products, or as early as possible."""
     show("copy", "asynchrony", out, what="copy", **options)
 
 
-@command("allreduce", "--contexts 2 --contexts 4 --out runs/bench")
+@command("allreduce", "", "--contexts 2 --contexts 4 --out runs/bench")
 @contexts("8 contexts need 3.5 GB of memory.")
 @rounds(5)
-@out("allreduce.json and allreduce.png")
+@out("allreduce.json")
 def allreduce_command(out: str | None, **options: Any) -> None:
     """Measure ways to sum gradients over CPU contexts."""
     show("allreduce", "allreduce", out, **options)
 
 
-@command("partition", "--rounds 5 --out runs/bench")
+@command("partition", "", "--rounds 5 --out runs/bench")
 @rounds(3)
 @number("--steps", "Steps per run.", 100, least=10)
-@out("partition.json and partition.png")
+@out("partition.json")
 def partition_command(out: str | None, **options: Any) -> None:
     """Compare three ways to split LeNet over two devices. Shows their time, the bytes they move, and idle devices."""
     show("partition", "partition", out, **options)
 
 
-@command("scaling", "--model lenet --contexts 2 --contexts 16 --out runs/bench")
+@command("scaling", "", "--model lenet --contexts 2 --contexts 16 --out runs/bench")
 @model
 @contexts("1 is always measured.")
 @rounds(3)
@@ -158,48 +149,27 @@ def scaling_command(out: str | None, **options: Any) -> None:
     show("scaling", "scaling", out, **options)
 
 
-@command("distributed", "--model lenet --rounds 5 --out runs/bench", "--what compression --out runs/bench")
-@choice(
-    "--what",
-    ("speed", "compression"),
-    "speed",
-    "speed: time per step. compression: bytes sent and accuracy of LeNet on Fashion-MNIST, with and without it.",
-)
+@command("distributed", "", "--model lenet --rounds 5 --out runs/bench")
 @model
 @rounds(3)
 @steps
-@number("--epochs", "For compression: number of epochs.", 4)
-@number("--limit", "For compression: train on the first N examples.")
-@out("distributed.json and distributed.png, or compression.json and compression.png")
-@click.pass_context
-def distributed_command(context: click.Context, what: str, rounds: int, out: str | None, **options: Any) -> None:
+@out("distributed.json")
+def distributed_command(out: str | None, **options: Any) -> None:
     """Compare 2 processes of 1 context with 1 process of 2. Uses Horovod and MXNet's parameter servers."""
-    used = {"speed": ("model", "steps"), "compression": ("epochs", "limit")}[what]
-    for name, value in options.items():
-        if name not in used and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name} {value}: does not apply to --what {what}; omit it")
-    name = "distributed" if what == "speed" else what
-    show(name, name, out, rounds=rounds, **{name: options[name] for name in used})
+    show("distributed", "distributed", out, **options)
 
 
-@bench.command(
-    "model",
-    cls=common.Command,
-    examples="""
-        python scripts/bench.py allreduce --out runs/bench && python scripts/bench.py scaling --out runs/bench
-        python scripts/bench.py model runs/bench --out runs/bench
-    """,
-)
+@command("model", "runs/bench --out runs/bench")
 @click.argument("folder", type=common.FOLDER)
 @out("model.json and model.png")
 def model_command(out: str | None, **options: Any) -> None:
-    """Fit a cost model; predict step times on clusters. FOLDER has results of `allreduce --out` and `scaling --out`."""
+    """Fit a cost model; predict step times on clusters. FOLDER has the result of `scaling --out`."""
     show("model", "model", out, **options)
 
 
-@command("timeline", "--impl highlevel --model resnet18 --out runs/bench")
+@command("timeline", "", "--impl highlevel --model resnet18 --out runs/bench")
 @common.impl
-@common.setting("--model", type=common.Choice(MODELS), help="scratch has only lenet.")
+@common.setting("--model", type=click.Choice(MODELS), help="scratch has only lenet.")
 @number("--contexts", "Number of CPU contexts.", 2)
 @number("--batch-size", "Batch size over all contexts. Default: 256, or 64 for ResNet-18.")
 @number("--steps", "Number of recorded steps.", 5)
@@ -209,11 +179,10 @@ def timeline_command(out: str | None, **options: Any) -> None:
     show("timeline", "timeline", out, **options)
 
 
-@command("peers", "--model lenet --rounds 9 --out runs/bench", "--model lenet --accuracy")
+@command("peers", "", "--model lenet --rounds 9 --out runs/bench")
 @model
 @rounds(5, least=5)
 @steps
-@common.option("--accuracy", is_flag=True, help="Also train LeNet on Fashion-MNIST for 4 epochs with each.")
 @out("peers.json and peers.png")
 def peers_command(out: str | None, **options: Any) -> None:
     """Compare with PyTorch on the same network, data and batches. Measures one process, and distributed training."""

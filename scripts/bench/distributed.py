@@ -14,10 +14,10 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, LR, STEP_SHARE, TITLE, WARM_UP_STEPS, Job, Run, ratios
@@ -36,7 +36,7 @@ receives per step, as counted by the kernel. Without the exchange, the 2 process
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
-    """Train the models with each implementation in each setup, in turn; returns what `table` and `draw` show.
+    """Train the models with each implementation in each setup, in turn; returns what `table` shows.
 
     steps: for LeNet. The result's "skipped" lists, one per line, the setups that cannot be measured here.
     """
@@ -46,7 +46,7 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
         ways[f"{kvstore}, 2 processes"] = {"kvstore": kvstore, "exchange": True}
         ways[f"{kvstore}, without the exchange"] = {"kvstore": kvstore, "exchange": False}
     jobs = {
-        (name, impl, way): job("distributed", impl=impl, model=name, steps=steps, **arguments)
+        (name, impl, way): job(impl=impl, model=name, steps=steps, **arguments)
         for name in model
         for impl in IMPLS[name]
         for way, arguments in ways.items()
@@ -65,11 +65,11 @@ def installed() -> tuple[tuple[str, ...], list[str]]:
     return ("dist_sync",), ["Horovod is not installed and was not measured; `make horovod` builds it"]
 
 
-def job(module: str, kvstore: str, seconds: float = harness.SECONDS, **arguments: Any) -> Job:
+def job(kvstore: str, **arguments: Any) -> Job:
     """Create a job of one process, or of 2 workers of which worker 0 prints the result."""
     launcher = (sys.executable, "-m", *LAUNCHERS[kvstore]) if kvstore != "local" else ()
     env = harness.environment({"PYTHONUNBUFFERED": "1"})
-    return Job(module, {"kvstore": kvstore, **arguments}, env, launcher, seconds)
+    return Job("distributed", {"kvstore": kvstore, **arguments}, env, launcher)
 
 
 def table(result: dict) -> str:
@@ -83,25 +83,16 @@ def table(result: dict) -> str:
     for name, series in result["runs"].items():
         one, size = next(iter(series["ways"].values())), series["batch_size"]
         rows = [
-            (way, size, run, {"ratio": ratios(one, run), "MB out, in": megabytes(run)})
+            (way, size, run, {"ratio": ratios(one, run), "MB out, in": _megabytes(run)})
             for way, run in series["ways"].items()
         ]
         lines += ["", *harness.speed_table(f"{name}, batch {size}", rows)]
     return "\n".join(lines)
 
 
-def megabytes(run: Run) -> str:
+def _megabytes(run: Run) -> str:
     """Format the median MB that worker 0 sent and received per step."""
     return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
-
-
-def draw(result: dict, file: BinaryIO) -> None:
-    """Draw bars of the ratios, one panel per model and implementation, as PNG."""
-    panels = {}
-    for name, series in result["runs"].items():
-        one = next(iter(series["ways"].values()))
-        panels[name] = {way: ratios(one, run) for way, run in series["ways"].items()}
-    harness.draw_bars(file, "2 processes of 1 context: examples/s relative to 1 process of 2 contexts", panels)
 
 
 def traffic() -> tuple[int, int]:
@@ -142,10 +133,10 @@ def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dic
     return {"step_ms": step_ms, "sent_bytes": sent, "received_bytes": received, "peak_mb": harness.peak_mb()}
 
 
-def main(work: Callable[..., dict[str, Any]]) -> None:
-    """Run this process's role: serve, or call work(**JOB) and, in worker 0, print the result."""
-    job = json.loads(sys.argv[1])
-    here = process.expect(job["kvstore"])
+def main() -> None:
+    """Run this process's role: serve, or measure and, in worker 0, print the result."""
+    arguments = json.loads(sys.argv[1])
+    here = process.expect(arguments["kvstore"])
     if here.role != "worker":
         serve.serve(here)
         return
@@ -153,8 +144,8 @@ def main(work: Callable[..., dict[str, Any]]) -> None:
     if here.rank == 0:
         harness.main(work)
     else:
-        work(**job)
+        work(**arguments)
 
 
 if __name__ == "__main__":
-    main(work)
+    main()

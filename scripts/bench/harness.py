@@ -1,4 +1,4 @@
-"""Code that all measurements share: worker processes, rounds, training, statistics, tables, and --out.
+"""Code that measurements share: worker processes, rounds, training, statistics, tables, and --out.
 
 A measurement runs in a separate process, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings
 once. ARGUMENTS and the last line that the process prints are JSON. Nothing here imports mxnet into the calling process.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -25,9 +25,6 @@ from gluon_mgpu.runtime import engine, subprocesses
 from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import checkpoint, datasets, timeline
 from gluon_mgpu.training.datasets import Dataset
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch has no ResNet-18
@@ -39,12 +36,13 @@ LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes; ResNet-18's is 0.1 
 SCRIPTS = Path(__file__).resolve().parents[1]
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that change the engine
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-SECONDS = 300  # time limit per worker
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 
 Subject = TypeVar("Subject", bound=Hashable)
 Run = dict[str, list]  # {what was measured: one value per round}
 Step = Callable[[Any, Any], list]  # a training step: takes X and y, returns the losses of each shard
+# Trains on the examples with these indices, in this order; returns the mean loss (None if unknown) and the seconds.
+Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
 
 
 # Workers and rounds
@@ -61,18 +59,14 @@ def environment(
 
 
 class Job(NamedTuple):
-    """What one worker measures: `python -m bench.MODULE ARGUMENTS`.
-
-    env: None: `environment()`. launcher: a command that starts the program. advice: what to do if it takes longer than
-    `seconds`.
-    """
+    """What one worker measures: `python -m bench.MODULE ARGUMENTS`."""
 
     module: str
     arguments: Mapping[str, Any]
-    env: Mapping[str, str] | None = None
-    launcher: tuple[str, ...] = ()
-    seconds: float = SECONDS
-    advice: str = "use fewer steps"
+    env: Mapping[str, str] | None = None  # None: `environment()`
+    launcher: tuple[str, ...] = ()  # a command that starts the program
+    seconds: float = 300  # time limit
+    advice: str = "use fewer steps"  # what to do if it takes longer
 
 
 def start(name: str, job: Job) -> dict[str, Any]:
@@ -84,7 +78,7 @@ def start(name: str, job: Job) -> dict[str, Any]:
     command = [*job.launcher, sys.executable, "-m", f"bench.{job.module}", json.dumps(job.arguments)]
     finished = subprocesses.run(command, env=job.env or environment(), seconds=job.seconds)
     subprocesses.check(name, finished, job.advice)
-    last = (finished.out.strip().splitlines() or [""])[-1]
+    last = finished.out.strip().rpartition("\n")[2]
     try:
         return json.loads(last)
     except ValueError:
@@ -116,33 +110,14 @@ def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
 # Training, in a worker
 
 
-class Trainer(NamedTuple):
-    """A network that a worker trains. order: indices of the examples to train on, (n,)."""
-
-    train: Callable[[Dataset, np.ndarray], tuple[float | None, float]]  # returns mean loss (or None) and seconds
-    accuracy: Callable[[Dataset], float] | None = None  # on the test set
-
-
-def time_steps(trainer: Trainer, model: str, size: int, steps: int) -> dict[str, Any]:
+def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
     """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet, batch 256."""
     steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
     warm_up = WARM_UP_STEPS[model]
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
-    trainer.train(data, np.arange(warm_up * size))
-    loss, seconds = trainer.train(data, np.random.default_rng(0).permutation(steps * size))
+    train(data, np.arange(warm_up * size))
+    loss, seconds = train(data, np.random.default_rng(0).permutation(steps * size))
     return {"step_ms": 1000 * seconds / steps, "loss": loss, "peak_mb": peak_mb()}
-
-
-def learn(trainer: Trainer, epochs: int, seed: int) -> dict[str, list[float]]:
-    """Train on Fashion-MNIST; returns the seconds and the test accuracy of each epoch."""
-    assert trainer.accuracy  # None for the notebook's code
-    data = datasets.load("fashion-mnist")
-    found: dict[str, list[float]] = {"seconds": [], "accuracy": []}
-    for epoch in range(1, epochs + 1):
-        order = np.random.default_rng([seed, epoch]).permutation(len(data.train_labels))  # as in batches.shuffled
-        found["seconds"].append(trainer.train(data, order)[1])
-        found["accuracy"].append(trainer.accuracy(data))
-    return found
 
 
 def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
@@ -197,7 +172,7 @@ def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dic
                     return step(X, y)
 
             train(recorded_step, datasets.synthetic(total * size, 100, seed=0), size, range(total * size))
-        return timeline.read(file)
+        return recorder.trace
 
 
 # Results
@@ -214,9 +189,9 @@ def three_digits(value: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
-def ratios(slow: Run, fast: Run, key: str = "step_ms") -> list[float]:
-    """The time of the slow subject divided by the time of the fast one, in each round."""
-    return [a / b for a, b in zip(slow[key], fast[key])]
+def ratios(slow: Run, fast: Run) -> list[float]:
+    """The time of the slow subject's step divided by the time of the fast one's, in each round."""
+    return [a / b for a, b in zip(slow["step_ms"], fast["step_ms"])]
 
 
 def table(rows: Iterable[Sequence[object]]) -> list[str]:
@@ -232,42 +207,12 @@ def table(rows: Iterable[Sequence[object]]) -> list[str]:
 
 def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Sequence[float] | str]]]) -> list[str]:
     """Format a table of steps. rows: name, batch size, run, and more columns: ratios (one per round) or text."""
-    cells: list[list[str]] = []
+    cells = []
     for name, size, run, columns in rows:
-        cells = cells or [[title, "ms/step", "examples/s", *columns, "peak MB"]]
         others = [value if isinstance(value, str) else spread(value, 2) for value in columns.values()]
         rate, peak = 1000 * size / median(run["step_ms"]), median(run["peak_mb"])
         cells.append([name, spread(run["step_ms"], 1), f"{rate:.0f}", *others, f"{peak:.0f}"])
-    return table(cells)
-
-
-def bars(axes: Axes, values: Mapping[str, Sequence[float]], color: Callable[[str], str] = lambda name: "C0") -> None:
-    """Draw one horizontal bar per name: the median of its values, with a line from minimum to maximum."""
-    for i, (name, of_it) in enumerate(values.items()):
-        axes.barh(i, median(of_it), color=color(name))
-        axes.plot([min(of_it), max(of_it)], [i, i], color="black", linewidth=1.5)
-        label = three_digits(median(of_it))
-        axes.annotate(label, (max(of_it), i), (5, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(values)), list(values))
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-
-
-def draw_bars(file: BinaryIO, title: str, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw `bars` in a column of panels, as PNG. panels: {title: {name: values}}."""
-    from matplotlib.figure import Figure
-
-    heights = [len(values) + 2 for values in panels.values()]
-    figure = Figure(figsize=(8, 1 + 0.3 * sum(heights)), layout="constrained")
-    figure.suptitle(f"{title}\nmedians (lines: min to max)", fontsize="medium")
-    all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, (name, values) in zip(all_axes, panels.items()):
-        bars(axes, values)
-        axes.set_title(name, fontsize="medium")
-    figure.savefig(file, format="png", dpi=120)
+    return table([[title, "ms/step", "examples/s", *columns, "peak MB"], *cells])
 
 
 def plural(count: int, noun: str) -> str:
@@ -315,17 +260,23 @@ def peak_mb() -> float:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
-def leave(out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None]) -> None:
-    """Write the result, with details of the machine, to NAME.json in `out`, and its picture to NAME.png."""
+def write(
+    out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None] | None = None
+) -> None:
+    """Write the result and the machine's facts to NAME.json in `out`, a trace to NAME.trace.json, and, if the
+    measurement draws one, its picture to NAME.png."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
-    trace = {"trace": result["trace"]} if "trace" in result else {}
-    kept = {"machine": facts(), **{key: value for key, value in result.items() if key not in trace}}
-    contents = {f"{name}.json": kept, **{f"{name}.{key}.json": value for key, value in trace.items()}}
-    for file, content in contents.items():
-        text = json.dumps(content, indent=1) + "\n"
-        checkpoint.write_whole(folder / file, lambda file, text=text: file.write(text.encode()))
-    checkpoint.write_whole(folder / f"{name}.png", lambda file: draw(result, file))
+    numbers = {"machine": facts(), **result}
+    if "trace" in numbers:
+        _write_json(folder / f"{name}.trace.json", numbers.pop("trace"))
+    _write_json(folder / f"{name}.json", numbers)
+    if draw:
+        checkpoint.write_whole(folder / f"{name}.png", lambda file: draw(result, file))
+
+
+def _write_json(path: Path, content: Any) -> None:
+    checkpoint.write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode()))

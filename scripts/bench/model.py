@@ -1,4 +1,4 @@
-"""`model`: a cost model of a data-parallel step, fitted to results of `allreduce` and `scaling` on this machine.
+"""`model`: a cost model of a data-parallel step, fitted to the result of `scaling` on this machine.
 
 It is fitted to fewer contexts than CHECKED and compared with CHECKED contexts. Then it predicts step times on clusters,
 which were not measured: every such number is called predicted. Does not import mxnet.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from bench import allreduce, harness
+from bench import harness
 from bench.harness import TITLE
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -22,17 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHECKED = 8  # measurements on at least this many contexts are not used for the fit
-
-# On one machine, contexts share the memory, so a sum takes as long as all its operations one after another:
-#   operations * latency + bytes read and written / bandwidth
-# with the bytes from allreduce.moved. The number of operations on k contexts, per array:
-OPERATIONS = {
-    "star": lambda k: 3 * (k - 1),  # one copy and one addition per array to the first context; one copy back
-    "tree": lambda k: 3 * (k - 1),
-    "slices": lambda k: 2 * k * k,  # for each of k slices: k - 1 copies, a sum, k copies
-    "KVStore local": lambda k: 2 * k + 1,  # k copies, a sum, k copies
-    "KVStore device": lambda k: 2 * k + 1,
-}
+GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
 
 # In a cluster, each device has its own link to a switch that never blocks. A link sends one message and receives one
 # at a time; a message of n bytes takes latency + n / bandwidth, the whole gradient is one message, and additions
@@ -96,101 +86,72 @@ def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
     return best[1]
 
 
-def run(folder: str | Path) -> dict:
-    """Fit to allreduce.json and scaling.json in a folder; returns what `table` and `draw` show.
-
-    Raises UsageError if one of the files is missing or incomplete, or if they are from different machines.
-    """
-    sums, steps = _read(folder, "allreduce"), _read(folder, "scaling")
-    again = "run `bench.py allreduce` and `bench.py scaling` with --out, all models and all contexts, on one machine"
+def run(folder: str | Path) -> dict[str, Any]:
+    """Fit to scaling.json in a folder; returns what `table` and `draw` show. Raises UsageError if it is incomplete."""
+    path = Path(folder) / "scaling.json"
+    measure = f"run `bench.py scaling --out {folder}`, with all models and all contexts"
     try:
-        machines = {(content["machine"]["cores"], content["machine"]["cpu"]) for content in (sums, steps)}
-        if len(machines) > 1:
-            raise UsageError(f"{folder}: allreduce.json and scaling.json are from different machines; {again}")
-        return _model(sums, steps, *machines.pop())
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{folder}: allreduce.json or scaling.json is incomplete ({error!r}); {again}") from None
-
-
-def _read(folder: str | Path, name: str) -> Any:
-    path = Path(folder) / f"{name}.json"
-    try:
-        return json.loads(path.read_bytes())
+        return _model(json.loads(path.read_bytes()))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; run `bench.py {name} --out {folder}` first") from None
-    except (ValueError, RecursionError):
-        raise UsageError(f"{path}: not JSON; run `bench.py {name} --out {folder}` again") from None
+        raise UsageError(f"{path}: {error.strerror}; {measure}") from None
+    except (LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: incomplete ({error!r}); {measure}") from None
 
 
-def _model(sums: dict, steps: dict, cores: int, cpu: str) -> dict[str, Any]:
-    points: dict[str, list[dict]] = {}  # {way: its measured sums}
-    sizes = {}
-    for worker in sums["workers"]:
-        k = worker["contexts"]
-        for found in worker["points"]:
-            sizes[found["model"]] = found["bytes"]
-            for way in OPERATIONS if k > 1 else ():
-                row = [found["arrays"] * OPERATIONS[way](k), allreduce.moved(way, k) * found["bytes"] / 1e6]
-                points.setdefault(way, []).append({"contexts": k, "ms": median(found["ms"][way]), "row": row})
-    of_steps: dict[str, list[dict]] = {}
-    for found in steps["runs"]:
-        k, size = found["contexts"], found["batch_size"]
-        point = {"contexts": k, "ms": median(found["step_ms"]), "row": step_row(k, size, cores)}
-        of_steps.setdefault(f"{found['impl']}, {TITLE[found['model']]}", []).append(point)
-    fits = {name: _fitted(of_it) for name, of_it in of_steps.items()}
-    cases = []
+def _model(scaling: dict[str, Any]) -> dict[str, Any]:
+    cores = scaling["machine"]["cores"]
+    points: dict[str, list[dict]] = {}
+    for run in scaling["runs"]:
+        k, size = run["contexts"], run["batch_size"]
+        point = {"contexts": k, "ms": median(run["step_ms"]), "row": step_row(k, size, cores)}
+        points.setdefault(f"{run['impl']}, {TITLE[run['model']]}", []).append(point)
+    steps = {name: _fitted(of_it) for name, of_it in points.items()}
+    predicted = []
     for model in TITLE:
-        terms = fits[f"highlevel, {TITLE[model]}"]["terms"]
-        cases += [_predict(model, terms, sizes[model], speed, link) for speed in SPEEDS for link in LINKS]
-    sum_fits = {way: _fitted(of_it) for way, of_it in points.items()}
-    return {"cores": cores, "cpu": cpu, "sums": sum_fits, "steps": fits, "predicted": cases}
+        terms = steps[f"highlevel, {TITLE[model]}"]["terms"]
+        predicted += [_predict(model, terms, speed, link) for speed in SPEEDS for link in LINKS]
+    return {"cores": cores, "cpu": scaling["machine"]["cpu"], "steps": steps, "predicted": predicted}
 
 
 def _fitted(points: list[dict]) -> dict[str, Any]:
-    """Fit the points. Returns the terms, the points with "modelled_ms" and relative "error", and error summaries."""
+    """Fit the points. Returns the terms, the points with "modelled_ms", and [median, largest] relative errors."""
     rows, ms = np.array([p["row"] for p in points], float), np.array([p["ms"] for p in points], float)
     fitted = np.array([p["contexts"] < CHECKED for p in points])
-    if fitted.all() or np.linalg.matrix_rank(rows[fitted]) < min(2, rows.shape[1]) or (ms <= 0).any():
+    if fitted.all() or np.linalg.matrix_rank(rows[fitted]) < 2 or (ms <= 0).any():
         raise ValueError(f"needs times above 0 on several numbers of contexts below {CHECKED}, and on {CHECKED}")
     terms = fit(rows[fitted], ms[fitted])
     modelled = rows @ terms
-    errors = modelled / ms - 1
-    for p, of_it, error in zip(points, modelled.tolist(), errors.tolist()):
-        p.update(modelled_ms=of_it, error=error)
-    summary = {"fitted_error": np.abs(errors[fitted]), "checked_error": np.abs(errors[~fitted])}
+    errors = np.abs(modelled / ms - 1)
     return {
         "terms": terms.tolist(),
-        "points": points,
-        **{name: [float(np.median(of_it)), float(of_it.max())] for name, of_it in summary.items()},
+        "points": [{**p, "modelled_ms": value} for p, value in zip(points, modelled.tolist())],
+        "fitted_error": [float(np.median(errors[fitted])), float(errors[fitted].max())],
+        "checked_error": [float(np.median(errors[~fitted])), float(errors[~fitted].max())],
     }
 
 
-def _predict(model: str, terms: list[float], size: int, speed: int, link: str) -> dict[str, Any]:
+def _predict(model: str, terms: list[float], speed: int, link: str) -> dict[str, Any]:
     """Predict weak scaling: each device has the same batch size. The allreduce starts after the last gradient, and the
     next step after the allreduce. A faster device reduces the time per example, not the time of calls."""
     compute = terms[0] + harness.BATCH_SIZE[model] * terms[1] / speed
     efficiency = {}
     for way in CLUSTER:
-        times = [1000 * allreduce_seconds(way, k, size, *LINKS[link]) for k in DEVICES]
+        times = [1000 * allreduce_seconds(way, k, GRADIENT_BYTES[model], *LINKS[link]) for k in DEVICES]
         efficiency[way] = [compute / (compute + ms) for ms in times]
-    about = {"model": model, "speed": speed, "link": link, "gradient_bytes": size}
+    about = {"model": model, "speed": speed, "link": link}
     return {**about, "predicted_compute_ms": compute, "predicted_efficiency": efficiency}
 
 
 def table(result: dict) -> str:
-    """Format the fits and their errors, then the best prediction for each cluster."""
+    """Format the fit and its errors, then the best prediction for each cluster."""
     cores = result["cores"]
-    sums = [["sums over k contexts", "latency", "bandwidth", "error, fitted", "not fitted"]]
-    for way, found in result["sums"].items():
-        latency, per_mb = found["terms"]
-        bandwidth = f"{1 / per_mb:.1f} GB/s" if per_mb else "no limit"
-        sums.append([way, f"{1000 * latency:.1f} us", bandwidth, *_errors(found)])
     working = min(CHECKED, cores)
     steps = [["steps", "ms per context", "examples/s, 1 core", f"{working} cores", "error, fitted", "not fitted"]]
     for name, found in result["steps"].items():
         context, example, shared = found["terms"]
         rates = [f"{1000 * k / (example + (k - 1) * shared):.0f}" for k in (1, working)]
-        steps.append([name, f"{context:.2f}", *rates, *_errors(found)])
+        errors = [f"{found[key][0]:.0%} ({found[key][1]:.0%})" for key in ("fitted_error", "checked_error")]
+        steps.append([name, f"{context:.2f}", *rates, *errors])
     predicted = [["", "compute ms", *(f"{k} devices" for k in SHOWN)]]
     for case in result["predicted"]:
         name = f"{TITLE[case['model']]}, devices {SPEEDS[case['speed']]}, {case['link']}"
@@ -201,11 +162,8 @@ def table(result: dict) -> str:
         predicted.append([name, f"{case['predicted_compute_ms']:.2f}", *cells])
     return "\n".join(
         [
-            f"A cost model fitted to results of bench.py allreduce and scaling on {cores} cores of {result['cpu']}.",
+            f"A cost model fitted to the result of bench.py scaling on {cores} cores of {result['cpu']}.",
             f"Errors are relative, median (largest); {CHECKED} or more contexts were not used for the fit.",
-            "",
-            "FITTED: operations x latency + bytes read and written / bandwidth",
-            *harness.table(sums),
             "",
             "FITTED: (contexts x a context's ms + examples x an example's ms) / cores at work",
             *harness.table(steps),
@@ -218,10 +176,6 @@ def table(result: dict) -> str:
     )
 
 
-def _errors(found: dict) -> list[str]:
-    return [f"{found[key][0]:.0%} ({found[key][1]:.0%})" for key in ("fitted_error", "checked_error")]
-
-
 COLORS = {"star": "#000000", "tree": "#e69f00", "ring": "#0072b2", "PS": "#cc79a7"}  # Okabe and Ito's palette
 STYLES = {"star": ":", "tree": "-.", "ring": "-", "PS": "--"}
 
@@ -231,14 +185,13 @@ def draw(result: dict, file: BinaryIO) -> None:
     one row per network and speed and one column per link."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(17, 11), layout="constrained")
+    figure = Figure(figsize=(17, 9), layout="constrained")
     figure.suptitle(
         f"A cost model fitted on {result['cores']} cores of {result['cpu']} (left), and what it predicts for clusters "
         "(right: predicted, not measured; links and speeds assumed)"
     )
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2.2))
-    for axes, title, fits in zip(left.subplots(2, 1), ("Sums", "Steps"), (result["sums"], result["steps"])):
-        _scatter(axes, title, fits)
+    _scatter(left.subplots(), result["steps"])
     panels = right.subplots(len(TITLE) * len(SPEEDS), len(LINKS), sharex=True, sharey=True)
     for axes, case in zip(panels.flat, result["predicted"]):
         for way, efficiency in case["predicted_efficiency"].items():
@@ -258,9 +211,9 @@ def draw(result: dict, file: BinaryIO) -> None:
     figure.savefig(file, format="png", dpi=100)
 
 
-def _scatter(axes: Axes, title: str, fits: dict[str, dict]) -> None:
+def _scatter(axes: Axes, fits: dict[str, dict]) -> None:
     """Draw modelled against measured ms: hollow markers for points used in the fit, filled markers for the rest."""
-    for (name, found), color, marker in zip(fits.items(), (*COLORS.values(), "#009e73"), "osDv^"):
+    for (name, found), color, marker in zip(fits.items(), COLORS.values(), "osD"):
         for p in found["points"]:
             face = "none" if p["contexts"] < CHECKED else color
             axes.plot(p["ms"], p["modelled_ms"], marker, color=color, markerfacecolor=face, alpha=0.8)
@@ -271,5 +224,5 @@ def _scatter(axes: Axes, title: str, fits: dict[str, dict]) -> None:
     axes.fill_between(ends, [e / 1.25 for e in ends], [1.25 * e for e in ends], color="gray", alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modelled, ms")
     note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a quarter"
-    axes.set_title(f"{title}\n{note}", fontsize="small")
+    axes.set_title(f"Steps\n{note}", fontsize="small")
     axes.legend(fontsize="small")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
 from bench import harness
 from bench.harness import Job
@@ -36,7 +36,7 @@ WAYS = {  # {name: arguments of `work`}
 
 
 def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
-    """Measure the named entries of WAYS in turn; returns what `table` and `draw` show. steps: timed steps per run.
+    """Measure the named entries of WAYS in turn; returns what `table` shows. steps: timed steps per run.
 
     For each way, the result has "step_ms" and "idle" (each device's idle share) per round, and the bytes from
     `bytes_moved`. "idle" is measured in additional steps, with the engine's profiler.
@@ -75,14 +75,6 @@ def table(result: dict) -> str:
         rows.append([way["name"], harness.spread(way["step_ms"], 1), *mb, idle])
     title = f"LeNet split over devices, training, batch {result['batch_size']}, one thread per device, medians of"
     return "\n".join([f"{title} {result['rounds']} rounds (min-max);", harness.machine_line(), *harness.table(rows)])
-
-
-def draw(result: dict, file: BinaryIO) -> None:
-    """Draw bars of the time of a step and of the bytes that it moves, as PNG."""
-    times = {way["name"]: way["step_ms"] for way in result["ways"]}
-    moved = {way["name"]: [way["bytes_between"] / 1e6] for way in result["ways"]}
-    title = f"LeNet split over devices, a training step of {result['batch_size']} examples"
-    harness.draw_bars(file, title, {"ms/step": times, "MB between devices": moved})
 
 
 def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, BinaryIO
 
 from bench import harness
-from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, Run, ratios, spread
+from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, ratios, spread
 from bench.steps import Subject, one_thread
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error
@@ -52,18 +52,15 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) 
 
 def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
     """Create {name: job} for all subjects. compiled: folder for the files of torch.compile."""
-    two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]
-    ours = [*two, *map(one_thread, two)]
-    if model == "lenet":
-        ours.insert(0, Subject("notebook", 2))
-    found = {str(subject): subject.job("time", steps) for subject in ours}
+    found = {NOTEBOOK: Subject("notebook", 2).job("time", steps)} if model == "lenet" else {}
     for name, processes in TORCH.items():
         for variant, options in VARIANTS.items():
             arguments = {"model": model, "steps": steps, **processes, **options}
-            folder = Path(compiled, f"{model}-{processes['processes']}")  # without spaces, which its compiler cannot handle
+            folder = Path(compiled, f"{model}-{processes['processes']}")  # torch.compile cannot handle spaces in it
             env = _torch_environment(processes["threads"], folder)
             found[name + variant] = Job("torch_peers", arguments, env, seconds=900)
-    return found
+    two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]
+    return {**found, **{str(subject): subject.job("time", steps) for subject in (*two, *map(one_thread, two))}}
 
 
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:

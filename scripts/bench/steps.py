@@ -5,28 +5,21 @@ A worker, `python -m bench.steps JOB`, works on synthetic data. docs/performance
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import itertools
 import json
 import os
 import tempfile
 import time
 from collections.abc import Iterable
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Trainer, ratios
+from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Train, ratios
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
-
-if TYPE_CHECKING:
-    from mxnet.ndarray import NDArray
-
 
 GLIBC = (
     ("MALLOC_MMAP_MAX_", "65536"),
@@ -54,9 +47,9 @@ class Subject(NamedTuple):
     def size(self) -> int:
         return BATCH_SIZE[self.model] * self.batches
 
-    def job(self, mode: str, **arguments: Any) -> Job:
+    def job(self, mode: str, steps: int) -> Job:
         """Create the job of a worker that measures the subject. mode: a key of MODES."""
-        arguments = {"mode": mode, "subject": self, **arguments}
+        arguments = {"mode": mode, "subject": self, "steps": steps}
         advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
         return Job("steps", arguments, harness.environment(self.settings), seconds=900, advice=advice)
 
@@ -89,7 +82,7 @@ SUBJECTS = {  # in groups; subjects are compared with the first one of their gro
 
 def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Run]:
     """Time training steps; see `harness.time_steps`. steps: per run of LeNet with batch size 256."""
-    return harness.measure({subject: subject.job("time", steps=steps) for subject in subjects}, rounds)
+    return harness.measure({subject: subject.job("time", steps) for subject in subjects}, rounds)
 
 
 def speeds(what: str, rounds: int = 3, steps: int = 100) -> str:
@@ -109,7 +102,7 @@ def profile(steps: int = 50) -> str:
     """Measure the milliseconds per step of each operator with the engine's profiler. Returns a table."""
     settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # operators one by one, not in bulk
     impls = ("notebook", "scratch", "highlevel")
-    jobs = {impl: Subject(impl, 1, settings=settings).job("profile", steps=steps) for impl in impls}
+    jobs = {impl: Subject(impl, 1, settings=settings).job("profile", steps) for impl in impls}
     times = {impl: harness.start(impl, job) for impl, job in jobs.items()}
     slowest = {name: max(ms.get(name, 0) for ms in times.values()) for ms in times.values() for name in ms}
     rows = [["", *impls]]
@@ -121,116 +114,72 @@ def profile(steps: int = 50) -> str:
     return "\n".join([title, *harness.table(rows)])
 
 
-def overhead(rounds: int = 3, epochs: int = 3) -> str:
-    """Measure the time of an epoch, including all that a run writes, the idle share of contexts, and the CPU time of
-    Python's thread, which does not slow training if a core is free. Returns a table."""
-    alone, two = one_thread(Subject("highlevel", 1)), Subject("highlevel", 2)
-    examples = {alone: 15000, two: 15000, two._replace(model="resnet18"): 640}
-    jobs = {subject: subject.job("overhead", epochs=epochs, examples=n) for subject, n in examples.items()}
-    rows = [["", "s/epoch", "contexts idle", "Python's thread"]]
-    for subject, run in harness.measure(jobs, rounds).items():
-        shares = (f"{100 * median(run[key]):.1f}%" for key in ("idle", "python"))
-        name = f"{TITLE[subject.model]}, {subject}, {examples[subject]} examples"
-        rows.append([name, harness.spread(run["seconds"], 2), *shares])
-    title = f"Epochs with evaluation, run folder and TensorBoard, medians of {rounds} rounds (min-max);"
-    return "\n".join([title, harness.machine_line(), *harness.table(rows)])
-
-
-def trainer(subject: Subject) -> Trainer:
-    """Create a Trainer of the subject's network on contexts of this process."""
+def trainer(subject: Subject) -> Train:
+    """Create a function that trains the subject's network on contexts of this process."""
     if subject.impl == "notebook":
         return _notebook(subject)
     options = {} if subject.tune else {"tune": False}
     replicas = harness.replicas(subject.impl, subject.model, subject.contexts, **options)
-    from gluon_mgpu.training.batches import batches
-
-    def step(X: NDArray, y: NDArray) -> list[NDArray]:
-        return replicas.train_batch(X, y, LR[subject.model])
+    step = partial(replicas.train_batch, lr=LR[subject.model])
 
     def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         start = time.perf_counter()
         return harness.train(step, data, subject.size, order), time.perf_counter() - start
 
-    def accuracy(data: Dataset) -> float:
-        return replicas.evaluate_accuracy(batches(data.test_images, data.test_labels, subject.size))
-
-    return Trainer(train, accuracy)
+    return train
 
 
-def _notebook(subject: Subject) -> Trainer:
-    """Create a Trainer of the notebook's own code. It times only the inner loop, not making the batches."""
+def _notebook(subject: Subject) -> Train:
+    """Create a function that trains with the notebook's own code. It times only the inner loop, not making batches."""
     engine.use_stock_settings()
-    notebook = importlib.import_module("gluon_mgpu.parity.notebook")
     import mxnet as mx
 
-    def other_way(p: np.ndarray) -> np.ndarray:  # the notebook's dense weights are (inputs, outputs)
+    from gluon_mgpu.parity import notebook
+
+    def transposed(p: np.ndarray) -> np.ndarray:  # the notebook's dense weights are (inputs, outputs)
         return p.T if p.ndim == 2 else p
 
     ctx = [mx.cpu(i) for i in range(subject.contexts)]
-    arrays = harness.initial({i: other_way(p.asnumpy()) for i, p in enumerate(notebook.init_params())})
-    params = [mx.nd.array(other_way(p)) for p in arrays.values()]
+    arrays = harness.initial({i: transposed(p.asnumpy()) for i, p in enumerate(notebook.init_params())})
+    params = [mx.nd.array(transposed(p)) for p in arrays.values()]
     device_params = [notebook.get_params(params, c) for c in ctx]
 
     def train(data: Dataset, order: np.ndarray) -> tuple[None, float]:
         seconds = 0.0
         for i in range(0, len(order), subject.size):
             chosen = order[i : i + subject.size]
-            batch = mx.nd.array(data.train_images[chosen]) / 255, mx.nd.array(data.train_labels[chosen])
+            X, y = mx.nd.array(data.train_images[chosen]) / 255, mx.nd.array(data.train_labels[chosen])
             mx.nd.waitall()
             start = time.perf_counter()
-            notebook.train_epoch([batch], device_params, ctx, LR[subject.model])
+            notebook.train_batch(X, y, device_params, ctx, LR[subject.model])
+            mx.nd.waitall()  # as in the notebook
             seconds += time.perf_counter() - start
         return None, seconds
 
-    return Trainer(train)
+    return train
 
 
 def _profile(subject: Subject, steps: int) -> dict[str, float]:
     """Measure {operator: milliseconds per step} with MXNet's profiler."""
-    measured = trainer(subject)
+    train = trainer(subject)
     import mxnet as mx
 
     data, order = datasets.synthetic(steps * subject.size, 100, seed=0), np.arange(steps * subject.size)
-    measured.train(data, order)
+    train(data, order)
     with tempfile.TemporaryDirectory() as folder:  # the profiler always writes a file
         file = os.path.join(folder, "profile.json")
         mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=file)
         mx.profiler.set_state("run")
-        measured.train(data, order)
+        train(data, order)
         mx.profiler.set_state("stop")
         operators = json.loads(mx.profiler.dumps(format="json"))["Time"]["operator"]
     return {name: times["Total"] / steps for name, times in operators.items()}
 
 
-def _overhead(subject: Subject, epochs: int, examples: int) -> dict[str, float]:
-    """Measure seconds per epoch and, as shares of them, the CPU time of Python's thread and the contexts' idle time.
-
-    Subtracts a short run from a run with `epochs` more epochs, so that the start of a run does not count.
-    """
-    from gluon_mgpu import highlevel
-
-    clocks = (time.perf_counter, time.thread_time, time.process_time)
-
-    def run(epochs: int) -> list[float]:
-        options = {"dataset": "synthetic", "limit": examples, "epochs": epochs, "model": subject.model, "seed": 0}
-        with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
-            before = [clock() for clock in clocks]
-            highlevel.train(subject.contexts, subject.size, 0.01, device="cpu", out=out, tensorboard=True, **options)
-            return [clock() - start for clock, start in zip(clocks, before)]
-
-    run(1)  # the first run imports everything
-    short, long = run(1), run(1 + epochs)
-    seconds, python, process = (b - a for a, b in zip(short, long))
-    busy = (process - python) / subject.contexts
-    return {"seconds": seconds / epochs, "python": python / seconds, "idle": 1 - busy / seconds}
-
-
 MODES = {
     "time": lambda subject, steps: harness.time_steps(trainer(subject), subject.model, subject.size, steps),
-    "learn": lambda subject, epochs, seed: harness.learn(trainer(subject), epochs, seed),
     "profile": _profile,
-    "overhead": _overhead,
 }
 
 if __name__ == "__main__":
-    harness.main(lambda mode, subject, **arguments: MODES[mode](Subject(*subject), **arguments))
+    harness.main(lambda mode, subject, steps: MODES[mode](Subject(*subject), steps))

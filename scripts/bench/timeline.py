@@ -48,8 +48,6 @@ def table(result: dict) -> str:
     lines = [f"{result['about']}; {harness.machine_line()}", *harness.table(rows), _note(result)]
     if len(result["contexts"]) > harness.facts()["cores"]:
         lines.append("More contexts than cores: an operator that waits for a core counts as busy.")
-    if result["unknown"]:
-        lines.append(f"other includes operators without a phase: {', '.join(result['unknown'])}")
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench import harness
-from bench.harness import BATCH_SIZE, LR, Dataset, Trainer
+from bench.harness import BATCH_SIZE, LR, Dataset, Train
 
 
 def lenet() -> nn.Sequential:
@@ -90,8 +90,8 @@ def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
 
 def trainer(
     rank: int, model: str, processes: int, threads: int, channels_last: bool = False, compiled: bool = False
-) -> Trainer:
-    """Create a Trainer of the network in this process, number `rank` of `processes`."""
+) -> Train:
+    """Create a function that trains the network in this process, number `rank` of `processes`."""
     torch.set_num_threads(threads)
     size = BATCH_SIZE[model]
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -102,16 +102,13 @@ def trainer(
         replica = nn.parallel.DistributedDataParallel(replica, gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR[model])
 
-    def batch(images: np.ndarray, labels: np.ndarray, chosen: np.ndarray | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        X = np.divide(images[chosen], 255, dtype=np.float32)
-        return torch.from_numpy(X).to(memory_format=layout), torch.from_numpy(labels[chosen].astype(np.int64))
-
     def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         losses, sizes, start = [], [], time.perf_counter()
         for i in range(0, len(order), size):
             shard = np.array_split(order[i : i + size], processes)[rank]
-            X, y = batch(data.train_images, data.train_labels, shard)
-            loss = F.cross_entropy(replica(X), y)
+            X = torch.from_numpy(np.divide(data.train_images[shard], 255, dtype=np.float32))
+            y = torch.from_numpy(data.train_labels[shard].astype(np.int64))
+            loss = F.cross_entropy(replica(X.to(memory_format=layout)), y)
             optimizer.zero_grad()
             loss.backward()  # averages gradients over the processes, and so over the batch
             optimizer.step()
@@ -119,51 +116,34 @@ def trainer(
             sizes.append(len(shard))
         return float(np.average(torch.stack(losses).numpy(), weights=sizes)), time.perf_counter() - start
 
-    @torch.no_grad()
-    def accuracy(data: Dataset) -> float:
-        net.eval()
-        right = 0
-        for i in range(0, len(data.test_labels), size):
-            X, y = batch(data.test_images, data.test_labels, slice(i, i + size))
-            right += (net(X).argmax(1) == y).sum().item()
-        net.train()
-        return right / len(data.test_labels)
-
-    return Trainer(train, accuracy)
+    return train
 
 
-def process(rank: int, folder: str, subject: dict[str, Any], mode: str, arguments: dict[str, int]) -> None:
+def process(rank: int, folder: str, steps: int, subject: dict[str, Any]) -> None:
     """Measure in one of the subject's processes, and write the result to a file."""
     several = subject["processes"] > 1
     if several:
         meet = f"file://{folder}/meet"
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject["processes"])
-    measured, model = trainer(rank, **subject), subject["model"]
-    if mode == "learn":
-        found = harness.learn(measured, **arguments)
-    else:
-        found = harness.time_steps(measured, model, BATCH_SIZE[model], **arguments)
+    model = subject["model"]
+    found = harness.time_steps(trainer(rank, **subject), model, BATCH_SIZE[model], steps)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     if several:
         dist.barrier()
         os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
 
 
-def work(mode: str, steps: int = 0, epochs: int = 0, seed: int = 0, **subject: Any) -> dict[str, Any]:
+def work(steps: int, **subject: Any) -> dict[str, Any]:
     """Measure in all processes of a subject. Combines results: longest times, mean loss, sum of memory."""
-    arguments = {"epochs": epochs, "seed": seed} if mode == "learn" else {"steps": steps}
     ranks = range(subject["processes"])
     with tempfile.TemporaryDirectory() as folder:
-        given = folder, subject, mode, arguments
         if len(ranks) == 1:
-            process(0, *given)
+            process(0, folder, steps, subject)
         else:
-            torch.multiprocessing.spawn(process, given, len(ranks))
+            torch.multiprocessing.spawn(process, (folder, steps, subject), len(ranks))
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
     if subject.get("compiled") and not any(Path(tempfile.gettempdir()).rglob("*.so")):
         raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
-    if mode == "learn":
-        return found[0]
     together = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
     return {what: join([of_rank[what] for of_rank in found]) for what, join in together.items()}
 

@@ -1,99 +1,69 @@
 """The cost model: the fit recovers known parameters, and predictions agree with simulated messages."""
 
-import copy
 import io
 import json
 
+import mxnet as mx
 import numpy as np
 import pytest
-from bench import allreduce, model
+from bench import model
 
+from gluon_mgpu import highlevel
 from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training.settings import Settings
 
 MACHINE = {"cores": 2, "cpu": "Some CPU"}
-OPERATION_MS, GB_S = 0.04, 20.0
 CONTEXT_MS, EXAMPLE_MS, SHARED_MS = {"lenet": 1.5, "resnet18": 12.0}, {"lenet": 0.18, "resnet18": 13.0}, 0.02
-BYTES = {"lenet": 516272, "resnet18": 44703272}
 
 
-def operations(way, k):
-    if way in ("star", "tree"):  # each of the others: copied, added, copied back
-        return 3 * (k - 1)
-    if way == "slices":  # k slices: k - 1 copies to where they are summed, a sum, k copies of it
-        return sum((k - 1) + 1 + k for _ in range(k))
-    return k + 1 + k
-
-
-def sums():
-    """allreduce.json of a machine whose every operation takes OPERATION_MS and whose memory moves GB_S."""
-    workers = []
-    for k in (1, 2, 4, 8):
-        points = []
-        networks = [("lenet", 8), ("lenet", 1), ("resnet18", 76), ("resnet18", 1)]
-        for of, arrays in networks:
-            size = BYTES[of]
-            ms = {
-                way: [
-                    factor * (arrays * operations(way, k) * OPERATION_MS + allreduce.moved(way, k) * size / GB_S / 1e6)
-                    for factor in (3.0, 0.5, 1.0)  # the median counts
-                ]
-                for way in allreduce.WAYS
-            }
-            points.append({"model": of, "arrays": arrays, "bytes": size, "ms": ms})
-        workers.append({"contexts": k, "points": points})
-    return {"machine": MACHINE, "rounds": 3, "workers": workers}
-
-
-def steps(cores=2):
+def scaling():
     """scaling.json of a machine on which a step takes exactly as long as the model says."""
     runs = []
     for impl, of, batch in (("scratch", "lenet", 256), ("highlevel", "lenet", 256), ("highlevel", "resnet18", 64)):
         for kind in ("strong", "weak"):
             for k in (1, 2, 4, 8):
                 examples = batch * k if kind == "weak" else batch
-                working = min(cores, k)
+                working = min(MACHINE["cores"], k)
                 ms = (k * CONTEXT_MS[of] + examples * (EXAMPLE_MS[of] + SHARED_MS * (working - 1))) / working
                 run = {"impl": impl, "model": of, "kind": kind, "contexts": k, "batch_size": examples}
-                runs.append({**run, "step_ms": [0.9 * ms, ms, 1.1 * ms]})
-    return {"machine": {**MACHINE, "cores": cores}, "rounds": 3, "runs": runs}
+                runs.append({**run, "step_ms": [0.9 * ms, ms, 1.1 * ms]})  # the median counts
+    return {"machine": MACHINE, "rounds": 3, "runs": runs}
 
 
-def left(folder, sums_=None, steps_=None):
-    for name, content in (("allreduce", sums_ or sums()), ("scaling", steps_ or steps())):
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
+def fitted(folder, content):
+    (folder / "scaling.json").write_text(json.dumps(content))
+    return model.run(folder)
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    return model.run(left(tmp_path_factory.mktemp("measured")))
+    return fitted(tmp_path_factory.mktemp("measured"), scaling())
 
 
 def test_the_fit_finds_the_parameters_that_made_the_points(result):
-    assert list(result["sums"]) == list(model.OPERATIONS)
-    for way, found in result["sums"].items():
-        assert found["terms"] == pytest.approx([OPERATION_MS, 1 / GB_S]), way
     assert set(result["steps"]) == {"scratch, LeNet", "highlevel, LeNet", "highlevel, ResNet-18"}
     for name, found in result["steps"].items():
         of = "lenet" if "LeNet" in name else "resnet18"
         assert found["terms"] == pytest.approx([CONTEXT_MS[of], EXAMPLE_MS[of], SHARED_MS])
-    for found in (*result["sums"].values(), *result["steps"].values()):
         assert found["fitted_error"][1] < 1e-9 and found["checked_error"][1] < 1e-9
 
 
 def test_measurements_on_8_contexts_change_the_error_and_not_the_fit(tmp_path, result):
-    slower, shorter = sums(), steps()
-    for point in slower["workers"][-1]["points"]:
-        point["ms"] = {way: [2 * ms for ms in times] for way, times in point["ms"].items()}
-    for run in shorter["runs"]:
+    content = scaling()
+    for run in content["runs"]:
         if run["contexts"] == 8:
             run["step_ms"] = [ms / 2 for ms in run["step_ms"]]
-    changed = model.run(left(tmp_path, slower, shorter))
+    changed = fitted(tmp_path, content)
     assert changed["predicted"] == result["predicted"]
-    for of, wanted in (("sums", 0.5), ("steps", 1)):
-        for name, found in changed[of].items():
-            assert found["terms"] == result[of][name]["terms"]
-            assert found["checked_error"] == pytest.approx([wanted, wanted])
+    for name, found in changed["steps"].items():
+        assert found["terms"] == result["steps"][name]["terms"]
+        assert found["checked_error"] == pytest.approx([1, 1])
+
+
+@pytest.mark.parametrize("name", model.GRADIENT_BYTES)
+def test_the_gradients_have_the_size_of_the_networks(name):
+    gradients = highlevel.Replicas([mx.cpu()], Settings(model=name)).gradients()
+    assert model.GRADIENT_BYTES[name] == sum(gradient.nbytes for gradient in gradients.values())
 
 
 def test_the_fit_has_no_negative_terms():
@@ -192,11 +162,11 @@ def test_predictions_follow_from_the_fit_and_the_messages(result):
     for case in cases:
         of, batch = case["model"], {"lenet": 256, "resnet18": 64}[case["model"]]
         compute = CONTEXT_MS[of] + batch * EXAMPLE_MS[of] / case["speed"]
-        assert case["gradient_bytes"] == BYTES[of] and case["predicted_compute_ms"] == pytest.approx(compute)
+        assert case["predicted_compute_ms"] == pytest.approx(compute)
         latency, bandwidth = model.LINKS[case["link"]]
         for way, efficiency in case["predicted_efficiency"].items():
             assert efficiency[0] == 1 and all(a > b > 0 for a, b in zip(efficiency, efficiency[1:])), way
-            seconds = simulated(MESSAGES[way](8, BYTES[of]), 8, latency, bandwidth)
+            seconds = simulated(MESSAGES[way](8, model.GRADIENT_BYTES[of]), 8, latency, bandwidth)
             assert efficiency[3] == pytest.approx(compute / (compute + 1000 * seconds)), way
 
 
@@ -214,30 +184,23 @@ def test_the_table_and_the_picture_show_the_best_way_for_each_cluster(result):
 
 
 BROKEN = {
-    "a time of 0": lambda c: c["scaling"]["runs"][3].update(step_ms=[0.0]),
-    "text": lambda c: c["scaling"]["runs"][3].update(step_ms=["fast"]),
-    "no runs": lambda c: c["scaling"].pop("runs"),
-    "another machine": lambda c: c["scaling"].update(machine={"cores": 4, "cpu": "Another"}),
-    "no 8 contexts": lambda c: c["scaling"].update(runs=[r for r in c["scaling"]["runs"] if r["contexts"] < 8]),
-    "no ResNet-18": lambda c: c["scaling"].update(runs=[r for r in c["scaling"]["runs"] if r["model"] == "lenet"]),
-    "sums on too few contexts": lambda c: c["allreduce"].update(workers=c["allreduce"]["workers"][:2]),
-    "a way without times": lambda c: c["allreduce"]["workers"][1]["points"][0]["ms"].pop("tree"),
+    "a time of 0": lambda c: c["runs"][3].update(step_ms=[0.0]),
+    "text": lambda c: c["runs"][3].update(step_ms=["fast"]),
+    "no runs": lambda c: c.pop("runs"),
+    "no 8 contexts": lambda c: c.update(runs=[r for r in c["runs"] if r["contexts"] < 8]),
+    "no ResNet-18": lambda c: c.update(runs=[r for r in c["runs"] if r["model"] == "lenet"]),
+    "not JSON": None,
+    "missing": None,
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_files_that_are_incomplete_are_one_line_that_says_what_to_run(what, tmp_path):
-    contents = copy.deepcopy({"allreduce": sums(), "scaling": steps()})
-    BROKEN[what](contents)
-    with pytest.raises(UsageError) as caught:
-        model.run(left(tmp_path, contents["allreduce"], contents["scaling"]))
-    assert str(tmp_path) in str(caught.value) and "bench.py" in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [None, "{"])
-def test_a_file_that_is_missing_or_not_json_is_one_line(content, tmp_path):
-    path = left(tmp_path) / "scaling.json"
-    path.write_text(content) if content else path.unlink()
+def test_an_incomplete_file_is_one_line_that_says_what_to_run(what, tmp_path):
+    content = scaling()
+    if BROKEN[what]:
+        BROKEN[what](content)
+    if what != "missing":
+        (tmp_path / "scaling.json").write_text("{" if what == "not JSON" else json.dumps(content))
     with pytest.raises(UsageError, match="bench.py scaling") as caught:
         model.run(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)

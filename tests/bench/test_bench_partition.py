@@ -33,14 +33,11 @@ def test_a_measured_way_has_a_time_and_an_idle_share_of_each_device():
     [idle] = way["idle"]
     assert way["step_ms"][0] > 1 and len(idle) == 2 and all(0 < share < 1 for share in idle)
     assert way["name"] in bench.table(result)
-    picture = io.BytesIO()
-    bench.draw(result, picture)
-    assert picture.getvalue().startswith(b"\x89PNG")
 
 
 def test_a_timeline_has_the_phases_of_each_context():
     result = json.loads(json.dumps(timeline.run("highlevel", batch_size=32, steps=2)))
-    assert len(result["step_ms"]) == 2 and len(result["contexts"]) == 2 and result["unknown"] == []
+    assert len(result["step_ms"]) == 2 and len(result["contexts"]) == 2
     for context, seconds in result["contexts"].items():
         row = next(line.split() for line in timeline.table(result).splitlines() if line.startswith(context))
         assert row[1] == f"{1000 * seconds['forward'] / 2:.2f}" and row[-1] == f"{100 * seconds['idle_share']:.1f}%"
