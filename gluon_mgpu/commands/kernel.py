@@ -1,0 +1,38 @@
+"""`gluon-mgpu kernel`: a Jupyter kernel that does the same as `gluon-mgpu run`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.commands.run import preparation, settings_of
+from gluon_mgpu.legacy import notebook
+
+
+@click.group(
+    cls=common.Group,
+    examples="""
+        gluon-mgpu kernel install --gpus 2
+        gluon-mgpu kernel uninstall
+    """,
+)
+def kernel() -> None:
+    """Install or remove the Jupyter kernel "MXNet (gluon_mgpu)", in which old MXNet notebooks run unchanged."""
+
+
+@kernel.command(cls=common.Command, examples="gluon-mgpu kernel install --gpus 2")
+@preparation
+@click.option("--sys-prefix", is_flag=True, help="Install it in this Python's environment, not for the user.")
+def install(sys_prefix: bool, **options: Any) -> None:
+    """Install the kernel, with these settings for all its notebooks."""
+    folder = notebook.install_kernel(settings_of(**options), sys.prefix if sys_prefix else None)
+    click.echo(f"installed {folder}: choose the kernel {notebook.TITLE} in Jupyter")
+
+
+@kernel.command(cls=common.Command, examples="gluon-mgpu kernel uninstall")
+def uninstall() -> None:
+    """Remove the kernel."""
+    click.echo(f"removed {notebook.uninstall_kernel()}")

@@ -1,0 +1,75 @@
+"""`gluon-mgpu run`: run a program or notebook that was written for MXNet 1.x."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.legacy import notebook, prepare
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import UsageError
+
+OPTIONS = (
+    common.option(
+        "--gpus",
+        type=click.IntRange(1, prepare.MOST_GPUS),
+        metavar="N",
+        help="Number of GPUs that the program sees. Without GPUs, N CPU contexts then compute at the same time. "
+        "Default: any number; CPU contexts take turns.",
+    ),
+    click.option(
+        "--map/--no-map", "map_gpus", default=True, help="Without GPUs, run mx.gpu(i) on CPU context i, or fail."
+    ),
+    click.option("--strict-numpy", is_flag=True, help="Do not give the program names that NumPy has removed."),
+    common.data_dir,
+)
+
+
+def preparation(command: Any) -> Any:
+    """Adds the options that `settings_of` takes."""
+    for add in reversed(OPTIONS):
+        command = add(command)
+    return command
+
+
+def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
+    return prepare.Settings(numpy_names=not strict_numpy, **options)
+
+
+@click.command(
+    cls=common.Command,
+    context_settings={"allow_interspersed_args": False},
+    examples="""
+        gluon-mgpu run train.py --epochs 2
+        gluon-mgpu run --gpus 4 multiple-gpus.ipynb
+        gluon-mgpu run -m pytest tests
+    """,
+)
+@click.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
+@preparation
+@common.option("--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE, not in place.")
+@click.argument("program", metavar="PROGRAM|NOTEBOOK")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
+@click.pass_context
+def run(
+    context: click.Context, is_module: bool, out: str | None, program: str, arguments: tuple[str, ...], **options: Any
+) -> None:
+    """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, provides what Python and NumPy
+    have removed, runs GPU contexts on CPU contexts if there are no GPUs, and replaces dead downloads of MNIST and
+    Fashion-MNIST. Otherwise the same as `python PROGRAM`."""
+    settings = settings_of(**options)
+    engine.check_environment()
+    if program.endswith(".ipynb") and not is_module:
+        if arguments:
+            raise UsageError(f"{arguments[0]}: a notebook takes no arguments")
+        context.exit(0 if notebook.run(program, out, settings) else 1)
+    if out:
+        raise UsageError(f"--out {out}: only for notebooks; omit it")
+    if not is_module and not os.path.exists(program):
+        raise UsageError(f"{program}: there is no such program")
+    command = [sys.executable, *(["-m"] if is_module else []), program, *arguments]
+    os.execve(sys.executable, command, prepare.environment(settings))

@@ -1,0 +1,73 @@
+"""Runs a program's GPU contexts on CPU contexts if there are no GPUs, and keeps several CPU contexts from hanging.
+
+mx.gpu(i) then is CPU context i: arrays print @cpu(i), because that is where they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from types import ModuleType
+from typing import Any
+
+from gluon_mgpu.runtime import engine, log
+
+CPU = 1  # MXNet's number for the device type
+
+
+def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
+    """Change the contexts of the imported mxnet. gpus, map_gpus: see `prepare.Settings`."""
+    Context = mx.context.Context
+    original = Context.__init__
+    there_are_gpus = mx.context.num_gpus() > 0
+    used = {0}  # CPU contexts; 0 is the default context
+
+    def create(context: Any, device_type: Any, device_id: int = 0) -> None:
+        if device_type == "gpu" and not there_are_gpus:
+            if not map_gpus:
+                raise mx.MXNetError(f"gpu({device_id}): no GPU that MXNet can use; omit --no-map to use CPU contexts")
+            if gpus is not None and not 0 <= device_id < gpus:
+                raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}")
+            _say_once()
+        original(context, device_type, device_id)
+        if context.device_typeid == CPU and context.device_id not in used:
+            if len(used) == 1 and engine.openmp_threads() > 1:
+                log.say("several contexts: using one thread each; with --gpus N, N of them compute at the same time")
+            used.add(context.device_id)
+            if engine.openmp_threads() > 1:
+                for index in used:
+                    use_one_thread(mx, index)
+
+    Context.__init__ = create
+    if there_are_gpus or not map_gpus:
+        return
+    Context.devstr2type = {**Context.devstr2type, "gpu": CPU, "cpu_pinned": CPU}
+    for module in (mx.context, mx.gluon.contrib.estimator.estimator):
+        module.num_gpus = lambda: gpus or 0
+    mx.util.get_gpu_count = mx.context.num_gpus
+    create_store = mx.kvstore.create
+    mx.kvstore.create = lambda name="local": create_store("device" if name == "nccl" else name)
+
+
+@functools.cache
+def _say_once() -> None:
+    log.say("no GPU that MXNet can use: mx.gpu(i) is CPU context i")
+
+
+def use_one_thread(mx: ModuleType, index: int) -> None:
+    """Have the engine's thread of a CPU context use one OpenMP thread. Two contexts with more could hang.
+
+    That thread is the only one that can change its number of threads, so the change is queued like an operator.
+    """
+
+    class MXNetContext(ctypes.Structure):
+        _fields_ = [("device_type", ctypes.c_int), ("device_id", ctypes.c_int)]
+
+    gomp = ctypes.CDLL("libgomp.so.1")
+    change = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: gomp.omp_set_num_threads(1))
+    where = ctypes.byref(MXNetContext(CPU, index))
+    none = ctypes.c_void_p()
+    mx.base.check_call(
+        mx.base._LIB.MXEnginePushSync(change, none, none, where, none, 0, none, 0, none, 0, b"one OpenMP thread")
+    )
+    mx.nd.waitall()

@@ -1,0 +1,102 @@
+"""Gives MXNet's own downloads the verified files of `datasets`, because the addresses in MXNet 1.9.1 may be dead.
+
+Any other download is tried once. If it fails, the error names the file and where the program expects it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import socket
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gluon_mgpu.runtime import log
+from gluon_mgpu.training import checkpoint, datasets
+
+SECONDS = 20  # without receiving data
+
+
+def replace(mx: ModuleType, data_dir: str | None) -> None:
+    """Change the downloads of the imported mxnet. data_dir: see `datasets.load`."""
+    import mxnet.test_utils  # `import mxnet` does not import it
+
+    gluon_download, old_download = mx.gluon.utils.download, mxnet.test_utils.download
+
+    def download(url: str, path: str | None = None, *args: Any, **options: Any) -> str:
+        name = os.path.basename(url)
+        path = os.path.expanduser(path or name)
+        target = Path(path, name) if os.path.isdir(path) else Path(path)
+        return provide(url, target, data_dir, lambda: gluon_download(url, path, *args, **{**options, "retries": 1}))
+
+    def download_to(
+        url: str, fname: str | None = None, dirname: str | None = None, overwrite: bool = False, *_: Any, **__: Any
+    ) -> str:
+        target = Path(dirname or "", fname or os.path.basename(url))
+        if target.exists() and not overwrite:
+            return str(target)
+        return provide(url, target, data_dir, lambda: old_download(url, fname, dirname, overwrite, retries=1))
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mxnet") and vars(module).get("download") is gluon_download:
+            module.download = download  # type: ignore[attr-defined]
+    mxnet.test_utils.download = download_to
+
+    iterate = mx.io.MNISTIter
+
+    def MNISTIter(*args: Any, **options: Any) -> Any:
+        for kind, default in (("image", "train-images-idx3-ubyte"), ("label", "train-labels-idx1-ubyte")):
+            path = Path(options.setdefault(kind, default))
+            known = known_file(str(path).replace(".idx", "-idx"))
+            if known and not path.exists():
+                write(path, datasets.content(*known, data_dir), f"{known[0]}, as {path}")
+        return iterate(*args, **options)
+
+    mx.io.MNISTIter = mx.io.io.MNISTIter = MNISTIter
+
+
+def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:
+    """Write a known file to target, or call download(). Returns the path. Raises OSError, in one line, if it fails."""
+    known = known_file(url)
+    if known:
+        content = gzip.compress(datasets.content(*known, data_dir), compresslevel=1)
+        return write(target, content, f"{known[0]}, as {target}")
+    if url.endswith("/mnist.zip"):
+        return write(target, mnist_zip(data_dir), f"mnist, as {target}")
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SECONDS)
+    try:
+        return download()
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(f"cannot download {url}: put the file at {target.absolute()} ({reason})") from None
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def known_file(address: str) -> tuple[str, str] | None:
+    """(data set, file) that a URL or path names, or None."""
+    name = "fashion-mnist" if "fashion" in address.lower() else "mnist"
+    file = os.path.basename(address).removesuffix(".gz")
+    return (name, file) if file in datasets.SHA256[name] else None
+
+
+def mnist_zip(data_dir: str | None) -> bytes:
+    """The archive that `mx.test_utils.get_mnist_ubyte` unpacks."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for file in datasets.SHA256["mnist"]:
+            archive.writestr(file, datasets.content("mnist", file, data_dir))
+    return content.getvalue()
+
+
+def write(path: Path, content: bytes, what: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_whole(path, lambda file: file.write(content))
+    log.say(f"using {what}")
+    return str(path)

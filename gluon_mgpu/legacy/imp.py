@@ -1,0 +1,28 @@
+"""The functions of Python's module imp, removed in 3.12, that programs used to load a source file."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+
+reload = importlib.reload
+new_module = ModuleType
+
+
+def load_source(name: str, pathname: str) -> ModuleType:
+    """Import a file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, pathname)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def find_module(name: str, path: list[str] | None = None) -> tuple[None, str, tuple[str, str, int]]:
+    """Find a module. Raises ImportError if there is none. Only the path of the result is useful."""
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    if spec is None:
+        raise ImportError(f"No module named {name!r}", name=name)
+    return None, spec.origin or "", (".py", "r", 1)

@@ -1,0 +1,99 @@
+"""Runs Jupyter notebooks, and installs a Jupyter kernel, prepared by `prepare`. Needs gluon_mgpu[jupyter]."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gluon_mgpu.legacy import prepare
+from gluon_mgpu.runtime import log
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import checkpoint
+
+KERNEL = "gluon_mgpu"
+TITLE = "MXNet (gluon_mgpu)"
+
+
+def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell: int | None = None) -> bool:
+    """Execute all cells, in the notebook's folder, and write the notebook with its outputs. Returns whether all cells
+    succeeded; a cell that fails is the last one.
+
+    path: the notebook. out: where to write it; None: in place. Raises UsageError if path is not a notebook, Error if
+    Jupyter's packages are missing or the kernel ends.
+    """
+    _require("nbclient", "ipykernel")
+    import nbclient
+    import nbformat
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    try:
+        notebook: Any = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except Exception as error:  # nbformat raises many types for damaged files
+        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        raise UsageError(f"{path}: not a notebook that can be read ({reason})") from None
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=seconds_per_cell,
+        kernel_name="python3",  # this Python's; the notebook may name a kernel of its author's machine
+        resources={"metadata": {"path": str(Path(path).absolute().parent)}},
+    )
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    with log.progress(total=len(cells), unit=" cells", desc=Path(path).name) as bar:
+        client.on_cell_executed = lambda **_: bar.update()
+        try:
+            client.execute(env=prepare.environment(settings))
+        except CellExecutionError as error:
+            log.say(f"{path}: a cell failed: {error.ename}: {error.evalue}")
+            return False
+        except (CellTimeoutError, DeadKernelError) as error:
+            raise Error(f"{path}: {str(error).splitlines()[0]}") from None
+        finally:
+            text = nbformat.writes(notebook)
+            checkpoint.write_whole(out or path, lambda file: file.write(text.encode()))
+    return True
+
+
+def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
+    """Install a Jupyter kernel that prepares this Python. Returns its folder.
+
+    prefix: an environment's folder, such as sys.prefix; None: the user's folder.
+    """
+    _require("jupyter_client", "ipykernel")
+    from jupyter_client.kernelspec import KernelSpecManager
+
+    environment = prepare.environment(settings)
+    spec = {
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": TITLE,
+        "language": "python",
+        "env": {name: environment[name] for name in ("PYTHONPATH", prepare.VARIABLE)},
+        "metadata": {"debugger": True},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "kernel.json").write_text(json.dumps(spec, indent=1))
+        try:
+            return str(KernelSpecManager().install_kernel_spec(folder, KERNEL, user=prefix is None, prefix=prefix))
+        except OSError as error:
+            raise Error(f"cannot install the kernel in {error.filename} ({error.strerror})") from None
+
+
+def uninstall_kernel() -> str:
+    """Remove the kernel. Returns its folder. Raises UsageError if it is not installed."""
+    _require("jupyter_client")
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    try:
+        return str(KernelSpecManager().remove_kernel_spec(KERNEL))
+    except (KeyError, NoSuchKernel):
+        raise UsageError("the kernel is not installed; `gluon-mgpu kernel install` installs it") from None
+
+
+def _require(*packages: str) -> None:
+    absent = [package for package in packages if importlib.util.find_spec(package) is None]
+    if absent:
+        raise Error(f"{' and '.join(absent)} not installed: run `pip install 'gluon_mgpu[jupyter]'`")

@@ -1,0 +1,96 @@
+"""Prepares a Python process for an old MXNet program, and passes the settings on to the processes that it starts.
+
+`environment` is for the process that starts the program; `prepare` is called in the program's process before its first
+line (`startup`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from gluon_mgpu.legacy import names
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import UsageError
+
+VARIABLE = "GLUON_MGPU_RUN"  # holds Settings as JSON
+STARTUP = Path(__file__).with_name("startup")
+MOST_GPUS = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """gpus: how many GPUs the program sees; None: as many as it uses. map_gpus: run mx.gpu(i) on CPU context i if there
+    are no GPUs. numpy_names: give the program the names that NumPy has removed. data_dir: see `datasets.load`."""
+
+    gpus: int | None = None
+    map_gpus: bool = True
+    numpy_names: bool = True
+    data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpus is not None and not 1 <= self.gpus <= MOST_GPUS:
+            raise UsageError(f"gpus={self.gpus}: must be between 1 and {MOST_GPUS}")
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """The environment variables with which Python starts a prepared program."""
+    users = engine.users_environment()
+    paths = [str(STARTUP), *filter(None, [users.get("PYTHONPATH")])]
+    return {**users, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(asdict(settings))}
+
+
+def prepare() -> None:
+    """Prepare this process as VARIABLE says; nothing happens without it. The rest is done as modules are imported."""
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return
+    try:
+        settings = Settings(**json.loads(text))
+    except (ValueError, TypeError, UsageError) as error:
+        raise SystemExit(f"error: {VARIABLE}={text}: not what `gluon-mgpu run` sets ({error}); unset it") from None
+    names.add_to_python()
+    after: dict[str, Callable[[ModuleType], object]] = {"mxnet": lambda mx: _prepare_mxnet(mx, settings)}
+    if settings.numpy_names:
+        after["numpy"] = names.add_to_numpy
+    sys.meta_path.insert(0, AfterImport(after))
+    sys.meta_path.append(names.Modules())
+    engine.expect(settings.gpus or 1)
+
+
+def _prepare_mxnet(mx: ModuleType, settings: Settings) -> None:
+    from gluon_mgpu.legacy import contexts, downloads
+
+    downloads.replace(mx, settings.data_dir)
+    contexts.replace(mx, settings.gpus, settings.map_gpus)
+
+
+class AfterImport:
+    """Calls a function with a module right after its first import. actions: {module's name: function}."""
+
+    def __init__(self, actions: dict[str, Callable[[ModuleType], object]]) -> None:
+        self.actions = actions
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.actions:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is None or spec.loader is None:
+            return None
+        execute, action = spec.loader.exec_module, self.actions[name]
+
+        def execute_then_act(module: ModuleType) -> None:
+            execute(module)
+            action(module)
+
+        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]  # this loader only
+        return spec

@@ -1,0 +1,1 @@
+"""The folder that `run` puts on PYTHONPATH; Python imports `sitecustomize` from it at startup."""

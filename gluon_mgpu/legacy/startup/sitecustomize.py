@@ -1,0 +1,19 @@
+"""Python imports this at startup in a program that `gluon-mgpu run` starts, and in Python programs that it starts."""
+
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+# Run the machine's own sitecustomize, which this file hides.
+sys.path[:] = [folder for folder in sys.path if Path(folder).absolute() != Path(__file__).absolute().parent]
+spec = PathFinder.find_spec("sitecustomize", sys.path)
+if spec and spec.loader:
+    spec.loader.exec_module(module_from_spec(spec))
+
+try:
+    from gluon_mgpu.legacy import prepare
+except ModuleNotFoundError:  # another Python, which the program started
+    pass
+else:
+    prepare.prepare()

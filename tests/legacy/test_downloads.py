@@ -1,0 +1,109 @@
+"""MXNet's dead downloads: MNIST and Fashion-MNIST come from verified files, and any other fails with one clear line."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from gluon_mgpu.legacy import prepare
+from gluon_mgpu.training import datasets
+
+START = "import json, sys; from gluon_mgpu.training import datasets; datasets.SHA256 = json.loads(sys.argv[1])\n"
+SIZES = {"train": 20, "t10k": 10}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """(folder, hashes) of two tiny data sets in MNIST's format; image i of mnist has the value i + 1 everywhere."""
+    folder, hashes = tmp_path_factory.mktemp("data"), {}
+    for shift, name in enumerate(("mnist", "fashion-mnist"), 1):
+        (folder / name).mkdir()
+        hashes[name] = {}
+        for file in datasets.SHA256[name]:
+            n = SIZES[file.split("-")[0]]
+            values = np.arange(n, dtype=np.uint8) + shift
+            header, content = [2049, n], values % 10
+            if "images" in file:
+                header, content = [2051, n, 28, 28], np.repeat(values, 28 * 28)
+            content = np.array(header, ">u4").tobytes() + content.astype(np.uint8).tobytes()
+            (folder / name / file).write_bytes(content)
+            hashes[name][file] = hashlib.sha256(content).hexdigest()
+    return folder, hashes
+
+
+@pytest.fixture
+def program(data, tmp_path):
+    """program(text) runs it where the downloads are replaced, in an empty folder that is also the home."""
+
+    def run(text):
+        folder, hashes = data
+        settings = prepare.environment(prepare.Settings())
+        return subprocess.run(
+            [sys.executable, "-c", START + textwrap.dedent(text), json.dumps(hashes)],
+            env={**settings, "GLUON_MGPU_DATA": str(folder), "HOME": str(tmp_path), "MXNET_HOME": str(tmp_path / "mx")},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    return run
+
+
+def test_gluons_data_sets_read_the_verified_files(program):
+    run = program("""
+        from mxnet.gluon.data import vision
+        for kind in vision.MNIST, vision.FashionMNIST:
+            for train in True, False:
+                data = kind(train=train)
+                print(len(data), data[3][0].shape, int(data[3][0].max().asscalar()), int(data[3][1]))
+    """)
+    lines = [f"{n} (28, 28, 1) {3 + shift} {3 + shift}" for shift in (1, 2) for n in (20, 10)]
+    assert run.stdout.splitlines() == lines, run.stderr
+
+
+@pytest.mark.parametrize("before", ["", "mx.test_utils.get_mnist_ubyte()"], ids=["given names", "archive"])
+def test_mnist_functions_and_iterators_read_the_verified_files(program, before):
+    run = program(f"""
+        import mxnet as mx
+        import mxnet.test_utils
+        {before}
+        mnist = mx.test_utils.get_mnist()
+        print(mnist["train_data"].shape, round(mnist["train_data"][4].max() * 255), mnist["test_label"][4])
+        batch = next(mx.io.MNISTIter(
+            image="data/t10k-images-idx3-ubyte", label="data/t10k-labels-idx1-ubyte", batch_size=5, shuffle=False))
+        print(batch.data[0].shape, round(float(batch.data[0][4].max().asscalar()) * 256), batch.label[0][4].asscalar())
+    """)
+    assert run.stdout == "(20, 1, 28, 28) 5 5\n(5, 1, 28, 28) 5 5.0\n", run.stderr
+
+
+def test_a_damaged_file_is_refused(program, data):
+    file = data[0] / "mnist" / "t10k-labels-idx1-ubyte"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"x")
+    try:
+        run = program("from mxnet.gluon.data.vision import MNIST; MNIST(train=False)")
+    finally:
+        file.write_bytes(content)
+    assert run.returncode == 1 and "SHA-256" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "call, file",
+    [
+        ("mx.gluon.utils.download('http://127.0.0.1:1/a/net.params', path='models')", "models"),
+        ("mx.test_utils.download('http://127.0.0.1:1/a/b.zip', dirname='data')", "data/b.zip"),
+        ("mx.gluon.model_zoo.vision.alexnet(pretrained=True)", "alexnet-"),
+    ],
+)
+def test_any_other_download_that_fails_names_the_file_and_its_place(program, tmp_path, call, file):
+    run = program(
+        f"import mxnet as mx, mxnet.test_utils, os; os.environ['MXNET_GLUON_REPO'] = 'http://127.0.0.1:1'\n{call}"
+    )
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 1 and last.startswith("OSError: ") and "127.0.0.1:1/" in last
+    assert str(tmp_path) in last and file in last

@@ -1,0 +1,161 @@
+"""`gluon-mgpu run` runs programs as `python` does, with what old MXNet programs need. Each claim runs a program."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from gluon_mgpu.legacy import prepare
+from gluon_mgpu.runtime import engine
+
+
+@pytest.fixture
+def program(tmp_path):
+    """program(text, *arguments, options=..., input=..., **environment) writes a program and runs it."""
+
+    def start(text, *arguments, options=(), by_python=False, input=None, **environment):
+        path = tmp_path / "old.py"
+        path.write_text(textwrap.dedent(text))
+        start = [] if by_python else ["-m", "gluon_mgpu", "run", *map(str, options)]
+        return subprocess.run(
+            [sys.executable, *start, str(path), *map(str, arguments)],
+            env={**engine.users_environment(), **environment},
+            cwd=tmp_path,
+            input=input,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    return start
+
+
+AS_PYTHON = {
+    "arguments and __main__": "import sys, __main__; print(sys.argv, __name__, __file__, sys.path[0])",
+    "standard input": "import sys; print(sys.stdin.read().upper())",
+    "exit status": "import sys; sys.exit(7)",
+    "exit message": "import sys; sys.exit('stop')",
+    "traceback": "def f():\n    raise KeyError('x')\nf()",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGINT": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "processes": """
+        import multiprocessing
+        def double(x):
+            return 2 * x
+        if __name__ == "__main__":
+            for method in ("fork", "spawn"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    print(pool.map(double, [1, 2]))
+        """,
+    "no mxnet": "import os, sys; print({'mxnet', 'numpy'} & sys.modules.keys(), os.environ.get('OMP_NUM_THREADS'))",
+}
+
+
+@pytest.mark.parametrize("text", AS_PYTHON.values(), ids=AS_PYTHON)
+def test_a_program_behaves_as_under_python(program, text):
+    run, expected = (program(text, "--debug", "a b", by_python=by_python, input="in") for by_python in (False, True))
+    assert (run.returncode, run.stdout, run.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+
+
+def test_a_module_runs_as_with_python_m():
+    command = [sys.executable, "-m", "gluon_mgpu", "run", "-m", "json.tool", "--compact"]
+    run = subprocess.run(command, input='{"a": 1}', capture_output=True, text=True, timeout=60)
+    assert (run.returncode, json.loads(run.stdout)) == (0, {"a": 1})
+
+
+OLD_NAMES = """
+    import collections, fractions, imp, inspect, time, unittest
+    import numpy as np
+    print(isinstance({}, collections.Mapping), fractions.gcd(4, 6), time.clock() >= 0, imp.new_module("m").__name__)
+    print(inspect.getargspec(lambda a, b=1: 0).args, unittest.TestCase.assertEquals)
+    print(np.zeros(2, np.float).dtype, np.int(3.5), np.array([1, 0]).astype(np.bool), np.object is object, np.asscalar(
+        np.float32(2)), np.in1d([1, 2], [2]), np.product([2, 3]), np.Inf)
+"""
+
+
+def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
+    run = program(OLD_NAMES)
+    assert run.returncode == 0, run.stderr
+    assert "float64 3 [ True False] True 2.0" in run.stdout
+
+
+NUMPY = "import json, numpy as np; print(json.dumps({name: str(value) for name, value in vars(np).items()}))"
+
+
+def test_only_names_that_numpy_lacks_are_added(program):
+    plain, prepared, strict = (
+        {name: value for name, value in json.loads(run.stdout).items() if name[0] != "_" and " at 0x" not in value}
+        for run in (program(NUMPY, by_python=True), program(NUMPY), program(NUMPY, options=["--strict-numpy"]))
+    )
+    assert plain == strict
+    assert plain.items() <= prepared.items() and {"int", "asscalar"} & (prepared.keys() - plain.keys())
+
+
+GPUS = """
+    import mxnet as mx
+    print(mx.gpu(1), mx.Context("gpu", 0), mx.context.num_gpus(), mx.nd.ones(1, mx.gpu(1)).context)
+    print(mx.kv.create("nccl").type)
+    with mx.gpu(1):
+        print(mx.nd.zeros(1).context)
+"""
+
+
+@pytest.mark.parametrize("options, count", [([], 0), (["--gpus", 2], 2)])
+def test_gpu_i_is_cpu_context_i_and_one_line_says_so(program, options, count):
+    run = program(GPUS, options=options)
+    assert run.stdout == f"cpu(1) cpu(0) {count} cpu(1)\ndevice\ncpu(1)\n", run.stderr
+    assert run.stderr.count("mx.gpu(i) is CPU context i") == 1
+
+
+@pytest.mark.parametrize("options", [["--no-map"], ["--gpus", 1]])
+def test_a_gpu_that_the_program_may_not_use_is_an_error(program, options):
+    run = program(GPUS, options=options)
+    assert run.returncode == 1 and "MXNetError: gpu(1)" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options", [[], ["--gpus", 2]])
+def test_two_contexts_do_not_hang_with_two_threads(program, options):
+    text = """
+        import mxnet as mx
+        x = [mx.nd.ones((600, 600), mx.gpu(i)) for i in range(2)]
+        for _ in range(10):
+            x = [mx.nd.dot(a, a) / 600 for a in x]
+        print(*(a.mean().asscalar() for a in x))
+    """
+    for _ in range(2):
+        assert program(text, options=options, OMP_NUM_THREADS="2").stdout == "1.0 1.0\n"
+
+
+def test_the_settings_reach_processes_that_the_program_starts(program):
+    text = """
+        import multiprocessing, subprocess, sys
+        def context(i):
+            import mxnet as mx
+            return str(mx.gpu(i))
+        if __name__ == "__main__":
+            print(subprocess.check_output([sys.executable, "-c", "import mxnet as mx; print(mx.gpu(3))"]))
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(context, [2]))
+    """
+    assert program(text).stdout == "b'cpu(3)\\n'\n['cpu(2)']\n"
+
+
+def test_another_sitecustomize_still_runs(program, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins; builtins.customized = 1")
+    assert program("print(customized)", PYTHONPATH=str(tmp_path / "site")).stdout == "1\n"
+
+
+@pytest.mark.parametrize("text", ["{", '{"gpus": 0}', '{"other": 1}', "[1]"])
+def test_settings_that_run_did_not_make_are_refused(program, text):
+    environment = {**prepare.environment(prepare.Settings()), prepare.VARIABLE: text}
+    run = program("print(1)", by_python=True, **environment)
+    assert run.stdout == "" and "error: " in run.stderr
+
+
+def test_a_missing_program_is_a_wrong_command():
+    command = [sys.executable, "-m", "gluon_mgpu", "run", "no-such.py"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
