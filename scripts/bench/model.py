@@ -226,3 +226,4 @@ def _scatter(axes: Axes, fits: dict[str, dict]) -> None:
     note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a quarter"
     axes.set_title(f"Steps\n{note}", fontsize="small")
     axes.legend(fontsize="small")
+    axes.set_box_aspect(1)
