@@ -58,10 +58,10 @@ def decimals(printed: Sequence[float]) -> int:
     return max(len(str(number).partition(".")[2]) for number in printed)
 
 
-def of_recipe(recipe: str, runs: dict[int, list[float]]) -> list[Band]:
-    """Compute one Band per epoch for the accuracies that the notebook printed. runs: {seed: accuracy by epoch}."""
+def of_recipe(recipe: str, runs: Sequence[Sequence[float]]) -> list[Band]:
+    """Compute one Band per epoch for the accuracies that the notebook printed, around the mean of today's runs."""
     recorded = RECIPES[recipe].test_accuracy
-    return bands(list(runs.values()), recorded, list(kept(recipe).values()), decimals(recorded))
+    return bands(runs, recorded, list(kept(recipe).values()), decimals(recorded))
 
 
 def among_kept(recipe: str, accuracies: Sequence[float]) -> list[Band]:

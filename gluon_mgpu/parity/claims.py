@@ -7,7 +7,6 @@ Source: the lecture "L14_6 Multi-GPU Training in Python".
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import mean, median
 
 import mxnet as mx
 import numpy as np
@@ -37,13 +36,13 @@ OF_BATCH_SIZE = (
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
     """Check that ResNet-18's parameters are only on the contexts on which it was initialized."""
-    params = highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values()
-    right = len(params) > 0 and all([array.context for array in p.list_data()] == ctx for p in params)
+    params = list(highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values())
+    right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
     other = mx.Context(ctx[0].device_type, len(ctx))
-    refused, evidence = False, "no error"
     try:
-        next(iter(params)).data(other)
+        params[0].data(other)
+        refused, evidence = False, "no error"
     except RuntimeError as error:
         refused, evidence = True, str(error).splitlines()[0]
     yield Finding(CHECK, f"reading them on {other} raises RuntimeError", refused, evidence)
@@ -69,24 +68,27 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     yield Finding(CHECK, "uneven shards save time on unequal devices", None, "the devices here are taken as equal")
 
 
-def batch_size(experiments: dict[int, list[Result]], cpu: bool) -> Iterator[Finding]:
-    """Check the claims about a second device and a larger batch. experiments: {seed: result of `batch_size.run`}."""
-    runs = [[result.epochs for result in results] for results in experiments.values()]
-    curves = [[[e.test_accuracy for e in epochs] for epochs in results] for results in runs]
+def batch_size(experiments: list[list[Result]], cpu: bool) -> Iterator[Finding]:
+    """Check the claims about a second device and a larger batch. experiments: results of `batch_size.run`, per seed."""
+    accuracy, seconds = (  # (seeds, 4 runs, epochs)
+        np.array([[[getattr(epoch, name) for epoch in result.epochs] for result in results] for results in experiments])
+        for name in ("test_accuracy", "train_seconds")
+    )
     kept = list(bands.kept(RECIPE).values())
-    compared = [band for one, two, *_ in curves for band in bands.bands([one], two, kept, digits=4)]
+    compared = [band for one, two, *_ in accuracy for band in bands.bands([one], two, kept, digits=4)]
     outside = sum(not band.holds for band in compared)
     evidence = f"{outside} of {len(compared)} accuracies outside the band of 1 device"
     yield Finding(CHECK, OF_BATCH_SIZE[0], outside == 0, evidence)
 
-    seconds = np.array([[median(e.train_seconds for e in epochs) for epochs in results] for results in runs])
-    speed_up = [median(seconds[:, 0] / seconds[:, i]) for i in range(3)]
+    medians = np.median(seconds, axis=2)
+    _, same_batch, larger_batch, _ = np.median(medians[:, :1] / medians, axis=0)
     why = "; CPU contexts share the cores that a single context has to itself" if cpu else ""
-    yield Finding(CHECK, OF_BATCH_SIZE[1], None, f"an epoch is {speed_up[1]:.2f} times as fast{why}")
-    holds = True if 1 < speed_up[2] < 2 else None
-    yield Finding(CHECK, OF_BATCH_SIZE[2], holds, f"{speed_up[2]:.2f} times as fast")
+    yield Finding(CHECK, OF_BATCH_SIZE[1], None, f"an epoch is {same_batch:.2f} times as fast{why}")
+    holds = True if 1 < larger_batch < 2 else None
+    yield Finding(CHECK, OF_BATCH_SIZE[2], holds, f"{larger_batch:.2f} times as fast")
 
+    means = accuracy.mean(axis=2)
     for claim, better, worse in ((OF_BATCH_SIZE[3], 1, 2), (OF_BATCH_SIZE[4], 3, 2)):
-        agree = sum(mean(curve[better]) > mean(curve[worse]) for curve in curves)
-        undecided = len(curves) < ENOUGH or 0 < agree < len(curves)
-        yield Finding(CHECK, claim, None if undecided else agree > 0, f"true for {agree} of {len(curves)} seeds")
+        agree, seeds = int((means[:, better] > means[:, worse]).sum()), len(means)
+        undecided = seeds < ENOUGH or 0 < agree < seeds
+        yield Finding(CHECK, claim, None if undecided else agree > 0, f"true for {agree} of {seeds} seeds")

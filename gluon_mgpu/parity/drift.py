@@ -87,9 +87,10 @@ def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
         "highlevel": highlevel.Replicas(ctx),
         "highlevel without tuning": highlevel.Replicas(ctx, tune=False),
     }
-    step_errors: dict[str, list[float]] = {name: [] for name in subjects}
-    path_errors: dict[str, list[float]] = {name: [] for name in subjects}
+    step_errors: dict[str, list[float]] = {}
+    path_errors: dict[str, list[float]] = {}
     for name, replicas in subjects.items():
+        step_errors[name], path_errors[name] = [], []
         for before, after, (X, y) in zip(path, path[1:], _batches(data, len(path) - 1, f"{name}, steps")):
             replicas.load_state_dict(before)
             replicas.train_batch(X, y, LR)
@@ -126,30 +127,27 @@ def rounding(before: State, after: State, additions: int) -> float:
 
 def check(drift: Drift) -> Iterator[Finding]:
     """Yields two findings per implementation."""
-    for name in [name for name in drift.step_errors if name != NOTEBOOK]:
-        errors = drift.step_errors[name]
-        holds = np.median(errors) <= drift.step_limit and max(errors) <= RELU_FLIP
-        figures = f"median error {np.median(errors):.1e}, limit {drift.step_limit:.1e}; "
-        figures += f"largest {max(errors):.1e}, limit {RELU_FLIP:.1e}"
-        yield Finding(CHECK, f"{name}: each step is the notebook's", bool(holds), figures)
-        errors = drift.path_errors[name]
-        holds = max(errors) <= drift.path_limit
-        figures = f"distance {max(errors):.1e}, limit {drift.path_limit:.1e}; the parameters moved {drift.moved:.1e}"
-        yield Finding(CHECK, f"{name}: {len(errors)} steps lead to the same place", holds, figures)
+    for name in drift.step_errors:
+        if name == NOTEBOOK:
+            continue
+        median, largest = float(np.median(drift.step_errors[name])), max(drift.step_errors[name])
+        holds = median <= drift.step_limit and largest <= RELU_FLIP
+        figures = f"median error {median:.1e}, limit {drift.step_limit:.1e}; "
+        figures += f"largest {largest:.1e}, limit {RELU_FLIP:.1e}"
+        yield Finding(CHECK, f"{name}: each step is the notebook's", holds, figures)
+        steps, apart = len(drift.path_errors[name]), max(drift.path_errors[name])
+        figures = f"distance {apart:.1e}, limit {drift.path_limit:.1e}; the parameters moved {drift.moved:.1e}"
+        yield Finding(CHECK, f"{name}: {steps} steps lead to the same place", apart <= drift.path_limit, figures)
 
 
 def length(state: State) -> float:
     """The Euclidean norm over all parameters."""
-    return float(np.linalg.norm(_vector(state)))
+    return float(np.linalg.norm(np.concatenate([array.ravel() for array in state.values()]).astype(np.float64)))
 
 
 def distance(a: State, b: State) -> float:
     """The Euclidean distance over all parameters."""
-    return float(np.linalg.norm(_vector(a) - _vector(b)))
-
-
-def _vector(state: State) -> np.ndarray:
-    return np.concatenate([array.ravel() for array in state.values()]).astype(np.float64)
+    return length({name: a[name].astype(np.float64) - b[name] for name in a})
 
 
 def _batches(data: Dataset, steps: int, title: str) -> Iterator[tuple[NDArray, NDArray]]:

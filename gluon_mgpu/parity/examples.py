@@ -115,8 +115,11 @@ def _distance(array: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> flo
 class Listener(scratch.Replicas):
     """Records what the loop feeds it, without training."""
 
-    def __init__(self, ctx: list[Context]) -> None:
-        super().__init__(ctx)
+    last: Listener
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        Listener.last = self
         self.batches: list[tuple[np.ndarray, np.ndarray]] = []
         self.rates: set[float] = set()
         self.evaluated = 0
@@ -133,16 +136,17 @@ class Listener(scratch.Replicas):
 
 def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
     """Check that the loop feeds each image once per epoch, with its label, in a new order, as the recipe says."""
-    options = recipes.RECIPES["scratch-lenet-fashion-mnist-2gpu"].options
-    settings = Settings(options["batch_size"], options["lr"], dataset=options["dataset"], epochs=2, seed=1)
-    data = datasets.load(settings.dataset, data_dir)
-    listener = Listener(ctx)
+    recipe = recipes.RECIPES["scratch-lenet-fashion-mnist-2gpu"].options
+    batch_size, lr, dataset = recipe["batch_size"], recipe["lr"], recipe["dataset"]
+    data = datasets.load(dataset, data_dir)
+    where = {"num_gpus": [c.device_id for c in ctx], "device": ctx[0].device_type, "data_dir": data_dir}
     with contextlib.redirect_stdout(io.StringIO()):
-        loop.run(lambda *_: listener, ctx, settings, config={"impl": "parity"}, data_dir=data_dir)
+        loop.train(Listener, batch_size=batch_size, lr=lr, dataset=dataset, epochs=2, seed=1, **where)
+    listener = Listener.last
 
     n, sizes = len(data.train_labels), [len(y) for _, y in listener.batches]
-    per_epoch = [min(settings.batch_size, n - start) for start in range(0, n, settings.batch_size)]
-    right = sizes == per_epoch * 2 and listener.rates == {settings.lr}
+    per_epoch = [min(batch_size, n - start) for start in range(0, n, batch_size)]
+    right = sizes == per_epoch * 2 and listener.rates == {lr}
     evidence = f"{len(sizes)} batches of {sorted({*sizes})}, learning rate {listener.rates}"
     yield Finding(FEED, "the recipe's batch size and learning rate", right, evidence)
 
@@ -150,13 +154,11 @@ def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
     seen = _rows(np.rint(images * 255).astype(np.uint8), labels)
     file = _rows(data.train_images, data.train_labels)
     index = {row: i for i, row in enumerate(file)}  # duplicate images: index of the last one
-    in_file = [index[row] for row in file]
-    orders = [[index.get(row, -1) for row in epoch] for epoch in (seen[:n], seen[n:])]
-    once = all(sorted(order) == sorted(in_file) for order in orders)
+    orders = [[index.get(row, -1) for row in rows] for rows in (file, seen[:n], seen[n:])]
+    once = all(sorted(order) == sorted(orders[0]) for order in orders)
     yield Finding(FEED, "each image once per epoch, with its label", once, f"{n} images, 2 epochs")
 
-    pairs = [(in_file, orders[0]), (in_file, orders[1]), (orders[0], orders[1])]
-    largest = max(abs(float(np.corrcoef(a, b)[0, 1])) if len(a) == len(b) else 1.0 for a, b in pairs)
+    largest = np.abs(np.triu(np.corrcoef(orders), 1)).max() if once else 1.0
     limit = 5 / np.sqrt(n)
     evidence = f"correlation with the file and with each other {largest:.4f}, limit {limit:.4f}"
     yield Finding(FEED, "a new order in each epoch", bool(largest <= limit), evidence)

@@ -6,8 +6,6 @@ Learning, 2019), and `sgd` from the book's helper package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from mxnet import Context, autograd, nd
 from mxnet.gluon import loss as gloss
 from mxnet.ndarray import NDArray
@@ -72,11 +70,3 @@ def train_batch(X: NDArray, y: NDArray, gpu_params: list[list[NDArray]], ctx: li
         allreduce([gpu_params[c][i].grad for c in range(len(ctx))])
     for param in gpu_params:
         sgd(param, lr, X.shape[0])
-
-
-def train_epoch(
-    train_iter: Iterable[tuple[NDArray, NDArray]], gpu_params: list[list[NDArray]], ctx: list[Context], lr: float
-) -> None:
-    for X, y in train_iter:
-        train_batch(X, y, gpu_params, ctx, lr)
-        nd.waitall()

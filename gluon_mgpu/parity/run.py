@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -65,10 +64,10 @@ def run(
         if quick:
             findings += [Finding(claims.CHECK, claim, None, "skipped by --quick") for claim in claims.OF_BATCH_SIZE]
         else:
-            options = {"device": kind, "data_dir": data_dir}
-            experiments = {
-                seed: batch_size.run(folder / "batch-size" / f"seed-{seed}", seed=seed, **options) for seed in seeds
-            }
+            experiments = [
+                batch_size.run(folder / "batch-size" / f"seed-{seed}", device=kind, data_dir=data_dir, seed=seed)
+                for seed in seeds
+            ]
             findings += claims.batch_size(experiments, kind == "cpu")
         result = {
             "verdict": verdict(findings),
@@ -138,35 +137,31 @@ def _train_all(
     recipes: Sequence[str], seeds: Sequence[int], folder: Path, kind: str, data_dir: str | Path | None
 ) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
     """Train all runs. Returns ({recipe: accuracies and bands}, findings about them and about failed runs)."""
-    runs: dict[str, dict[int, list[float]]] = {recipe: {} for recipe in recipes}
-    findings = []
+    accuracy, findings = {}, []
     epochs = sum(RECIPES[recipe].options["epochs"] for recipe in recipes) * len(seeds)
     with log.progress(total=epochs, unit="epoch") as bar:
-        for seed, recipe in itertools.product(seeds, recipes):
-            name = f"{recipe}, seed {seed}"
-            bar.set_description(name)
-            options = {**RECIPES[recipe].options, "seed": seed, "device": kind, "data_dir": data_dir}
-            try:
-                history = batch_size.finish(name, folder / recipe / f"seed-{seed}", options, bar.update)
-            except Error as error:
-                findings.append(Finding(ACCURACY, f"{name} can be trained", False, str(error)))
-                continue
-            runs[recipe][seed] = [epoch.test_accuracy for epoch in history]
-            within = _within(bands.among_kept(recipe, runs[recipe][seed]))
-            findings.append(Finding(ACCURACY, f"{name}: learns like the kept runs", *within))
-            bar.clear()
-            log.say(f"{name}: test accuracy {' '.join(f'{accuracy:.4f}' for accuracy in runs[recipe][seed])}")
-    accuracy = {}
-    for recipe in filter(runs.get, recipes):
-        held = bands.of_recipe(recipe, runs[recipe])
-        findings.append(Finding(ACCURACY, f"{recipe}: the notebook's accuracies could be ours", *_within(held)))
-        accuracy[recipe] = {
-            "source": RECIPES[recipe].source,
-            "notebook": [band.recorded for band in held],
-            "runs": {str(seed): accuracies for seed, accuracies in runs[recipe].items()},
-            "low": [band.low for band in held],
-            "high": [band.high for band in held],
-        }
+        for recipe in recipes:
+            runs: dict[str, list[float]] = {}
+            for seed in seeds:
+                name = f"{recipe}, seed {seed}"
+                bar.set_description(name)
+                options = {**RECIPES[recipe].options, "seed": seed, "device": kind, "data_dir": data_dir}
+                try:
+                    history = batch_size.finish(name, folder / recipe / f"seed-{seed}", options, bar.update)
+                except Error as error:
+                    findings.append(Finding(ACCURACY, f"{name} can be trained", False, str(error)))
+                    continue
+                runs[str(seed)] = found = [epoch.test_accuracy for epoch in history]
+                bar.clear()
+                log.say(f"{name}: test accuracy {' '.join(f'{value:.4f}' for value in found)}")
+                within = _within(bands.among_kept(recipe, found))
+                findings.append(Finding(ACCURACY, f"{name}: learns like the kept runs", *within))
+            if runs:
+                held = bands.of_recipe(recipe, list(runs.values()))
+                findings.append(Finding(ACCURACY, f"{recipe}: the notebook's accuracies could be ours", *_within(held)))
+                low, high, printed = zip(*held)
+                about = {"source": RECIPES[recipe].source, "notebook": printed}
+                accuracy[recipe] = {**about, "runs": runs, "low": low, "high": high}
     return accuracy, findings
 
 

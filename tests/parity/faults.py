@@ -1,20 +1,14 @@
 """Faults that parity must catch. Each is a function that breaks both implementations, or the loop.
 
-replace: monkeypatch.setattr, or setattr. `python tests/parity/faults.py FAULT OPTION...` is `train` with a fault.
+replace: monkeypatch.setattr, or setattr.
 """
 
-import sys
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import Trainer
 
-import gluon_mgpu
-
-gluon_mgpu.configure()
-
-import mxnet as mx  # noqa: E402
-import numpy as np  # noqa: E402
-from mxnet.gluon import Trainer  # noqa: E402
-
-from gluon_mgpu import highlevel, networks, scratch  # noqa: E402
-from gluon_mgpu.training import loop  # noqa: E402
+from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu.training import loop
 
 
 def gradients_not_summed(replace):
@@ -106,25 +100,3 @@ def biases_not_updated(replace):
             p.lr_mult = 0
 
     replace(highlevel, "initialize", without_biases)
-
-
-FAULTS = {
-    fault.__name__: fault
-    for fault in (
-        gradients_not_summed,
-        gradients_averaged,
-        divided_by_the_shards_size,
-        one_shard_for_all,
-        one_replica_not_copied_back,
-        learning_rate_a_tenth,
-        no_shuffling,
-        initial_scale_ten_times_larger,
-        biases_not_updated,
-    )
-}
-
-if __name__ == "__main__":
-    from gluon_mgpu.commands.train import train
-
-    FAULTS[sys.argv[1]](setattr)
-    train(sys.argv[2:])
