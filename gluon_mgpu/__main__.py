@@ -6,7 +6,7 @@ import importlib
 import sys
 import traceback
 
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import errors
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def run(module: str, command: str, program: str | None = None) -> None:
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        sys.exit(f"error: {engine.line_of(error)}")
+        sys.exit(f"error: {errors.line_of(error)}")
     function(prog_name=program)
 
 

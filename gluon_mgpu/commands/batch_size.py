@@ -19,27 +19,21 @@ from gluon_mgpu.training import datasets
     """,
 )
 @common.impl
-@common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
+@common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.device
-@common.setting("--lr", type=float, metavar="X", help="Learning rate for batch size 256.")
-@common.setting("--epochs", type=int, metavar="N", help="Number of passes through the training set.")
+@common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate for batch size 256.")
+@common.setting("--epochs", type=common.COUNT, metavar="N", help="Number of passes through the training set.")
 @common.option(
     "--seed",
-    type=int,
+    type=common.SEED,
     metavar="N",
     default=1,
-    show_default=True,
     help="Seed of all four runs. The first epochs vary a lot between seeds.",
 )
 @common.limit
 @common.data_dir
-@common.option(
-    "--out",
-    type=common.FOLDER,
-    default="runs/batch-size",
-    show_default=True,
-    metavar="DIR",
-    help="Write the picture and one folder per run to this folder; finished runs are skipped.",
+@common.out(
+    "Write the picture and one folder per run to this folder; finished runs are skipped.", default="runs/batch-size"
 )
 def batch_size(out: str, **options: Any) -> None:
     """Compare batch sizes on one and two devices. Runs the lecture's experiment: 1 device with batch size 256; 2

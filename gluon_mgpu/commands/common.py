@@ -14,40 +14,43 @@ import shlex
 import signal
 import sys
 import textwrap
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 
 import gluon_mgpu
-from gluon_mgpu.runtime import devices, engine, log
+from gluon_mgpu.runtime import devices, errors, log
 from gluon_mgpu.runtime.errors import Error
 
-F = TypeVar("F", bound=Callable[..., Any])  # a function that click's decorators accept and return
-
-# {heading in --help: parameter names of its options}; "Other options" lists the rest.
+# {heading in --help: parameter names of its options, in order}; "Other options" lists the rest.
 GROUPS = {
-    "Network and data": "impl model hybridize tune recipe list_recipes dataset limit data_dir images",
-    "Training": "batch_size epochs lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
-    "max_grad_norm grad_accum_steps seed seeds quick",
+    "Network and data": "recipe list_recipes impl model dataset limit data_dir images hybridize tune",
+    "Training": "quick batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
+    "max_grad_norm grad_accum_steps epochs seed seeds",
     "Devices": "gpus device shares",
     "Several processes": "kvstore compress workers servers port",
+    "Program": "is_module map_gpus strict_numpy",
     "Files": "out resume tensorboard profile export",
 }
+COLUMN = 30  # width of the options' names in --help, the same under every heading
 
 
-class _Base(click.Command):
-    """On an error, prints one line, or a traceback with --debug, and exits with the right status.
+class Command(click.Command):
+    """A command with grouped options and with examples at the end of --help.
 
-    examples: shell commands, one per line, shown at the end of --help. `gluon-mgpu train` becomes
+    On an error, it prints one line, or a traceback with --debug, and exits with the right status. In that line, options
+    replace argument names: `--lr -1` for `lr=-1`. examples: shell commands, one per line. `gluon-mgpu train` becomes
     `python scripts/train.py` if that is how the user called this command.
     """
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.context_settings = {"help_option_names": ["-h", "--help"], **self.context_settings}
+        self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
+        self.context_settings.update(help_option_names=["-h", "--help"], show_default=True)
         self.examples = [line.strip() for line in examples.strip().splitlines()]
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -60,7 +63,9 @@ class _Base(click.Command):
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends child processes
+        in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere, Python allows no handlers
+        if in_main_thread:
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends child processes
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:
@@ -72,16 +77,9 @@ class _Base(click.Command):
                     sys.stdout.flush()
                 os._exit(status)
         finally:
-            signal.signal(signal.SIGTERM, before)
+            if in_main_thread:
+                signal.signal(signal.SIGTERM, before)
         sys.exit(status)
-
-
-class Command(_Base):
-    """A command with grouped options. In errors, replaces argument names (`lr=-1`) by options (`--lr -1`)."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -93,20 +91,21 @@ class Command(_Base):
             raise click.Abort(*error.args) from error
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        heading_of = {name: heading for heading, names in GROUPS.items() for name in names.split()}
-        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*GROUPS, "Other options")}
-        for param in self.get_params(context):
-            record = param.get_help_record(context)
-            if record and isinstance(param, click.Option):
-                groups[heading_of.get(param.name or "", "Other options")].append(record)
-        width = min(30, max(len(names) for rows in groups.values() for names, _ in rows))  # the same in every group
-        for heading, rows in groups.items():
+        options = [param for param in self.get_params(context) if isinstance(param, click.Option)]
+        left = {option.name: row for option in options if (row := option.get_help_record(context))}
+        groups = {title: [left.pop(name) for name in names.split() if name in left] for title, names in GROUPS.items()}
+        groups["Other options"] = list(left.values())
+        for title, rows in groups.items():
             if rows:
-                with formatter.section(heading):
-                    formatter.write_dl([(names.ljust(width), help) for names, help in rows])
+                with formatter.section(title):
+                    formatter.write_dl([(names.ljust(COLUMN), help) for names, help in rows])
 
 
-class Group(_Base, click.Group):
+class Group(Command, click.Group):
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(context, formatter)
+        self.format_commands(context, formatter)
+
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if not args and not context.resilient_parsing:  # click's stream and exit status depend on its version
             click.echo(context.get_help(), err=True)
@@ -116,7 +115,7 @@ class Group(_Base, click.Group):
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         commands = self.list_commands(context)
         if args[0] not in commands and not context.resilient_parsing:
-            context.fail(f"{args[0]}: no such command{nearest(args[0], commands)}")
+            context.fail(f"{args[0]}: no such command{_suggest(difflib.get_close_matches(args[0], commands))}")
         return super().resolve_command(context, args)
 
 
@@ -130,20 +129,8 @@ class Option(click.Option):
         return super().type_cast_value(context, value)
 
 
-class Choice(click.Choice):
-    """Accepts one of several words. The error for any other word suggests the most similar one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        try:
-            return super().convert(value, param, context)
-        except click.BadParameter as error:
-            self.fail(error.message.rstrip(".") + nearest(str(value), self.choices), param, context)
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """The end of an error message about a wrong word: a suggestion, or "" if no word is similar."""
-    similar = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.65)
-    return f"; did you mean {similar[0]}?" if similar else ""
+def _suggest(words: Sequence[str] | None) -> str:
+    return f"; did you mean {words[0]}?" if words else ""
 
 
 def as_called(text: str, program: str) -> str:
@@ -170,11 +157,9 @@ def _usage(error: click.UsageError) -> str:
     """Describe click's error in one line."""
     line = error.format_message()
     if isinstance(error, click.NoSuchOption):
-        first = error.__context__  # click reports -epochs as "-epochs", then as "-e"
-        wrong = first if isinstance(first, click.NoSuchOption) else error
-        line = f"{wrong.option_name}: no such option"
-        if wrong.possibilities:
-            line += f"; did you mean {wrong.possibilities[0]}?"
+        if isinstance(error.__context__, click.NoSuchOption):  # click reports -epochs as "-epochs", then as "-e"
+            error = error.__context__
+        line = f"{error.option_name}: no such option{_suggest(error.possibilities)}"
     elif isinstance(error, click.BadParameter) and error.param and not isinstance(error, click.MissingParameter):
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
         line = f"{name}: {error.message}"
@@ -186,8 +171,6 @@ def _usage(error: click.UsageError) -> str:
 
 def _report(error: BaseException, program: str) -> int:
     """Print one line on standard error, and return the exit status."""
-    if isinstance(error, click.exceptions.Exit):
-        return error.exit_code
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C
         log.say(as_called(str(error), program) or "interrupted", prefix=new_line)
@@ -196,7 +179,7 @@ def _report(error: BaseException, program: str) -> int:
         if log.speaks():  # every process of a run has the same command line
             log.error(_usage(error))
         return error.exit_code
-    line = str(error) if isinstance(error, Error) else engine.line_of(error)
+    line = str(error) if isinstance(error, Error) else errors.line_of(error)
     log.error(f"{log.who()}{as_called(line, program)}")
     return error.exit_status if isinstance(error, Error) else 1
 
@@ -204,33 +187,39 @@ def _report(error: BaseException, program: str) -> int:
 option = functools.partial(click.option, cls=Option)
 
 
-def setting(*names: str, **kwargs: Any) -> Callable[[F], F]:
+def setting(*names: str, **kwargs: Any) -> Any:
     """Create an option for a field of Settings, with its default. The last name is the field's."""
     from gluon_mgpu.training.settings import SGD
 
     field = names[-1].removeprefix("--").replace("-", "_")
-    return option(*names, default=getattr(SGD, field), show_default=True, **kwargs)
+    return option(*names, default=getattr(SGD, field), **kwargs)
 
 
-def gpus(default: str = "1", help: str = "Number of devices (2), or a list of indices (0,2).") -> Callable[[F], F]:
-    return option("--gpus", default=default, show_default=True, metavar="N|I,J,...", help=help)
+def gpus(default: str = "1", help: str = "Number of devices (2), or a list of indices (0,2).") -> Any:
+    return option("--gpus", default=default, metavar="N|I,J,...", help=help)
 
 
+def out(help: str, default: str | None = None) -> Any:
+    return option("--out", type=FOLDER, default=default, metavar="DIR", help=help)
+
+
+COUNT = click.IntRange(min=1)
+POSITIVE = click.FloatRange(min=0, min_open=True)
+SEED = click.IntRange(0, 2**31 - 1)
 FOLDER = click.Path(file_okay=False)
 FILE = click.Path()
-IMPLS = Choice(gluon_mgpu.IMPLS)
-impl = option("--impl", type=IMPLS, default="scratch", show_default=True, help="Use NDArray alone, or Gluon.")
+IMPLS = click.Choice(gluon_mgpu.IMPLS)
+impl = option("--impl", type=IMPLS, default="scratch", help="Use NDArray alone, or Gluon.")
 limit = option(
     "--limit",
-    type=int,
+    type=COUNT,
     metavar="N",
     help="Use only the first N training examples and the first N/6 test examples (at least 100).",
 )
 device = option(
     "--device",
-    type=Choice(devices.DEVICES),
+    type=click.Choice(devices.DEVICES),
     default="auto",
-    show_default=True,
     help="auto uses GPUs if there are any, else CPU contexts.",
 )
 data_dir = option(

@@ -14,7 +14,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import cuda, devices, engine, subprocesses
+from gluon_mgpu.runtime import cuda, devices, engine, errors, subprocesses
 from gluon_mgpu.runtime.errors import Error
 
 MAIN_JOB = "train --impl scratch --gpus 2"
@@ -30,7 +30,6 @@ TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")
 Facts = dict[str, Any]
 Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": something else cannot
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
-PYTHONS = (3, 9), (3, 13)  # the oldest and the newest version that the test suite runs with
 OLDEST_CUDA = 11000  # the driver must support CUDA 11.0; this is what cuDriverGetVersion returns for it
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 SECONDS = 120  # for a process that imports MXNet, on a busy machine
@@ -54,10 +53,8 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
     for mark, line in findings(data_dir):
         problems += mark == "problem"
         click.echo(f"{click.style(f'{mark:9}', fg=COLOURS[mark])}{line}")
-    if problems:
-        click.echo(f"cannot run {MAIN_JOB}: {problems} problem{'s'[: problems > 1]} above")
-        context.exit(1)
-    click.echo(f"can run {MAIN_JOB}")
+    click.echo(f"cannot run {MAIN_JOB}: see the problems above" if problems else f"can run {MAIN_JOB}")
+    context.exit(1 if problems else 0)
 
 
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
@@ -82,13 +79,12 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    version = f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
-    oldest, newest = PYTHONS
+    line = f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return "note", f"{version}: this project is tested on x86-64 Linux only"
-    if not oldest <= sys.version_info[:2] <= newest:
-        return "note", f"{version}: this project is tested with Python 3.{oldest[1]} to 3.{newest[1]}; install one"
-    return "ok", version
+        return "note", f"{line}: this project is tested on x86-64 Linux only"
+    if not (3, 9) <= sys.version_info[:2] <= (3, 13):
+        return "note", f"{line}: this project is tested with Python 3.9 to 3.13; install one of them"
+    return "ok", line
 
 
 def _package(
@@ -155,23 +151,21 @@ def answer(probe: Callable[[], Facts]) -> None:
     try:
         print(json.dumps(probe()))
     except Exception as error:
-        sys.exit(f"error: {engine.reason(error)}")
+        sys.exit(f"error: {errors.reason(error)}")
 
 
 def _in_child(what: str, probe: Callable[[], Facts]) -> Facts:
     """Call a function of this module in a child process. Returns its result; raises Error if it fails."""
-    code = f"from gluon_mgpu.commands import doctor; doctor.answer(doctor.{probe.__name__})"
-    finished = _run([sys.executable, "-c", code])
+    finished = _run("-c", f"from gluon_mgpu.commands import doctor; doctor.answer(doctor.{probe.__name__})")
     subprocesses.check(what, finished)
     return json.loads(finished.out.splitlines()[-1])
 
 
-def _run(command: Sequence[str]) -> subprocesses.Finished:
-    environment = engine.users_environment()
-    launched = [name for name in environment if name.startswith(("DMLC_", "HOROVOD_"))]
-    for name in launched:  # if doctor runs in a worker's environment, its children must not become workers
-        del environment[name]
-    return subprocesses.run(command, env=environment, seconds=SECONDS)
+def _run(*arguments: str) -> subprocesses.Finished:
+    """Run Python in a child process, which does not become a worker if doctor runs in a worker's environment."""
+    users = engine.users_environment()
+    environment = {name: value for name, value in users.items() if not name.startswith(("DMLC_", "HOROVOD_"))}
+    return subprocesses.run([sys.executable, *arguments], env=environment, seconds=SECONDS)
 
 
 def _cores() -> Finding:
@@ -230,7 +224,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
     try:
         from gluon_mgpu.training import datasets
     except Exception as error:  # a library that it needs is missing or broken
-        yield "problem", f"data sets cannot be read ({engine.reason(error)}): install gluon_mgpu again"
+        yield "problem", f"data sets cannot be read ({errors.reason(error)}): install gluon_mgpu again"
         return
     cache_mark = "note"
     for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first one
@@ -242,7 +236,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
             else:
                 yield "note", f"{name} is not on this machine: it will be downloaded when needed"
                 if mark == "problem":
-                    cache_mark = "problem"
+                    cache_mark = mark
         except Error as error:
             yield mark, str(error).replace("data_dir=", "--data-dir ")
     cache = datasets.cache_folder("fashion-mnist").parent
@@ -266,7 +260,7 @@ def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
 def _trial(gpus: int) -> Finding:
     """Run the main job with 512 synthetic examples. gpus: the number of GPUs that MXNet sees."""
     device = "--device=auto" if gpus else "--device=cpu"  # cpu avoids the notice that there is no GPU
-    finished = _run([sys.executable, "-m", "gluon_mgpu", *MAIN_JOB.split(), device, *TRIAL])
+    finished = _run("-m", "gluon_mgpu", *MAIN_JOB.split(), device, *TRIAL)
     try:
         subprocesses.check(f"a trial of {MAIN_JOB}", finished, f"run `gluon-mgpu {MAIN_JOB}` to see where it hangs")
     except Error as error:

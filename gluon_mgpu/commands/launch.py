@@ -9,7 +9,7 @@ import click
 from gluon_mgpu.commands import common
 from gluon_mgpu.distributed import launch as launcher
 
-PROCESSES = click.IntRange(1, launcher.MOST)
+PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
 
 
 @click.command(
@@ -20,15 +20,11 @@ PROCESSES = click.IntRange(1, launcher.MOST)
         gluon-mgpu launch --workers 4 --servers 2 -- gluon-mgpu train --kvstore dist_sync --compress 2bit:0.5
     """,
 )
-@common.option(
-    "--workers", type=PROCESSES, default=2, show_default=True, metavar="N", help="Number of processes that train."
-)
-@common.option(
-    "--servers", type=PROCESSES, default=1, show_default=True, metavar="N", help="Number of parameter servers."
-)
+@common.option("--workers", type=PROCESSES, default=2, metavar="N", help="Number of processes that train.")
+@common.option("--servers", type=PROCESSES, default=1, metavar="N", help="Number of parameter servers.")
 @common.option(
     "--port",
-    type=click.IntRange(1, 65534),
+    type=click.IntRange(1, launcher.MAX_PORT),
     metavar="PORT",
     help="The scheduler's port; the next port is used too. Default: two free ports.",
 )

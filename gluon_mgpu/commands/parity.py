@@ -12,21 +12,11 @@ from gluon_mgpu.runtime import devices, engine
 from gluon_mgpu.runtime.errors import UsageError
 
 
-class Seeds(click.ParamType):
-    """Parses a number of seeds (3 means seeds 1, 2 and 3) or a list of seeds (4,7) to a tuple."""
-
-    name = "seeds"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            seeds = devices.count_or_list(value, first=1)
-        except ValueError:
-            seeds = []
-        if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
-            self.fail(f"{value!r} is not a number of seeds (3) or a list of distinct seeds (4,7)", param, context)
-        return tuple(seeds)
+def parse_seeds(text: str) -> list[int]:
+    try:
+        return devices.count_or_list(text, first=1, below=2**31)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number of seeds (3) or a list of distinct seeds (4,7)") from None
 
 
 @click.command(
@@ -42,24 +32,19 @@ class Seeds(click.ParamType):
 )
 @common.option(
     "--seeds",
-    type=Seeds(),
+    type=parse_seeds,
     default="3",
-    show_default=True,
     metavar="N|I,J,...",
     help="Number of seeds to train each recipe with (3), or a list of seeds (4,7).",
 )
 @common.device
 @common.data_dir
-@common.option(
-    "--out",
-    type=common.FOLDER,
+@common.out(
+    "Write parity.json, parity.html and one folder per training run to this folder; finished runs are skipped.",
     default="runs/parity",
-    show_default=True,
-    metavar="DIR",
-    help="Write parity.json, parity.html and one folder per training run to this folder; finished runs are skipped.",
 )
 @click.pass_context
-def parity(context: click.Context, quick: bool, seeds: tuple[int, ...], out: str, **options: Any) -> None:
+def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **options: Any) -> None:
     """Compare this project with what the notebooks printed. Compares accuracies, values and claims. The exit status
     is 0 if everything agrees; otherwise it is 1, and the first line names a difference."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:

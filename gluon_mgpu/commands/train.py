@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,23 @@ from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets, recipes, records, settings
 
 HIGHLEVEL_ONLY = ("hybridize", "tune")
+FRACTION = click.FloatRange(0, 1, max_open=True)
+FACTOR = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
-class Numbers(click.ParamType):
-    """Parses numbers separated by commas to a tuple; also accepts any of `words`."""
+def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
+    """A type of options: numbers separated by commas, as a tuple, or one of some words."""
 
-    name = "numbers"
-
-    def __init__(self, kind: type, *words: str) -> None:
-        self.kind, self.words = kind, words
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        if isinstance(value, tuple) or value in self.words:
+    def parse(value: Any) -> Any:
+        if isinstance(value, tuple) or value in words:  # the default is a tuple
             return value
         try:
-            return tuple(self.kind(part) for part in value.split(","))
+            return tuple(kind(part) for part in value.split(","))
         except ValueError:
-            forms = " or ".join(["a list of numbers separated by commas", *self.words])
-            self.fail(f"{value!r} is not {forms}", param, context)
+            forms = " or ".join(["a list of numbers separated by commas", *words])
+            raise click.BadParameter(f"{value!r} is not {forms}") from None
 
-
-def list_recipes(context: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked and not context.resilient_parsing:
-        click.echo(recipes.table())
-        context.exit()
-
-
-def complete_compress(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    return [word for word in ("fp16", "2bit:0.5") if word.startswith(begun)]
+    return parse
 
 
 @click.command(
@@ -60,85 +50,74 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
 )
 @common.option(
     "--recipe",
-    type=common.Choice(tuple(recipes.RECIPES)),
+    type=click.Choice(tuple(recipes.RECIPES)),
     metavar="NAME",
     help="Run one of the notebooks' experiments; see --list-recipes. Other options override its values.",
 )
-@click.option(
-    "--list-recipes",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=list_recipes,
-    help="Print the recipes with their options and sources.",
-)
+@click.option("--list-recipes", is_flag=True, help="Print the recipes with their options and sources.")
 @common.impl
-@common.setting("--model", type=common.Choice(settings.MODELS), help="scratch: lenet only. lenet-max uses max pooling.")
-@common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
+@common.setting("--model", type=click.Choice(settings.MODELS), help="scratch: lenet only. lenet-max uses max pooling.")
+@common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.gpus()
 @common.device
 @common.option(
     "--kvstore",
-    type=common.Choice(process.KVSTORES),
+    type=click.Choice(process.KVSTORES),
     default="local",
-    show_default=True,
     help="Sum gradients in this process (local), with Horovod (start it with horovodrun), or with MXNet's parameter "
     "servers (start them with the launch command). See docs/distributed.md.",
 )
 @common.option(
     "--compress",
     metavar="fp16|2bit:T",
-    shell_complete=complete_compress,
+    shell_complete=lambda *args: [word for word in ("fp16", "2bit:0.5") if word.startswith(args[-1])],
     help="Send gradients as 16-bit numbers (horovod), or as 2-bit numbers with threshold T (dist_sync).",
 )
-@common.setting("--batch-size", type=int, metavar="N", help="Examples per step, over all devices together.")
+@common.setting("--batch-size", type=common.COUNT, metavar="N", help="Examples per step, over all devices together.")
 @common.setting(
     "--shares",
-    type=Numbers(float, "auto"),
+    type=numbers(float, "auto"),
     metavar="A,B,...|auto",
     help="Divide each batch in this proportion between unequal devices: 80,20. auto measures the devices.",
 )
-@common.setting("--lr", type=float, metavar="X", help="Learning rate.")
+@common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate.")
 @common.setting("--scale-lr", is_flag=True, help="Multiply --lr by the batch size / 256.")
 @common.setting(
     "--schedule",
-    type=common.Choice(settings.SCHEDULES),
+    type=click.Choice(settings.SCHEDULES),
     help="constant; step: multiply the learning rate by --step-factor after each of --step-epochs; cosine: decrease "
     "it to 0.",
 )
-@common.setting("--step-epochs", "milestones", type=Numbers(int), metavar="E,F,...", help="Epochs for --schedule step.")
-@common.setting("--step-factor", "gamma", type=float, metavar="X", help="Factor for --schedule step, below 1.")
+@common.setting("--step-epochs", "milestones", type=numbers(int), metavar="E,F,...", help="Epochs for --schedule step.")
+@common.setting("--step-factor", "gamma", type=FACTOR, metavar="X", help="Factor for --schedule step.")
 @common.setting(
     "--warmup-epochs",
-    type=float,
+    type=click.FloatRange(min=0),
     metavar="X",
     help="Increase the learning rate from 0 during the first X epochs. Must be less than --epochs.",
 )
-@common.setting("--momentum", type=float, metavar="X", help="Momentum of SGD, such as 0.9.")
-@common.setting("--weight-decay", type=float, metavar="X", help="Weight decay of all parameters, such as 0.0005.")
-@common.setting("--clip-norm", "max_grad_norm", type=float, metavar="X", help="Scale larger gradients down to norm X.")
+@common.setting("--momentum", type=FRACTION, metavar="X", help="Momentum of SGD, such as 0.9.")
+@common.setting("--weight-decay", type=FRACTION, metavar="X", help="Weight decay of all parameters, such as 0.0005.")
+@common.setting(
+    "--clip-norm", "max_grad_norm", type=common.POSITIVE, metavar="X", help="Scale larger gradients to norm X."
+)
 @common.setting(
     "--accumulate",
     "grad_accum_steps",
-    type=int,
+    type=common.COUNT,
     metavar="K",
     help="Compute the gradient of each batch in K parts, which needs less memory.",
 )
-@common.setting("--epochs", type=int, metavar="N", help="Number of passes through the training set.")
+@common.setting("--epochs", type=common.COUNT, metavar="N", help="Number of passes through the training set.")
 @common.setting(
     "--seed",
-    type=int,
+    type=common.SEED,
     metavar="N",
     help="On CPU, runs with the same seed are bit-for-bit identical. Default: a random seed.",
 )
 @common.limit
 @common.data_dir
-@common.option(
-    "--out",
-    type=common.FOLDER,
-    metavar="DIR",
-    help="Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.",
-)
+@common.out("Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.")
 @common.option(
     "--resume",
     type=common.FOLDER,
@@ -157,19 +136,20 @@ def complete_compress(context: click.Context, param: click.Parameter, begun: str
 @click.option(
     "--hybridize/--no-hybridize",
     default=True,
-    show_default=True,
     help="With highlevel, run the network as one graph, or operator by operator.",
 )
 @click.option(
     "--tune/--no-tune",
     default=True,
-    show_default=True,
     help="With highlevel on CPU, use faster operators that compute the same values, or run the network as written.",
 )
 @click.version_option(__version__)
 @click.pass_context
-def train(context: click.Context, recipe: str | None, **options: Any) -> None:
+def train(context: click.Context, recipe: str | None, list_recipes: bool, **options: Any) -> None:
     """Train LeNet or ResNet-18 with data parallelism. Prints the time and test accuracy after each epoch."""
+    if list_recipes:
+        click.echo(recipes.table())
+        return
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     here = process.expect(options["kvstore"])
     if here.role != "worker":

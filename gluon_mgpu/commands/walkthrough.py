@@ -20,12 +20,10 @@ from gluon_mgpu.training import datasets
     """,
 )
 @common.impl
-@common.setting("--dataset", type=common.Choice(datasets.NAMES), help="synthetic needs no files.")
+@common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.gpus("4", "Number of devices, or a list of indices. GPUs that this machine does not have are omitted.")
 @common.device
-@common.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Seed of the parameters."
-)
+@common.option("--seed", type=common.SEED, metavar="N", default=0, help="Seed of the parameters.")
 @common.data_dir
 def walkthrough(impl: str, gpus: str, **options: Any) -> None:
     """Run the notebooks' inspection cells. Shows what each device holds at each stage of a training step."""

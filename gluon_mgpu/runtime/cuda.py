@@ -16,6 +16,8 @@ from pathlib import Path
 from gluon_mgpu.runtime.errors import Error
 
 DRIVER = "libcuda.so.1"
+# cuDNN opens these at the first convolution, and could find other versions in LD_LIBRARY_PATH.
+CUDNN_PARTS = [f"libcudnn_{part}_{use}.so.8" for part in ("ops", "cnn", "adv") for use in ("infer", "train")]
 # Libraries that mxnet-cu112 needs, directly or indirectly: (requirement for pip, its libraries). Each library comes
 # after the libraries that it needs itself, so that it uses the ones that are already open.
 LIBRARIES = (
@@ -26,41 +28,20 @@ LIBRARIES = (
     ("nvidia-cufft-cu11", "libcufft.so.10"),
     ("nvidia-curand-cu11", "libcurand.so.10"),
     ("nvidia-cusolver-cu11", "libcusolver.so.11"),
-    (
-        "nvidia-cudnn-cu11<9",
-        "libcudnn.so.8",
-        # cuDNN opens these parts at the first convolution, and could find other versions in LD_LIBRARY_PATH.
-        "libcudnn_ops_infer.so.8",
-        "libcudnn_ops_train.so.8",
-        "libcudnn_cnn_infer.so.8",
-        "libcudnn_cnn_train.so.8",
-        "libcudnn_adv_infer.so.8",
-        "libcudnn_adv_train.so.8",
-    ),
+    ("nvidia-cudnn-cu11<9", "libcudnn.so.8", *CUDNN_PARTS),
     ("nvidia-nccl-cu11", "libnccl.so.2"),
 )
 # --force-reinstall: pip considers a wheel installed even if its files are gone.
 REINSTALL = "pip install --force-reinstall --no-deps"
-CHECKS = "MXNET_CUDA_LIB_CHECKING"
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
 
 def prepare() -> None:
     """Open the libraries that mxnet-cu112 needs, if it is installed. Call it before the first `import mxnet`.
 
-    Raises Error if two MXNet wheels are installed, or if the driver or a library is missing.
+    Raises Error if the driver or a library is missing, or if two MXNet wheels are installed in one folder: one of them
+    has overwritten the other's files.
     """
-    refuse_two_wheels()
-    if "mxnet-cu112" in wheels():
-        lines = missing()
-        if lines:
-            raise Error(lines[0])
-        # Without this, the first backward pass on a machine without a GPU warns "GPU context requested".
-        os.environ.setdefault(CHECKS, "0")
-
-
-def refuse_two_wheels() -> None:
-    """Raise Error if two MXNet wheels are installed in one folder, because one has overwritten the other's files."""
     names = list(wheels())
     if len(names) > 1:
         raise Error(
@@ -68,6 +49,10 @@ def refuse_two_wheels() -> None:
             f"`pip uninstall -y {' '.join(names)}`, then `pip install --no-deps mxnet==1.9.1` or, for NVIDIA GPUs, "
             "`pip install --no-deps mxnet-cu112==1.9.1`"
         )
+    if names == ["mxnet-cu112"]:
+        _open_libraries()
+        # Without this, the first backward pass on a machine without a GPU warns "GPU context requested".
+        os.environ.setdefault("MXNET_CUDA_LIB_CHECKING", "0")
 
 
 def wheels() -> dict[str, str]:
@@ -80,19 +65,15 @@ def wheels() -> dict[str, str]:
     return {match[1].replace("_", "-"): match[2] for match in found if match}
 
 
-def missing() -> list[str]:
-    """Open the libraries that mxnet-cu112 needs. Returns one line per problem: what is wrong and what to do.
-
-    Libraries without a problem remain open in this process.
-    """
-    lines, absent = [], {}
+def _open_libraries() -> None:
     try:
         _open(DRIVER)
     except OSError as error:
-        lines.append(
+        raise Error(
             f"{error}: mxnet-cu112 needs NVIDIA's driver, even for CPU contexts. Install the driver, or the CPU wheel: "
             "`pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
-        )
+        ) from error
+    missing = {}
     for wheel, *libraries in LIBRARIES:
         in_wheel = _libraries_of(wheel)
         for library in libraries:
@@ -101,13 +82,11 @@ def missing() -> list[str]:
                 _open(in_wheel.get(library, library))
             except OSError as error:
                 if library in in_wheel:
-                    lines.append(f"{error}: run `{REINSTALL} '{wheel}'`")
-                else:
-                    absent[library] = wheel
-    if absent:
-        needed = " ".join(f"'{wheel}'" for wheel in dict.fromkeys(absent.values()))
-        lines.append(f"mxnet-cu112 needs {', '.join(absent)}, which are missing: run `{REINSTALL} {needed}`")
-    return lines
+                    raise Error(f"{error}: run `{REINSTALL} '{wheel}'`") from error
+                missing[library] = f"'{wheel}'"
+    if missing:
+        needed = " ".join(dict.fromkeys(missing.values()))
+        raise Error(f"mxnet-cu112 needs {', '.join(missing)}, which are missing: run `{REINSTALL} {needed}`")
 
 
 def _libraries_of(wheel: str) -> dict[str, str]:

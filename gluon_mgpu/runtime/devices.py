@@ -20,32 +20,34 @@ KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
 def parse(gpus: int | str | Sequence[int]) -> list[int]:
-    """Parse device indices. gpus: text of --gpus (see `count_or_list`), a number of devices (2) or indices ([0, 2]).
+    """Parse device indices: a number of devices (2), indices ([0, 2]), or the text of --gpus.
 
     Raises UsageError for anything else, or if indices are repeated or out of range.
     """
     try:
-        indices = list(gpus) if isinstance(gpus, (list, tuple)) else count_or_list(str(gpus))
+        return count_or_list(gpus)
     except ValueError:
-        indices = []
-    if not indices or len(set(indices)) < len(indices) or not all(0 <= index < MOST for index in indices):
         raise UsageError(
             f"num_gpus={gpus}: must be a number of devices (2) or a list of distinct indices (0,2), below {MOST}"
-        )
-    return indices
+        ) from None
 
 
-def count_or_list(text: str, first: int = 0) -> list[int]:
-    """Parse a count or a list of numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
+def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int = MOST) -> list[int]:
+    """Parse a count or a list of distinct numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
 
-    Raises ValueError for any other text, and for a count that is not between 1 and 1024.
+    Raises ValueError for anything else, if there are more than 1024 numbers, or if one is not in range(below).
     """
-    if "," in text:
-        return [int(part) for part in text.strip().removesuffix(",").split(",")]
-    count = int(text)
-    if not 1 <= count <= MOST:
-        raise ValueError(f"{count} is not between 1 and {MOST}")
-    return list(range(first, first + count))
+    text = str(given)
+    if isinstance(given, (list, tuple)):
+        numbers = list(given)
+    elif "," in text:
+        numbers = [int(part) for part in text.strip().removesuffix(",").split(",")]
+    else:
+        numbers = list(range(first, first + min(int(text), MOST + 1)))
+    distinct = len(set(numbers)) == len(numbers)
+    if not (distinct and 1 <= len(numbers) <= MOST and all(0 <= number < below for number in numbers)):
+        raise ValueError(text)
+    return numbers
 
 
 def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
@@ -77,7 +79,12 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
             raise UsageError(f"num_gpus={joined(indices)}: this machine has {has}; device=cpu takes any number")
         log.say(f"this machine has {has}: continuing with {len(available)}")
     for index in available:
-        _refuse_gpu_without_kernels(index)
+        name, major, minor = gpu(index)
+        if major not in KERNELS:
+            raise Error(
+                f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
+                f"{KERNELS_FOR} only; use --device cpu"
+            )
     return [mx.gpu(i) for i in available]
 
 
@@ -93,15 +100,6 @@ def _why_no_gpu() -> str:
     if not mx.runtime.Features().is_enabled("CUDA"):
         return "this MXNet is built without CUDA"
     return "this machine has no GPU that MXNet can see"
-
-
-def _refuse_gpu_without_kernels(index: int) -> None:
-    name, major, minor = gpu(index)
-    if major not in KERNELS:
-        raise Error(
-            f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
-            f"{KERNELS_FOR} only; use --device cpu"
-        )
 
 
 def gpu(index: int) -> tuple[str, int, int]:

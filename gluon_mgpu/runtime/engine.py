@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -20,13 +19,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gluon_mgpu.runtime import cuda, log
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from mxnet import Context
 
 TEMP_COPIES = 64  # temporary spaces, so that contexts do not wait; each grows to the largest size that a step needs
 SPINS = "20000"  # checks for work before an OpenMP thread sleeps; libgomp's default slows down a busy machine
+# The least values of variables that MXNet reads as numbers at startup. Any other value makes it hang or abort.
+LEAST = {
+    "MXNET_CPU_WORKER_NTHREADS": 1,
+    "MXNET_CPU_PRIORITY_NTHREADS": 1,
+    "MXNET_GPU_WORKER_NTHREADS": 1,
+    "MXNET_GPU_COPY_NTHREADS": 1,
+    "MXNET_CPU_TEMP_COPY": 1,
+    "MXNET_GPU_TEMP_COPY": 1,
+}
+ENGINES = ("ThreadedEnginePerDevice", "ThreadedEnginePooled", "NaiveEngine")
 ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
 # (the user's environment variable for it, mallopt's parameter from malloc.h, value)
@@ -42,21 +51,8 @@ FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 # These bind the workers of all contexts to one core, the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
-# System libraries that libmxnet.so needs, with their Debian packages.
-LIBRARIES = {
-    "libgomp.so.1": "libgomp1",
-    "libquadmath.so.0": "libquadmath0",
-    "libstdc++.so.6": "libstdc++6",
-    "libgcc_s.so.1": "libgcc-s1",
-}
-
-# Modules whose package has a different name.
-PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
-
-# Environment variables that `configure` may set or remove.
-TOUCHED = ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", cuda.CHECKS, *BINDING)
-
 _configured = _stock = False
+_expected: int | None = None  # contexts, if `configure` is not called before mxnet is imported
 _changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (value before, after `configure`)}; None: not set
 
 
@@ -73,14 +69,19 @@ class Finder:
 
 
 def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+    importlib.import_module("numpy")  # first, because a hook may use numpy_names after this import
     from gluon_mgpu.runtime import numpy_names
 
-    global _configured
     if not (_configured or _stock):
-        _prepare(None, 1)
-        _configured = True
+        _prepare(_expected)
     with numpy_names.lent():
         exec_module(module)
+
+
+def expect(contexts: int) -> None:
+    """Have the first `import mxnet` configure this number of contexts. Call it before that import."""
+    global _expected
+    _expected = contexts
 
 
 def use_stock_settings() -> None:
@@ -103,83 +104,51 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
         return
     if contexts is not None and contexts < 1:
         raise Error(f"contexts={contexts}: must be at least 1")
-    if "mxnet" in sys.modules:
-        _check_threads(contexts or 1)
-        copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
-        if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
-            log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns")
-    else:
+    if "mxnet" not in sys.modules:
         _prepare(contexts, processes)
+        return
+    _check_threads(contexts or 1)
+    copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
+    if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
+        log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns")
     _configured = True
 
 
-def _prepare(contexts: int | None, processes: int) -> None:
+def _prepare(contexts: int | None = None, processes: int = 1) -> None:
+    global _configured, _changed
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
     users = users_environment()
-    for name in TOUCHED:  # undo what an earlier call changed
+    for name in _changed:  # undo what an earlier call changed
         os.environ.pop(name, None)
     os.environ.update(users)
     _set_threads(contexts, processes)
     cuda.prepare()  # after the threads: a system library may load libgomp
     if contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
-    _changed.update({name: (users.get(name), os.environ.get(name)) for name in TOUCHED})
+    _changed = {
+        name: (users.get(name), os.environ.get(name))
+        for name in {*users, *os.environ}
+        if users.get(name) != os.environ.get(name)
+    }
     _set_allocator()
+    _configured = True
+
+
+def check_environment() -> None:
+    """Raise UsageError for an environment variable with which MXNet would hang or abort at startup."""
+    for name, least in LEAST.items():
+        value = os.environ.get(name, "").strip()
+        if value and not (value.lstrip("-").isdecimal() and int(value) >= least):
+            raise UsageError(f"{name}={value}: must be a number, at least {least}; unset it for MXNet's default")
+    value = os.environ.get("MXNET_ENGINE_TYPE", "")
+    if value and value not in ENGINES:
+        raise UsageError(f"MXNET_ENGINE_TYPE={value}: must be one of {', '.join(ENGINES)}; unset it for MXNet's default")
 
 
 def check(ctx: list[Context]) -> None:
     """Raise Error if training on these contexts could hang. GPU contexts never hang."""
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
-
-
-def line_of(error: BaseException) -> str:
-    """Describe an unexpected error in one line: its reason, and how to find out more."""
-    doctor = "`gluon-mgpu doctor` may say what to do, " if isinstance(error, ImportError) else ""
-    return f"{reason(error)} ({doctor}--debug shows where)"
-
-
-def reason(error: BaseException) -> str:
-    """The reason for an error: what is missing and what to do, or else the last line of its message."""
-    if isinstance(error, Error):
-        return str(error)
-    if isinstance(error, ImportError):
-        while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
-            error = error.__context__
-    lines = str(error).strip().splitlines() or [""]
-    return missing(str(error)) or f"{type(error).__name__}: {lines[-1]}"
-
-
-def missing(message: str) -> str | None:
-    """Explain an error message about a missing module or library in one line; None for any other message.
-
-    The loader names only the first missing library; this line names all missing ones and their packages. It loads the
-    libraries that exist, so call it only in a process in which MXNet failed to load.
-    """
-    module = re.search(r"No module named '(\w+)'", message)
-    if module:
-        return (
-            f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which `make install` sets up, "
-            f"or `pip install {PACKAGES.get(module[1], module[1])}`"
-        )
-    found = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
-    if not found:
-        return None
-    absent = {name: package for name, package in LIBRARIES.items() if not _found(name)}
-    if found[1] not in absent:
-        return f"{found[1]} is missing on this machine: install the package that contains it"
-    return (
-        f"MXNet needs {' and '.join(absent)}, missing on this machine: "
-        f"`apt install {' '.join(absent.values())}` (on Debian and Ubuntu)"
-    )
-
-
-def _found(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError as error:
-        return not str(error).startswith(f"{library}: cannot open shared object file")  # else a dependency is missing
-    return True
 
 
 def users_environment() -> dict[str, str]:
@@ -241,9 +210,6 @@ def _put(name: str, value: str, why: str) -> None:
 
 def _set_allocator() -> None:
     """Have glibc's malloc keep freed memory, so that the next operator does not have to fault it in again."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # not glibc
-        return
     for variable, parameter, value in ALLOCATOR:
         if variable not in os.environ:
-            mallopt(parameter, value)
+            ctypes.CDLL(None).mallopt(parameter, value)

@@ -24,7 +24,7 @@ def _financial(name: str, *args: object, **kwargs: object) -> NoReturn:
 
 # MXNet keeps its own functions in a table with NumPy's functions as keys, so each old name needs a separate object:
 # a partial.
-WHILE_IMPORTED = {
+REMOVED = {
     "bool": bool,  # removed in 1.24, defined again in 2.0; the names below were removed in 2.0 or 2.4
     "PZERO": 0.0,
     "NZERO": -0.0,
@@ -40,8 +40,9 @@ WHILE_IMPORTED = {
     "msort": lambda a: np.sort(a, axis=0),
     "in1d": lambda ar1, ar2, *args, **kwargs: np.isin(np.ravel(ar1), ar2, *args, **kwargs),
     "trapz": lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs),
-    **{name: functools.partial(_financial, name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")},
 }
+FINANCIAL = {name: functools.partial(_financial, name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")}
+WHILE_IMPORTED = {**REMOVED, **FINANCIAL}
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
 READERS = (  # the modules that read WHEN_CALLED, and the name that each uses for NumPy
     ("mxnet.gluon.contrib.estimator.event_handler", "np"),

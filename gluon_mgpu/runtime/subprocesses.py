@@ -128,8 +128,7 @@ def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _read(stream: IO[str] | None, lines: list[str], on_line: Callable[[str], object] | None) -> None:
-    assert stream
+def _read(stream: IO[str], lines: list[str], on_line: Callable[[str], object] | None) -> None:
     for line in stream:
         line = LAUNCHER.sub("", line)
         lines.append(line)
