@@ -6,7 +6,6 @@ role is scheduler or server. If one process fails, all are ended. Ctrl-C is pass
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import random
@@ -20,13 +19,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gluon_mgpu.distributed import heartbeat
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 HOST = "127.0.0.1"  # so that no other machine can connect
-MOST = 128  # largest number of workers, and of servers
+MAX_PROCESSES = 128  # of workers, and of servers
+MAX_PORT = 65534  # the scheduler needs the next port too
 PORTS = range(10000, 32767)  # Linux does not give these to other sockets, so a free port stays free until it is used
-SECONDS_BETWEEN_LOOKS = 0.02
+POLL_INTERVAL = 0.02  # seconds
 SECONDS_TO_NOTICE = 5  # for the remaining processes to end by themselves after one has failed
 SECONDS_TO_FINISH = 10  # for the servers and the scheduler to end after the last worker
 SECONDS_TO_INTERRUPT = 20  # for the workers to save a checkpoint after Ctrl-C
@@ -60,16 +61,17 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
     Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
     Raises UsageError for invalid arguments, before anything is started.
     """
-    for name, number in (("workers", workers), ("servers", servers)):
-        if not 1 <= number <= MOST:
-            raise UsageError(f"{name}={number}: must be 1 to {MOST}")
+    limits = {"workers": (workers, MAX_PROCESSES), "servers": (servers, MAX_PROCESSES), "port": (port, MAX_PORT)}
+    for name, (number, most) in limits.items():
+        if number is not None and not 1 <= number <= most:
+            raise UsageError(f"{name}={number}: must be 1 to {most}")
     if not command:
         raise UsageError("no command to run: add it at the end, such as -- gluon-mgpu train --kvstore dist_sync")
     users = engine.users_environment()
     if shutil.which(command[0], path=users.get("PATH")) is None:
         raise UsageError(f"{command[0]}: not found, or not an executable program")
     if port is not None:
-        _check_port(port)
+        _check_ports(port)
     processes: list[_Process] = []
     with _Events() as events:
         environment = {
@@ -103,7 +105,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         return 130
     failed = _first_failed(processes)
     error = events.error()
-    if failed and (failed.status < 0 or not error):  # only the launcher knows that a signal killed a process
+    if failed and (failed.returncode < 0 or not error):  # only the launcher knows that a signal killed a process
         error = f"{failed.name} {failed.how_it_ended()}"
     if error:
         _say(f"error: {error}")
@@ -115,7 +117,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         _terminate(processes, events)
     if not failed:
         return 0
-    return failed.status if failed.role == "worker" and failed.status in (1, 2, 130) else 1
+    return failed.returncode if failed.role == "worker" and failed.returncode in (1, 2, 130) else 1
 
 
 def _interrupt(processes: list[_Process], workers: list[_Process], events: _Events) -> None:
@@ -129,25 +131,25 @@ def _interrupt(processes: list[_Process], workers: list[_Process], events: _Even
 
 
 def _ended(processes: list[_Process]) -> bool:
-    return all([p.ended() for p in processes])
+    return all(p.poll() is not None for p in processes)
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
     """The process that failed first, or None. If several failed since the last check, prefer one killed by a signal,
     then a worker, because the remaining ones may have ended in reaction."""
-    failed = [p for p in processes if p.ended() and p.status]
-    return min(failed, key=lambda p: (p.status > 0, p.role != "worker"), default=None)
+    failed = [p for p in processes if p.poll()]
+    return min(failed, key=lambda p: (p.returncode > 0, p.role != "worker"), default=None)
 
 
 def _running(processes: list[_Process]) -> str:
-    return ", ".join(p.name for p in processes if not p.ended())
+    return ", ".join(p.name for p in processes if p.poll() is None)
 
 
 def _signal(processes: list[_Process], which: int) -> None:
     """Send a signal to the processes that are running, and to their children."""
     for process in processes:
-        if not process.ended():
-            os.killpg(process.popen.pid, which)
+        if process.poll() is None:
+            os.killpg(process.pid, which)
 
 
 def _terminate(processes: list[_Process], events: _Events) -> None:
@@ -158,43 +160,31 @@ def _terminate(processes: list[_Process], events: _Events) -> None:
 def _kill(processes: list[_Process]) -> None:
     """Kill everything that is left, including stopped processes and children of processes that have ended."""
     for process in processes:
-        os.killpg(process.popen.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
-        process.popen.wait()
+        process.wait()
 
 
-class _Process:
+class _Process(subprocess.Popen[bytes]):
     """A process of the run. Worker 0 inherits the launcher's standard input; only workers inherit its output."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], role: str, rank: int) -> None:
         first_worker = (role, rank) == ("worker", 0)
         task = {} if role == "scheduler" else {"DMLC_TASK_ID": str(rank)}
-        self.role, self.has_ended, self.status = role, False, 0
-        self.popen = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command],
             env={**environment, "DMLC_ROLE": role, **task},
             stdin=None if first_worker else subprocess.DEVNULL,
             stdout=None if role == "worker" else 2,  # standard error
             start_new_session=True,  # Ctrl-C on the terminal reaches only the launcher, which passes it on
         )
-        self.name = " ".join((role, *task.values(), f"(process {self.popen.pid})"))
-
-    def ended(self) -> bool:
-        """Whether the process has ended; `status` is then its exit status, or minus the signal that killed it.
-
-        It stays a zombie until `_kill`, so that its process group's number cannot be given to another process.
-        """
-        if not self.has_ended:
-            found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found:
-                self.has_ended = True
-                self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        return self.has_ended
+        self.role, self.name = role, " ".join((role, *task.values(), f"(process {self.pid})"))
 
     def how_it_ended(self) -> str:
-        if self.status < 0:
-            return f"was killed by {signal.Signals(-self.status).name}"
-        return f"ended with status {self.status}"
+        if self.returncode < 0:
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        return f"ended with status {self.returncode}"
 
 
 class _Events:
@@ -235,36 +225,25 @@ class _Events:
             if time.monotonic() > until:
                 return False
             self.error()  # empties the socket's short queue
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_INTERVAL)
         return True
 
 
 def free_port() -> int:
     """Find a port that is free, as is the next one. Raises Error if there is none."""
     for port in random.sample(PORTS, 100):
-        if not _why_not(port) and not _why_not(port + 1):
+        with suppress(UsageError):
+            _check_ports(port)
             return port
     raise Error(f"no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose one with --port")
 
 
-def _check_port(port: int) -> None:
-    if not 1 <= port <= 65534:
-        raise UsageError(f"port={port}: must be 1 to 65534")
+def _check_ports(port: int) -> None:
     for needed in (port, port + 1):
-        why = _why_not(needed)
-        if why:
-            raise UsageError(f"port={port}: the scheduler needs ports {port} and {port + 1}, but {needed} {why}")
-
-
-def _why_not(port: int) -> str | None:
-    """The reason why a process cannot listen on a port, or None."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ps-lite does
         try:
-            listener.bind((HOST, port))
-        except OSError as error:
-            return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-    return None
+            heartbeat.listen(HOST, needed).close()
+        except Error as error:
+            raise UsageError(f"port={port}: the scheduler needs ports {port} and {port + 1}: {error}") from None
 
 
 def _say(line: str) -> None:

@@ -9,12 +9,18 @@ import fcntl
 import os
 import socket
 import struct
+from contextlib import suppress
 from typing import NamedTuple
 
 from gluon_mgpu.runtime.errors import UsageError
 
 KVSTORES = ("local", "horovod", "dist_sync")
-DIVIDED = 10_000  # arrays of at least this size are divided among the servers; MXNet's default is 1,000,000
+HOW_TO_START = {
+    "horovod": "start it with `horovodrun --gloo -np 2 gluon-mgpu train ...`",
+    "dist_sync": "start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for several "
+    "machines see docs/distributed.md",
+}
+DIVIDED_SIZE = 10_000  # arrays of at least this size are divided among the servers; MXNet's default is 1,000,000
 
 
 class Process(NamedTuple):
@@ -67,35 +73,24 @@ def expect(kvstore: str) -> Process:
     here = current()
     if kvstore == here.kvstore:
         return here
-    if kvstore == "horovod":
-        raise UsageError("kvstore=horovod: start it with `horovodrun --gloo -np 2 gluon-mgpu train ...`")
-    if kvstore == "dist_sync":
-        raise UsageError(
-            "kvstore=dist_sync: start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for "
-            "several machines see docs/distributed.md"
-        )
-    raise UsageError(
-        f"kvstore={kvstore}: this process was started as {here} of {here.workers} for {here.kvstore}; use that kvstore"
-    )
+    mismatch = f"this process was started as {here} of {here.workers} for {here.kvstore}; use that kvstore"
+    raise UsageError(f"kvstore={kvstore}: {HOW_TO_START.get(kvstore, mismatch)}")
 
 
 def check_compress(compress: str | None, here: Process) -> None:
     """Raise UsageError unless the kvstore supports this compression: "fp16" or "2bit:THRESHOLD"."""
-    if compress is None:
+    if compress is None or (compress, here.kvstore) == ("fp16", "horovod"):
         return
     kind, _, threshold = compress.partition(":")
-    if (kind, here.kvstore) == ("2bit", "dist_sync"):
-        try:
-            valid = 0 < float(threshold) < 1e30
-        except ValueError:
-            valid = False
-        if not valid:
-            raise UsageError(f"compress={compress}: must be 2bit:THRESHOLD with a threshold above 0, such as 2bit:0.5")
-    elif (compress, here.kvstore) != ("fp16", "horovod"):
+    if (kind, here.kvstore) != ("2bit", "dist_sync"):
         raise UsageError(
             f"compress={compress}: kvstore {here.kvstore} does not support it; fp16 needs horovod, 2bit:THRESHOLD "
             "needs dist_sync"
         )
+    with suppress(ValueError):
+        if 0 < float(threshold) < 1e30:
+            return
+    raise UsageError(f"compress={compress}: must be 2bit:THRESHOLD with a threshold above 0, such as 2bit:0.5")
 
 
 def horovod_address() -> str:
@@ -122,7 +117,7 @@ def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
     """Set environment variables for ps-lite that the user does not need to set."""
     os.environ.setdefault("DMLC_NODE_HOST", own_address)
     os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite does not resolve names
-    os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED))
+    os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED_SIZE))
     os.environ.pop("PORT", None)  # every process would listen on this port
 
 

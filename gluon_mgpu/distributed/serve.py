@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 
@@ -24,43 +23,35 @@ def serve(here: Process) -> None:
     from mxnet.base import _LIB, check_call
 
     os.environ["DMLC_ROLE"] = here.role
-    ask_to_stop, done = _scheduler(here) if here.role == "scheduler" else _server(here)
-    _pass_signals_on(ask_to_stop)
+    connection = _scheduler(here) if here.role == "scheduler" else _server(here)
+    _pass_signals_on(connection.ask_to_stop)
     kv = mx.kv.create("dist_sync")
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     def ignore(head: int, body: bytes, _: int) -> None:
-        print(f"gluon_mgpu: {here}: ignoring a command from a worker: servers only sum", file=sys.stderr)
+        heartbeat.notice(f"{here}: ignoring a command from a worker: servers only sum")
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, ignore, None))
-    done()
+    connection.close()
 
 
-def _server(here: Process) -> tuple[Callable[[], bool], Callable[[], None]]:
-    client = heartbeat.Client(here.root, here.port + 1, str(here), here.names())
+def _server(here: Process) -> heartbeat.Client:
+    client = heartbeat.Client(here, here.root, here.port + 1)
     process.prepare_ps_lite(client.own_address, client.coordinator_address)
-    return client.ask_to_stop, client.done
+    return client
 
 
-def _scheduler(here: Process) -> tuple[Callable[[], bool], Callable[[], None]]:
-    def end(line: str, reported: bool) -> None:
-        heartbeat.end_process(None if reported else f"{here}: {line}", 1, heartbeat.BEAT)
-
-    def over() -> None:
-        heartbeat.exit_after(heartbeat.GRACE, 0)
-
-    heartbeat.Coordinator(here.root, here.port, ()).close()  # gives a clear error if ps-lite's own port is in use
-    coordinator = heartbeat.Coordinator(here.root, here.port + 1, here.names(), end, over)
+def _scheduler(here: Process) -> heartbeat.Coordinator:
+    heartbeat.listen(here.root, here.port).close()  # gives a clear error if ps-lite's own port is in use
+    coordinator = heartbeat.Coordinator(here, here.root, here.port + 1)
     address = coordinator.address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
-        print(
-            f"gluon_mgpu: {here}: DMLC_PS_ROOT_URI={here.root} is {address} on this machine; other machines cannot "
-            "reach it: use the machine's network address",
-            file=sys.stderr,
-            flush=True,
+        heartbeat.notice(
+            f"{here}: DMLC_PS_ROOT_URI={here.root} is {address} on this machine; other machines cannot reach it: use "
+            "the machine's network address"
         )
     process.prepare_ps_lite(address, address)
-    return coordinator.ask_to_stop, coordinator.close
+    return coordinator
 
 
 def _pass_signals_on(ask_to_stop: Callable[[], bool]) -> None:

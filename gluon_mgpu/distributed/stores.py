@@ -14,7 +14,7 @@ from gluon_mgpu.runtime.errors import Error
 # Milliseconds between Horovod's rounds, in which the workers compare what is ready to be summed. A round costs each
 # worker about 60 us; Horovod's default of every 1 ms is more often than large networks need.
 CYCLES = {"resnet18": "8"}
-FUSED = 4 << 20  # bytes; smaller arrays are copied and summed together, larger arrays are summed in place
+FUSION_BYTES = 4 << 20  # smaller arrays are copied and summed together, larger arrays are summed in place
 
 
 class Horovod:
@@ -30,7 +30,7 @@ class Horovod:
             raise Error(f"Horovod is not installed for this MXNet ({error}): run `make horovod`") from None
         self.hvd, self.compress = hvd, compress
         os.environ.setdefault("HOROVOD_CYCLE_TIME", CYCLES.get(model, "1"))
-        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSED))
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
         hvd.init()
 
     def allreduce(self, array: NDArray, key: int | str) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gluon_mgpu import __version__
 from gluon_mgpu.distributed import heartbeat, process
 from gluon_mgpu.distributed.process import Process
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, errors
 from gluon_mgpu.runtime.devices import shard_sizes
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
 
@@ -29,37 +29,50 @@ if TYPE_CHECKING:
     from gluon_mgpu.distributed.stores import DistSync, Horovod
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine; containers on one machine share it
-SECONDS_TO_NAME = 5.0  # after an unexpected error, time for the coordinator to report a lost process as its cause
+SECONDS_TO_BLAME = 5.0  # after an unexpected error, time for the coordinator to report a lost process as its cause
 
 
 class Workers:
-    """The workers of a run. This class is for a process that trains alone; `join` returns a Group if there are several.
+    """The workers of a run, seen from one of them. This class is for a process that trains alone.
 
     rank: this worker's rank, from 0. count: number of workers. compress: kind of gradient compression, or None.
     """
 
     rank, count = 0, 1
     compress: str | None = None
+    devices: Sequence[int] = (1,)
 
     @property
     def stopping(self) -> bool:
         """Whether a worker has asked to stop."""
         return False
 
-    def exchange_device_counts(self, devices: int) -> list[int]:
-        """Exchange device counts: returns each worker's, by rank. devices: this worker's. Call it before `part`."""
-        return [devices]
-
-    def part(self, n: int) -> slice:
-        """This worker's part of n examples that are divided evenly among the devices of all workers."""
-        return slice(0, n)
-
     def all_gather(self, value: Any) -> list[Any]:
         """Exchange values: returns those of all workers, by rank. Waits for every worker. value: any JSON value."""
         return [value]
 
+    def exchange_device_counts(self, devices: int) -> Sequence[int]:
+        """Exchange device counts: returns each worker's, by rank. devices: this worker's. Call it before `part`."""
+        self.devices = self.all_gather(devices)
+        return self.devices
+
+    def part(self, n: int) -> slice:
+        """This worker's part of n examples that are divided evenly among the devices of all workers."""
+        sizes = shard_sizes(n, sum(self.devices))
+        first = sum(self.devices[: self.rank])
+        start = sum(sizes[:first])
+        return slice(start, start + sum(sizes[first : first + self.devices[self.rank]]))
+
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise UsageError if a worker's facts differ from worker 0's. facts: {name: any JSON value}."""
+        first, *others = self.all_gather({"version": __version__, **facts})
+        for rank, other in enumerate(others, 1):
+            for name in {**first, **other}:
+                if first.get(name) != other.get(name):
+                    raise UsageError(
+                        f"worker {rank} has {name} {other.get(name)}, but worker 0 has {first.get(name)}: start all "
+                        "workers with the same options, data and version"
+                    )
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
         """Sum an array over all workers, in place and asynchronously, as MXNet's operators are.
@@ -70,7 +83,13 @@ class Workers:
 
     def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Send worker 0's arrays to all workers. Every worker passes arrays with the same names, shapes and types."""
-        return arrays
+        from mxnet import nd
+
+        sums = {}
+        for i, (name, array) in enumerate(arrays.items()):
+            sums[name] = nd.array(array if self.rank == 0 else array * 0, dtype=array.dtype)
+            self.allreduce(sums[name], f"broadcast {i}")
+        return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
         """Have undo() called just before this process ends because another worker raised an Error."""
@@ -89,7 +108,10 @@ ALONE = Workers()
 
 
 class Group(Workers):
-    """Several workers. store: sums arrays. client: this worker's. coordinator: None except in Horovod's worker 0."""
+    """Several workers: overrides what involves the other processes.
+
+    store: sums arrays. client: this worker's. coordinator: None except in Horovod's worker 0.
+    """
 
     def __init__(
         self,
@@ -101,46 +123,16 @@ class Group(Workers):
     ) -> None:
         self.rank, self.count, self.compress = here.rank, here.workers, compress
         self.store, self.client, self.coordinator = store, client, coordinator
-        self.devices = [1] * here.workers
 
     @property
     def stopping(self) -> bool:
         return self.client.stopping
 
-    def exchange_device_counts(self, devices: int) -> list[int]:
-        self.devices = self.all_gather(devices)
-        return self.devices
-
-    def part(self, n: int) -> slice:
-        sizes = shard_sizes(n, sum(self.devices))
-        first = sum(self.devices[: self.rank])
-        start = sum(sizes[:first])
-        return slice(start, start + sum(sizes[first : first + self.devices[self.rank]]))
-
     def all_gather(self, value: Any) -> list[Any]:
         return self.client.all_gather(value)
 
-    def agree(self, facts: dict[str, Any]) -> None:
-        first, *others = self.all_gather({"version": __version__, **facts})
-        for rank, other in enumerate(others, 1):
-            for name in {**first, **other}:
-                if first.get(name) != other.get(name):
-                    raise UsageError(
-                        f"worker {rank} has {name} {other.get(name)}, but worker 0 has {first.get(name)}: start all "
-                        "workers with the same options, data and version"
-                    )
-
     def allreduce(self, array: NDArray, key: int | str) -> None:
         self.store.allreduce(array, key)
-
-    def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        from mxnet import nd
-
-        sums = {}
-        for i, (name, array) in enumerate(arrays.items()):
-            sums[name] = nd.array(array if self.rank == 0 else array * 0, dtype=array.dtype)
-            self.allreduce(sums[name], f"broadcast {i}")
-        return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
         self.client.undo = undo
@@ -156,19 +148,17 @@ class Group(Workers):
         with _one_signal_ignored():  # a cluster signals every process, and this one may get the signal late
             self.all_gather(None)  # wait for worker 0 to write: a launcher ends all workers after the first one
             self.store.close()
-            self.client.done()
+            self.client.close()
             if self.coordinator:
                 self.coordinator.close()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other processes, which then end, that this worker ends with an error."""
-        if isinstance(error, Error):
-            line, status = str(error), error.exit_status
-        elif isinstance(error, KeyboardInterrupt):
+        line, status = errors.reason(error), getattr(error, "exit_status", 1)
+        if isinstance(error, KeyboardInterrupt):
             line, status = "interrupted", 130
-        else:
-            time.sleep(SECONDS_TO_NAME)  # if a process was lost, the heartbeat ends this process now
-            line, status = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}", 1
+        elif not isinstance(error, Error):
+            time.sleep(SECONDS_TO_BLAME)  # if a process was lost, the heartbeat ends this process now
         self.client.failed(line, status, undo=isinstance(error, Error))
         if self.coordinator:
             self.coordinator.close()  # after it has told the remaining processes
@@ -191,17 +181,15 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
         return
     engine.configure(processes=here.local_workers)
     workers = _join_horovod(here, compress, model) if kvstore == "horovod" else _join_dist_sync(here, compress)
-    interrupted = None
     try:
         yield workers
-    except Interrupted as error:  # all workers have stopped at the same step
-        interrupted = error
+    except Interrupted:  # all workers have stopped at the same step
+        workers.leave()
+        raise
     except BaseException as error:
         workers.fail(error)
         raise
     workers.leave()
-    if interrupted:
-        raise interrupted
 
 
 def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
@@ -209,10 +197,10 @@ def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
 
     own_address = process.horovod_address()
     store = stores.Horovod(compress, model)
-    coordinator = heartbeat.Coordinator(own_address, 0, here.names()) if here.rank == 0 else None
+    coordinator = heartbeat.Coordinator(here, own_address, 0) if here.rank == 0 else None
     address = store.from_worker_0(f"{own_address} {coordinator.port}" if coordinator else "")
     host, port = address.split()
-    client = heartbeat.Client(host, int(port), str(here), here.names())
+    client = heartbeat.Client(here, host, int(port))
     pin_to_cores(here.rank, client.all_gather)
     return Group(here, compress, store, client, coordinator)
 
@@ -220,14 +208,15 @@ def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
 def _join_dist_sync(here: Process, compress: str | None) -> Group:
     from gluon_mgpu.distributed import stores
 
-    client = heartbeat.Client(here.root, here.port + 1, str(here), here.names())
+    client = heartbeat.Client(here, here.root, here.port + 1)
     process.prepare_ps_lite(client.own_address, client.coordinator_address)
     blocked = (
         f"{here}: all processes are connected, but MXNet's parameter servers do not reach each other: open "
         "DMLC_PS_ROOT_PORT and the ports above 10,000 between the machines"
     )
-    with heartbeat.time_limit(heartbeat.PATIENCE, blocked):
-        store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
+    time_limit = heartbeat.after(heartbeat.CONNECT_LIMIT, heartbeat.end_process, blocked, 1, heartbeat.BEAT_INTERVAL)
+    store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
+    time_limit.cancel()
     return Group(here, compress, store, client)
 
 
@@ -238,8 +227,8 @@ def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
     Workers that already have different cores keep them.
     """
     cores = sorted(os.sched_getaffinity(0))
-    all_cores = all_gather([BOOT_ID.read_text(), cores])
-    sharing = [other for other, found in enumerate(all_cores) if found == all_cores[rank]]
+    here = [BOOT_ID.read_text(), cores]
+    sharing = [other for other, there in enumerate(all_gather(here)) if there == here]
     if not 1 < len(sharing) <= len(cores):
         return
     i = sharing.index(rank)

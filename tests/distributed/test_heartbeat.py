@@ -13,50 +13,52 @@ import runs
 
 from gluon_mgpu import Error
 from gluon_mgpu.distributed import heartbeat
+from gluon_mgpu.distributed.process import Process
 
-PAIR = ("worker 0", "worker 1")
 CLIENTS = []  # of the test that runs
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """The exit statuses with which Clients would have ended this process. Beats are fast."""
-    monkeypatch.setattr(heartbeat, "BEAT", 0.05)
-    monkeypatch.setattr(heartbeat, "SILENCE", 5.0)
-    statuses = []
-    monkeypatch.setattr(heartbeat, "exit_after", lambda seconds, status: statuses.append(status))
-    yield statuses
+def ends(monkeypatch):
+    """(error message or None, exit status) of each process that would have ended. Beats are fast."""
+    monkeypatch.setattr(heartbeat, "BEAT_INTERVAL", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 5.0)
+    found = []
+    monkeypatch.setattr(heartbeat, "end_process", lambda line, status, seconds: found.append((line, status)))
+    monkeypatch.setattr(heartbeat, "after", lambda seconds, function, status: found.append((None, status)))
+    yield found
     for client in CLIENTS:
-        client.over = True
+        client.finished = True
     CLIENTS.clear()
 
 
 @pytest.fixture
-def coordinator(ended):
-    """make(*names): a Coordinator for these clients. Its attribute `ends` has the arguments of on_end."""
+def coordinator(ends):
+    """make(workers, servers): a Coordinator: with servers the scheduler's, else that of Horovod's worker 0."""
     made = []
 
-    def make(*expected):
-        ends = []
-        made.append(heartbeat.Coordinator("127.0.0.1", 0, expected or PAIR, lambda *end: ends.append(end)))
-        made[-1].ends = ends
+    def make(workers=2, servers=0):
+        kind = ("dist_sync", "scheduler") if servers else ("horovod", "worker")
+        made.append(heartbeat.Coordinator(Process(*kind, 0, workers, servers), "127.0.0.1", 0))
         return made[-1]
 
     yield make
     for one in made:
-        one.over = True
+        one.finished = True
 
 
-def joined(coordinator, *names):
-    """A Client per name; their constructors wait for each other."""
+def joined(coordinator):
+    """A Client for each worker and server; their constructors wait for each other."""
     made = {}
 
     def join(name):
-        made[name] = heartbeat.Client("127.0.0.1", coordinator.port, name, coordinator.expected)
+        role, rank = name.split()
+        here = coordinator.here._replace(role=role, rank=int(rank))
+        made[name] = heartbeat.Client(here, "127.0.0.1", coordinator.port)
 
-    in_threads(join, names)
+    in_threads(join, coordinator.expected)
     CLIENTS.extend(made.values())
-    return [made[name] for name in names]
+    return [made[name] for name in coordinator.expected]
 
 
 def in_threads(function, arguments):
@@ -67,11 +69,11 @@ def in_threads(function, arguments):
         thread.join(10)
 
 
-def finish(coordinator, clients):
+def finish(coordinator, clients, ends):
     for client in clients:
-        client.done()
+        client.close()
     coordinator.close()
-    assert not coordinator.ends
+    assert {status for _, status in ends} <= {0}
 
 
 class Raw:
@@ -79,7 +81,7 @@ class Raw:
 
     def __init__(self, coordinator):
         self.socket = socket.create_connection(("127.0.0.1", coordinator.port), timeout=10)
-        self.file, self.counts = self.socket.makefile(), coordinator.counts
+        self.file, self.counts = self.socket.makefile(), [coordinator.here.workers, coordinator.here.servers]
 
     def hello(self, name, about="here", **more):
         self.send(json.dumps({"name": name, "about": about, "of": self.counts, **more}))
@@ -90,44 +92,47 @@ class Raw:
     def hear(self, key):
         return next(message for message in map(json.loads, self.file) if key in message)
 
+    def wait_for_all(self):
+        while self.hear("missing")["missing"]:
+            pass
 
-def test_all_gather_returns_the_values_of_all_workers_by_rank(coordinator):
+
+def test_all_gather_returns_the_values_of_all_workers_by_rank(coordinator, ends):
     made = coordinator()
-    clients = joined(made, *PAIR)
-    got, history = {}, "x" * (4 << 20)
+    clients = joined(made)
+    got, turns = {}, [0, 1, "x" * (4 << 20)]
 
     def gather(client):
-        got[client.name] = [client.all_gather([client.name, turn]) for turn in (*range(3), history)]
+        got[client.here.rank] = [client.all_gather([client.here.rank, turn]) for turn in turns]
 
     in_threads(gather, clients)
-    assert got["worker 0"] == got["worker 1"] == [[["worker 0", i], ["worker 1", i]] for i in (*range(3), history)]
-    finish(made, clients)
+    assert got[0] == got[1] == [[[0, turn], [1, turn]] for turn in turns]
+    finish(made, clients, ends)
 
 
-def test_when_one_worker_asks_to_stop_all_go_on_to_the_last_step_that_any_has_issued(coordinator):
-    made = coordinator(*PAIR, "server 0")
-    first, second, server = joined(made, *PAIR, "server 0")
+def test_when_one_worker_asks_to_stop_all_go_on_to_the_last_step_that_any_has_issued(coordinator, ends):
+    made = coordinator(2, 1)
+    first, second, server = joined(made)
     assert all(first.may_step(step) for step in range(10)) and all(second.may_step(step) for step in range(12))
     second.ask_to_stop()
     assert first.stop_known.wait(10) and second.stop_known.wait(10)
     assert [first.may_step(step) for step in (10, 11, 12)] == [True, True, False]
     assert not second.may_step(12)
-    server.done()
-    finish(made, [first, second])
+    finish(made, [server, first, second], ends)
 
 
 @pytest.mark.parametrize("end", ["closes", "is silent"])
 @pytest.mark.parametrize("lost, reporter", [(1, 0), (0, 1)])
 def test_a_lost_client_is_named_to_all_others_and_the_first_of_them_reports_it(
-    coordinator, end, lost, reporter, monkeypatch
+    coordinator, ends, end, lost, reporter, monkeypatch
 ):
     if end == "is silent":
-        monkeypatch.setattr(heartbeat, "SILENCE", 2.0)
-    made = coordinator(*PAIR, "server 0")
+        monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 2.0)
+    made = coordinator(2, 1)
     connections = [Raw(made) for _ in range(3)]
     for connection, name in zip(connections, made.expected):
         connection.hello(name, f"host of {name}")
-    connections[0].hear("complete")
+    connections[0].wait_for_all()
     if end == "closes":
         connections[lost].socket.shutdown(socket.SHUT_RDWR)
     for connection in connections[:lost] + connections[lost + 1 :]:
@@ -136,8 +141,7 @@ def test_a_lost_client_is_named_to_all_others_and_the_first_of_them_reports_it(
     assert [message["report"] for message in heard] == [True, False]
     line = heard[0]["end"]
     assert f"worker {lost} (host of worker {lost})" in line and ("2 s" if end == "is silent" else "connection") in line
-    made.thread.join(10)
-    assert made.ends == [(line, True)]
+    runs.wait(lambda: ends == [(None, 1)], 10)  # the scheduler ends too; a worker reports the error
 
 
 def keep_alive(connection):
@@ -147,32 +151,29 @@ def keep_alive(connection):
             time.sleep(0.05)
 
 
-def test_once_all_workers_are_done_servers_get_a_few_seconds_and_are_not_lost(coordinator, ended):
-    made = coordinator("worker 0", "server 0")
-    worker, server = joined(made, "worker 0", "server 0")
-    over = threading.Event()
-    made.on_over = over.set
-    worker.done()
-    assert over.wait(10)
-    runs.wait(lambda: ended == [0], 10)
+def test_once_all_workers_are_done_servers_get_a_few_seconds_and_are_not_lost(coordinator, ends):
+    made = coordinator(1, 1)
+    worker, server = joined(made)
+    worker.close()
+    runs.wait(lambda: ends == [(None, 0)] * 2, 10)  # the server and the scheduler
     server.connection.sock.shutdown(socket.SHUT_RDWR)
     made.close()
-    assert not made.ends
+    assert len(ends) == 2
 
 
 STRANGERS = ["GET / HTTP/1.1", "[1]", '{"name": "worker 7", "of": [2, 0]}', '{"name": ["worker 0"]}', "x" * (32 << 20)]
 
 
 @pytest.mark.parametrize("said", [*STRANGERS, "[" * 100_000], ids=lambda said: said[:20])
-def test_a_stranger_disturbs_nobody(coordinator, said):
+def test_a_stranger_disturbs_nobody(coordinator, ends, said):
     made = coordinator()
     with suppress(OSError):
         Raw(made).send(said)
-    finish(made, joined(made, *PAIR))
+    finish(made, joined(made), ends)
 
 
 def test_a_stranger_that_says_nothing_is_disconnected(coordinator, monkeypatch):
-    monkeypatch.setattr(heartbeat, "SILENCE", 1.0)
+    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
     assert Raw(coordinator()).socket.recv(1) == b""
 
 
@@ -182,7 +183,7 @@ def test_a_client_that_sends_a_malformed_message_is_lost(coordinator, said):
     first, second = Raw(made), Raw(made)
     first.hello("worker 0")
     second.hello("worker 1")
-    first.hear("complete")
+    first.wait_for_all()
     second.send(said)
     assert "worker 1 (here)" in first.hear("end")["end"]
 
@@ -197,54 +198,54 @@ def test_a_second_process_with_the_same_name_is_refused(coordinator):
 
 
 def test_a_process_started_for_another_number_of_workers_is_refused_with_both_numbers(coordinator):
-    other = Raw(coordinator(*PAIR, "server 0"))
+    other = Raw(coordinator(2, 1))
     other.hello("worker 1", of=[1, 1])
     heard = other.hear("end")
     assert heard["status"] == 2 and "[1, 1]" in heard["end"] and "[2, 1]" in heard["end"]
 
 
 def test_processes_that_do_not_connect_in_time_are_named(coordinator, monkeypatch):
-    first = Raw(coordinator(*PAIR, "server 0"))
+    first = Raw(coordinator(2, 1))
     first.hello("worker 0")
     first.hear("missing")
-    monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
+    monkeypatch.setattr(heartbeat, "CONNECT_LIMIT", 0.2)
     assert first.hear("end")["end"].startswith("worker 1, server 0 ")
 
 
-def test_a_port_in_use_an_unknown_host_and_no_answer_are_errors_with_the_address(ended, monkeypatch):
-    monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
+def test_a_port_in_use_an_unknown_host_and_no_answer_are_errors_with_the_address(ends, monkeypatch):
+    monkeypatch.setattr(heartbeat, "CONNECT_LIMIT", 0.2)
+    worker = Process("horovod", workers=2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(Error, match=f"127.0.0.1, port {port} .*in use"):
-            heartbeat.Coordinator("127.0.0.1", port, PAIR)
+            heartbeat.Coordinator(worker, "127.0.0.1", port)
     with pytest.raises(Error, match=f"127.0.0.1, port {port} .*refused"):
-        heartbeat.Client("127.0.0.1", port, "worker 0", PAIR)
-    with pytest.raises(Error, match="no.such.host.invalid"):
-        heartbeat.Coordinator("no.such.host.invalid", 0, PAIR)
-    with pytest.raises(Error, match="no.such.host.invalid"):
-        heartbeat.Client("no.such.host.invalid", 1, "worker 0", PAIR)
+        heartbeat.Client(worker, "127.0.0.1", port)
+    for connect in (heartbeat.Coordinator, heartbeat.Client):
+        with pytest.raises(Error, match="no.such.host.invalid"):
+            connect(worker, "no.such.host.invalid", 1)
 
 
 @pytest.mark.parametrize("name, reported", [("worker 1", True), ("worker 2", False)])
-def test_a_worker_that_loses_worker_0_ends_and_only_worker_1_reports_it(coordinator, ended, name, reported, capsys):
-    made = coordinator(*PAIR, "worker 2")
-    joined(made, *made.expected)
+def test_a_worker_that_loses_worker_0_ends_and_only_worker_1_reports_it(coordinator, ends, name, reported):
+    made = coordinator(3)
+    joined(made)
     made.clients[name].sock.shutdown(socket.SHUT_RDWR)
-    runs.wait(lambda: len(ended) == 3, 10)
-    assert ("error: worker 1: lost contact with worker 0" in capsys.readouterr().err) == reported
+    runs.wait(lambda: len(ends) == 3, 10)
+    assert {status for _, status in ends} == {1}
+    assert any("worker 1: lost contact with worker 0" in (line or "") for line, _ in ends) == reported
 
 
 WAITS = """
-import sys, time
-from gluon_mgpu.distributed import heartbeat
-heartbeat.Client("127.0.0.1", int(sys.argv[1]), "worker 1", ["worker 1"])
-time.sleep(60)
+import sys
+from gluon_mgpu.distributed import heartbeat, process
+heartbeat.Client(process.Process("horovod", "worker", 1, 2), "127.0.0.1", int(sys.argv[1]))
 """
 
 
 @pytest.mark.parametrize("gone", ["closed", "closed by its reader"])
 def test_a_process_whose_output_nobody_reads_ends_too(coordinator, gone):
-    made = coordinator("worker 1")
+    made = coordinator()
     line = [sys.executable, "-c", WAITS, str(made.port)]
     if gone == "closed":
         line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *line]
@@ -262,14 +263,12 @@ def test_a_process_whose_output_nobody_reads_ends_too(coordinator, gone):
 TAKES_TOO_LONG = """
 import time
 from gluon_mgpu.distributed import heartbeat
-heartbeat.BEAT = 0.05
-with heartbeat.time_limit(60, "soon enough"):
-    pass
-with heartbeat.time_limit(0.5, "nobody came"):
-    time.sleep(60)
+heartbeat.after(0.2, heartbeat.end_process, "soon enough", 1, 0).cancel()
+heartbeat.after(0.5, heartbeat.end_process, "nobody came", 1, 0.05)
+time.sleep(60)
 """
 
 
-def test_a_time_limit_ends_the_process_with_an_error():
+def test_a_time_limit_ends_the_process_with_an_error_unless_it_is_cancelled():
     done = subprocess.run([sys.executable, "-c", TAKES_TOO_LONG], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stderr) == (1, "error: nobody came\n")
