@@ -26,7 +26,7 @@ import gluon_mgpu
 from gluon_mgpu.runtime import devices, errors, log
 from gluon_mgpu.runtime.errors import Error
 
-# {heading in --help: parameter names of its options, in order}; "Other options" lists the rest.
+# {heading in --help: parameter names of its options, in order}; "General options" lists the rest.
 GROUPS = {
     "Network and data": "recipe list_recipes impl model dataset limit data_dir images hybridize tune",
     "Training": "quick batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
@@ -94,7 +94,7 @@ class Command(click.Command):
         options = [param for param in self.get_params(context) if isinstance(param, click.Option)]
         left = {option.name: row for option in options if (row := option.get_help_record(context))}
         groups = {title: [left.pop(name) for name in names.split() if name in left] for title, names in GROUPS.items()}
-        groups["Other options"] = list(left.values())
+        groups["General options"] = list(left.values())
         for title, rows in groups.items():
             if rows:
                 with formatter.section(title):

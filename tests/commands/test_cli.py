@@ -47,7 +47,7 @@ def wrong(capsys, line):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_shown_under_its_heading(capsys, name):
-    shown = call(capsys, main, name, "--help")[1].partition("\nOther options:\n")
+    shown = call(capsys, main, name, "--help")[1].partition("\nGeneral options:\n")
     found = [set(re.findall(r"^  (?:-h, )?(--?[\w-]+)", text, re.MULTILINE)) for text in (shown[0], shown[2])]
     assert found[1] <= IN_ALL and found[0] | IN_ALL == {param.opts[0] for param in options(COMMANDS[name])} | IN_ALL
 
