@@ -143,7 +143,9 @@ def check_environment() -> None:
             raise UsageError(f"{name}={value}: must be a number, at least {least}; unset it for MXNet's default")
     value = os.environ.get("MXNET_ENGINE_TYPE", "")
     if value and value not in ENGINES:
-        raise UsageError(f"MXNET_ENGINE_TYPE={value}: must be one of {', '.join(ENGINES)}; unset it for MXNet's default")
+        raise UsageError(
+            f"MXNET_ENGINE_TYPE={value}: must be one of {', '.join(ENGINES)}; unset it for MXNet's default"
+        )
 
 
 def check(ctx: list[Context]) -> None:
