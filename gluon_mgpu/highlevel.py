@@ -126,6 +126,10 @@ class Replicas(replicas.Replicas):
         store = tuning.kvstore_for(self.ctx) if tune else "device"
         # With update_on_kvstore, one device would update for all; in the lesson, each device updates its own replica.
         self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore=store, update_on_kvstore=False)
+        if settings.momentum:  # Trainer would create the velocities in the first step
+            for c, updater in zip(self.ctx, self.trainer._updaters):
+                updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(self.trained)}
+                updater.states_synced = dict.fromkeys(updater.states, True)
 
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
@@ -153,13 +157,7 @@ class Replicas(replicas.Replicas):
     def velocities(self, device: int) -> dict[str, NDArray]:
         if not self.settings.momentum:
             return {}
-        updater, arrays = self.trainer._updaters[device], self.arrays[device]
-        names = [name for name, array in arrays.items() if array.grad is not None]
-        for i, name in enumerate(names):
-            if i not in updater.states:  # created by the first step
-                updater.states[i] = nd.zeros_like(arrays[name])
-                updater.states_synced[i] = True
-        return {name: updater.states[i] for i, name in enumerate(names)}
+        return dict(zip(self.grads()[device], self.trainer._updaters[device].states.values()))
 
 
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:

@@ -97,25 +97,22 @@ def finish(
     with the number of newly finished epochs. env: added to the environment. Raises UsageError if the folder holds a
     different run, Error if the run fails.
     """
-    history: list[Epoch] = []
     begun = (folder / "config.json").exists()
     if begun:
         _check_same(folder, options)
-        history = records.last(folder)[-1].history
-    on_epochs(len(history))
-    if len(history) < options["epochs"]:
-        where = {"resume" if begun else "out": folder}
-
-        def on_line(line: str) -> None:
-            on_epochs(line.startswith("epoch "))
-
-        try:
-            subprocesses.gluon_mgpu(name, "train", {**options, **where}, on_line=on_line, env=env)
-        except KeyboardInterrupt:
-            log.say("run the same command again to continue")
-            raise
-        history = records.last(folder)[-1].history
-    return history
+    finished = records.last(folder)[-1].history if begun else []
+    on_epochs(len(finished))
+    if len(finished) == options["epochs"]:
+        return finished
+    command = {**options, "resume" if begun else "out": folder}
+    try:
+        subprocesses.gluon_mgpu(
+            name, "train", command, on_line=lambda line: on_epochs(line.startswith("epoch ")), env=env
+        )
+    except KeyboardInterrupt:
+        log.say("run the same command again to continue")
+        raise
+    return records.last(folder)[-1].history
 
 
 def _check_same(folder: Path, options: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,21 +32,18 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     path = Path(path)
     if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which a file would replace
         raise Error(f"{path} is not a regular file; pass a file path")
+    temporary = path.parent / f".{path.name}.{os.getpid()}{PART}"
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(FileNotFoundError):  # already renamed
-                os.unlink(temporary)
-            raise
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
     except OSError as error:
         raise Error(f"cannot write {path} ({error.strerror}): free some space, or use another folder") from None
+    finally:
+        with suppress(OSError):  # it has replaced `path`, or was never created
+            temporary.unlink()
 
 
 def remove_partial(path: str | Path) -> None:
@@ -63,14 +59,9 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
     np.savez(packed, **members)
     with zipfile.ZipFile(packed, "a") as archive:
         archive.comment = bytes(DIGEST)
-    content = packed.getbuffer()[:-DIGEST]
+    content = packed.getvalue()[:-DIGEST]
     digest = hashlib.sha256(content).hexdigest().encode()
-
-    def write(file: BinaryIO) -> None:
-        file.write(content)
-        file.write(digest)
-
-    write_whole(path, write)
+    write_whole(path, lambda file: file.write(content + digest))
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -86,9 +77,3 @@ def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise Error(f"{path} does not exist") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise Error(f"{path} is damaged ({error}): start the run again in another folder") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

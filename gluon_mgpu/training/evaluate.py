@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import gluon
+from mxnet import gluon, nd
 from mxnet.ndarray import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -64,10 +64,7 @@ def load(
     settings = replace(settings, shares=None, momentum=0.0)  # for these devices, without velocities
     replicas = kind(ctx, settings, **options)
     parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
-    try:
-        replicas.load_state_dict(parameters)
-    except Error as error:
-        raise Error(f"{folder}: {error}") from None
+    records.restore(replicas, parameters, folder)
     return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({impl}) after {position}, on {ctx}")
 
 
@@ -93,20 +90,15 @@ def _batches(trained: Trained, images: np.ndarray) -> Iterator[NDArray]:
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     """Format the accuracy on a test set and the confusion table, for a terminal."""
     classes = datasets.CLASSES[trained.settings.dataset]
-    counts = confusion(labels, scores(trained, images).argmax(axis=1), len(classes))
+    counts = np.zeros((len(classes), len(classes)), int)
+    np.add.at(counts, (labels, scores(trained, images).argmax(axis=1)), 1)
     right, total = counts.trace(), counts.sum()
     return f"{trained.title}\ntest accuracy: {right / total:.4f} ({right}/{total})\n\n{table(counts, classes)}"
 
 
-def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """Count how often an example of class i was predicted as class j: (classes, classes)."""
-    counts = np.zeros((classes, classes), int)
-    np.add.at(counts, (labels, predicted), 1)
-    return counts
-
-
 def table(counts: np.ndarray, classes: Sequence[str]) -> str:
-    """Format confusion counts (n, n), with the recall of each class. Zeros are shown as dots."""
+    """Format how often an example of class i was predicted as class j, counts (n, n), and the recall of each class.
+    Zeros are shown as dots."""
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()
@@ -152,16 +144,11 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
     """Format the most probable classes of each image, uint8 (1, 28, 28), and their probabilities, for a terminal."""
     classes = datasets.CLASSES[trained.settings.dataset]
     lines = []
-    for path, row in zip(paths, softmax(scores(trained, np.stack(images)))):
+    probabilities = nd.softmax(nd.array(scores(trained, np.stack(images)))).asnumpy()
+    for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]
         lines.append(f"{path}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
     return "\n".join(lines)
-
-
-def softmax(scores: np.ndarray) -> np.ndarray:
-    """Convert scores (n, classes) to probabilities, float64."""
-    exponents = np.exp(scores.astype(np.float64) - scores.max(axis=1, keepdims=True))
-    return exponents / exponents.sum(axis=1, keepdims=True)
 
 
 def exported_files(prefix: str) -> tuple[Path, Path]:

@@ -49,25 +49,21 @@ class CtrlC:
         with suppress(OSError):  # the reader of standard error may be gone
             os.write(2, f"\ngluon_mgpu: stopping after this step; press Ctrl-C again to stop now{without}\n".encode())
 
-    def between(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next one."""
-        yield from self.until(items)
-        if self.stopped:
-            raise Interrupted
+    def steps(self, items: Iterable[Item], step: Callable[[], int]) -> Iterator[Item]:
+        """Yields the items, one per training step; ends early after Ctrl-C, with all workers at the same step.
 
-    def until(self, items: Iterable[Item], step: Callable[[], int] | None = None) -> Iterator[Item]:
-        """Yields the items; stops after Ctrl-C and sets `stopped`.
-
-        step: returns the number of steps issued so far. If it is given, several workers stop at the same step.
+        step: returns the number of steps issued so far. The steps that are queued already can still be read afterwards.
         """
         for item in items:
-            if step and self.workers.count > 1:
-                if self.asked and not self.workers.stopping:
-                    self.workers.ask_to_stop()
-                proceed = self.workers.may_step(step())
-            else:
-                proceed = not self.asked
-            if not proceed:
+            alone = self.asked and not (self.workers.stopping or self.workers.ask_to_stop())
+            if alone or not self.workers.may_step(step()):
                 self.stopped = True
                 return
+            yield item
+
+    def between(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next one."""
+        for item in items:
+            if self.asked:
+                raise Interrupted
             yield item

@@ -5,32 +5,32 @@ The loop does not know `scratch` and `highlevel`; it drives the methods of their
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, nd
+from mxnet import nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.distributed.workers import ALONE, Workers, join
+from gluon_mgpu.distributed.workers import Workers, join
 from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
-from gluon_mgpu.training import datasets, records, settings, timeline
+from gluon_mgpu.training import datasets, records, timeline
 from gluon_mgpu.training.batches import batches, read_behind, shuffled, split_by_shares
 from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.replicas import Replicas, check_model, implementation_name
-from gluon_mgpu.training.settings import Settings
-
-Make = Callable[[Settings, Workers], Replicas]
+from gluon_mgpu.training.settings import BUILT_IN, Settings, add_model
 
 
 def train(
-    replicas: type[Replicas],
+    lesson: type[Replicas],
     num_gpus: int | Sequence[int],
     batch_size: int,
     lr: float,
@@ -47,251 +47,176 @@ def train(
 ) -> list[records.Epoch]:
     """Train and print the notebook's lines. Returns one `records.Epoch` per epoch.
 
-    replicas: the class that implements a lesson's step. num_gpus: how many devices, or which ([0, 2]). batch_size:
+    lesson: the class that implements a lesson's step. num_gpus: how many devices, or which ([0, 2]). batch_size:
     examples per step, over all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore, compress: see
     `distributed.workers.join`. data_dir: see `datasets.load`. out: a folder to keep the run in. resume: the folder of
     an earlier run, to continue it from its checkpoint; its settings cannot change, except epochs and shares.
     tensorboard: write each epoch's numbers for TensorBoard too. profile: a file for `timeline.Recorder`. options: the
-    other fields of `Settings` (epochs, dataset, momentum, ...) and the implementation's own (`Replicas.own_options`).
+    other fields of `Settings` (epochs, dataset, momentum, ...) and the lesson's own (`Replicas.own_options`).
     Raises UsageError for invalid arguments, Error if a loss is not finite, KeyboardInterrupt on Ctrl-C, between two
     steps, after the checkpoint is saved.
     """
-    own = {name: options.pop(name) for name in replicas.own_options if name in options}
-    options["model"] = _model_name(replicas, own.get("net"), own.get("params"), options.get("model", "lenet"))
-    checked = Settings.create(batch_size, lr, **options)
+    own = {name: options.pop(name) for name in lesson.own_options if name in options}
+    options["model"] = _model_name(lesson, own.get("net"), own.get("params"), options.get("model", "lenet"))
+    settings = Settings.create(batch_size, lr, **options)
     ctx = devices.contexts(num_gpus, device)
     flags = {name: value for name, value in own.items() if isinstance(value, bool)}
-    config = {"impl": implementation_name(replicas), "kvstore": kvstore, "compress": compress, **flags}
-    try:
-        with join(kvstore, compress, checked.model) as workers:
-            return run(
-                lambda settings, workers: replicas(ctx, settings, workers, **own),
-                ctx,
-                checked,
-                device=device,
-                config=config,
-                data_dir=data_dir,
-                out=out,
-                resume=resume,
-                tensorboard=tensorboard,
-                profile=profile,
-                workers=workers,
-            )
-    except Interrupted as interruption:
-        raise KeyboardInterrupt(*interruption.args) from None
+    config = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress, **flags}
+    with join(kvstore, compress, settings.model) as workers:
+        _check_batch(settings, len(ctx), workers)
+        given = {"resume": bool(resume), "profile": bool(profile), **({} if resume else asdict(settings))}
+        workers.agree({**config, **given})
+        first = workers.rank == 0  # only this worker prints and writes
+        with records.Run(out, resume, tensorboard) if first else records.Run() as run:
+            settings, position, arrays = run.start(settings)
+            if settings.seed is None:
+                settings = replace(settings, seed=secrets.randbelow(2**31))
+            start = workers.all_gather({"settings": asdict(settings), "position": position.as_json()})[0]
+            settings, position = Settings(**start["settings"]), records.Position.from_json(start["position"])
+            if len(position.history) == settings.epochs and not profile:
+                run.end(position)  # a killed run may lack its last line or picture
+                return position.history
+            data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
+            if settings.shares == "auto":
+                equal = replace(settings, shares=None)
+                settings = replace(settings, shares=measured_shares(lesson(ctx, equal, **own), data))
+            mx.random.seed(settings.seed)
+            replicas = lesson(ctx, settings, workers, **own)
+            if replicas.running_stats and (compress or "").startswith("2bit"):
+                raise UsageError(f"compress={compress}: would compress the running statistics too; omit it")
+            if arrays is not None:
+                records.restore(replicas, arrays, run.folder)
+            if workers.count > 1:
+                workers.agree({"data with checksum": data.checksum()})
+                replicas.load_state_dict(workers.broadcast(replicas.state_dict()))
+            training = Training(replicas, data, position, run)
+            recorder = training.recorder(profile) if profile and first else None
+            where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
+            workers.on_failure(run.failed)
+            run.begin({**config, **asdict(settings), **where, "data": data.source}, replicas, position)
+            devices.say_if_no_gpu(ctx, device)
+            return training.train(recorder)
 
 
-def _model_name(replicas: type[Replicas], net: Any, params: Any, model: str) -> str:
+def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> str:
     """The name under which a run records its network. Raises UsageError for a network that cannot be trained."""
     if net is None:
         if params:
             raise UsageError("params: needs net, the network that the parameters belong to")
-        check_model(replicas, model)
+        check_model(lesson, model)
         return model
     if not params:
         raise UsageError("net: needs params, its initial parameters")
     name = getattr(net, "__name__", "net")
-    if name in settings.BUILT_IN:
+    if name in BUILT_IN:
         raise UsageError(f"net={name}: {name} is the name of a network of this package; rename the function")
-    settings.add_model(name)
+    add_model(name)
     return name
 
 
-def run(
-    make_replicas: Make,
-    ctx: list[Context],
-    settings: Settings,
-    *,
-    device: str = "cpu",
-    config: dict[str, Any],
-    data_dir: str | Path | None = None,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    tensorboard: bool = False,
-    profile: str | Path | None = None,
-    workers: Workers = ALONE,
-) -> list[records.Epoch]:
-    """What `train` does once the settings are checked and the workers are connected.
-
-    make_replicas: builds the replicas on ctx, called after the random numbers are seeded. config: what config.json says
-    about the implementation. workers: this process is one of them, with its own ctx; only worker 0 prints and writes.
-    """
-    _check_batch(settings, len(ctx), workers)
-    workers.agree({**config, "resume": bool(resume), **({} if resume else asdict(settings))})
-    first = workers.rank == 0
-    with records.Run(out, resume, tensorboard) if first else records.Run() as kept:
-        arrays, position = None, records.Position()
-        if first:
-            settings, arrays, position = kept.position(settings)
-            if settings.seed is None:
-                settings = replace(settings, seed=int(np.random.SeedSequence().generate_state(1)[0] >> 1))
-        decided = workers.all_gather([asdict(settings), position.as_json(), profile is None])[0]  # by worker 0
-        settings, position = Settings(**decided[0]), records.Position.from_json(decided[1])
-        if len(position.history) == settings.epochs and decided[2]:  # a profile without steps is refused below
-            kept.end(position)  # a killed run may lack its last line or picture
-            return position.history
-        data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
-        if settings.shares == "auto":
-            settings = replace(settings, shares=measured_shares(make_replicas, ctx, settings, data))
-        mx.random.seed(settings.seed)
-        replicas = make_replicas(settings, workers)
-        if replicas.running_stats and (workers.compress or "").startswith("2bit"):
-            raise UsageError(f"compress={workers.compress}: would compress the running statistics too; omit it")
-        if arrays is not None:
-            kept.restore(replicas, arrays)
-        if workers.count > 1:
-            workers.agree({"data with checksum": data.checksum()})
-            replicas.load_state_dict(workers.broadcast(replicas.state_dict()))
-        training = Training(replicas, data, settings, position, kept, workers)
-        recorder = training.recorder(profile if first else None, config["impl"])
-        where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
-        workers.on_failure(kept.failed)
-        kept.begin({**config, **asdict(settings), **where, "data": data.source}, replicas, position)
-        if first:
-            devices.say_if_no_gpu(ctx, device)
-        return training.run(recorder)
-
-
 class Training:
-    """A run in progress: the state that its epochs share."""
+    """A run in progress."""
 
     def __init__(
-        self,
-        replicas: Replicas,
-        data: datasets.Dataset,
-        settings: Settings,
-        position: records.Position,
-        kept: records.Run,
-        workers: Workers,
+        self, replicas: Replicas, data: datasets.Dataset, position: records.Position, run: records.Run
     ) -> None:
-        self.replicas, self.data, self.settings, self.position = replicas, data, settings, position
-        self.kept, self.workers = kept, workers
+        self.replicas, self.data, self.position, self.run = replicas, data, position, run
+        self.settings, self.workers = replicas.settings, replicas.workers
         self.examples = len(data.train_labels)
-        self.steps_per_epoch = -(-self.examples // settings.batch_size)
+        self.steps_per_epoch = -(-self.examples // self.settings.batch_size)
 
-    def recorder(self, profile: str | Path | None, impl: str) -> timeline.Recorder:
-        """Records steps of this run in a file, if there is one. Raises UsageError if it cannot."""
+    @property
+    def step(self) -> int:
+        """The number of steps issued since the run began."""
+        return len(self.position.history) * self.steps_per_epoch + self.position.steps
+
+    def recorder(self, profile: str | Path) -> timeline.Recorder:
+        """Records steps of this run in a file. Raises UsageError if it cannot."""
         settings, ctx = self.settings, self.replicas.ctx
+        impl = implementation_name(type(self.replicas))
         about = f"{settings.model}, {impl}, {len(ctx)} devices, batch {settings.batch_size}"
         total = settings.epochs * self.steps_per_epoch
-        done = len(self.position.history) * self.steps_per_epoch + self.position.steps
-        return timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, done)
+        return timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, self.step)
 
-    def run(self, recorder: timeline.Recorder) -> list[records.Epoch]:
+    def train(self, recorder: timeline.Recorder | None) -> list[records.Epoch]:
         """Train the remaining epochs. Raises Interrupted, with one line that says what was saved, on Ctrl-C."""
-        position, settings = self.position, self.settings
-        with recorder as self.recording, CtrlC(self.workers, checkpoint=self.kept.keeps) as self.ctrl_c:
+        self.record_step = recorder.step if recorder else nullcontext
+        with recorder or nullcontext(), CtrlC(self.workers, checkpoint=self.run.saves) as self.ctrl_c:
             if self.workers.rank == 0:
                 more = [f"as worker 0 of {self.workers.count}"] if self.workers.count > 1 else []
                 print("running on:", self.replicas.ctx, *more, flush=True)
             try:
-                while len(position.history) < settings.epochs:
-                    self._epoch()
-                    self.kept.epoch(self.replicas, position)
+                while len(self.position.history) < self.settings.epochs:
+                    self._train_epoch()
+                    self._evaluate()
+                    self.run.end_epoch(self.replicas, self.position)
             except Interrupted:
-                raise Interrupted(self.kept.interrupted(self.replicas, position, self.steps_per_epoch)) from None
-        self.kept.end(position)
-        return position.history
+                raise Interrupted(self.run.interrupt(self.replicas, self.position)) from None
+        self.run.end(self.position)
+        return self.position.history
 
-    def _epoch(self) -> None:
-        """Train the rest of an epoch, evaluate, print. Raises Interrupted on Ctrl-C."""
+    def _train_epoch(self) -> None:
+        """Train the rest of an epoch. Raises Interrupted on Ctrl-C, Error if a loss or parameter is not finite."""
         position, settings, workers = self.position, self.settings, self.workers
-        number, size = len(position.history) + 1, settings.batch_size
-        before = (number - 1) * self.steps_per_epoch
-        assert settings.seed is not None  # `run` drew one
-        order = shuffled(self.examples, settings.seed, number)[position.steps * size :]
-        start = time.perf_counter() - position.seconds
+        assert settings.seed is not None  # `train` drew one
+        size, title = settings.batch_size, f"epoch {len(position.history) + 1}"
+        order = shuffled(self.examples, settings.seed, len(position.history) + 1)[position.steps * size :]
         train_iter = batches(self.data.train_images, self.data.train_labels, size, order, workers.part)
-        position.loss_sum = train_epoch(
-            self._train_batch,
-            self.ctrl_c.until(train_iter, lambda: before + position.steps),
-            self.examples,
-            f"epoch {number}",
-            position.steps,
-            size,
-            position.loss_sum if workers.rank == 0 else 0.0,
-            workers,
-        )
-        losses, stopping = zip(*workers.all_gather([position.loss_sum, workers.stopping]))
-        position.loss_sum = sum(losses)
-        position.seconds = time.perf_counter() - start
+        issued = (self._train_batch(X, y) for X, y in self.ctrl_c.steps(train_iter, lambda: self.step))
+        loss_sum = position.loss_sum if workers.rank == 0 else 0.0
+        start = time.perf_counter() - position.seconds
+        done = position.steps * size
+        with log.progress(total=self.examples, initial=done, unit=" examples", unit_scale=True, desc=title) as bar:
+            for step, losses in enumerate(read_behind(issued), position.steps + 1):
+                bar.update(min(size, self.examples - (step - 1) * size))
+                if not len(losses):  # this worker got no examples from a small last batch
+                    continue
+                loss = losses.mean(dtype=np.float64)
+                loss_sum += loss * len(losses)
+                if not np.isfinite(loss):
+                    raise Error(f"the loss is not finite at {title}, step {step}: stopped; try a smaller lr")
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+        nd.waitall()
+        loss_sums, stopping = zip(*workers.all_gather([loss_sum, workers.stopping]))
+        position.loss_sum, position.seconds = sum(loss_sums), time.perf_counter() - start
         self.replicas.sync_running_stats()
-        _refuse_nan(self.replicas.parameters(), number)
+        # ReLU turns nan into 0, so the losses can look fine when the parameters are not.
+        broken = [name for name, values in self.replicas.parameters().items() if not np.isfinite(values).all()]
+        if broken:
+            raise Error(f"parameters are not finite in {title} ({', '.join(broken)}): stopped; try a smaller lr")
         if self.ctrl_c.stopped or any(stopping):
             raise Interrupted
-        test_acc = self._evaluate()
-        position.end_epoch(self.examples, test_acc, self._learning_rate(before + self.steps_per_epoch - 1))
-        if workers.rank == 0:
-            seconds = position.history[-1].train_seconds
-            print(f"epoch {number}, time: {seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
 
     def _train_batch(self, X: NDArray | None, y: NDArray | None) -> list[NDArray]:
-        position = self.position
-        lr = self._learning_rate(len(position.history) * self.steps_per_epoch + position.steps)
-        batch_size = min(self.settings.batch_size, self.examples - position.steps * self.settings.batch_size)
-        with self.recording.step():
+        lr = self.settings.learning_rate(self.step, self.steps_per_epoch)
+        batch_size = min(self.settings.batch_size, self.examples - self.position.steps * self.settings.batch_size)
+        with self.record_step():
             losses = self.replicas.train_batch(X, y, lr, batch_size)
-        position.steps += 1
+        self.position.steps += 1
         return losses
 
-    def _learning_rate(self, step: int) -> float:
-        return self.settings.learning_rate(step, self.steps_per_epoch)
-
-    def _evaluate(self) -> float:
-        """The accuracy on the test set, of which each worker takes a part."""
-        data, workers = self.data, self.workers
-        own = np.arange(len(data.test_labels))[workers.part(len(data.test_labels))]
-        test_iter = batches(data.test_images, data.test_labels, self.settings.batch_size, own)
+    def _evaluate(self) -> None:
+        """Measure the accuracy on the test set, of which each worker takes a part, print it, and end the epoch."""
+        data, position, workers = self.data, self.position, self.workers
+        part = workers.part(len(data.test_labels))
+        images, labels = data.test_images[part], data.test_labels[part]
         correct: int | None = 0
         try:
-            if len(own):
+            if len(labels):
+                test_iter = batches(images, labels, self.settings.batch_size)
                 accuracy = self.replicas.evaluate_accuracy(self.ctrl_c.between(test_iter))
-                correct = round(accuracy * len(own))
+                correct = round(accuracy * len(labels))
         except Interrupted:
             correct = None
         of_workers = workers.all_gather(None if workers.stopping else correct)
         if None in of_workers:
             raise Interrupted
-        return sum(of_workers) / len(data.test_labels)
-
-
-def train_epoch(
-    train_batch: Callable[[NDArray | None, NDArray | None], list[NDArray]],
-    train_iter: Iterable[tuple[NDArray | None, NDArray | None]],
-    examples: int,
-    title: str,
-    steps: int = 0,
-    batch_size: int = 0,
-    loss_sum: float = 0.0,
-    workers: Workers = ALONE,
-) -> float:
-    """Train on each batch once. Returns the sum of this worker's losses, each
-    taken from the step that trained on that example.
-
-    examples: how many the whole epoch has. steps: how many steps of batch_size came before; loss_sum: the sum of their
-    losses. Raises Error if a loss is not finite.
-    """
-    issued = (train_batch(X, y) for X, y in train_iter)
-    with log.progress(total=examples, initial=steps * batch_size, unit=" examples", unit_scale=True, desc=title) as bar:
-        for step, losses in enumerate(read_behind(issued), steps + 1):
-            done = len(losses) if workers.count == 1 else min(batch_size, examples - (step - 1) * batch_size)
-            bar.update(done)
-            if not len(losses):  # this worker got no examples from a small last batch
-                continue
-            loss = losses.mean(dtype=np.float64)
-            loss_sum += loss * len(losses)
-            if not np.isfinite(loss):
-                raise Error(f"the loss is not finite at {title}, step {step}: stopped; try a smaller lr")
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-    nd.waitall()
-    return loss_sum
-
-
-def _refuse_nan(parameters: dict[str, np.ndarray], epoch: int) -> None:
-    """ReLU turns nan into 0, so the loss can look fine when the parameters are not."""
-    broken = [name for name, values in parameters.items() if not np.isfinite(values).all()]
-    if broken:
-        raise Error(f"parameters are not finite in epoch {epoch} ({', '.join(broken)}): stopped; try a smaller lr")
+        test_acc = sum(of_workers) / len(data.test_labels)
+        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # of the last step
+        position.end_epoch(self.examples, test_acc, lr)
+        if workers.rank == 0:
+            epoch = position.history[-1]
+            print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
 
 
 def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> None:
@@ -311,24 +236,18 @@ def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> Non
         raise UsageError(f"shares={shown}: {len(shares)} shares for {devices_here} devices")
 
 
-def measured_shares(
-    make_replicas: Make,
-    ctx: list[Context],
-    settings: Settings,
-    data: datasets.Dataset,
-    rounds: int = 3,
-    steps: int = 5,
-) -> tuple[int, ...]:
+def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3, steps: int = 5) -> tuple[int, ...]:
     """The share of each device, in proportion to its measured speed; they sum to 100 (more with many devices).
 
     All devices compute the gradients of their shards at the same time, and each is timed. The next round uses shares in
     proportion to the speeds. The first step of a round warms up and is not counted.
     """
-    replicas = make_replicas(replace(settings, shares=None), ALONE)
+    ctx, settings = replicas.ctx, replicas.settings
     n = max(len(ctx), -(-settings.batch_size // settings.grad_accum_steps))
     if n > len(data.train_labels):
         raise UsageError(f"limit={len(data.train_labels)}: too few examples to measure shares; omit shares=auto")
     X, y = next(batches(data.train_images, data.train_labels, n))
+    assert X is not None and y is not None
     shares: tuple[float, ...] = (1,) * len(ctx)
     with ThreadPoolExecutor(len(ctx)) as waiting:
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gluon_mgpu.training.replicas import Replicas
 
 FORMAT = 1
-FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
+CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 # What a resumed run may change, besides the epochs.
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
 SECONDS_PER_DRAWING = 60  # curves.png is drawn at most this often while the run continues
@@ -92,12 +92,12 @@ class Run:
             raise UsageError(f"out={out}: a resumed run stays in its folder, {resume}; omit it")
         if tensorboard and not (out or resume):
             raise UsageError("tensorboard=True: needs out=FOLDER or resume=FOLDER")
-        self.writer_class = _tensorboard_writer() if tensorboard else None
-        self.resumed = bool(resume)
-        self.asked = f"resume={resume}" if resume else f"out={out}"
-        self.keeps = bool(out or resume)
+        self.resumed, self.saves = bool(resume), bool(out or resume)
+        self.option = f"resume={resume}" if resume else f"out={out}"
         self.folder = Path(resume or out or os.devnull)
         self.locked: int | None = None
+        logged = self.resumed and (self.folder / "tensorboard").exists()
+        self.writer_class = _tensorboard_writer(tensorboard) if tensorboard or logged else None
         self.writer: Writer | None = None
         self.begun = False
         self.drawn = 0.0  # time.monotonic() when curves.png was last drawn
@@ -121,11 +121,8 @@ class Run:
 
     def failed(self) -> None:
         """Remove config.json if the run failed before its first checkpoint, so that the folder can be used again."""
-        if self.begun and not self.resumed and not self._holds("checkpoint.npz"):
-            (self.folder / "config.json").unlink(missing_ok=True)
-
-    def _holds(self, *names: str) -> bool:
-        return any((self.folder / name).exists() for name in names)
+        if self.begun and not self.resumed and not (self.folder / CHECKPOINT).exists():
+            (self.folder / CONFIG).unlink(missing_ok=True)
 
     def _lock(self) -> None:
         """Lock the folder itself: this needs no lock file, and the lock ends with the process."""
@@ -133,38 +130,32 @@ class Run:
             self.locked = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{self.asked}: another process is writing there; wait until it ends") from None
+            raise UsageError(f"{self.option}: another process is writing there; wait until it ends") from None
         except OSError as error:
-            raise Error(f"{self.asked}: cannot lock the folder ({error.strerror}); use another folder") from None
-        if not self.resumed and self._holds(*FILES):
-            raise UsageError(f"{self.asked}: the folder holds a run; use --resume to continue it, or another folder")
+            raise Error(f"{self.option}: cannot lock the folder ({error.strerror}); use another folder") from None
+        if not self.resumed and any((self.folder / name).exists() for name in FILES):
+            raise UsageError(f"{self.option}: the folder holds a run; use --resume to continue it, or another folder")
         for name in FILES:
             checkpoint.remove_partial(self.folder / name)
 
-    def position(self, settings: Settings) -> tuple[Settings, dict[str, np.ndarray] | None, Position]:
-        """(settings, arrays, position) to continue from; arrays is None if there are no parameters yet.
+    def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
+        """(settings, position, arrays) to begin with, or to continue from; arrays is None without a checkpoint.
 
         Raises UsageError if the settings differ from those of the resumed run.
         """
         if not self.resumed:
-            return settings, None, Position()
+            return settings, Position(), None
         arrays, self.config, recorded, position = last(self.folder)
         self._check_settings(settings, recorded)
         if settings.epochs < len(position.history):
             raise UsageError(f"epochs={settings.epochs}: {self.folder} has {len(position.history)} finished epochs")
-        done = len(position.history) == settings.epochs
-        changed = settings.epochs != recorded.epochs and not done
+        changed = settings.epochs != recorded.epochs
         epochs = f"; epochs: {settings.epochs} instead of {recorded.epochs}" if changed else ""
         log.say(f"resuming {self.folder} after {position}{epochs}")
-        if done:
+        if settings.epochs == len(position.history):
             more = "" if recorded.schedule == "cosine" else "; pass a larger --epochs to train longer"
             log.say(f"all epochs are finished{more}")
-        if (self.folder / "tensorboard").exists() and not self.writer_class:
-            try:
-                self.writer_class = _tensorboard_writer()
-            except UsageError as error:
-                log.say(f"not writing to {self.folder / 'tensorboard'}: {error}")
-        return replace(settings, seed=recorded.seed), arrays, position
+        return replace(settings, seed=recorded.seed), position, arrays
 
     def _check_settings(self, settings: Settings, recorded: Settings) -> None:
         may_differ = {"shares"} if recorded.schedule == "cosine" else {"shares", "epochs"}
@@ -176,100 +167,103 @@ class Run:
                 raise UsageError(f"epochs={given}: the run's cosine schedule ends with epoch {kept}; omit it")
             raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit it")
 
-    def restore(self, replicas: Replicas, arrays: dict[str, np.ndarray]) -> None:
-        """Load a checkpoint's arrays into the replicas. Raises Error if they belong to another network."""
-        try:
-            replicas.load_state_dict(arrays)
-        except Error as error:
-            raise Error(f"{self.folder / 'checkpoint.npz'}: {error}") from None
-
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:
         """Called when training begins; a run that fails earlier leaves no files. config: content of config.json."""
-        if not self.keeps:
+        if not self.saves:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # as it will be read back
         if self.resumed:
-            self._say_what_changed(config, replicas)
+            _say_what_changed(self.config, config, bool(replicas.running_stats))
         self.config = config
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Error(f"{self.asked}: cannot create the folder ({error.strerror}); use another folder") from None
+            raise Error(f"{self.option}: cannot create the folder ({error.strerror}); use another folder") from None
         if self.locked is None:
             self._lock()
         self.begun = True
-        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+        self._write(CONFIG, json.dumps(config, indent=2) + "\n")
         if self.resumed:
-            self._checkpoint(replicas, position)  # so that the next resume uses the new configuration
-
-    def _say_what_changed(self, config: dict[str, Any], replicas: Replicas) -> None:
-        changes = []
-        for name in MAY_CHANGE:
-            if name in config and name in self.config and config[name] != self.config[name]:
-                none = "even" if name == "shares" else "none"
-                new, old = (none if value is None else value for value in (config[name], self.config[name]))
-                changes.append((name, f"{name} {new} instead of {old}"))
-        if not changes:
-            return
-        effect = "results agree to rounding, not bit for bit"
-        if replicas.running_stats and {"devices", "shares", "workers"} & {name for name, _ in changes}:
-            effect = "results differ, because batch normalization sees only one shard's examples"
-        log.say(f"{', '.join(text for _, text in changes)}: {effect}")
-
-    def epoch(self, replicas: Replicas, position: Position) -> None:
-        """Called after each epoch."""
-        if not self.keeps:
-            return
-        self._checkpoint(replicas, position)
-        self._metrics(position)
+            self.save(replicas, position)  # so that the next resume uses the new configuration
         if self.writer_class:
-            self._scalars(position, self.writer_class)
+            self.writer = self.writer_class(str(self.folder / "tensorboard"))
+            self._log_scalars(position.history)  # an earlier part of the run may not have written its epochs
+
+    def save(self, replicas: Replicas, position: Position) -> None:
+        """Write the checkpoint, and the finished epochs as text."""
+        facts = {"format": FORMAT, "config": self.config, **position.as_json()}
+        checkpoint.save(self.folder / CHECKPOINT, replicas.state_dict(), facts)
+        self._write_metrics(position)
+
+    def end_epoch(self, replicas: Replicas, position: Position) -> None:
+        """Called after each epoch."""
+        if not self.saves:
+            return
+        self.save(replicas, position)
+        if self.writer:
+            self._log_scalars(position.history[-1:])
         if time.monotonic() - self.drawn > SECONDS_PER_DRAWING:
             self._draw(position)
 
     def end(self, position: Position) -> None:
         """Called after the last epoch."""
-        if self.keeps:
-            self._metrics(position)
+        if self.saves:
+            self._write_metrics(position)
             self._draw(position)
 
-    def interrupted(self, replicas: Replicas, position: Position, steps_per_epoch: int) -> str:
+    def interrupt(self, replicas: Replicas, position: Position) -> str:
         """Called on Ctrl-C between two steps. Returns one line that says what was saved."""
-        where = str(position)
-        if position.steps:
-            where = f"{position.steps} of {steps_per_epoch} steps of epoch {len(position.history) + 1}"
-        if not self.keeps:
-            return f"interrupted after {where}; nothing was saved"
-        self._checkpoint(replicas, position)
-        self._metrics(position)
+        if not self.saves:
+            return f"interrupted after {position}; nothing was saved"
+        self.save(replicas, position)
         if position.history:
             self._draw(position)
-        return f"interrupted after {where}; checkpoint saved, continue with --resume {self.folder}"
+        return f"interrupted after {position}; checkpoint saved, continue with --resume {self.folder}"
 
-    def _checkpoint(self, replicas: Replicas, position: Position) -> None:
-        facts = {"format": FORMAT, "config": self.config, **position.as_json()}
-        checkpoint.save(self.folder / "checkpoint.npz", replicas.state_dict(), facts)
+    def _write_metrics(self, position: Position) -> None:
+        self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
-    def _metrics(self, position: Position) -> None:
-        self._write("metrics.jsonl", "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
-
-    def _scalars(self, position: Position, writer_class: type[Writer]) -> None:
-        epochs = position.history[-1:]
-        if not self.writer:  # an earlier part of the run may not have written its epochs
-            epochs = position.history
-            self.writer = writer_class(str(self.folder / "tensorboard"))
-        for epoch in epochs:
-            for name, value in epoch._asdict().items():
-                if name != "epoch":
-                    self.writer.add_scalar(name, value, epoch.epoch)
+    def _log_scalars(self, epochs: Sequence[Epoch]) -> None:
+        """Write the numbers of some epochs for TensorBoard."""
+        assert self.writer
+        for number, *values in epochs:
+            for name, value in zip(Epoch._fields[1:], values):
+                self.writer.add_scalar(name, value, number)
         self.writer.flush()
 
     def _draw(self, position: Position) -> None:
-        checkpoint.write_whole(self.folder / "curves.png", lambda file: draw_curves(position.history, file))
+        checkpoint.write_whole(self.folder / CURVES, lambda file: draw_curves(position.history, file))
         self.drawn = time.monotonic()
 
     def _write(self, name: str, text: str) -> None:
         checkpoint.write_whole(self.folder / name, lambda file: file.write(text.encode()))
+
+
+def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
+    """Print a notice if a resumed run has another implementation or other devices than before."""
+
+    def shown(name: str, value: Any) -> Any:
+        return value if value is not None else "even" if name == "shares" else "none"
+
+    changed = [name for name in MAY_CHANGE if name in old and name in new and old[name] != new[name]]
+    if changed:
+        effect = "results agree to rounding, not bit for bit"
+        if running_stats and {"devices", "shares", "workers"} & {*changed}:
+            effect = "results differ, because batch normalization sees only one shard's examples"
+        changes = [f"{name} {shown(name, new[name])} instead of {shown(name, old[name])}" for name in changed]
+        log.say(f"{', '.join(changes)}: {effect}")
+
+
+def _tensorboard_writer(required: bool) -> type[Writer] | None:
+    try:
+        from tensorboard.summary import Writer
+    except ImportError:
+        line = "needs a package; run `pip install tensorboard`"
+        if required:
+            raise UsageError(f"tensorboard=True: {line}") from None
+        log.say(f"not writing for TensorBoard, as before: {line}")
+        return None
+    return Writer
 
 
 def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, Any], Settings, Position]:
@@ -277,7 +271,7 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
 
     Raises UsageError if the folder holds no run, Error if a file is damaged or from an unknown version.
     """
-    path = Path(folder) / "checkpoint.npz"
+    path = Path(folder) / CHECKPOINT
     arrays, position = None, Position()
     if path.exists():
         arrays, facts = checkpoint.load(path)
@@ -285,31 +279,29 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         config, position = facts["config"], Position.from_json(facts)
     else:
-        path = Path(folder) / "config.json"
+        path = Path(folder) / CONFIG
         config = _read_config(path)
     try:
-        old = {new: name for name, new in RENAMED.items()}
-        settings = Settings(**{name: config[name if name in config else old.get(name, name)] for name in NAMES})
-        if config["impl"] not in IMPLS or not _devices(config):
-            raise ValueError(f"impl {config['impl']} on {config['devices']}")
-    except (KeyError, TypeError, ValueError, UsageError) as error:
+        config = {RENAMED.get(name, name): value for name, value in config.items()}
+        settings = Settings(**{name: config[name] for name in NAMES})
+        if config["impl"] not in IMPLS:
+            raise ValueError(f"impl {config['impl']}")
+        _devices(config)
+    except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         own = isinstance(error, UsageError) and config.get("model") not in MODELS
         advice = "register the network from Python first" if own else "start the run again in another folder"
         raise Error(f"{path}: invalid run configuration ({error}); {advice}") from None
     return arrays, config, settings, position
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> Any:
     folder = path.parent
     if folder.is_file():
         raise UsageError(f"{folder} is a file; pass the run's folder, such as {folder.parent}")
     try:
-        config = json.loads(path.read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-        return config
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
-        runs = sorted(config.parent for config in folder.glob("*/config.json"))
+        runs = sorted(config.parent for config in folder.glob(f"*/{CONFIG}"))
         hint = f"did you mean {runs[0]}?" if runs else f"`gluon-mgpu train --out {folder}` starts one"
         raise UsageError(f"{folder} is not a run; {hint}") from None
     except (OSError, ValueError) as error:
@@ -318,30 +310,26 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
     """Parse the devices in config.json, such as [("cpu", 0), ("cpu", 1)]. Raises ValueError if they are invalid."""
-    found = []
-    for device in config["devices"]:
-        match = re.fullmatch(r"(cpu|gpu)\((\d+)\)", device)
-        if not match:
-            raise ValueError(f"devices {config['devices']}")
-        found.append((match[1], int(match[2])))
-    return found
+    found = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(config["devices"]))
+    if not found or len(found) != len(config["devices"]):
+        raise ValueError(f"devices {config['devices']}")
+    return [(kind, int(index)) for kind, index in found]
 
 
 def options(folder: str | Path) -> dict[str, Any]:
     """The `train` arguments that continue the run in `folder`: settings, implementation and devices."""
     _, config, settings, _ = last(folder)
-    devices = _devices(config)
-    kept: dict[str, Any] = {name: config[name] for name in ("hybridize", "tune") if name in config}
-    where = {"gpus": [index for _, index in devices], "device": devices[0][0]}
-    return {**asdict(settings), "impl": config["impl"], **kept, **where}
+    kinds, indices = zip(*_devices(config))
+    kept: dict[str, Any] = {name: config[name] for name in ("impl", "hybridize", "tune") if name in config}
+    return {**asdict(settings), **kept, "gpus": list(indices), "device": kinds[0]}
 
 
-def _tensorboard_writer() -> type[Writer]:
+def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Path) -> None:
+    """Load the arrays of the checkpoint in a folder. Raises Error if they belong to another network."""
     try:
-        from tensorboard.summary import Writer
-    except ImportError:
-        raise UsageError("tensorboard=True: needs a package; run `pip install tensorboard`") from None
-    return Writer
+        replicas.load_state_dict(arrays)
+    except Error as error:
+        raise Error(f"{Path(folder) / CHECKPOINT}: {error}") from None
 
 
 def draw_curves(history: Sequence[Epoch], file: BinaryIO | str | Path) -> None:

@@ -19,6 +19,8 @@ BUILT_IN = ("lenet", "lenet-max", "resnet18")
 MODELS = [*BUILT_IN]  # networks.register adds to them
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
+# Types of the settings that can be None. Every other setting has its default's type.
+OPTIONAL: dict[str, Any] = {"limit": int, "seed": int, "max_grad_norm": float, "shares": (tuple, str)}
 RENAMED = {  # names in version 0.1.0, still found in its config.json files and in callers
     "accumulate": "grad_accum_steps",
     "clip_norm": "max_grad_norm",
@@ -54,7 +56,7 @@ class Settings:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for field in fields(self):
-            self._check_type(field.name)
+            self._check_type(field.name, OPTIONAL.get(field.name, type(field.default)))
         self._check_values()
 
     @classmethod
@@ -68,8 +70,10 @@ class Settings:
             raise UsageError(f"{unknown[0]}={options[unknown[0]]!r}: unknown option")
         return cls(batch_size, lr, **options)
 
-    def _check_type(self, name: str) -> None:
-        value, wanted = getattr(self, name), TYPES[name]
+    def _check_type(self, name: str, wanted: Any) -> None:
+        value = getattr(self, name)
+        if (value is None and name in OPTIONAL) or (wanted is float and type(value) is int):
+            return
         if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, wanted):
             raise UsageError(f"{name}={value!r}: wrong type")
 
@@ -134,18 +138,6 @@ class Settings:
 
 
 NAMES = tuple(field.name for field in fields(Settings))
-_NONE = type(None)
-TYPES: dict[str, Any] = {
-    **dict.fromkeys(("batch_size", "epochs", "grad_accum_steps"), int),
-    **dict.fromkeys(("model", "dataset", "schedule"), str),
-    **dict.fromkeys(("lr", "momentum", "weight_decay", "gamma", "warmup_epochs"), (int, float)),
-    **dict.fromkeys(("limit", "seed"), (int, _NONE)),
-    "max_grad_norm": (int, float, _NONE),
-    "milestones": tuple,
-    "scale_lr": bool,
-    "shares": (tuple, str, _NONE),
-}
-
 SGD = Settings()  # plain SGD, as in the notebooks
 
 

@@ -92,7 +92,7 @@ def numpy_steps(momentum=0.0, weight_decay=0.0, max_grad_norm=None, **_):
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("settings", EXTRAS.values(), ids=EXTRAS)
-def test_20_steps_follow_the_update_rule_in_float64_for_the_whole_batch(module, devices, settings):
+def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(module, devices, settings):
     params, velocities, losses, moved = numpy_steps(**settings)
     made = replicas(module, devices, **settings)
     eps = float(np.finfo(np.float32).eps)
@@ -108,22 +108,12 @@ def test_20_steps_follow_the_update_rule_in_float64_for_the_whole_batch(module, 
         atol = additions * eps * (moved[name].max() + np.abs(params[name]).max())
         np.testing.assert_allclose(p, params[name], rtol=0, atol=atol)
         assert atol < 0.02 * np.abs(params[name] - START[name]).max()  # so a wrong rule would be seen
+        for device in range(1, devices):
+            np.testing.assert_array_equal(made.parameters(device)[name], p)
     found = {name: v.asnumpy() for name, v in made.velocities(0).items()}
     assert bool(found) == ("momentum" in settings)
     for name, v in found.items():
         np.testing.assert_allclose(v, velocities[name], rtol=0, atol=additions * eps * moved[name].max())
-
-
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("settings", EXTRAS.values(), ids=EXTRAS)
-def test_replicas_stay_equal_bit_for_bit(module, settings):
-    made = replicas(module, 3, **settings)
-    for X, y in batches(SIZES[:4]):
-        made.train_batch(X, y, LR)
-        first, *others = [made.parameters(device) for device in range(3)]
-        for other in others:
-            for name, p in first.items():
-                np.testing.assert_array_equal(p, other[name])
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -143,82 +133,73 @@ def test_shares_of_80_and_20_put_80_and_20_of_100_examples_on_the_devices(module
     np.testing.assert_array_equal(second.asnumpy(), np.arange(80, 100))
 
 
-class TestRunningStatistics:
-    def batch(self, n, seed):
-        rng = np.random.default_rng(seed)
-        return nd.array(rng.random((n, 1, 28, 28))), nd.array(rng.integers(0, 10, n))
-
-    @pytest.mark.parametrize("hybridize", [True, False])
-    def test_they_are_means_over_devices_weighted_by_examples_and_replicas_stay_equal(self, hybridize):
-        ctx, (X, y) = [mx.cpu(0), mx.cpu(1)], self.batch(8, seed=2)
+@pytest.mark.parametrize("hybridize", [True, False])
+def test_running_statistics_are_means_over_devices_weighted_by_examples_and_replicas_stay_equal(hybridize):
+    ctx, (X, y) = [mx.cpu(0), mx.cpu(1)], batches([8])[0]
+    mx.random.seed(0)
+    made = highlevel.Replicas(ctx, Settings(model="resnet18", shares=(3, 1)), hybridize=hybridize)
+    expected = {}
+    for part, weight in ((slice(0, 6), 0.75), (slice(6, 8), 0.25)):
         mx.random.seed(0)
-        made = highlevel.Replicas(ctx, Settings(model="resnet18", shares=(3, 1)), hybridize=hybridize)
-        expected = {}
-        for part, weight in ((slice(0, 6), 0.75), (slice(6, 8), 0.25)):
-            mx.random.seed(0)
-            alone = highlevel.Replicas([mx.cpu(0)], Settings(model="resnet18"), hybridize=False)
-            alone.train_batch(X[part], y[part], 0.1)
-            for name, p in alone.parameters().items():
-                if "running" in name:
-                    expected[name] = expected.get(name, 0) + weight * p
-        made.train_batch(X, y, 0.1)
-        assert len(expected) == 2 * 17  # one batch normalization after the stem, two per block
-        # A statistic of the last stage has passed 17 layers, each a sum of up to 4608 products.
-        rtol = 17 * 4608 * float(np.finfo(np.float32).eps)
-        for name, p in expected.items():
-            np.testing.assert_allclose(made.parameters()[name], p, rtol=rtol, atol=rtol * np.abs(p).max())
-        for n in (5, 1, 8):
-            made.train_batch(X[:n], y[:n], 0.1)
-        first, second = (made.parameters(device) for device in range(2))
-        for name, p in first.items():
-            np.testing.assert_array_equal(p, second[name])
+        alone = highlevel.Replicas([mx.cpu(0)], Settings(model="resnet18"), hybridize=False)
+        alone.train_batch(X[part], y[part], 0.1)
+        for name, p in alone.parameters().items():
+            if "running" in name:
+                expected[name] = expected.get(name, 0) + weight * p
+    made.train_batch(X, y, 0.1)
+    assert len(expected) == 2 * 17  # one batch normalization after the stem, two per block
+    # A statistic of the last stage has passed 17 layers, each a sum of up to 4608 products.
+    rtol = 17 * 4608 * float(np.finfo(np.float32).eps)
+    for name, p in expected.items():
+        np.testing.assert_allclose(made.parameters()[name], p, rtol=rtol, atol=rtol * np.abs(p).max())
+    for n in (5, 1, 8):
+        made.train_batch(X[:n], y[:n], 0.1)
+    first, second = (made.parameters(device) for device in range(2))
+    for name, p in first.items():
+        np.testing.assert_array_equal(p, second[name])
 
 
-class TestSharesAuto:
-    """One CPU context is made slower: it computes its shard's scores four times."""
+def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path, monkeypatch):
+    lenet = scratch.lenet
 
-    @pytest.fixture
-    def slow(self, monkeypatch):
-        lenet = scratch.lenet
+    def four_times_on_the_second_context(X, params):
+        scores = lenet(X, params)
+        if X.context == mx.cpu(1):
+            for _ in range(3):
+                scores = scores + 0 * lenet(X, params)
+        return scores
 
-        def four_times_on_the_second_context(X, params):
-            scores = lenet(X, params)
-            if X.context == mx.cpu(1):
-                for _ in range(3):
-                    scores = scores + 0 * lenet(X, params)
-            return scores
+    monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
+    options = {"dataset": "synthetic", "limit": 300, "seed": 1, "device": "cpu"}
+    scratch.train(2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
+    chosen = json.loads((tmp_path / "config.json").read_text())["shares"]
+    assert chosen[0] > chosen[1] and sum(chosen) == 100
+    assert records.options(tmp_path)["shares"] == tuple(chosen)
 
-        monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
 
-    def test_the_slower_device_gets_less_and_the_run_keeps_the_shares(self, slow, tmp_path):
-        options = {"dataset": "synthetic", "limit": 300, "seed": 1, "device": "cpu"}
-        scratch.train(2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
-        chosen = json.loads((tmp_path / "config.json").read_text())["shares"]
-        assert chosen[0] > chosen[1] and sum(chosen) == 100
-        assert records.options(tmp_path)["shares"] == tuple(chosen)
+def test_auto_shares_do_not_count_the_first_step_of_a_device():
+    class Ready:
+        def __init__(self, seconds):
+            self.at = time.perf_counter() + seconds
 
-    def test_the_first_step_of_a_device_does_not_count(self):
-        class Ready:
-            def __init__(self, seconds):
-                self.at = time.perf_counter() + seconds
+        def wait_to_read(self):
+            time.sleep(max(0, self.at - time.perf_counter()))
 
-            def wait_to_read(self):
-                time.sleep(max(0, self.at - time.perf_counter()))
+    class ColdOnTheSecond:
+        """The second device is slow in its first step of any size, and afterwards as fast as the first one."""
 
-        class ColdOnTheSecond:
-            """The second device is slow in its first step of any size, and afterwards as fast as the first one."""
+        ctx, settings = [mx.cpu(0), mx.cpu(1)], Settings()
 
-            def __init__(self, *_):
-                self.seen = set()
+        def __init__(self):
+            self.seen = set()
 
-            def forward_backward(self, Xs, ys):
-                sizes = tuple(len(y) for y in ys)
-                self.cold = sizes not in self.seen
-                self.seen.add(sizes)
+        def forward_backward(self, Xs, ys):
+            sizes = tuple(len(y) for y in ys)
+            self.cold = sizes not in self.seen
+            self.seen.add(sizes)
 
-            def grads(self):
-                return [{"W": Ready(0.1)}, {"W": Ready(0.5 if self.cold else 0.1)}]
+        def grads(self):
+            return [{"W": Ready(0.1)}, {"W": Ready(0.5 if self.cold else 0.1)}]
 
-        ctx, data = [mx.cpu(0), mx.cpu(1)], datasets.synthetic(256, 100, seed=0)
-        shares = loop.measured_shares(ColdOnTheSecond, ctx, Settings(shares="auto"), data)
-        assert 40 <= shares[0] <= 60
+    shares = loop.measured_shares(ColdOnTheSecond(), datasets.synthetic(256, 100, seed=0))
+    assert 40 <= shares[0] <= 60

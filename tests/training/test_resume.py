@@ -48,12 +48,8 @@ def interrupted(monkeypatch, impl, at_step, by=signal.SIGINT, **options):
 
 def killed(monkeypatch, **options):
     """Begin a run that ends like a killed process, before its first step."""
-
-    def dies(*_):
-        raise MemoryError
-
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(scratch.Replicas, "train_batch", dies)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(scratch.Replicas, "train_batch", lambda *_: 1 / 0)
         train("scratch", **options)
 
 
@@ -123,12 +119,10 @@ def test_resnet_18_is_resumed_with_its_running_statistics(monkeypatch, tmp_path)
     assert "1.running_var" in arrays(tmp_path / "run")
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_finished_run_can_be_given_more_epochs(impl, whole, tmp_path):
-    train(impl, out=tmp_path, epochs=1)
-    train(impl, resume=tmp_path)
-    assert_same_bits(results(tmp_path), whole[impl, False])
-    assert records.options(tmp_path)["epochs"] == 3
+def test_a_finished_run_can_be_given_more_epochs(whole, begun):
+    train(resume=begun)
+    assert_same_bits(results(begun), whole["scratch", False])
+    assert records.options(begun)["epochs"] == 3
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["checkpoint", "config.json"])
@@ -212,8 +206,7 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
 
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun, monkeypatch):
     killed(monkeypatch, devices=3, resume=begun, epochs=5)
-    kept = records.options(begun)
-    assert (kept["epochs"], kept["gpus"]) == (5, [0, 1, 2])
+    assert records.options(begun).items() >= {"epochs": 5, "gpus": [0, 1, 2]}.items()
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,7 @@
 import gc
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -29,8 +25,8 @@ def train(module, batch_size=SIZE, **options):
     """Train for one epoch, with as many steps as a recording needs."""
     gc.collect()  # networks of other tests, or freeing them is recorded too
     nd.waitall()
-    size = {"dataset": "synthetic", "limit": (timeline.WARM_UP + RECORDED) * batch_size, "epochs": 1, "seed": 0}
-    module.train(2, batch_size, 0.01, device="cpu", **size, **options)
+    options = {"dataset": "synthetic", "limit": NEEDED * batch_size, "epochs": 1, "seed": 0, **options}
+    module.train(2, batch_size, 0.01, device="cpu", **options)
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -43,12 +39,11 @@ def run(request, tmp_path_factory):
     return module, folder
 
 
-def events(file, context=None):
-    """The operators in a trace, of all contexts or of one."""
-    trace = json.loads(Path(file).read_text())
-    lanes = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    wanted = {*lanes.values()} - {"steps"} if context is None else {context}
-    return [e for e in trace["traceEvents"] if e["ph"] == "X" and lanes[e["pid"]] in wanted]
+def counts(file, context):
+    """How often each (operator, phase) ran on a context."""
+    trace = json.loads(file.read_text())
+    pid = trace["otherData"]["contexts"][str(context)]
+    return Counter((e["name"], e["cat"]) for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == pid)
 
 
 def test_a_recording_leaves_a_trace_and_a_picture_and_the_same_bits(run):
@@ -61,15 +56,14 @@ def test_a_recording_leaves_a_trace_and_a_picture_and_the_same_bits(run):
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
     assert names == ["cpu(0)", "cpu(1)", "steps"]
     assert [e["name"] for e in trace["traceEvents"] if e.get("cat") == "step"] == [f"step {i}" for i in range(1, 6)]
-    for event in events(folder / "profile.json"):
+    for event in (e for e in trace["traceEvents"] if e["ph"] == "X"):
         assert type(event["ts"]) is type(event["dur"]) is int and event["ts"] >= 0 and event["dur"] >= 0
 
 
 def test_each_context_runs_each_layer_once_per_step_and_every_operator_has_its_phase(run):
     module, folder = run
-    assert timeline.summary(timeline.read(folder / "profile.json"))["unknown"] == []
     for c in CTX:
-        found = Counter((e["name"], e["cat"]) for e in events(folder / "profile.json", str(c)))
+        found = counts(folder / "profile.json", c)
         for layer, number in {"Convolution": 2, "Pooling": 2, "Activation": 3, "FullyConnected": 2}.items():
             assert found[layer, "forward"] == number * RECORDED, (c, layer)
         for layer in ("Convolution", "FullyConnected"):
@@ -77,9 +71,17 @@ def test_each_context_runs_each_layer_once_per_step_and_every_operator_has_its_p
         arrays, updates = (8, "sgd_update") if module is scratch else (2, "multi_sgd_update")  # Gluon: 4 arrays at once
         assert found[updates, "update"] == arrays * RECORDED
     # The sum of each of 8 arrays goes to the other device; the second device's shards of X and y come from the host.
-    first, second = (Counter(e["name"] for e in events(folder / "profile.json", str(c))) for c in CTX)
     if module is scratch:
-        assert first["CopyCPU2CPU"] + second["CopyCPU2CPU"] == (8 + 8 + 2) * RECORDED
+        copies = [counts(folder / "profile.json", c)["CopyCPU2CPU", "allreduce"] for c in CTX]
+        assert sum(copies) == (8 + 8 + 2) * RECORDED
+
+
+FORWARD = {
+    *("Convolution", "BatchNorm", "Activation", "Pooling", "Flatten", "FullyConnected"),
+    *("elemwise_add", "broadcast_add"),  # residual blocks
+    *("log_softmax", "pick", "_mul_scalar", "mean"),  # the loss
+    "Concat",  # running statistics
+}
 
 
 @pytest.mark.parametrize(
@@ -94,14 +96,14 @@ def test_each_context_runs_each_layer_once_per_step_and_every_operator_has_its_p
     ],
     ids=str,
 )
-def test_under_all_settings_every_operator_has_a_phase(module, options, tmp_path, monkeypatch):
+def test_under_all_settings_only_layers_and_the_loss_count_as_forward(module, options, tmp_path, monkeypatch):
     if options.get("model") == "resnet18":
         monkeypatch.setattr(timeline, "WARM_UP", 1)
         monkeypatch.setattr(module.Replicas, "evaluate_accuracy", lambda *_: 0.0)  # takes seconds
         options = {**options, "batch_size": 4}
     train(module, profile=tmp_path / "profile.json", **options)
-    assert timeline.summary(timeline.read(tmp_path / "profile.json"))["unknown"] == []
-    found = Counter((e["name"], e["cat"]) for e in events(tmp_path / "profile.json", "cpu(0)"))
+    found = counts(tmp_path / "profile.json", CTX[0])
+    assert {name for name, phase in found if phase == "forward" and "," not in name} <= FORWARD
     if not options.get("hybridize", True):  # a residual block adds once, and its input's two gradients meet once
         assert found["broadcast_add", "forward"] == found["_backward_broadcast_add", "backward"] == 8 * RECORDED
         assert found["Convolution", "forward"] == found["_backward_Convolution", "backward"] == 20 * RECORDED
@@ -128,7 +130,7 @@ MADE_UP = profile(
     (0, 142, 145, "Reorder2Default"),  # all of it while the convolution is running
     (0, 170, 180, "CopyCPU2CPU"),
     (1, 95, 120, "Convolution"),  # from 100
-    (1, 200, 230, "some_new_operator"),
+    (1, 200, 230, "an_operator_of_the_network"),
     (1, 292, 330, "Convolution"),  # to 300
     (7, 30, 40, "CopyCPU2CPU"),  # a context that does not train
 )
@@ -140,25 +142,18 @@ def test_the_summary_of_a_made_up_profile_is_the_one_computed_by_hand():
     found = timeline.summary(trace)
     assert found["step_ms"] == [0.1, 0.1] and found["window_s"] == pytest.approx(200e-6)
     first = {"forward": 40, "backward": 10, "allreduce": 10, "update": 10 + 10, "other": 0, "idle": 120}
-    second = {"forward": 20 + 8, "backward": 0, "allreduce": 0, "update": 15 + 15, "other": 30, "idle": 112}
+    second = {"forward": 20 + 30 + 8, "backward": 0, "allreduce": 0, "update": 15 + 15, "other": 0, "idle": 112}
     for context, microseconds, share in (("cpu(0)", first, 0.6), ("cpu(1)", second, 0.56)):
         assert found["contexts"][context].pop("idle_share") == pytest.approx(share)
         assert found["contexts"][context] == pytest.approx({phase: us / 1e6 for phase, us in microseconds.items()})
-    assert found["unknown"] == ["some_new_operator"]
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
     lanes = Counter(names[e["pid"]] for e in trace["traceEvents"] if e["ph"] == "X")
     assert lanes == {"cpu(0)": 4 + 6, "cpu(1)": 4 + 3, "host": 1, "steps": 2}
 
 
-def test_a_profile_that_lacks_an_update_and_a_file_that_is_not_a_timeline_are_errors(tmp_path):
+def test_a_profile_that_lacks_an_update_is_an_error():
     with pytest.raises(Error):
         timeline.chrome_trace(MADE_UP[4:], LANES, steps=4)
-    file = tmp_path / "profile.json"
-    for text in ("", "[]", '{"traceEvents": []}', '{"traceEvents": [], "otherData": {"contexts": ["cpu(0)"]}}'):
-        file.write_text(text)
-        with pytest.raises(Error) as caught:
-            timeline.read(file)
-        assert str(file) in str(caught.value)
 
 
 def record(file, epochs=1, steps_per_epoch=NEEDED, at_step=lambda step: None):
@@ -177,8 +172,12 @@ def record(file, epochs=1, steps_per_epoch=NEEDED, at_step=lambda step: None):
 def test_recorded_steps_are_of_one_epoch_and_follow_the_warm_up(tmp_path):
     # Steps 10 to 16 belong to two epochs; 14 to 20 are the first seven of one.
     record(tmp_path / "profile.json", 3, 14, lambda step: nd.full(3, step).sin() if step in (9, 13, 14, 21) else None)
-    found = Counter(e["name"] for e in events(tmp_path / "profile.json", "cpu(0)"))
-    assert (found["argmax"], found["sin"], found["sgd_update"]) == (0, 1, RECORDED)
+    found = counts(tmp_path / "profile.json", CTX[0])
+    assert [found[name] for name in (("argmax", "forward"), ("sin", "forward"), ("sgd_update", "update"))] == [
+        0,
+        1,
+        RECORDED,
+    ]
 
 
 def test_a_run_that_ends_before_the_last_recorded_step_leaves_no_file_and_stops_the_profiler(tmp_path, monkeypatch):
@@ -211,16 +210,8 @@ def test_what_cannot_be_recorded_is_a_usage_error_and_short_epochs_are_told_from
     timeline.Recorder(tmp_path / "profile.json", CTX, "", NEEDED + RECORDED - 1, RECORDED)
 
 
-def test_mxnet_aborts_at_a_context_beyond_its_profilers_lanes_and_recording_refuses_it(tmp_path):
+def test_a_context_beyond_the_profilers_lanes_at_which_mxnet_would_abort_is_a_usage_error(tmp_path):
     lanes = len(os.sched_getaffinity(0)) + 2
-    code = (
-        "import os, sys, mxnet as mx; mx.profiler.set_config(profile_imperative=True, filename=sys.argv[2]); "
-        "mx.profiler.set_state('run'); mx.nd.ones(3, mx.cpu(int(sys.argv[1]))).wait_to_read(); os._exit(0)"
-    )
-    command = [sys.executable, "-c", f"import gluon_mgpu; gluon_mgpu.configure(2); {code}"]
-    for i, status in ((lanes - 1, 0), (lanes, -signal.SIGABRT)):
-        done = subprocess.run([*command, str(i), str(tmp_path / "t.json")], capture_output=True, text=True)
-        assert done.returncode == status, done.stderr
     timeline.Recorder(tmp_path / "profile.json", [mx.cpu(lanes - 1)], "", NEEDED, NEEDED)
     with pytest.raises(UsageError):
         timeline.Recorder(tmp_path / "profile.json", [mx.cpu(lanes)], "", NEEDED, NEEDED)

@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu import highlevel, networks
 from gluon_mgpu.training import tuning
 
 EPS = float(np.finfo(np.float32).eps)
@@ -111,29 +111,21 @@ def test_networks_are_left_alone_on_gpus():
     assert tuning.tunable(net) and tuning.tune(net, [mx.gpu(0)]) is net
 
 
-class TestSharedMemoryStore:
-    @pytest.mark.parametrize("k", [2, 3, 5])
-    def test_every_context_holds_numpys_sum_in_the_array_it_had(self, k):
-        values = np.random.default_rng(k).standard_normal((k, 7, 11)).astype(np.float32)
-        for key in range(k):
-            data = [nd.array(x, mx.cpu(i)) for i, x in enumerate(values)]
-            before = list(data)
-            tuning.SharedMemoryStore().pushpull(key, data)
-            for i, x in enumerate(data):
-                assert x is before[i] and x.context == mx.cpu(i)
-                atol = k * EPS * np.abs(values).sum(0).max()
-                np.testing.assert_allclose(x.asnumpy(), values.astype(np.float64).sum(0), rtol=0, atol=atol)
-                np.testing.assert_array_equal(x.asnumpy(), data[0].asnumpy())
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_after_a_push_every_context_holds_numpys_sum_in_the_array_it_had(k):
+    values = np.random.default_rng(k).standard_normal((k, 7, 11)).astype(np.float32)
+    for key in range(k):
+        data = [nd.array(x, mx.cpu(i)) for i, x in enumerate(values)]
+        before = list(data)
+        tuning.SharedMemoryStore().pushpull(key, data)
+        for i, x in enumerate(data):
+            assert x is before[i] and x.context == mx.cpu(i)
+            atol = k * EPS * np.abs(values).sum(0).max()
+            np.testing.assert_allclose(x.asnumpy(), values.astype(np.float64).sum(0), rtol=0, atol=atol)
+            np.testing.assert_array_equal(x.asnumpy(), data[0].asnumpy())
 
-    def test_it_sums_integers_exactly_as_the_lessons_allreduce_does(self):
-        values = np.random.default_rng(0).integers(-50, 50, (3, 20)).astype(np.float32)
-        ours, lessons = ([nd.array(x, mx.cpu(i)) for i, x in enumerate(values)] for _ in range(2))
-        tuning.SharedMemoryStore().pushpull(1, ours)
-        scratch.allreduce(lessons)
-        for a, b in zip(ours, lessons):
-            np.testing.assert_array_equal(a.asnumpy(), b.asnumpy())
 
-    def test_it_serves_several_cpu_contexts_only(self):
-        assert isinstance(tuning.kvstore_for([mx.cpu(0), mx.cpu(1)]), tuning.SharedMemoryStore)
-        for ctx in ([mx.cpu()], [mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
-            assert tuning.kvstore_for(ctx) == "device"
+def test_the_shared_memory_store_serves_several_cpu_contexts_only():
+    assert isinstance(tuning.kvstore_for([mx.cpu(0), mx.cpu(1)]), tuning.SharedMemoryStore)
+    for ctx in ([mx.cpu()], [mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
+        assert tuning.kvstore_for(ctx) == "device"
