@@ -2,23 +2,16 @@
 
 A process holds each namespace and reads a pipe of ours, so that it ends when this process ends, however it does. It is
 the first of its process namespace: everything there ends with it, and the kernel removes the namespaces and links.
-
-As a program, `python machines.py PORT...` is the switch that delays, for kernels without netem.
 """
 
 import json
 import os
-import select
 import shutil
-import socket
 import subprocess
-import sys
-import time
-from collections import deque
 from pathlib import Path
 
 NEEDED = ("ip", "tc", "unshare", "nsenter")
-BITS, DELAY = 100e6, 1e-3  # of a slow cable: bits per second each way, and seconds to the switch and on
+SLOW_BITS = 100e6  # bits per second, each way, of a slow cable
 PIECE = 16384  # bytes that a slow cable carries at a time
 HOLD = 'hostname "$1" && mount --bind "$2" /etc/hosts && read pid rest < /proc/self/stat && echo $pid && exec cat'
 
@@ -68,13 +61,13 @@ class Machine:
 
 
 class Network:
-    """n machines: node0 at 10.99.0.1, node1 at 10.99.0.2, ... slow: with cables of BITS and DELAY.
+    """n machines: node0 at 10.99.0.1, node1 at 10.99.0.2, ... slow: with cables of SLOW_BITS.
 
     As on Debian, a machine's own name is 127.0.1.1 on the machine itself. Its first interface reaches nobody.
     """
 
     def __init__(self, n, folder, slow=False):
-        self.machines, self.switch, self.how = [], None, "free"
+        self.machines, self.switch = [], None
         try:
             self._build(n, Path(folder), slow)
         except BaseException:
@@ -98,27 +91,16 @@ class Network:
             machine.ip(f"addr add {self.addresses[i]}/24 dev eth0", "link set eth0 up")
         ports = [f"port{i}" for i in range(n)]
         self.switch.ip(*(f"link set {port} up" for port in ports))
-        if not slow or not self._slow_down(ports):
-            self.switch.ip("link add bridge type bridge", "link set bridge up")
-            self.switch.ip(*(f"link set {port} master bridge" for port in ports))
+        self.switch.ip("link add bridge type bridge", "link set bridge up")
+        self.switch.ip(*(f"link set {port} master bridge" for port in ports))
+        if slow:
+            self._slow_down(ports)
 
     def _slow_down(self, ports):
-        """Returns whether it has also started a switch."""
-        rate = f"tbf rate {BITS / 1e6:.0f}mbit burst {PIECE + 1600} limit 16mb".split()
+        rate = f"tbf rate {SLOW_BITS / 1e6:.0f}mbit burst {PIECE + 1600} limit 16mb".split()
         for machine, interface in [*((m, "eth0") for m in self.machines), *((self.switch, port) for port in ports)]:
             machine.ip(f"link set {interface} gso_max_size {PIECE} gso_max_segs 64")
-            machine.run("tc", "qdisc", "add", "dev", interface, "root", "handle", "1:", *rate)
-        try:
-            for machine in self.machines:
-                machine.run(*f"tc qdisc add dev eth0 parent 1: netem delay {DELAY * 1e3}ms limit 10000".split())
-        except subprocess.CalledProcessError as error:
-            if "unknown" not in error.stderr:
-                raise
-            self.how = "tbf, and a switch that delays (this kernel has no netem)"
-            self.switch.start([sys.executable, __file__, *ports])
-            return True
-        self.how = "tbf and netem"
-        return False
+            machine.run("tc", "qdisc", "add", "dev", interface, "root", *rate)
 
     def pull(self, i):
         """Pull machine i's cable."""
@@ -127,35 +109,3 @@ class Network:
     def end(self):
         for machine in (*self.machines, *([self.switch] if self.switch else [])):
             machine.end()
-
-
-def switch(ports):
-    """Pass frames on between the ports, each one after DELAY seconds. Source: Linux's packet(7).
-
-    The virtio_net header keeps frames of several packets whole, and checksums that the sender left to its card.
-    """
-    sockets = []
-    for port in ports:
-        made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))  # ETH_P_ALL
-        made.setsockopt(263, 15, 1)  # SOL_PACKET, PACKET_VNET_HDR
-        made.setsockopt(263, 23, 1)  # PACKET_IGNORE_OUTGOING
-        made.setsockopt(socket.SOL_SOCKET, 33, 16 << 20)  # SO_RCVBUFFORCE
-        made.setsockopt(socket.SOL_SOCKET, 32, 16 << 20)  # SO_SNDBUFFORCE: as long as the queue
-        made.bind((port, 0))
-        sockets.append(made)
-    waiting, known = deque(), {}
-    while True:
-        left = max(0, waiting[0][0] - time.monotonic()) if waiting else None
-        for made in select.select(sockets, [], [], left)[0]:
-            frame = made.recv(1 << 17)
-            known[frame[16:22]] = made  # the sender's address follows the header (10 bytes) and the receiver's address
-            waiting.append((time.monotonic() + DELAY, frame, made))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, frame, came = waiting.popleft()
-            receiver = known.get(frame[10:16])
-            for made in [receiver] if receiver else [s for s in sockets if s is not came]:
-                made.send(frame)
-
-
-if __name__ == "__main__":
-    switch(sys.argv[1:])
