@@ -40,7 +40,9 @@ ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
 # (the user's environment variable for it, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
-    ("MALLOC_MMAP_MAX_", -4, 0),  # allocate large arrays on the heap instead of mapping each one
+    # Allocate arrays of up to 32 MiB, the largest value that glibc accepts, on the heap. Larger ones are mapped and
+    # returned to the kernel at once: they would fragment the heap, which never shrinks.
+    ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20),
     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory, because the next operator needs it
     ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes by which the heap grows
     ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker reuses memory that another worker freed

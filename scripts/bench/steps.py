@@ -22,7 +22,7 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
 
 GLIBC = (
-    ("MALLOC_MMAP_MAX_", "65536"),
+    ("MALLOC_MMAP_THRESHOLD_", "131072"),
     ("MALLOC_TRIM_THRESHOLD_", "131072"),
     ("MALLOC_TOP_PAD_", "131072"),
     ("MALLOC_ARENA_MAX", "16"),

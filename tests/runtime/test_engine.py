@@ -144,23 +144,23 @@ def test_backward_passes_of_two_contexts_overlap_but_not_with_stock_temporary_sp
     assert overlap(step, ["ImperativeBulk"], tmp_path, MXNET_CPU_TEMP_COPY="4") == 0
 
 
-def test_a_configured_allocator_does_not_map_large_arrays_one_by_one():
+def test_a_configured_allocator_maps_only_arrays_above_32_mib():
     code = program("""
         import ctypes, gluon_mgpu
         class Info(ctypes.Structure):  # glibc's struct mallinfo; hblks counts the mapped arrays
             _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks a b c d e f".split()]
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes, libc.mallinfo.restype = ctypes.c_void_p, [ctypes.c_size_t], Info
-        def mapped():
+        def mapped(size):
             before = libc.mallinfo().hblks
-            libc.malloc(100 << 20)
+            libc.malloc(size << 20)
             return libc.mallinfo().hblks - before
-        first = mapped()
+        first = mapped(30)
         gluon_mgpu.configure(2)
-        print(first, mapped())
+        print(first, mapped(30), mapped(200))
     """)
-    assert python(code).stdout == "1 0\n"
-    assert python(code, MALLOC_MMAP_MAX_="65536").stdout == "1 1\n"  # the user's setting is kept
+    assert python(code).stdout == "1 0 1\n"
+    assert python(code, MALLOC_MMAP_THRESHOLD_="131072").stdout == "1 1 1\n"  # the user's setting is kept
 
 
 def test_a_missing_mxnet_is_an_error_that_says_how_to_install_it(monkeypatch):
