@@ -222,7 +222,7 @@ def test_a_pulled_cable_ends_every_process_that_horovodrun_started(build, tmp_pa
     time.sleep(2)
     network.pull(pulled)
     status, _, err = ends({"horovodrun": process}, 30)["horovodrun"]
-    assert status == 1 and any(f"worker {pulled} " in line for line in runs.errors(err)), err
+    assert status == 1 and any(re.search(rf"worker {pulled}\b", line) for line in runs.errors(err)), err
     assert not runs.processes(str(tmp_path / "run"))
 
 
