@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import collections
 import collections.abc
+import errno
+import fractions
 import importlib.util
 import inspect
 import math
+import os
 import platform
 import shlex
 import sys
@@ -19,7 +22,7 @@ import types
 import unittest
 import warnings
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,10 +42,8 @@ class Modules:
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in MODULES:
             return None
-        packages = {"submodule_search_locations": []} if name == "d2l" else {}
-        return importlib.util.spec_from_file_location(
-            name, MODULES[name], loader=SourceFileLoader(name, str(MODULES[name])), **packages
-        )
+        within: list[str] | None = [] if name == "d2l" else None  # a package: its module mxnet has the same names
+        return importlib.util.spec_from_file_location(name, MODULES[name], submodule_search_locations=within)
 
 
 def add_to_python() -> None:
@@ -62,10 +63,6 @@ def add_to_python() -> None:
         ("assert_", "assertTrue"),
     ):
         _add(unittest.TestCase, old, getattr(unittest.TestCase, new))
-    import errno
-    import fractions
-    import os
-
     _add(fractions, "gcd", math.gcd)
     _add(os, "errno", errno)
     if importlib.util.find_spec("pipes") is None:
@@ -73,10 +70,12 @@ def add_to_python() -> None:
         sys.modules["pipes"].quote = shlex.quote  # type: ignore[attr-defined]
 
 
-def _getargspec(function: Any) -> tuple[Any, ...]:
+ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
+
+
+def _getargspec(function: Any) -> ArgSpec:
     spec = inspect.getfullargspec(function)
-    kind = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
-    return kind(spec.args, spec.varargs, spec.varkw, spec.defaults)
+    return ArgSpec(spec.args, spec.varargs, spec.varkw, spec.defaults)
 
 
 def add_to_numpy(np: ModuleType) -> None:
