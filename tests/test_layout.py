@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
-LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks"]
+LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "convert"]
 LAYERS = ["runtime", "distributed", "training", "lessons", "parity", "commands"]  # from the bottom
 
 

@@ -34,7 +34,7 @@ GROUPS = {
     "Devices": "gpus device shares",
     "Several processes": "kvstore compress workers servers port",
     "Program": "is_module map_gpus strict_numpy",
-    "Files": "out resume tensorboard profile export",
+    "Files": "out resume tensorboard profile export to input",
 }
 COLUMN = 30  # width of the options' names in --help, the same under every heading
 

@@ -32,8 +32,8 @@ from gluon_mgpu.runtime.errors import UsageError
     "--export",
     type=common.FILE,
     metavar="PREFIX",
-    help="Also export the network to PREFIX-symbol.json and PREFIX-0000.params, for gluon.SymbolBlock.imports. Its "
-    "input is a batch of images (n, 1, 28, 28) in [0, 1].",
+    help="Also export the network for gluon.SymbolBlock.imports, as `convert RUN --to gluon PREFIX` does. Its input is "
+    "a batch of images (n, 1, 28, 28) in [0, 1].",
 )
 @common.option(
     "--impl", type=common.IMPLS, help="NDArray alone, or Gluon; default: whichever the run used. Both can read lenet."
@@ -56,18 +56,17 @@ def evaluate(
         raise UsageError(f"{files[0]}: only one RUN can be evaluated; image files go after --images")
     indices = devices.parse(gpus)
     engine.configure(len(indices))  # before the module imports mxnet
+    from gluon_mgpu import convert
     from gluon_mgpu.training import evaluate as evaluation
 
     if export is not None:
-        evaluation.exported_files(export)  # checks the prefix before anything is computed
+        convert.check_prefix("gluon", export)  # before anything is computed
     paths = images + files  # in `--images *.png`, only the first file is the option's value
     pictures = [evaluation.read_image(path) for path in paths]
     trained = evaluation.load(run, impl, indices, device)
     if pictures:
         click.echo(evaluation.classify(trained, paths, pictures))
-    if not pictures or export is not None:
-        test_images, test_labels = evaluation.held_out(trained.settings, data_dir)
-    if not pictures:
-        click.echo(evaluation.report(trained, test_images, test_labels))
+    else:
+        click.echo(evaluation.report(trained, *evaluation.held_out(trained.settings, data_dir)))
     if export is not None:
-        click.echo(evaluation.export(trained, export, test_images))
+        click.echo(convert.save(convert.from_run(run, impl, data_dir), "gluon", export))

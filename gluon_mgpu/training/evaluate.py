@@ -1,34 +1,29 @@
-"""Evaluate a run: test accuracy and confusion table, classes of image files, and export to Gluon's files.
+"""Evaluate a run: test accuracy and confusion table, and classes of image files.
 
 Only reads the run's folder, so the run may still be training.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import mxnet as mx
 import numpy as np
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet.ndarray import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gluon_mgpu.runtime import devices, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.batches import batches, read_behind
 from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model, implementation
 from gluon_mgpu.training.settings import Settings
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS: Pillow would run Ghostscript
-CHECKED = 1000  # check an exported network on at most this many test images
-ROUNDING = 1e-4  # largest difference of an exported network's scores, as a fraction of the largest score
 TOP = 3  # classes printed per image
 
 
@@ -149,60 +144,3 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
         best = row.argsort()[::-1][:TOP]
         lines.append(f"{path}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
     return "\n".join(lines)
-
-
-def exported_files(prefix: str) -> tuple[Path, Path]:
-    """The paths of an export: PREFIX-symbol.json and PREFIX-0000.params.
-
-    Raises UsageError if one of them exists, or if the prefix has no name or names a folder that does not exist.
-    """
-    if os.path.basename(prefix) in ("", ".", ".."):
-        raise UsageError(f"export={prefix}: must end with a name, such as {Path(prefix) / 'lenet'}")
-    if not Path(prefix).parent.is_dir():
-        raise UsageError(f"export={prefix}: folder {Path(prefix).parent} does not exist")
-    files = Path(f"{prefix}-symbol.json"), Path(f"{prefix}-0000.params")
-    for file in files:
-        if os.path.lexists(file):
-            raise UsageError(f"export={prefix}: {file} already exists; use another prefix")
-    return files
-
-
-def export(trained: Trained, prefix: str, images: np.ndarray) -> str:
-    """Export the network, without tuning, to `exported_files(prefix)`. Returns a two-line report.
-
-    First loads the files with SymbolBlock.imports and compares their scores for images, uint8 (n, 1, 28, 28), with the
-    run's. Raises UsageError as `exported_files` does, or if the network is not hybrid; Error if the files cannot be
-    written or if the scores differ by more than rounding. If it raises, it leaves no file.
-    """
-    symbol, params = exported_files(prefix)
-    images, ctx = images[:CHECKED], trained.replicas.ctx[0]
-    plain = implementation("highlevel").Replicas([mx.cpu()], trained.settings, tune=False)
-    if not isinstance(plain.net, gluon.HybridBlock):
-        raise UsageError(f"export={prefix}: {trained.settings.model} is not a HybridBlock, so it cannot be exported")
-    plain.load_state_dict(trained.parameters)
-    expected = scores(trained, images)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=symbol.parent) as folder:
-            written = f"{folder}/net-symbol.json", f"{folder}/net-0000.params"
-            plain.net.export(f"{folder}/net")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "Cannot decide type", because the graph leaves its input's type open
-                block = gluon.SymbolBlock.imports(written[0], ["data"], written[1], ctx)
-            found = np.concatenate([block(X.as_in_context(ctx)).asnumpy() for X in _batches(trained, images)])
-            difference = np.abs(found - expected).max()
-            if not difference <= ROUNDING * np.abs(expected).max():  # true for nan too
-                raise Error(
-                    f"export={prefix}: scores of the exported network differ from the run's by {difference:.2g}; files "
-                    "removed"
-                )
-            os.replace(written[0], symbol)
-            os.replace(written[1], params)
-    except (OSError, mx.MXNetError) as error:
-        symbol.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]
-        raise Error(f"export={prefix}: cannot be written ({reason})") from None
-    return (
-        f"exported to {symbol} and {params}; on {len(images)} test images, its scores (at most "
-        f"{np.abs(expected).max():.3g}) differ from the run's by at most {difference:.2g}\n"
-        f"load it with gluon.SymbolBlock.imports('{symbol}', ['data'], '{params}')"
-    )

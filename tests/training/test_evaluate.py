@@ -192,22 +192,6 @@ def test_an_export_is_the_plain_network_and_gives_stock_mxnet_the_same_scores(ru
     lenet64.assert_close(np.load(tmp_path / "out.npy"), expected, lenet64.additions(1))
 
 
-def test_an_export_that_cannot_be_right_leaves_nothing_and_overwrites_nothing(runs, data, tmp_path):
-    trained = evaluate.load(runs / "scratch", None, 1, "cpu")
-    altered = {**trained.parameters, "b4": trained.parameters["b4"] + 0.01}
-    with pytest.raises(Error, match="0.01"):
-        evaluate.export(trained._replace(parameters=altered), str(tmp_path / "net"), data.test_images)
-    assert list(tmp_path.iterdir()) == []
-    for taken in ("a-symbol.json", "b-0000.params"):
-        (tmp_path / taken).write_text("mine")
-    for prefix in ("a", "b", "", "none/net"):
-        with pytest.raises(UsageError, match=f"{tmp_path}/{prefix}"):
-            evaluate.export(trained, f"{tmp_path}/{prefix}", data.test_images)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
-        ("a-symbol.json", "b-0000.params"), "mine"
-    )
-
-
 def test_what_cannot_be_evaluated_is_refused(runs, tmp_path):
     arrays, facts = checkpoint.load(runs / "scratch" / "checkpoint.npz")
     content = (runs / "scratch" / "checkpoint.npz").read_bytes()

@@ -1,0 +1,73 @@
+"""Convert a run, or any exported Gluon network, to files for Gluon, PyTorch or ONNX Runtime.
+
+    network = convert.from_run("runs/first")  # or from_files("net-symbol.json", "net-0000.params", (3, 224, 224))
+    convert.save(network, "pytorch", "lenet")
+
+Each target is a module that writes files and computes scores with them. `save` compares these with MXNet's scores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import mxnet as mx
+
+from gluon_mgpu.convert import gluon, onnx, pytorch
+from gluon_mgpu.convert.network import Network, from_files, from_run
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+__all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
+TARGETS = {"gluon": gluon, "pytorch": pytorch, "onnx": onnx}
+TOLERANCE = 1e-5  # of the relative error of each image's scores
+
+
+def check_prefix(to: str, prefix: str) -> list[Path]:
+    """The files that `save` will write.
+
+    Raises UsageError if one of them exists, if the prefix has no name or names a folder that does not exist, or if a
+    package is missing.
+    """
+    path, packages = Path(prefix), TARGETS[to].PACKAGES
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise UsageError(f"{prefix or repr(prefix)}: must end with a name, such as {path / 'lenet'}")
+    if to == "pytorch" and not path.name.isidentifier():
+        raise UsageError(f"{prefix}: cannot be the name of a Python module; use letters, digits and _")
+    if not path.parent.is_dir():
+        raise UsageError(f"{prefix}: folder {path.parent} does not exist")
+    files = [Path(prefix + suffix) for suffix in TARGETS[to].SUFFIXES]
+    for file in files:
+        if os.path.lexists(file):
+            raise UsageError(f"{prefix}: {file} already exists; use another prefix")
+    if not all(map(importlib.util.find_spec, packages)):
+        raise UsageError(f"to={to}: needs packages; run `pip install {' '.join(packages)}`")
+    return files
+
+
+def save(network: Network, to: str, prefix: str) -> str:
+    """Write the network to the files of a prefix. Returns a two-line report.
+
+    to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
+    (PREFIX.onnx). Before a file is put in place, all are loaded back and their scores are compared with MXNet's. Raises
+    UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by more than
+    TOLERANCE, or if the files cannot be written. If it raises, it leaves no file.
+    """
+    target, files = TARGETS[to], check_prefix(to, prefix)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".convert-", dir=files[0].parent) as folder:
+            base = os.path.join(folder, Path(prefix).name)
+            target.write(network, base)
+            error = network.relative_error(target.scores(network, base))
+            if not error <= TOLERANCE:  # true for nan too
+                raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative error); files removed")
+            for suffix, file in zip(target.SUFFIXES, files):
+                os.replace(base + suffix, file)
+    except (OSError, mx.MXNetError) as failure:
+        reason = getattr(failure, "strerror", None) or str(failure).strip().splitlines()[-1]
+        raise Error(f"{prefix}: cannot be written ({reason})") from None
+    return (
+        f"wrote {' and '.join(map(str, files))}; on {len(network.images)} images, scores differ from MXNet's by at "
+        f"most {error:.1e} (relative error)\n{target.USAGE.format(prefix=prefix, input=network.input)}"
+    )

@@ -1,0 +1,134 @@
+"""An exported Gluon network: its graph, its parameters, and images with the scores that a conversion must reproduce."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import gluon, nd
+from mxnet.ndarray import NDArray
+
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import evaluate
+from gluon_mgpu.training.replicas import implementation
+
+MOST_TEST_IMAGES = 1000
+RANDOM_IMAGES = 8
+BATCH_SIZE = 100
+TRUE = ("True", "1")  # how a graph writes it
+
+
+@dataclass
+class Network:
+    """A network whose input is one batch of images (n, ...), and its output one batch of scores (n, ...)."""
+
+    symbol: mx.sym.Symbol
+    params: dict[str, NDArray]  # also running statistics; float32
+    input: str  # its name
+    images: np.ndarray  # float32
+    expected: np.ndarray  # MXNet's scores of the images
+
+    @property
+    def nodes(self) -> list[dict[str, Any]]:
+        """The graph: operators, parameters and the input, each after its own inputs."""
+        return json.loads(self.symbol.tojson())["nodes"]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of the input, and of each parameter and operator with one output, in a batch of 1."""
+        internals = self.symbol.get_internals()
+        _, shapes, _ = internals.infer_shape(**{self.input: (1, *self.images.shape[1:])})
+        return {name.removesuffix("_output"): shape for name, shape in zip(internals.list_outputs(), shapes)}
+
+    def batches(self) -> Iterator[np.ndarray]:
+        """The images in batches of several sizes."""
+        yield self.images[:1]
+        for start in range(1, len(self.images), BATCH_SIZE):
+            yield self.images[start : start + BATCH_SIZE]
+
+    def relative_error(self, found: np.ndarray) -> float:
+        """The largest |found - expected| / |expected| of an image, with Euclidean norms."""
+        if found.shape != self.expected.shape:
+            raise Error(f"scores have shape {found.shape} instead of {self.expected.shape}; files removed")
+        expected = self.expected.reshape(len(found), -1).astype(np.float64)
+        difference = np.linalg.norm(found.reshape(expected.shape) - expected, axis=1)
+        return float(np.max(difference / np.maximum(np.linalg.norm(expected, axis=1), np.finfo(np.float32).tiny)))
+
+
+def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
+    """The error for an operator that cannot be converted. repr keeps names from a file on one line."""
+    return UsageError(f"{node['op']!r} layer {node['name']!r} cannot be converted to {target}{why and ': '}{why}")
+
+
+def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
+    """The network of a run, with images of its test set, and their scores by the run's implementation, or by impl.
+
+    Exceptions: as `evaluate.load` and `evaluate.held_out`; UsageError if the network is not hybrid.
+    """
+    trained = evaluate.load(folder, impl, device="cpu")
+    images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
+    plain = implementation("highlevel").Replicas([mx.cpu()], trained.settings, tune=False)
+    if not isinstance(plain.net, gluon.HybridBlock):
+        raise UsageError(f"{folder}: {trained.settings.model} is not a HybridBlock, so it cannot be converted")
+    plain.load_state_dict(trained.parameters)
+    with tempfile.TemporaryDirectory() as temporary:
+        plain.net.export(f"{temporary}/net")
+        symbol, params = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
+    return Network(symbol, params, "data", np.divide(images, 255, dtype=np.float32), evaluate.scores(trained, images))
+
+
+def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
+    """A network that HybridBlock.export wrote, with random images in [0, 1). shape: of one image, such as (1, 28, 28).
+
+    Raises UsageError if the files hold no such network, or if it does not accept images of this shape.
+    """
+    symbol, params = _read(symbol_file, params_file)
+    inputs = [name for name in symbol.list_inputs() if name not in params]
+    outputs = symbol.list_outputs()
+    if len(inputs) != 1 or len(outputs) != 1:
+        raise UsageError(f"{symbol_file}: must have 1 input besides parameters and 1 output, not {inputs}, {outputs}")
+    images = np.random.default_rng(0).random((RANDOM_IMAGES, *shape), np.float32)
+    try:
+        expected = predict(symbol_file, params_file, inputs[0], [images])
+        return Network(symbol, params, inputs[0], images, expected)
+    except (mx.MXNetError, ValueError) as error:
+        sizes = ",".join(map(str, shape))
+        raise UsageError(f"input={sizes}: {symbol_file} does not accept it ({_last_line(error)})") from None
+
+
+def predict(symbol_file: str | Path, params_file: str | Path, input: str, batches: Iterable[np.ndarray]) -> np.ndarray:
+    """Load an exported network with Gluon, and compute its scores for batches of images."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Cannot decide type", because the graph leaves its input's type open
+        block = gluon.SymbolBlock.imports(str(symbol_file), [input], str(params_file), mx.cpu(), ignore_extra=True)
+    return np.concatenate([block(nd.array(X)).asnumpy() for X in batches])
+
+
+def _read(symbol_file: str | Path, params_file: str | Path) -> tuple[mx.sym.Symbol, dict[str, NDArray]]:
+    for file in (symbol_file, params_file):
+        if not Path(file).is_file():
+            raise UsageError(f"{file} does not exist")
+    try:
+        symbol, arrays = mx.sym.load(str(symbol_file)), nd.load(str(params_file))
+    except mx.MXNetError as error:
+        raise UsageError(f"{symbol_file}, {params_file}: not an exported network ({_last_line(error)})") from None
+    if not isinstance(arrays, dict) or any(array.dtype != np.float32 for array in arrays.values()):
+        raise UsageError(f"{params_file}: only named float32 parameters can be converted")
+    params = {name.removeprefix("arg:").removeprefix("aux:"): array for name, array in arrays.items()}
+    nodes = json.loads(symbol.tojson())["nodes"]
+    for node in nodes:
+        if node["op"] == "BatchNorm" and node.get("attrs", {}).get("fix_gamma", "True") in TRUE:
+            gamma = params.get(nodes[node["inputs"][1][0]]["name"])
+            if gamma is not None:
+                gamma[:] = 1  # what MXNet uses, whatever the file says
+    return symbol, params
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].strip()

@@ -1,0 +1,159 @@
+"""Writes a network as a PyTorch module: its graph as readable code, its parameters as safetensors."""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from gluon_mgpu import __version__
+from gluon_mgpu.convert.network import Network, refuse
+from gluon_mgpu.convert.operators import LAYERS, OPERATORS, Node
+from gluon_mgpu.runtime import subprocesses
+
+SUFFIXES = (".py", ".safetensors")
+PACKAGES = ("torch", "safetensors")
+USAGE = "{prefix}.py says how to load it"
+
+MODULE = '''"""Converted from MXNet by gluon_mgpu {version}. Load it with its parameters:
+
+    from safetensors.torch import load_file
+
+    from {name} import Net
+
+    net = Net()
+    net.load_state_dict(load_file("{name}.safetensors"))
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    """Input: {input}. Output: {output}."""
+
+    def __init__(self):
+        super().__init__()
+{layers}
+
+    def forward(self, x):
+{forward}
+        return {result}
+'''
+
+LOAD = """
+import runpy, sys
+import numpy as np, torch
+from safetensors.torch import load_file
+
+base = sys.argv[1]
+net = runpy.run_path(base + ".py")["Net"]()
+net.load_state_dict(load_file(base + ".safetensors"))
+net.eval()
+with np.load(base + ".npz") as batches, torch.no_grad():
+    scores = [net(torch.from_numpy(X)) for X in batches.values()]
+np.save(base + ".npy", torch.cat(scores).numpy())
+"""
+
+# Attributes of nn.Module, which a layer must not replace
+TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
+    parameters state_dict to train training type zero_grad""".split()
+
+
+def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
+    """The code of a module and its state dict. name: the module's, an identifier.
+
+    Raises UsageError with the first operator that cannot be converted.
+    """
+    operators = list(_operators(network))
+    last_use = {value: node.step for node in operators for value in node.inputs}
+    new_names = itertools.chain("yz", (f"x{i}" for i in itertools.count(3)))
+    variables: dict[int, str] = {}  # by the step that computes it
+    free: list[str] = []  # variables whose value is not needed any more
+    layers, forward, state = [], [], {}
+    for node in operators:
+        for value in node.inputs:
+            variables.setdefault(value, "x")  # the network's input; all others are computed by earlier steps
+        code = node.code(*(variables[value] for value in node.inputs))
+        free += [variables[value] for value in dict.fromkeys(node.inputs[::-1]) if last_use[value] == node.step]
+        variables[node.step] = free.pop() if free else next(new_names)
+        forward.append(f"{variables[node.step]} = {code}")
+        if node.layer:
+            layers.append(f"self.{node.name} = {node.layer}")
+        if node.frozen:
+            layers.append(f"self.{node.name}.weight.requires_grad_(False)  # as in MXNet, always 1")
+        state.update(node.state)
+    code = MODULE.format(
+        version=__version__,
+        name=name,
+        input=_shape(network.images),
+        output=_shape(network.expected),
+        layers="\n".join(f"        {line}" for line in layers),
+        forward="\n".join(f"        {line}" for line in forward),
+        result=variables[operators[-1].step],
+    )
+    return code, state
+
+
+def _operators(network: Network) -> Iterator[Node]:
+    """The graph's operators in order. Raises UsageError at one that PyTorch code cannot express."""
+    graph = network.nodes
+    shapes = network.shapes()
+    params = {i: node["name"] for i, node in enumerate(graph) if node["op"] == "null" and node["name"] != network.input}
+    owners = [node["name"] for node in graph if params.keys() & {i for i, *_ in node["inputs"]}]
+    prefix = os.path.commonprefix(owners)  # the name of the whole network
+    prefix = prefix[: prefix.rfind("_") + 1]
+    taken, owned = set(TAKEN), set[str]()
+    for step, facts in enumerate(graph):
+        if facts["op"] == "null":
+            continue
+        if facts["op"] not in OPERATORS:
+            raise refuse(facts, "PyTorch")
+        if any(output for _, output, *_ in facts["inputs"]):
+            raise refuse(facts, "PyTorch", "of one of several outputs")
+        inputs = [i for i, *_ in facts["inputs"] if i not in params]
+        own = [params[i] for i, *_ in facts["inputs"] if i in params]
+        if own and (facts["op"] not in LAYERS or owned.intersection(own)):
+            raise refuse(facts, "PyTorch", f"of the parameter {own[0]!r}")
+        owned.update(own)
+        name = _identifier(facts["name"].removeprefix(prefix).removesuffix("_fwd"), taken) if own else ""
+        arrays = [network.params[param].asnumpy() for param in own]
+        yield Node(step, facts, name, inputs, shapes[graph[facts["inputs"][0][0]]["name"]], arrays)
+
+
+def _identifier(name: str, others: set[str]) -> str:
+    """The name as an identifier that is not among others, and is added to them."""
+    name = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_")
+    if not name[:1].isalpha():
+        name = f"layer{name}"
+    while keyword.iskeyword(name) or name in others:
+        name += "_"
+    others.add(name)
+    return name
+
+
+def _shape(batch: np.ndarray) -> str:
+    return f"({', '.join(['n', *map(str, batch.shape[1:])])})"
+
+
+def write(network: Network, base: str) -> None:
+    """Write BASE.py and BASE.safetensors. Exceptions: see `translate`."""
+    from safetensors.numpy import save_file
+
+    code, state = translate(network, os.path.basename(base))
+    Path(f"{base}.py").write_text(code, encoding="utf-8")
+    save_file(state, f"{base}.safetensors")
+
+
+def scores(network: Network, base: str) -> np.ndarray:
+    """Load the files that `write` wrote in a new process, and compute the scores of the network's images."""
+    np.savez(f"{base}.npz", *network.batches())
+    subprocesses.check("PyTorch", subprocesses.run([sys.executable, "-c", LOAD, base]))
+    return np.load(f"{base}.npy")
