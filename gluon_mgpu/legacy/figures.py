@@ -140,7 +140,8 @@ def show_images(imgs, num_rows, num_cols, titles=None, scale=1.5):
     """Returns the axes. d2lzh has scale in the place of titles."""
     if isinstance(titles, (int, float)):
         titles, scale = None, titles
-    _, axes = plt.subplots(num_rows, num_cols, figsize=(num_cols * scale, num_rows * scale), squeeze=False)
+    size = (num_cols * scale, num_rows * scale)
+    _, axes = plt.subplots(num_rows, num_cols, figsize=size, squeeze=False, layout="constrained")  # room for titles
     for axis, image, title in zip(axes.flat, imgs, titles or itertools.repeat(None)):
         axis.imshow(to_numpy(image))
         axis.set_axis_off()
