@@ -86,7 +86,7 @@ def load_data_fashion_mnist(batch_size, resize=None, root=FASHION_MNIST):
 
 
 def get_dataloader_workers():
-    return max(0, min(4, os.cpu_count() - 2))  # on 2 cores, workers only delay training
+    return max(0, min(4, (os.cpu_count() or 1) - 2))  # on 2 cores, workers only delay training
 
 
 def load_array(data_arrays, batch_size, is_train=True):
