@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,16 +27,17 @@ if TYPE_CHECKING:
 
 TEMP_COPIES = 64  # temporary spaces, so that contexts do not wait; each grows to the largest size that a step needs
 SPINS = "20000"  # checks for work before an OpenMP thread sleeps; libgomp's default slows down a busy machine
-# The least values of variables that MXNet reads as numbers at startup. Any other value makes it hang or abort.
-LEAST = {
-    "MXNET_CPU_WORKER_NTHREADS": 1,
-    "MXNET_CPU_PRIORITY_NTHREADS": 1,
-    "MXNET_GPU_WORKER_NTHREADS": 1,
-    "MXNET_GPU_COPY_NTHREADS": 1,
-    "MXNET_CPU_TEMP_COPY": 1,
-    "MXNET_GPU_TEMP_COPY": 1,
-}
-ENGINES = ("ThreadedEnginePerDevice", "ThreadedEnginePooled", "NaiveEngine")
+# Variables that MXNet reads as numbers or booleans, some at startup. With other values it aborts or hangs.
+NUMERIC = re.compile(
+    "MXNET_((CPU|GPU|EXEC|KVSTORE|MKLDNN|DISABLE_MKLDNN|MP|PROFILER)_\\w+|USE_\\w+|ENABLE_GPU_P2P|ENGINE_INFO|"
+    "ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|SAFE_ACCUMULATION|\\w+_VERBOSE_LOGGING)"
+)
+AT_LEAST_1 = re.compile(
+    "MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)"
+)
+NEGATIVE = ("MXNET_MKLDNN_CACHE_NUM",)  # -1: no limit
+TEXT = ("MXNET_GPU_MEM_POOL_TYPE",)
+ENGINES = ("ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine")
 ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
 # (the user's environment variable for it, mallopt's parameter from malloc.h, value)
@@ -120,6 +122,7 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
     global _configured, _changed
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
+    check_environment()
     users = users_environment()
     for name in _changed:  # undo what an earlier call changed
         os.environ.pop(name, None)
@@ -139,12 +142,15 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
 
 def check_environment() -> None:
     """Raise UsageError for an environment variable with which MXNet would hang or abort at startup."""
-    for name, least in LEAST.items():
-        value = os.environ.get(name, "").strip()
-        if value and not (value.lstrip("-").isdecimal() and int(value) >= least):
+    for name, value in os.environ.items():
+        if not value or name in TEXT or not NUMERIC.fullmatch(name):
+            continue
+        least = 1 if AT_LEAST_1.fullmatch(name) else 0
+        number = value.removeprefix("-") if name in NEGATIVE else value
+        if not (number.isdecimal() and int(number) >= least) and (least or value not in ("true", "false")):
             raise UsageError(f"{name}={value}: must be a number, at least {least}; unset it for MXNet's default")
-    value = os.environ.get("MXNET_ENGINE_TYPE", "")
-    if value and value not in ENGINES:
+    value = os.environ.get("MXNET_ENGINE_TYPE", ENGINES[0])
+    if value not in ENGINES:
         raise UsageError(
             f"MXNET_ENGINE_TYPE={value}: must be one of {', '.join(ENGINES)}; unset it for MXNet's default"
         )

@@ -168,3 +168,21 @@ def test_a_missing_mxnet_is_an_error_that_says_how_to_install_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "mxnet", raising=False)
     with pytest.raises(Error, match="pip install"):
         engine.configure(1)
+
+
+BAD = ["CPU_WORKER_NTHREADS=0", "CPU_PRIORITY_NTHREADS=-1", "CPU_TEMP_COPY=x", "ENGINE_TYPE=", "USE_FUSION=-1"]
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused_before_it_loads(setting):
+    name, _, value = f"MXNET_{setting}".partition("=")
+    done = python("import gluon_mgpu; gluon_mgpu.configure(2)", **{name: value})
+    assert done.returncode == 1 and f"UsageError: {name}={value}: " in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "setting", ["MKLDNN_CACHE_NUM=-1", "USE_FUSION=false", "CPU_WORKER_NTHREADS=2", "KVSTORE_USETREE="]
+)
+def test_variables_that_mxnet_accepts_are_accepted(setting):
+    name, _, value = f"MXNET_{setting}".partition("=")
+    assert python(CONFIGURE.format(2) + PRODUCTS, **{name: value}).stdout == "1.0 1.0\n"
