@@ -65,6 +65,8 @@ def save(network: Network, to: str, prefix: str) -> str:
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except (OSError, mx.MXNetError) as failure:
+        for file in files:
+            file.unlink(missing_ok=True)
         reason = getattr(failure, "strerror", None) or str(failure).strip().splitlines()[-1]
         raise Error(f"{prefix}: cannot be written ({reason})") from None
     return (

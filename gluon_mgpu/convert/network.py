@@ -90,9 +90,12 @@ def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[in
     """
     symbol, params = _read(symbol_file, params_file)
     inputs = [name for name in symbol.list_inputs() if name not in params]
-    outputs = symbol.list_outputs()
-    if len(inputs) != 1 or len(outputs) != 1:
-        raise UsageError(f"{symbol_file}: must have 1 input besides parameters and 1 output, not {inputs}, {outputs}")
+    if len(inputs) != 1 or len(symbol.list_outputs()) != 1:
+        raise UsageError(
+            f"{symbol_file}: only networks with one input and one output can be converted; this one has "
+            f"{len(symbol.list_outputs())} outputs, and {params_file} lacks {len(inputs)} of its inputs: "
+            f"{', '.join(map(repr, inputs[:3]))}"
+        )
     images = np.random.default_rng(0).random((RANDOM_IMAGES, *shape), np.float32)
     try:
         expected = predict(symbol_file, params_file, inputs[0], [images])

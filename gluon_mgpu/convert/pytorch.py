@@ -145,11 +145,11 @@ def _shape(batch: np.ndarray) -> str:
 
 def write(network: Network, base: str) -> None:
     """Write BASE.py and BASE.safetensors. Exceptions: see `translate`."""
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     code, state = translate(network, os.path.basename(base))
     Path(f"{base}.py").write_text(code, encoding="utf-8")
-    save_file(state, f"{base}.safetensors")
+    Path(f"{base}.safetensors").write_bytes(save(state))
 
 
 def scores(network: Network, base: str) -> np.ndarray:
