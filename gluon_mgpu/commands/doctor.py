@@ -23,7 +23,7 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.runtime import cuda, devices, engine, errors, subprocesses
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 MAIN_JOB = "train --impl scratch --gpus 2"
 TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")
@@ -101,6 +101,8 @@ def _package(
         return ("note", f"{name} was not checked: see above"), {}
     try:
         facts = _in_child(f"importing {name}", probe)
+    except UsageError as error:  # a setting, not the package
+        return (mark, str(error)), {}
     except Error as error:
         advice = "" if "`" in str(error) else f"; {remedy.replace('install', 'install --force-reinstall')} may help"
         return (mark, f"{error}{advice}"), {}
@@ -151,7 +153,8 @@ def answer(probe: Callable[[], Facts]) -> None:
     try:
         print(json.dumps(probe()))
     except Exception as error:
-        sys.exit(f"error: {errors.reason(error)}")
+        print(f"error: {errors.reason(error)}", file=sys.stderr)
+        sys.exit(getattr(error, "exit_status", 1))
 
 
 def _in_child(what: str, probe: Callable[[], Facts]) -> Facts:
@@ -198,7 +201,7 @@ def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
 
 
 def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
-    """Yields what NVIDIA's driver reports. built_with_cuda: whether the installed MXNet is."""
+    """Yields what NVIDIA's driver reports. built_with_cuda: whether MXNet has CUDA support."""
     try:
         found = _in_child("asking NVIDIA's driver", ask_driver)
     except Error as error:
