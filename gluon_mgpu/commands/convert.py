@@ -42,7 +42,7 @@ class Shape(click.ParamType):
     "--input",
     type=Shape(),
     metavar="C,H,W",
-    help="Sizes of one input of NET, without the batch, such as 1,28,28.",
+    help="Shape of one image for NET, without the batch size, such as 1,28,28.",
 )
 @common.data_dir
 def convert(
@@ -50,8 +50,8 @@ def convert(
 ) -> None:
     """Convert the network of a run, or any network that Gluon exported.
 
-    RUN is the folder that train --out wrote. The files are loaded back before they are put in place: their scores must
-    agree with MXNet's to 1e-5, on test images of a run, or on random images.
+    RUN is the folder that train --out wrote. The files are loaded back before they are put in place: their scores for
+    the run's test images, or for random images, must agree with MXNet's to 1e-5.
     """
     if len(sources) not in (1, 2):
         raise UsageError("convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")

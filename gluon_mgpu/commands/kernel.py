@@ -25,9 +25,9 @@ def kernel() -> None:
 
 @kernel.command(cls=common.Command, examples="gluon-mgpu kernel install --gpus 2")
 @preparation
-@click.option("--sys-prefix", is_flag=True, help="Install it in this Python's environment, not for the user.")
+@click.option("--sys-prefix", is_flag=True, help="Install it in this Python's environment instead of for the user.")
 def install(sys_prefix: bool, **options: Any) -> None:
-    """Install the kernel, with these settings for all its notebooks."""
+    """Install the kernel. The options apply to all notebooks that use it."""
     folder = notebook.install_kernel(settings_of(**options), sys.prefix if sys_prefix else None)
     click.echo(f"installed {folder}: choose the kernel {notebook.TITLE} in Jupyter")
 

@@ -24,7 +24,7 @@ OPTIONS = (
     click.option(
         "--map/--no-map", "map_gpus", default=True, help="Without GPUs, run mx.gpu(i) on CPU context i, or fail."
     ),
-    click.option("--strict-numpy", is_flag=True, help="Do not give the program names that NumPy has removed."),
+    click.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
     common.data_dir,
 )
 
@@ -51,16 +51,16 @@ def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
 @preparation
-@common.option("--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE, not in place.")
+@common.option("--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE, not to NOTEBOOK.")
 @click.argument("program", metavar="PROGRAM|NOTEBOOK")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
 @click.pass_context
 def run(
     context: click.Context, is_module: bool, out: str | None, program: str, arguments: tuple[str, ...], **options: Any
 ) -> None:
-    """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, provides what Python and NumPy
-    have removed, runs GPU contexts on CPU contexts if there are no GPUs, and replaces dead downloads of MNIST and
-    Fashion-MNIST. Otherwise the same as `python PROGRAM`."""
+    """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, restores names that Python
+    and NumPy have removed, runs GPU contexts on CPU contexts if there are no GPUs, and replaces the dead downloads of
+    MNIST and Fashion-MNIST. Otherwise the same as `python PROGRAM`."""
     settings = settings_of(**options)
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:
@@ -70,6 +70,6 @@ def run(
     if out:
         raise UsageError(f"--out {out}: only for notebooks; omit it")
     if not is_module and not os.path.exists(program):
-        raise UsageError(f"{program}: there is no such program")
+        raise UsageError(f"{program} does not exist")
     command = [sys.executable, *(["-m"] if is_module else []), program, *arguments]
     os.execve(sys.executable, command, prepare.environment(settings))

@@ -3,7 +3,7 @@
     network = convert.from_run("runs/first")  # or from_files("net-symbol.json", "net-0000.params", (3, 224, 224))
     convert.save(network, "pytorch", "lenet")
 
-Each target is a module that writes files and computes scores with them. `save` compares these with MXNet's scores.
+Each target is a module that writes files and computes scores with them. `save` compares the scores with MXNet's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
 TARGETS = {"gluon": gluon, "pytorch": pytorch, "onnx": onnx}
-TOLERANCE = 1e-5  # of the relative error of each image's scores
+TOLERANCE = 1e-5  # largest relative error allowed for an image's scores
 
 
 def check_prefix(to: str, prefix: str) -> list[Path]:
     """The files that `save` will write.
 
-    Raises UsageError if one of them exists, if the prefix has no name or names a folder that does not exist, or if a
-    package is missing.
+    Raises UsageError if one of them exists, if the prefix does not end with a name, if its folder does not exist, or if
+    a package is missing.
     """
     path, packages = Path(prefix), TARGETS[to].PACKAGES
     if os.path.basename(prefix) in ("", ".", ".."):
@@ -47,12 +47,12 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
 
 
 def save(network: Network, to: str, prefix: str) -> str:
-    """Write the network to the files of a prefix. Returns a two-line report.
+    """Write the network to files whose paths start with prefix. Returns a two-line report.
 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
-    (PREFIX.onnx). Before a file is put in place, all are loaded back and their scores are compared with MXNet's. Raises
-    UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by more than
-    TOLERANCE, or if the files cannot be written. If it raises, it leaves no file.
+    (PREFIX.onnx). The files are loaded back and their scores compared with MXNet's before any file is put in place.
+    Raises UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by more than
+    TOLERANCE, or if the files cannot be written. If it fails, no files are left behind.
     """
     target, files = TARGETS[to], check_prefix(to, prefix)
     try:

@@ -1,4 +1,4 @@
-"""Writes a network as HybridBlock.export does."""
+"""Writes a network in the format of HybridBlock.export."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def write(network: Network, base: str) -> None:
 
 
 def scores(network: Network, base: str) -> np.ndarray:
-    """Load these files and compute the scores of the network's images."""
+    """Load the written files and compute the scores of the network's images."""
     return predict(f"{base}-symbol.json", f"{base}-0000.params", network.input, network.batches())

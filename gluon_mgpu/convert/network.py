@@ -22,18 +22,18 @@ from gluon_mgpu.training.replicas import implementation
 MOST_TEST_IMAGES = 1000
 RANDOM_IMAGES = 8
 BATCH_SIZE = 100
-TRUE = ("True", "1")  # how a graph writes it
+TRUE = ("True", "1")  # how a graph writes true
 
 
 @dataclass
 class Network:
-    """A network whose input is one batch of images (n, ...), and its output one batch of scores (n, ...)."""
+    """A network that maps a batch of images (n, ...) to a batch of scores (n, ...)."""
 
     symbol: mx.sym.Symbol
-    params: dict[str, NDArray]  # also running statistics; float32
-    input: str  # its name
+    params: dict[str, NDArray]  # float32; includes running statistics
+    input: str  # the name of the input
     images: np.ndarray  # float32
-    expected: np.ndarray  # MXNet's scores of the images
+    expected: np.ndarray  # MXNet's scores for the images
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
@@ -41,19 +41,19 @@ class Network:
         return json.loads(self.symbol.tojson())["nodes"]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of the input, and of each parameter and operator with one output, in a batch of 1."""
+        """The shapes of the input and of each parameter and operator with one output, for a batch of 1."""
         internals = self.symbol.get_internals()
         _, shapes, _ = internals.infer_shape(**{self.input: (1, *self.images.shape[1:])})
         return {name.removesuffix("_output"): shape for name, shape in zip(internals.list_outputs(), shapes)}
 
     def batches(self) -> Iterator[np.ndarray]:
-        """The images in batches of several sizes."""
+        """The images, in batches of different sizes."""
         yield self.images[:1]
         for start in range(1, len(self.images), BATCH_SIZE):
             yield self.images[start : start + BATCH_SIZE]
 
     def relative_error(self, found: np.ndarray) -> float:
-        """The largest |found - expected| / |expected| of an image, with Euclidean norms."""
+        """The largest |found - expected| / |expected| of any image, with Euclidean norms."""
         if found.shape != self.expected.shape:
             raise Error(f"scores have shape {found.shape} instead of {self.expected.shape}; files removed")
         expected = self.expected.reshape(len(found), -1).astype(np.float64)
@@ -67,9 +67,9 @@ def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
-    """The network of a run, with images of its test set, and their scores by the run's implementation, or by impl.
+    """The network of a run, with test images and the scores that the run's implementation, or impl, computes for them.
 
-    Exceptions: as `evaluate.load` and `evaluate.held_out`; UsageError if the network is not hybrid.
+    Raises what `evaluate.load` and `evaluate.held_out` raise; UsageError if the network is not a HybridBlock.
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
@@ -84,9 +84,9 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
-    """A network that HybridBlock.export wrote, with random images in [0, 1). shape: of one image, such as (1, 28, 28).
+    """A network that HybridBlock.export wrote, with random images in [0, 1). shape: one image's, such as (1, 28, 28).
 
-    Raises UsageError if the files hold no such network, or if it does not accept images of this shape.
+    Raises UsageError if the files do not hold such a network, or if it does not accept images of this shape.
     """
     symbol, params = _read(symbol_file, params_file)
     inputs = [name for name in symbol.list_inputs() if name not in params]

@@ -1,7 +1,7 @@
 """Writes a network as ONNX, with MXNet's own exporter.
 
-The exporter is from 2021. It looks for a table that onnx has removed, and declares the newest opset, although it
-writes operators of opset 13. `_as_in_2021` provides both while it runs; onnx's own converter then updates the model.
+The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset although it writes
+operators of opset 13. `_as_in_2021` fixes both while it runs; onnx's own converter then updates the model to OPSET.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SUFFIXES = (".onnx",)
 PACKAGES = ("onnx", "onnxruntime")
 USAGE = "load it with onnxruntime.InferenceSession('{prefix}.onnx')"
 EXPORTED = 13  # the opset of MXNet's exporter
-OPSET = 21  # of the result
+OPSET = 21  # the opset of the written file
 DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64")
 
 
 def write(network: Network, base: str) -> None:
-    """Write BASE.onnx; its batch size is free. Raises UsageError with the first operator that cannot be converted."""
+    """Write BASE.onnx, for any batch size. Raises UsageError naming the first operator that cannot be converted."""
     import onnx
     from onnx import checker, helper, version_converter
 
@@ -41,7 +41,7 @@ def write(network: Network, base: str) -> None:
     try:
         with _as_in_2021():
             mx.onnx.export_model(network.symbol, network.params, [(1, *shape)], np.float32, path, **batches)
-    except Exception as error:  # it raises many types for an attribute that it does not support
+    except Exception as error:  # many exception types, if an attribute is not supported
         raise Error(f"MXNet's ONNX exporter: {errors.reason(error)}") from None
     model = onnx.load(path)
     constants = {array.name for array in model.graph.initializer}
@@ -72,14 +72,14 @@ def _as_in_2021() -> Iterator[None]:
     with (
         mock.patch.object(onnx, "mapping", mapping, create=True),
         mock.patch.object(onnx.defs, "onnx_opset_version", lambda: EXPORTED),
-        mock.patch.object(onnx.checker, "check_graph"),  # would check for the newest opset
+        mock.patch.object(onnx.checker, "check_graph"),  # it would check against the newest opset
         mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # 5 times faster for AlexNet
     ):
         yield
 
 
 def scores(network: Network, base: str) -> np.ndarray:
-    """Load the file that `write` wrote in ONNX Runtime, and compute the scores of the network's images."""
+    """Load BASE.onnx in ONNX Runtime, and compute the scores of the network's images."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(f"{base}.onnx", providers=["CPUExecutionProvider"])

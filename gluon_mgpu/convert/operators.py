@@ -1,7 +1,7 @@
 """PyTorch code for MXNet's operators: one function for each kind of operator.
 
-The graph comes from a file, and the code is run. So no text of the file gets into the code, except as an identifier or
-as a number: `call` writes numbers with repr, and every string that it gets is from this package.
+The graph comes from a file, and the generated code is executed. So the code contains nothing from the file except
+identifiers and numbers: `call` writes numbers with repr, and all strings passed to it come from this package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Sizes = tuple[int, ...]
 
 
 def call(function: str, *args: Any, **options: Any) -> str:
-    """The code `function(*args, **options)`, without options that are None. Strings are code."""
+    """The code `function(*args, **options)`. Options that are None are omitted; strings are code."""
     words = [*map(_code, args), *(f"{name}={_code(value)}" for name, value in options.items() if value is not None)]
     return f"{function}({', '.join(words)})"
 
@@ -55,12 +55,12 @@ class Node:
 
     step: int
     facts: dict[str, Any]  # from the file
-    name: str  # the layer's, an identifier
-    inputs: list[int]  # the steps that compute them, without parameters
-    shape: Sizes  # of the first input, in a batch of 1
+    name: str  # of the layer; an identifier
+    inputs: list[int]  # the steps that compute the inputs, except parameters
+    shape: Sizes  # of the first input, for a batch of 1
     arrays: list[np.ndarray]  # parameters
-    layer: str = ""  # the code that creates it
-    state: dict[str, np.ndarray] = field(default_factory=dict)  # its part of the state dict
+    layer: str = ""  # the code that creates the layer
+    state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
     frozen: bool = False  # whether its weight is constant
 
     @property
@@ -68,19 +68,19 @@ class Node:
         return self.facts["op"]
 
     def code(self, *inputs: str) -> str:
-        """The expression that computes it from variables. Raises UsageError if it cannot be converted."""
+        """The expression that computes the operator from variables. Raises UsageError if it cannot be converted."""
         try:
             return OPERATORS[self.op](self, *inputs)
         except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
             raise refuse(self.facts, "PyTorch", " ".join(str(error).split())) from None
 
     def create(self, layer: str, *names: str) -> str:
-        """Set the code of its layer; returns the expression for it. names: of the parameters in PyTorch."""
+        """Set the code that creates the layer; returns its expression. names: its parameters' names in PyTorch."""
         self.layer = layer
         self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
         return f"self.{self.name}"
 
-    # The attributes, which are text. These methods raise SyntaxError or ValueError for one that is not supported.
+    # Attributes are text in the file. These methods raise SyntaxError or ValueError if a value is not supported.
 
     def text(self, key: str, default: str) -> str:
         return self.facts.get("attrs", {}).get(key, default)
@@ -142,7 +142,7 @@ def batch_norm(node: Node, x: str) -> str:
     rank, eps = len(node.shape), node.number("eps", 1e-3)
     if node.integer("axis", 1) % rank != 1:
         raise ValueError("axis must be 1")
-    momentum = float(f"{1 - node.number('momentum', 0.9):.6g}")  # the share of the new value instead of the old one
+    momentum = float(f"{1 - node.number('momentum', 0.9):.6g}")  # the weight of the new value, not the old one
     layer = call(f"nn.BatchNorm{max(rank - 2, 1)}d", len(node.arrays[0]), eps=eps, momentum=momentum)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
     node.frozen = node.flag("fix_gamma", True)

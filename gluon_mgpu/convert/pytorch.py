@@ -68,19 +68,19 @@ TAKEN = """apply buffers children compile cpu cuda double eval float forward hal
 
 
 def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
-    """The code of a module and its state dict. name: the module's, an identifier.
+    """The code of a module and its state dict. name: the module's name, an identifier.
 
-    Raises UsageError with the first operator that cannot be converted.
+    Raises UsageError naming the first operator that cannot be converted.
     """
     operators = list(_operators(network))
     last_use = {value: node.step for node in operators for value in node.inputs}
     new_names = itertools.chain("yz", (f"x{i}" for i in itertools.count(3)))
-    variables: dict[int, str] = {}  # by the step that computes it
-    free: list[str] = []  # variables whose value is not needed any more
+    variables: dict[int, str] = {}  # {step: variable that holds its result}
+    free: list[str] = []  # variables whose value is no longer needed
     layers, forward, state = [], [], {}
     for node in operators:
         for value in node.inputs:
-            variables.setdefault(value, "x")  # the network's input; all others are computed by earlier steps
+            variables.setdefault(value, "x")  # the network's input; earlier steps compute all other values
         code = node.code(*(variables[value] for value in node.inputs))
         free += [variables[value] for value in dict.fromkeys(node.inputs[::-1]) if last_use[value] == node.step]
         variables[node.step] = free.pop() if free else next(new_names)
@@ -103,7 +103,7 @@ def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def _operators(network: Network) -> Iterator[Node]:
-    """The graph's operators in order. Raises UsageError at one that PyTorch code cannot express."""
+    """The graph's operators in order. Raises UsageError if one of them cannot be converted."""
     graph = network.nodes
     shapes = network.shapes()
     params = {i: node["name"] for i, node in enumerate(graph) if node["op"] == "null" and node["name"] != network.input}
@@ -117,11 +117,11 @@ def _operators(network: Network) -> Iterator[Node]:
         if facts["op"] not in OPERATORS:
             raise refuse(facts, "PyTorch")
         if any(output for _, output, *_ in facts["inputs"]):
-            raise refuse(facts, "PyTorch", "of one of several outputs")
+            raise refuse(facts, "PyTorch", "it uses one of several outputs of another layer")
         inputs = [i for i, *_ in facts["inputs"] if i not in params]
         own = [params[i] for i, *_ in facts["inputs"] if i in params]
         if own and (facts["op"] not in LAYERS or owned.intersection(own)):
-            raise refuse(facts, "PyTorch", f"of the parameter {own[0]!r}")
+            raise refuse(facts, "PyTorch", f"its use of the parameter {own[0]!r} is not supported")
         owned.update(own)
         name = _identifier(facts["name"].removeprefix(prefix).removesuffix("_fwd"), taken) if own else ""
         arrays = [network.params[param].asnumpy() for param in own]
@@ -129,7 +129,7 @@ def _operators(network: Network) -> Iterator[Node]:
 
 
 def _identifier(name: str, others: set[str]) -> str:
-    """The name as an identifier that is not among others, and is added to them."""
+    """Convert a name to an identifier that is not in others, and add it to others."""
     name = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_")
     if not name[:1].isalpha():
         name = f"layer{name}"
@@ -153,7 +153,7 @@ def write(network: Network, base: str) -> None:
 
 
 def scores(network: Network, base: str) -> np.ndarray:
-    """Load the files that `write` wrote in a new process, and compute the scores of the network's images."""
+    """Load the written files in a new process, and compute the scores of the network's images."""
     np.savez(f"{base}.npz", *network.batches())
     subprocesses.check("PyTorch", subprocesses.run([sys.executable, "-c", LOAD, base]))
     return np.load(f"{base}.npy")

@@ -224,7 +224,7 @@ class Client:
             self.complete.wait()  # the coordinator ends this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: returns those of all workers, by rank. Waits for every worker. value: any JSON value."""
+        """Exchange values: returns every worker's value, by rank. Waits for every worker. value: any JSON value."""
         self.connection.send({"gather": value})
         return self.gathered.get()
 

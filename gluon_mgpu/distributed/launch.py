@@ -51,7 +51,7 @@ except OSError as error:
 
 
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None) -> int:
-    """Run a command as every process of a run, wait for all of them, and return the exit status.
+    """Start every process of a run with the same command, wait for all of them, and return the exit status.
 
     command: program and arguments. port: the scheduler listens on this port and the next one; None: free ports.
     Call it in the main thread, which receives signals.

@@ -107,7 +107,7 @@ def horovod_address() -> str:
             found = fcntl.ioctl(query, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR, netdevice(7)
         except OSError as error:
             raise UsageError(
-                f"HOROVOD_GLOO_IFACE is {interface!r}: this machine has no such interface with an IPv4 address "
+                f"HOROVOD_GLOO_IFACE is {interface!r}: this machine has no interface of this name with an IPv4 address "
                 f"({error.strerror}); use the interface at which the other machines reach this one"
             ) from None
     return socket.inet_ntoa(found[20:24])

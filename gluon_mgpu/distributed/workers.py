@@ -48,7 +48,7 @@ class Workers:
         return False
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: returns those of all workers, by rank. Waits for every worker. value: any JSON value."""
+        """Exchange values: returns every worker's value, by rank. Waits for every worker. value: any JSON value."""
         return [value]
 
     def exchange_device_counts(self, devices: int) -> Sequence[int]:

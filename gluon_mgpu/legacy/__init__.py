@@ -1,1 +1,1 @@
-"""Runs programs that were written for MXNet 1.x, GPUs and the Python of their time, unchanged, on today's machines."""
+"""Runs old MXNet 1.x programs unchanged, with current Python and NumPy, and without GPUs if there are none."""

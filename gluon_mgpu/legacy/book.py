@@ -1,7 +1,7 @@
 """The functions that the MXNet chapters of "Dive into Deep Learning" import from the book's package.
 
-`names` provides this module as gluonbook and d2lzh (2018, NDArray) and as d2l (2019 to 2022, mxnet.np), if no such
-package is installed. The functions take arrays of both kinds. `figures` has those that time, sum and draw.
+`names` provides this module as gluonbook and d2lzh (2018, NDArray) and as d2l (2019 to 2022, mxnet.np), if the
+book's own package is not installed. The functions accept both kinds of arrays. `figures` has timers, sums and plots.
 """
 # mypy: allow-untyped-defs
 
@@ -17,7 +17,7 @@ from mxnet.gluon.data import ArrayDataset, DataLoader
 from mxnet.gluon.data.dataloader import default_batchify_fn
 from mxnet.gluon.data.vision import FashionMNIST, transforms
 
-from gluon_mgpu.legacy.figures import *  # noqa: F403  # for programs
+from gluon_mgpu.legacy.figures import *  # noqa: F403  # programs import these names from here
 from gluon_mgpu.legacy.figures import IN_NOTEBOOK, Accumulator, Animator, Timer, to_numpy
 
 OF_2018 = __name__ in ("gluonbook", "d2lzh")
@@ -27,7 +27,7 @@ FASHION_MNIST = os.path.join("~", ".mxnet", "datasets", "fashion-mnist")
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise AttributeError(f"{__name__}.{name}: gluon_mgpu does not provide it; `pip install d2l` may have it")
+    raise AttributeError(f"{__name__}.{name}: gluon_mgpu does not provide it; the package d2l may: `pip install d2l`")
 
 
 def _arrays():
@@ -56,7 +56,7 @@ def try_all_gpus():
 
 
 def split_batch(X, y, devices):
-    """devices: a list, one, or None: leave the batch where it is."""
+    """devices: a list of devices, one device, or None to leave the batch where it is."""
     if devices is None:
         return [X], [y]
     contexts = devices if isinstance(devices, (list, tuple)) else [devices]
@@ -70,7 +70,7 @@ def split_batch_multi_inputs(X, y, devices):
 
 
 def load_data_fashion_mnist(batch_size, resize=None, root=FASHION_MNIST):
-    """Loaders for training and test. Batches: images (n, 1, 28, 28) in [0, 1] and int32 labels (n,)."""
+    """Loaders for the training and test sets. Batches: images (n, 1, 28, 28) in [0, 1] and int32 labels (n,)."""
     transform = transforms.Compose([*([transforms.Resize(resize)] if resize else []), transforms.ToTensor()])
 
     def batchify(samples):
@@ -144,7 +144,7 @@ class Residual(nn.HybridBlock):
 
 
 def resnet18(num_classes):
-    """ResNet-18 for small images, its layers nested as in the book's parameter files."""
+    """ResNet-18 for small images, with its layers nested as in the book's parameter files."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(64, kernel_size=3, padding=1), nn.BatchNorm(), nn.Activation("relu"))
     for channels in (64, 128, 256, 512):
@@ -156,7 +156,7 @@ def resnet18(num_classes):
 
 
 def accuracy(y_hat, y):
-    """Number of correct predictions; in gluonbook, their share. y_hat: scores (n, classes, ...) or classes (n, ...)."""
+    """Number of correct predictions; in 2018, their fraction. y_hat: scores (n, classes, ...) or classes (n, ...)."""
     return _correct(y_hat, y) / (y.size if OF_2018 else 1)
 
 
@@ -178,7 +178,7 @@ def _batches(data):
 
 
 def evaluate_accuracy(data_iter, net, ctx=None, split_f=split_batch):
-    """d2l has (net, data_iter). ctx: where to compute; by default the devices of net, if it is a Block."""
+    """In d2l, net comes first. ctx: the devices to compute on; default: the devices of net, if it is a Block."""
     if callable(data_iter):
         data_iter, net = net, data_iter
     if ctx is None and isinstance(net, gluon.Block):
@@ -199,7 +199,7 @@ def evaluate_accuracy_gpus(net, data_iter, split_f=split_batch):
 
 
 def evaluate_loss(net, data_iter, loss):
-    metric = Accumulator(2)  # losses, their number
+    metric = Accumulator(2)  # sum and number of losses
     for X, y in _batches(data_iter):
         losses = loss(net(X), y)
         metric.add(_total(losses), losses.size)
@@ -207,7 +207,7 @@ def evaluate_loss(net, data_iter, loss):
 
 
 def train_batch_ch13(net, features, labels, loss, trainer, devices, split_f=split_batch):
-    """Returns the sum of the losses and the number of correct predictions. trainer: as updater of train_epoch_ch3."""
+    """Returns the sum of the losses and the number of correct predictions. trainer: see updater of train_epoch_ch3."""
     Xs, ys = split_f(features, labels, devices)
     with autograd.record():
         y_hats = [net(X) for X in Xs]
@@ -232,7 +232,7 @@ def train_epoch_ch3(net, train_iter, loss, updater):
 
 
 def _train(net, train_iter, test_iter, loss, trainer, num_epochs, devices, split_f=split_batch):
-    """Prints a line per epoch; with d2l, a notebook shows a plot instead."""
+    """Prints one line per epoch; with d2l in a notebook, draws a plot instead."""
     animator, timer = None, Timer()
     if IN_NOTEBOOK and not OF_2018:
         animator = Animator("epoch", legend=["train loss", "train acc", "test acc"], xlim=[1, num_epochs])
@@ -251,13 +251,13 @@ def _train(net, train_iter, test_iter, loss, trainer, num_epochs, devices, split
 
 
 def train_ch3(net, train_iter, test_iter, loss, num_epochs, batch_size, params=None, lr=None, trainer=None):
-    """d2l has a Trainer or a function in the place of batch_size."""
+    """In d2l, the sixth argument is not batch_size, but a Trainer or a function."""
     updater = trainer or (partial(sgd, params, lr) if params else batch_size)
     _train(net, train_iter, test_iter, loss, updater, num_epochs, devices=None)
 
 
 def train_ch5(net, train_iter, test_iter, batch_size, trainer, ctx=None, num_epochs=None):
-    """d2l 0.7 has the arguments of train_ch6."""
+    """In d2l 0.7, the arguments are the same as for train_ch6."""
     if isinstance(trainer, gluon.Trainer):
         train(train_iter, test_iter, net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, ctx, num_epochs)
     else:

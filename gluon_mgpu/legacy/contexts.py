@@ -1,6 +1,6 @@
 """Runs a program's GPU contexts on CPU contexts if there are no GPUs, and keeps several CPU contexts from hanging.
 
-mx.gpu(i) then is CPU context i: arrays print @cpu(i), because that is where they are.
+mx.gpu(i) is then CPU context i: arrays print @cpu(i), because that is where they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     Context = mx.context.Context
     original = Context.__init__
     there_are_gpus = mx.context.num_gpus() > 0
-    used = {0}  # CPU contexts; 0 is the default context
+    used = {0}  # CPU contexts in use; 0 is the default context
 
     def create(context: Any, device_type: Any, device_id: int = 0) -> None:
         if device_type == "gpu" and not there_are_gpus:
@@ -55,9 +55,9 @@ def _say_once() -> None:
 
 
 def use_one_thread(mx: ModuleType, index: int) -> None:
-    """Have the engine's thread of a CPU context use one OpenMP thread. Two contexts with more could hang.
+    """Make the engine's thread for a CPU context use one OpenMP thread. With more, two contexts could hang.
 
-    That thread is the only one that can change its number of threads, so the change is queued like an operator.
+    A thread can only change its own number of OpenMP threads, so the change is queued like an operator.
     """
 
     class MXNetContext(ctypes.Structure):

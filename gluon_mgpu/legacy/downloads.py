@@ -1,4 +1,4 @@
-"""Gives MXNet's own downloads the verified files of `datasets`, because the addresses in MXNet 1.9.1 may be dead.
+"""Replaces MXNet's own downloads with the verified files of `datasets`, because MXNet 1.9.1's URLs may be dead.
 
 Any other download is tried once. If it fails, the error names the file and where the program expects it.
 """
@@ -19,11 +19,11 @@ from typing import Any
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training import checkpoint, datasets
 
-SECONDS = 20  # without receiving data
+SECONDS = 20  # time limit without receiving data
 
 
 def replace(mx: ModuleType, data_dir: str | None) -> None:
-    """Change the downloads of the imported mxnet. data_dir: see `datasets.load`."""
+    """Replace the download functions of the imported mxnet. data_dir: see `datasets.load`."""
     import mxnet.test_utils  # `import mxnet` does not import it
 
     gluon_download, old_download = mx.gluon.utils.download, mxnet.test_utils.download
@@ -61,7 +61,7 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
 
 
 def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:
-    """Write a known file to target, or call download(). Returns the path. Raises OSError, in one line, if it fails."""
+    """Write a known file to target, or call download(). Returns the path. Raises a one-line OSError if it fails."""
     known = known_file(url)
     if known and target.exists() and gzip.decompress(target.read_bytes()) == datasets.content(*known, data_dir):
         return str(target)

@@ -1,4 +1,4 @@
-"""What the book's programs time, sum and draw with. A notebook shows the plots; a program can save them with plt."""
+"""Timers, sums and plots for the book's programs. A notebook shows the plots; a program can save them with plt."""
 # mypy: allow-untyped-defs
 
 import itertools
@@ -15,12 +15,12 @@ LABELS = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", 
 
 
 def to_numpy(array):
-    """An MXNet array as NumPy array; any other value unchanged."""
+    """Convert an MXNet array to NumPy; return any other value unchanged."""
     return array.asnumpy() if hasattr(array, "asnumpy") else array
 
 
 class Timer:
-    """Starts at once. times: the seconds from each start to its stop."""
+    """Starts immediately. times: the seconds between each start and stop."""
 
     def __init__(self):
         self.times = []
@@ -82,7 +82,7 @@ def plot(
     X, Y=None, xlabel=None, ylabel=None, legend=None, xlim=None, ylim=None, xscale="linear", yscale="linear",
     fmts=STYLES, figsize=(3.5, 2.5), axes=None
 ):  # fmt: skip
-    """X, Y: one curve or a list of curves. Without Y, the curves of X are drawn over 0, 1, 2, ..."""
+    """X, Y: one curve or a list of curves. Without Y, X has the y values, and the x values are 0, 1, 2, ..."""
     set_figsize(figsize)
     axes = axes or plt.gca()
     axes.cla()
@@ -103,7 +103,7 @@ def semilogy(x_vals, y_vals, x_label, y_label, x2_vals=None, y2_vals=None, legen
 
 
 class Animator:
-    """A plot that grows by one point per line; a notebook shows it after each."""
+    """A plot that grows point by point; a notebook shows it again after each call of add."""
 
     def __init__(
         self, xlabel=None, ylabel=None, legend=None, xlim=None, ylim=None, xscale="linear", yscale="linear",
@@ -116,7 +116,7 @@ class Animator:
         self.X, self.Y, self.fmts = [], [], fmts
 
     def add(self, x, y):
-        """x, y: one value per line, or one value. Lines without a new point have None."""
+        """x, y: a list with one value per line (None: no new point), or a single value."""
         ys = y if isinstance(y, (list, tuple)) else [y]
         xs = x if isinstance(x, (list, tuple)) else [x] * len(ys)
         if not self.X:
@@ -137,7 +137,7 @@ class Animator:
 
 
 def show_images(imgs, num_rows, num_cols, titles=None, scale=1.5):
-    """Returns the axes. d2lzh has scale in the place of titles."""
+    """Returns the axes. In d2lzh, the fourth argument is scale instead of titles."""
     if isinstance(titles, (int, float)):
         titles, scale = None, titles
     size = (num_cols * scale, num_rows * scale)

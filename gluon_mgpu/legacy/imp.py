@@ -1,4 +1,4 @@
-"""The functions of Python's module imp, removed in 3.12, that programs used to load a source file."""
+"""The functions with which programs loaded source files, from Python's module imp (removed in 3.12)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ new_module = ModuleType
 
 
 def load_source(name: str, pathname: str) -> ModuleType:
-    """Import a file as a module of this name."""
+    """Import a file as a module with this name."""
     spec = importlib.util.spec_from_file_location(name, pathname)
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Names and modules that Python and NumPy have removed and that programs of the years 2016 to 2022 use.
+"""Restores names and modules that Python and NumPy have removed and that programs from 2016 to 2022 use.
 
 A name that still exists is never replaced. All changes are made in this process only.
 """
@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 OWN = Path(__file__).parent
-# Modules that we provide if no other is installed: {name: our file}.
+# Modules that this package provides if they are not installed: {name: file}.
 MODULES = {
     **dict.fromkeys(("gluonbook", "d2lzh", "d2l", "d2l.mxnet"), OWN / "book.py"),
     "imp": OWN / "imp.py",
@@ -36,18 +36,18 @@ MODULES = {
 
 
 class Modules:
-    """Finds MODULES. It is the last on sys.meta_path, so that an installed module comes first."""
+    """Finds MODULES. It is last on sys.meta_path, so that installed modules take precedence."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in MODULES:
             return None
-        within: list[str] | None = [] if name == "d2l" else None  # a package: its module mxnet has the same names
+        within: list[str] | None = [] if name == "d2l" else None  # d2l is a package that contains d2l.mxnet
         return importlib.util.spec_from_file_location(name, MODULES[name], submodule_search_locations=within)
 
 
 def add_to_python() -> None:
-    """Put back what Python 3.8 to 3.13 removed from modules that still exist."""
+    """Restore names that Python 3.8 to 3.13 removed from modules that still exist."""
     for name in collections.abc.__all__:
         _add(collections, name, getattr(collections.abc, name))
     _add(inspect, "getargspec", _getargspec)
@@ -79,7 +79,7 @@ def _getargspec(function: Any) -> ArgSpec:
 
 
 def add_to_numpy(np: ModuleType) -> None:
-    """Put back what NumPy 1.20 to 2.4 removed."""
+    """Restore names that NumPy 1.20 to 2.4 removed."""
     from gluon_mgpu.runtime import numpy_names
 
     aliases = {"bool": bool, "int": int, "float": float, "complex": complex, "object": object, "str": str}

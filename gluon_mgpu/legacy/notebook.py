@@ -1,4 +1,4 @@
-"""Runs Jupyter notebooks, and installs a Jupyter kernel, prepared by `prepare`. Needs gluon_mgpu[jupyter]."""
+"""Runs Jupyter notebooks, and installs a kernel for them, prepared as `prepare` does. Needs gluon_mgpu[jupyter]."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TITLE = "MXNet (gluon_mgpu)"
 
 
 def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell: int | None = None) -> bool:
-    """Execute all cells, in the notebook's folder, and write the notebook with its outputs. Returns whether all cells
-    succeeded; a cell that fails is the last one.
+    """Execute all cells in the notebook's folder, and write the notebook with its outputs. Stops at the first cell that
+    fails; returns whether all cells succeeded.
 
     path: the notebook. out: where to write it; None: in place. Raises UsageError if path is not a notebook, Error if
     Jupyter's packages are missing or the kernel ends.
@@ -33,13 +33,13 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
     try:
         notebook: Any = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
-    except Exception as error:  # nbformat raises many types for damaged files
+    except Exception as error:  # nbformat raises many exception types for damaged files
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-        raise UsageError(f"{path}: not a notebook that can be read ({reason})") from None
+        raise UsageError(f"{path}: cannot be read as a notebook ({reason})") from None
     client = nbclient.NotebookClient(
         notebook,
         timeout=seconds_per_cell,
-        kernel_name="python3",  # this Python's; the notebook may name a kernel of its author's machine
+        kernel_name="python3",  # this Python; the notebook may name a kernel that is not installed here
         resources={"metadata": {"path": str(Path(path).absolute().parent)}},
     )
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -59,7 +59,7 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
 
 
 def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
-    """Install a Jupyter kernel that prepares this Python. Returns its folder.
+    """Install a Jupyter kernel that runs this Python, prepared by `prepare`. Returns its folder.
 
     prefix: an environment's folder, such as sys.prefix; None: the user's folder.
     """

@@ -1,7 +1,7 @@
 """Prepares a Python process for an old MXNet program, and passes the settings on to the processes that it starts.
 
-`environment` is for the process that starts the program; `prepare` is called in the program's process before its first
-line (`startup`).
+The process that starts the program calls `environment`. The program's own process calls `prepare` before the first line
+of the program (see `startup`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_GPUS = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """gpus: how many GPUs the program sees; None: as many as it uses. map_gpus: run mx.gpu(i) on CPU context i if there
+    """gpus: how many GPUs the program sees; None: any number. map_gpus: run mx.gpu(i) on CPU context i if there
     are no GPUs. numpy_names: give the program the names that NumPy has removed. data_dir: see `datasets.load`."""
 
     gpus: int | None = None
@@ -40,21 +40,21 @@ class Settings:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The environment variables with which Python starts a prepared program."""
+    """The environment variables with which to start a prepared program."""
     users = engine.users_environment()
     paths = [str(STARTUP), *filter(None, [users.get("PYTHONPATH")])]
     return {**users, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(asdict(settings))}
 
 
 def prepare() -> None:
-    """Prepare this process as VARIABLE says; nothing happens without it. The rest is done as modules are imported."""
+    """Prepare this process as VARIABLE says, if it is set. mxnet and numpy are changed when they are imported."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return
     try:
         settings = Settings(**json.loads(text))
     except (ValueError, TypeError, UsageError) as error:
-        raise SystemExit(f"error: {VARIABLE}={text}: not what `gluon-mgpu run` sets ({error}); unset it") from None
+        raise SystemExit(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it") from None
     names.add_to_python()
     after: dict[str, Callable[[ModuleType], object]] = {"mxnet": lambda mx: _prepare_mxnet(mx, settings)}
     if settings.numpy_names:
@@ -72,7 +72,7 @@ def _prepare_mxnet(mx: ModuleType, settings: Settings) -> None:
 
 
 class AfterImport:
-    """Calls a function with a module right after its first import. actions: {module's name: function}."""
+    """Calls functions right after modules are imported. actions: {module's name: function of the module}."""
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], object]]) -> None:
         self.actions = actions

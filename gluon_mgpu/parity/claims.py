@@ -49,7 +49,7 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
 
 
 def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
-    """Check uneven shards, for devices of unequal speed: their sizes, and that the update is that of one device."""
+    """Check uneven shards for devices of unequal speed: their sizes, and that the update is the same as on 1 device."""
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
     for impl in ("scratch", "highlevel"):
         one = implementation(impl).Replicas(ctx[:1])
@@ -62,7 +62,7 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         after = one.parameters()
         limit = drift.rounding(before, after, EXAMPLES * drift.POSITIONS)
         error = drift.distance(shared.parameters(), after) / drift.distance(before, after)
-        claim = f"{impl}: of {EXAMPLES} examples the faster device gets {SHARES[0]}; the update is that of one device"
+        claim = f"{impl}: of {EXAMPLES} examples the faster device gets {SHARES[0]}; the update equals one device's"
         holds = sizes == list(SHARES) and error <= limit
         yield Finding(CHECK, claim, holds, f"shards of {sizes}; updates differ by {error:.1e}, limit {limit:.1e}")
     yield Finding(CHECK, "uneven shards save time on unequal devices", None, "the devices here are taken as equal")

@@ -158,5 +158,5 @@ def _batches(data: Dataset, steps: int, title: str) -> Iterator[tuple[NDArray, N
 
 
 def _transposed(array: np.ndarray) -> np.ndarray:
-    """Transpose dense weights: the notebook's are (inputs, outputs), ours are (outputs, inputs)."""
+    """Transpose dense weights: (inputs, outputs) in the notebook, (outputs, inputs) in this project."""
     return array.T if array.ndim == 2 else array

@@ -86,7 +86,7 @@ def _open_libraries() -> None:
                 missing[library] = f"'{wheel}'"
     if missing:
         needed = " ".join(dict.fromkeys(missing.values()))
-        raise Error(f"mxnet-cu112 needs {', '.join(missing)}, which are missing: run `{REINSTALL} {needed}`")
+        raise Error(f"mxnet-cu112 cannot find {', '.join(missing)}: run `{REINSTALL} {needed}`")
 
 
 def _libraries_of(wheel: str) -> dict[str, str]:

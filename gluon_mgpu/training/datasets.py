@@ -125,7 +125,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
             return next((place for place in places if not _missing(place, name)), None)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise UsageError(f"{given}: there is no such folder")
+        raise UsageError(f"{given}: folder does not exist")
     for place in (folder / name, folder):
         if not _missing(place, name):
             return place

@@ -127,7 +127,7 @@ def read_image(path: str | Path) -> np.ndarray:
         raise Error(f"{path}: not an image; supported formats: {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Error(f"{path}: more than {Image.MAX_IMAGE_PIXELS} pixels; 28x28 is enough") from None
-    except Exception as error:  # decoders raise many types for damaged files
+    except Exception as error:  # decoders raise many exception types for damaged files
         raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if image.size != (28, 28):
         log.say(f"{path}: resized from {image.width}x{image.height} to 28x28")

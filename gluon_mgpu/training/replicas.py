@@ -122,7 +122,7 @@ class Replicas(ABC):
         if self.workers.count > 1:
             self._sum_over_workers()
         if s.max_grad_norm:
-            for grads in self.grads():  # the gradients are sums, and the norm is of the mean
+            for grads in self.grads():  # gradients are sums, and the setting limits their mean's norm
                 clip_grad_norm(list(grads.values()), s.max_grad_norm * batch_size)
         self.update(lr, batch_size)
         return losses
@@ -167,8 +167,8 @@ class Replicas(ABC):
         flat = []
         for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
             weight = sum(x.shape[0] for x in losses if x.context == c) / n
-            # A hybridized network's backward pass writes the statistics without telling the engine. Reading one number
-            # of its last gradient, too, orders this after it.
+            # A hybridized network's backward pass writes the statistics without telling the engine. So one number of
+            # the gradient that it computes last is read too, and the engine waits for the backward pass.
             last = next(iter(grads.values())).reshape(-1)[:1]
             flat.append(nd.concat(*[arrays[name] for name in self.running_stats], last, dim=0) * weight)
         self._set_running_stats(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in flat]))

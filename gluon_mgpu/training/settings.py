@@ -19,7 +19,7 @@ BUILT_IN = ("lenet", "lenet-max", "resnet18")
 MODELS = [*BUILT_IN]  # networks.register adds to them
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
-# Types of the settings that can be None. Every other setting has its default's type.
+# Types of the settings that can be None. Every other setting has the type of its default.
 OPTIONAL: dict[str, Any] = {"limit": int, "seed": int, "max_grad_norm": float, "shares": (tuple, str)}
 RENAMED = {  # names in version 0.1.0, still found in its config.json files and in callers
     "accumulate": "grad_accum_steps",
@@ -47,7 +47,7 @@ class Settings:
     schedule: str = "constant"
     milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
     gamma: float = 0.1
-    warmup_epochs: float = 0.0  # lr grows linearly from 0 during the first so many epochs
+    warmup_epochs: float = 0.0  # number of epochs at the start in which lr grows linearly from 0
     scale_lr: bool = False  # lr is meant for a batch of 256; train with lr * batch_size / 256
     shares: tuple[float, ...] | str | None = None  # one per device, such as (80, 20), "auto", or None: equal
 

@@ -81,8 +81,8 @@ def padded_channels(channels: int) -> int:
 
 
 class PaddedConv2D(HybridBlock):
-    """A convolution with `layer`'s parameters, for `inputs` channels of which those beyond the layer's are zeros. Its
-    output channels are padded with zeros."""
+    """A convolution with the parameters of `layer`, whose weights are padded with zeros: for inputs padded to `inputs`
+    channels, and to produce a padded number of output channels."""
 
     def __init__(self, layer: nn.Conv2D, inputs: int) -> None:
         super().__init__(prefix=layer.prefix, params=layer.params)
@@ -141,7 +141,7 @@ class _Pieces(HybridBlock):
     def __init__(self, net: InPieces, count: int) -> None:
         super().__init__()
         self.net, self.count = net, count
-        self._active, self._flags = True, list(net._flags)  # hybridize() would reset net, its child
+        self._active, self._flags = True, list(net._flags)  # hybridize() would also reset net, a child block
 
     def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
         ends = [*range(PIECE, self.count * PIECE, PIECE), None]  # the last piece may be smaller
@@ -156,10 +156,10 @@ def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
 
 
 class SharedMemoryStore(kvstore.KVStoreBase):
-    """Sums gradients on CPU contexts, where each context can read the others' arrays.
+    """Sums gradients on CPU contexts, where each context can read the arrays of all contexts.
 
-    On k contexts this reads and writes 3k - 1 times an array's bytes; MXNet's KVStore needs 5k + 1. The contexts take
-    turns: each one sums other arrays.
+    On k contexts this reads and writes 3k - 1 times an array's bytes; MXNet's KVStore needs 5k + 1. The contexts
+    share the work: each one sums a part of the arrays.
     """
 
     type, rank, num_workers = "shared_memory", 0, 1

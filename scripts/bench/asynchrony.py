@@ -49,7 +49,7 @@ def run(
     the notebook's values on GPUs, smaller ones on CPU contexts. CPU contexts get one OpenMP thread each.
     """
     arguments = {"what": what, "gpus": gpus, "device": device, "size": size, "products": products}
-    # nd.dot takes one temporary space per product; with too few, products wait for those of another device
+    # nd.dot takes one temporary space per product; with too few, products wait for products of another device
     spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * (products or ON_CPU[1]))
     env = harness.environment({**harness.ONE_THREAD, "MXNET_CPU_TEMP_COPY": str(spaces)})
     job = Job("asynchrony", arguments, env, advice="use a smaller --size or fewer --products")

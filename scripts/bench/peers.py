@@ -66,7 +66,7 @@ def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files there
-    if threads > 1:  # as ours on one context; otherwise, a little other work on the cores makes it much slower
+    if threads > 1:  # as `engine` does for one context; without it, other work on the cores slows PyTorch a lot
         settings["GOMP_SPINCOUNT"] = engine.SPINS
     return harness.environment(settings, without=(*harness.SETTINGS, *TORCH_SETTINGS))
 

@@ -13,7 +13,7 @@ if spec and spec.loader:
 
 try:
     from gluon_mgpu.legacy import prepare
-except ModuleNotFoundError:  # another Python, which the program started
+except ModuleNotFoundError:  # the program started a Python that does not have gluon_mgpu
     pass
 else:
     prepare.prepare()
