@@ -39,6 +39,7 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
     client = nbclient.NotebookClient(
         notebook,
         timeout=seconds_per_cell,
+        extra_arguments=["--log-level=ERROR"],  # recent versions of ipykernel warn about every kernel
         kernel_name="python3",  # this Python; the notebook may name a kernel that is not installed here
         resources={"metadata": {"path": str(Path(path).absolute().parent)}},
     )
