@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -37,6 +38,8 @@ def preparation(command: Any) -> Any:
 
 
 def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
+    if options["data_dir"]:  # the program may be in another folder, or change it
+        options["data_dir"] = os.path.abspath(options["data_dir"])
     return prepare.Settings(numpy_names=not strict_numpy, **options)
 
 
@@ -69,7 +72,8 @@ def run(
         context.exit(0 if notebook.run(program, out, settings) else 1)
     if out:
         raise UsageError(f"--out {out}: only for notebooks; omit it")
-    if not is_module and not os.path.exists(program):
+    if not is_module and program != "-" and not os.path.exists(program):
         raise UsageError(f"{program} does not exist")
-    command = [sys.executable, *(["-m"] if is_module else []), program, *arguments]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error, as multiprocessing
+    command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
     os.execve(sys.executable, command, prepare.environment(settings))

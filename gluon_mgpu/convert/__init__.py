@@ -9,6 +9,7 @@ Each target is a module that writes files and computes scores with them. `save` 
 from __future__ import annotations
 
 import importlib.util
+import keyword
 import os
 import tempfile
 from pathlib import Path
@@ -33,7 +34,7 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
     path, packages = Path(prefix), TARGETS[to].PACKAGES
     if os.path.basename(prefix) in ("", ".", ".."):
         raise UsageError(f"{prefix or repr(prefix)}: must end with a name, such as {path / 'lenet'}")
-    if to == "pytorch" and not path.name.isidentifier():
+    if to == "pytorch" and (not path.name.isidentifier() or keyword.iskeyword(path.name)):
         raise UsageError(f"{prefix}: cannot be the name of a Python module; use letters, digits and _")
     if not path.parent.is_dir():
         raise UsageError(f"{prefix}: folder {path.parent} does not exist")

@@ -11,17 +11,26 @@ reload = importlib.reload
 new_module = ModuleType
 
 
-def load_source(name: str, pathname: str) -> ModuleType:
+def load_source(name: str, pathname: str, file: object = None) -> ModuleType:
     """Import a file as a module with this name."""
     spec = importlib.util.spec_from_file_location(name, pathname)
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
+def load_module(name: str, file: object, pathname: str, description: object) -> ModuleType:
+    """Import what `find_module` found."""
+    return load_source(name, pathname)
+
+
 def find_module(name: str, path: list[str] | None = None) -> tuple[None, str, tuple[str, str, int]]:
-    """Find a module. Raises ImportError if there is none. Only the path of the result is useful."""
+    """Find a module. Returns what `load_module` takes. Raises ImportError if there is none."""
     spec = importlib.machinery.PathFinder.find_spec(name, path)
     if spec is None:
         raise ImportError(f"No module named {name!r}", name=name)

@@ -8,20 +8,12 @@ from __future__ import annotations
 import collections
 import collections.abc
 import errno
-import fractions
 import importlib.util
-import inspect
 import math
-import os
-import platform
 import shlex
 import sys
-import threading
-import time
-import types
-import unittest
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -46,36 +38,65 @@ class Modules:
         return importlib.util.spec_from_file_location(name, MODULES[name], submodule_search_locations=within)
 
 
-def add_to_python() -> None:
-    """Restore names that Python 3.8 to 3.13 removed from modules that still exist."""
+def add_to_python() -> dict[str, Callable[[ModuleType], object]]:
+    """Restore what Python 3.8 to 3.13 removed from modules that still exist.
+
+    Returns {module: function to call after its import} for modules that are not imported yet.
+    """
+    if importlib.util.find_spec("pipes") is None:
+        sys.modules["pipes"] = ModuleType("pipes")
+        sys.modules["pipes"].quote = shlex.quote  # type: ignore[attr-defined]
+    for name, restore in RESTORE.items():
+        if name in sys.modules:
+            restore(sys.modules[name])
+    return {name: restore for name, restore in RESTORE.items() if name not in sys.modules}
+
+
+def _collections(module: ModuleType) -> None:
     for name in collections.abc.__all__:
-        _add(collections, name, getattr(collections.abc, name))
-    _add(inspect, "getargspec", _getargspec)
-    _add(time, "clock", time.perf_counter)
-    _add(platform, "linux_distribution", lambda *_, **__: ("", "", ""))
-    _add(threading.Thread, "isAlive", threading.Thread.is_alive)
+        _add(module, name, getattr(collections.abc, name))
+
+
+def _inspect(module: ModuleType) -> None:
+    def getargspec(function: Any) -> ArgSpec:
+        spec = module.getfullargspec(function)
+        return ArgSpec(spec.args, spec.varargs, spec.varkw, spec.defaults)
+
+    _add(module, "getargspec", getargspec)
+
+
+def _base64(module: ModuleType) -> None:
+    _add(module, "encodestring", module.encodebytes)
+    _add(module, "decodestring", module.decodebytes)
+
+
+def _unittest(module: ModuleType) -> None:
+    test = module.TestCase
     for old, new in (
         ("assertEquals", "assertEqual"),
         ("assertNotEquals", "assertNotEqual"),
         ("assertAlmostEquals", "assertAlmostEqual"),
+        ("assertNotAlmostEquals", "assertNotAlmostEqual"),
         ("assertRegexpMatches", "assertRegex"),
         ("assertRaisesRegexp", "assertRaisesRegex"),
         ("assert_", "assertTrue"),
     ):
-        _add(unittest.TestCase, old, getattr(unittest.TestCase, new))
-    _add(fractions, "gcd", math.gcd)
-    _add(os, "errno", errno)
-    if importlib.util.find_spec("pipes") is None:
-        sys.modules["pipes"] = types.ModuleType("pipes")
-        sys.modules["pipes"].quote = shlex.quote  # type: ignore[attr-defined]
+        _add(test, old, getattr(test, new))
 
 
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
-
-
-def _getargspec(function: Any) -> ArgSpec:
-    spec = inspect.getfullargspec(function)
-    return ArgSpec(spec.args, spec.varargs, spec.varkw, spec.defaults)
+RESTORE: dict[str, Callable[[ModuleType], object]] = {
+    "base64": _base64,
+    "collections": _collections,
+    "configparser": lambda module: _add(module, "SafeConfigParser", module.ConfigParser),
+    "fractions": lambda module: _add(module, "gcd", math.gcd),
+    "inspect": _inspect,
+    "os": lambda module: _add(module, "errno", errno),
+    "platform": lambda module: _add(module, "linux_distribution", lambda *_, **__: ("", "", "")),
+    "threading": lambda module: _add(module.Thread, "isAlive", module.Thread.is_alive),
+    "time": lambda module: _add(module, "clock", module.perf_counter),
+    "unittest": _unittest,
+}
 
 
 def add_to_numpy(np: ModuleType) -> None:
@@ -86,13 +107,21 @@ def add_to_numpy(np: ModuleType) -> None:
     aliases |= {"float_": np.float64, "complex_": np.complex128, "unicode_": np.str_, "string_": np.bytes_}
     functions = {
         "cumproduct": np.cumprod,
+        "mat": np.asmatrix,
+        "find_common_type": lambda arrays, scalars: np.result_type(*arrays, *scalars),
         "row_stack": np.vstack,
         "rank": np.ndim,
         "asscalar": lambda a: a.item(),
         "asfarray": lambda a, dtype=np.float64: np.asarray(a, dtype),
     }
+    moved = ("VisibleDeprecationWarning", "ComplexWarning", "RankWarning", "AxisError", "TooHardError")
+    now = getattr(np, "exceptions", None)
+    exceptions = {name: getattr(now, name) for name in moved if hasattr(now, name)}
+    types = {"bool8": np.bool_, "int0": np.intp, "uint0": np.uintp, "object0": np.object_, "str0": np.str_}
+    types |= {"bytes0": np.bytes_, "void0": np.void, "cfloat": np.complex128, "singlecomplex": np.complex64}
+    types |= {"longfloat": np.longdouble, "longcomplex": np.clongdouble, "clongfloat": np.clongdouble}
     numbers = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str}
-    for name, value in {**numpy_names.REMOVED, **aliases, **functions, **numbers}.items():
+    for name, value in {**numpy_names.REMOVED, **aliases, **types, **exceptions, **functions, **numbers}.items():
         _add(np, name, value)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +19,7 @@ from gluon_mgpu.training import checkpoint
 
 KERNEL = "gluon_mgpu"
 TITLE = "MXNet (gluon_mgpu)"
+ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell: int | None = None) -> bool:
@@ -28,8 +32,12 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
     _require("nbclient", "ipykernel")
     import nbclient
     import nbformat
+    from jupyter_client.kernelspec import KernelSpec
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+    target = Path(out or path).absolute()
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise UsageError(f"out={target}: cannot write to the folder {target.parent}; use another one")
     try:
         notebook: Any = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
@@ -40,23 +48,34 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
         notebook,
         timeout=seconds_per_cell,
         extra_arguments=["--log-level=ERROR"],  # recent versions of ipykernel warn about every kernel
-        kernel_name="python3",  # this Python; the notebook may name a kernel that is not installed here
         resources={"metadata": {"path": str(Path(path).absolute().parent)}},
     )
+    # This Python; the notebook may name a kernel that is not installed here.
+    client.create_kernel_manager()._kernel_spec = KernelSpec(argv=ARGV)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     with log.progress(total=len(cells), unit=" cells", desc=Path(path).name) as bar:
         client.on_cell_executed = lambda **_: bar.update()
+        client.on_notebook_start = lambda **_: _pass_on_interrupts(client)
         try:
             client.execute(env=prepare.environment(settings))
         except CellExecutionError as error:
+            if error.ename == "KeyboardInterrupt":
+                raise KeyboardInterrupt from None
             log.say(f"{path}: a cell failed: {error.ename}: {error.evalue}")
             return False
-        except (CellTimeoutError, DeadKernelError) as error:
+        except (CellTimeoutError, DeadKernelError, RuntimeError) as error:
             raise Error(f"{path}: {str(error).splitlines()[0]}") from None
         finally:
             text = nbformat.writes(notebook)
-            checkpoint.write_whole(out or path, lambda file: file.write(text.encode()))
+            checkpoint.write_whole(target, lambda file: file.write(text.encode()))
     return True
+
+
+def _pass_on_interrupts(client: Any) -> None:
+    """Have Ctrl-C interrupt the cell. nbclient would end the kernel, whose outputs would be lost."""
+    loop = asyncio.get_running_loop()
+    for which in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(which, lambda: asyncio.ensure_future(client.km.interrupt_kernel()))
 
 
 def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
@@ -67,12 +86,12 @@ def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str
     _require("jupyter_client", "ipykernel")
     from jupyter_client.kernelspec import KernelSpecManager
 
-    environment = prepare.environment(settings)
+    settings_of_kernel = prepare.environment(settings)[prepare.VARIABLE]
     spec = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": ARGV,
         "display_name": TITLE,
         "language": "python",
-        "env": {name: environment[name] for name in ("PYTHONPATH", prepare.VARIABLE)},
+        "env": {"PYTHONPATH": str(prepare.STARTUP), prepare.VARIABLE: settings_of_kernel},
         "metadata": {"debugger": True},
     }
     with tempfile.TemporaryDirectory() as folder:

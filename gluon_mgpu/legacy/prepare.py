@@ -54,9 +54,10 @@ def prepare() -> None:
     try:
         settings = Settings(**json.loads(text))
     except (ValueError, TypeError, UsageError) as error:
-        raise SystemExit(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it") from None
-    names.add_to_python()
-    after: dict[str, Callable[[ModuleType], object]] = {"mxnet": lambda mx: _prepare_mxnet(mx, settings)}
+        print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
+        os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
+    after = names.add_to_python()
+    after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     if settings.numpy_names:
         after["numpy"] = names.add_to_numpy
     sys.meta_path.insert(0, AfterImport(after))
@@ -86,6 +87,8 @@ class AfterImport:
         spec = next(filter(None, found), None)
         if spec is None or spec.loader is None:
             return None
+        if name in names.RESTORE and not (spec.origin or "").startswith(os.path.dirname(os.__file__)):
+            return spec  # the program has a module with the name of one of Python's
         execute, action = spec.loader.exec_module, self.actions[name]
 
         def execute_then_act(module: ModuleType) -> None:

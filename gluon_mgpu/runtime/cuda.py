@@ -10,7 +10,6 @@ import ctypes
 import importlib.util
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 
 from gluon_mgpu.runtime.errors import Error
@@ -91,6 +90,8 @@ def _open_libraries() -> None:
 
 def _libraries_of(wheel: str) -> dict[str, str]:
     """{name: path} of the libraries in a wheel; empty if it is not installed."""
+    from importlib import metadata  # here, because it imports many modules
+
     try:
         files = metadata.distribution(wheel.partition("<")[0]).files or ()
     except metadata.PackageNotFoundError:

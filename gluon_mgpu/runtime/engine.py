@@ -35,6 +35,7 @@ NUMERIC = re.compile(
 AT_LEAST_1 = re.compile(
     "MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)"
 )
+MOST = 1024  # threads or temporary spaces
 NEGATIVE = ("MXNET_MKLDNN_CACHE_NUM",)  # -1: no limit
 TEXT = ("MXNET_GPU_MEM_POOL_TYPE",)
 ENGINES = ("ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine")
@@ -147,8 +148,9 @@ def check_environment() -> None:
             continue
         least = 1 if AT_LEAST_1.fullmatch(name) else 0
         number = value.removeprefix("-") if name in NEGATIVE else value
-        if not (number.isdecimal() and int(number) >= least) and (least or value not in ("true", "false")):
-            raise UsageError(f"{name}={value}: must be a number, at least {least}; unset it for MXNet's default")
+        most = MOST if least else 2**31 - 1
+        if not (number.isdecimal() and least <= int(number) <= most) and (least or value not in ("true", "false")):
+            raise UsageError(f"{name}={value}: must be from {least} to {most}; unset it for MXNet's default")
     value = os.environ.get("MXNET_ENGINE_TYPE", ENGINES[0])
     if value not in ENGINES:
         raise UsageError(
@@ -196,7 +198,7 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:
         asked = os.environ.get("OMP_NUM_THREADS", "")
-        if not asked.strip().isdecimal() or int(asked) == 0:
+        if not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST:
             cores = len(os.sched_getaffinity(0)) // processes
             _put("OMP_NUM_THREADS", str(max(1, cores)), "not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:

@@ -81,6 +81,21 @@ def test_mnist_functions_and_iterators_read_the_verified_files(program, before):
     assert run.stdout == "(20, 1, 28, 28) 5 5\n(5, 1, 28, 28) 5 5.0\n", run.stderr
 
 
+def test_a_damaged_copy_is_written_again(program, tmp_path):
+    code = "from mxnet.gluon.data.vision import MNIST; print(len(MNIST('copies', train=False)))"
+    assert program(code).stdout == "10\n"
+    file = tmp_path / "copies" / "t10k-images-idx3-ubyte.gz"
+    file.write_bytes(file.read_bytes()[:20])
+    assert program(code).stdout == "10\n"
+
+
+def test_a_model_of_the_zoo_is_read_from_the_place_that_the_error_names(program, tmp_path):
+    call = "from mxnet.gluon.model_zoo.model_store import get_model_file; get_model_file('alexnet', root='.')"
+    [place] = [word for word in program(call).stderr.split() if word.endswith(".zip")][-1:]
+    (tmp_path / place).write_text("not an archive")
+    assert "BadZipFile" in program(call).stderr
+
+
 def test_a_damaged_file_is_refused(program, data):
     file = data[0] / "mnist" / "t10k-labels-idx1-ubyte"
     content = file.read_bytes()

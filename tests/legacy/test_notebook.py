@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -53,6 +55,24 @@ def test_a_cell_that_fails_is_the_last_and_its_output_is_kept(tmp_path, environm
     run = command(environment, "run", path)
     assert run.returncode == 1 and "KeyError" in run.stderr.splitlines()[-1]
     assert outputs(path) == ["1\n", "KeyError", ""]
+
+
+def test_ctrl_c_ends_with_one_line(tmp_path, environment):
+    path = write(tmp_path / "old.ipynb", ["import time; open('started', 'w').close(); time.sleep(60)"])
+    command = [sys.executable, "-m", "gluon_mgpu", "run", str(path)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "Traceback" not in error, error
+
+
+def test_a_folder_that_does_not_exist_is_refused_before_anything_runs(tmp_path, environment):
+    path = write(tmp_path / "old.ipynb", ["open('started', 'w').close()"])
+    assert command(environment, "run", "--out", tmp_path / "no" / "new.ipynb", path).returncode == 2
+    assert not (tmp_path / "started").exists()
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"cells": 3}', "not JSON"])

@@ -142,6 +142,31 @@ def test_the_settings_reach_processes_that_the_program_starts(program):
     assert program(text).stdout == "b'cpu(3)\\n'\n['cpu(2)']\n"
 
 
+def test_a_module_of_the_program_hides_pythons(program, tmp_path):
+    (tmp_path / "fractions.py").write_text("x = 1")
+    assert program("import fractions; print(fractions.x, hasattr(fractions, 'gcd'))").stdout == "1 False\n"
+
+
+def test_a_new_context_does_not_raise_the_errors_of_other_operators(program):
+    text = """
+        import mxnet as mx
+        bad = mx.nd.random.normal(0, -1, shape=(3,))
+        mx.cpu(3)
+        try:
+            bad.asnumpy()
+        except mx.MXNetError:
+            print("raised here")
+    """
+    assert program(text).stdout == "raised here\n"
+
+
+def test_pythons_flags_reach_the_program(program):
+    command = [sys.executable, "-O", "-W", "error", "-m", "gluon_mgpu", "run", "-"]
+    text = "import sys; print(__debug__, sys.warnoptions)"
+    run = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "False ['error']\n"
+
+
 def test_another_sitecustomize_still_runs(program, tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import builtins; builtins.customized = 1")

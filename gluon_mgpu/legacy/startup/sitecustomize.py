@@ -8,12 +8,13 @@ from pathlib import Path
 # Run the machine's own sitecustomize, which this file hides.
 sys.path[:] = [folder for folder in sys.path if Path(folder).absolute() != Path(__file__).absolute().parent]
 spec = PathFinder.find_spec("sitecustomize", sys.path)
-if spec and spec.loader:
-    spec.loader.exec_module(module_from_spec(spec))
-
 try:
-    from gluon_mgpu.legacy import prepare
-except ModuleNotFoundError:  # the program started a Python that does not have gluon_mgpu
-    pass
-else:
-    prepare.prepare()
+    if spec and spec.loader:
+        spec.loader.exec_module(module_from_spec(spec))
+finally:
+    try:
+        from gluon_mgpu.legacy import prepare
+    except ModuleNotFoundError:  # a different Python, started by the program
+        pass
+    else:
+        prepare.prepare()
