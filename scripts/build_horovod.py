@@ -125,7 +125,7 @@ def build(path):
             checkpoint.write_whole(path, lambda file: file.write(built.read_bytes()))
             log.unlink(missing_ok=True)
         except OSError as error:
-            raise Error(f"{error}: TMPDIR and XDG_CACHE_HOME choose other folders") from error
+            raise Error(f"{error}: set TMPDIR or XDG_CACHE_HOME to use another folder") from error
 
 
 def compiled(folder, log):

@@ -209,7 +209,7 @@ SEED = click.IntRange(0, 2**31 - 1)
 FOLDER = click.Path(file_okay=False)
 FILE = click.Path()
 IMPLS = click.Choice(gluon_mgpu.IMPLS)
-impl = option("--impl", type=IMPLS, default="scratch", help="Use NDArray alone, or Gluon.")
+impl = option("--impl", type=IMPLS, default="scratch", help="scratch uses NDArray alone; highlevel uses Gluon.")
 limit = option(
     "--limit",
     type=COUNT,

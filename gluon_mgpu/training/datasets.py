@@ -130,7 +130,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
         if not _missing(place, name):
             return place
     files = ", ".join(SHA256[name])
-    raise UsageError(f"{given}: no {name} there; it must contain a folder {name}/ or these files, or .gz: {files}")
+    raise UsageError(f"{given}: no {name} there; it must contain {name}/ or these files, plain or .gz: {files}")
 
 
 def fetch(name: str) -> Path:
@@ -158,8 +158,8 @@ def fetch(name: str) -> Path:
         raise Error(f"{folder}: cannot write there ({error.strerror or error}); set XDG_CACHE_HOME") from error
     package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
     raise Error(
-        f"cannot download {name} ({'; '.join(failures)}); name a folder that has it with --data-dir or "
-        f"GLUON_MGPU_DATA{package}"
+        f"cannot download {name} ({'; '.join(failures)}); use --data-dir or GLUON_MGPU_DATA to name a folder that has "
+        f"it{package}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: writes config.json, metrics.jsonl, curves.png and checkpoint.npz, and resumes from them.
+"""The folder of a run: writes config.json, metrics.jsonl, curves.png and checkpoint.npz, and resumes the run.
 
 Each file is rewritten as a whole. A run is resumed from its checkpoint alone, which also holds the settings and the
 history. While a run writes to its folder, the folder is locked.
@@ -33,7 +33,7 @@ FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 # What a resumed run may change, besides the epochs.
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
-SECONDS_PER_DRAWING = 60  # curves.png is drawn at most this often while the run continues
+SECONDS_PER_DRAWING = 60  # minimum time between two drawings of curves.png during a run
 
 
 class Epoch(NamedTuple):
@@ -77,7 +77,7 @@ class Position:
 
 
 class Run:
-    """The folder of one run, locked while this context manager is open. Without out and resume, nothing is written.
+    """The folder of one run, locked while this context manager is open. Without out or resume, nothing is written.
 
     Raises UsageError if out already holds a run, if resume holds none, or if another process is writing there.
     """
@@ -139,7 +139,7 @@ class Run:
             checkpoint.remove_partial(self.folder / name)
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
-        """(settings, position, arrays) to begin with, or to continue from; arrays is None without a checkpoint.
+        """Returns (settings, position, arrays) to begin or continue with; arrays is None without a checkpoint.
 
         Raises UsageError if the settings differ from those of the resumed run.
         """
@@ -240,7 +240,7 @@ class Run:
 
 
 def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
-    """Print a notice if a resumed run has another implementation or other devices than before."""
+    """Print a notice if a resumed run has a different implementation, different devices, and so on (MAY_CHANGE)."""
 
     def shown(name: str, value: Any) -> Any:
         return value if value is not None else "even" if name == "shares" else "none"
@@ -261,7 +261,7 @@ def _tensorboard_writer(required: bool) -> type[Writer] | None:
         line = "needs a package; run `pip install tensorboard`"
         if required:
             raise UsageError(f"tensorboard=True: {line}") from None
-        log.say(f"not writing for TensorBoard, as before: {line}")
+        log.say(f"not writing TensorBoard logs, although the run has some: {line}")
         return None
     return Writer
 
@@ -325,7 +325,7 @@ def options(folder: str | Path) -> dict[str, Any]:
 
 
 def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Path) -> None:
-    """Load the arrays of the checkpoint in a folder. Raises Error if they belong to another network."""
+    """Load the arrays of the checkpoint in `folder` into the replicas. Raises Error if the network is another one."""
     try:
         replicas.load_state_dict(arrays)
     except Error as error:

@@ -57,8 +57,9 @@ OPERATORS = {
 def phase(operator: str, adds: bool = False) -> str:
     """The phase of an operator, or of a bulk of operators, with this name.
 
-    adds: whether the network adds arrays itself, operator by operator; sums of gradients then count as its own. All
-    copies count as allreduce, even copies of shards to devices, because on CPU contexts they have the same name.
+    adds: whether the network itself adds arrays, operator by operator. Then additions count as forward or backward,
+    even if they sum gradients over devices. All copies count as allreduce, even copies of shards to devices, because on
+    CPU contexts they have the same name.
     """
     if "_backward_" in operator:
         return "backward"
@@ -74,9 +75,9 @@ def phase(operator: str, adds: bool = False) -> str:
 class Recorder:
     """Profiles some steps of a training run. The training loop issues each step inside `with recorder.step():`.
 
-    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before
-    the first and after the last of them, which does not change the computed values. It writes the trace after the last
-    step, and the picture, with the suffix .png, when it closes.
+    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before the first
+    recorded step and after the last one, which does not change the computed values. It writes the trace after the last
+    recorded step, and the picture, with the suffix .png, when it closes.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class Recorder:
         starts = [s for s in range(earliest, latest + 1) if s % steps_per_epoch + self.needed <= steps_per_epoch]
         if not starts:
             raise UsageError(
-                f"profile={file}: {total - before} steps are left to train, and recording needs {self.needed} steps of "
-                f"one epoch after a warm-up of {WARM_UP}; use more epochs or smaller batches"
+                f"profile={file}: only {total - before} steps are left to train; recording needs {WARM_UP} warm-up "
+                f"steps, then {self.needed} steps within one epoch; use more epochs or smaller batches"
             )
         self.first = starts[0]
 
@@ -144,7 +145,7 @@ class Recorder:
         self.issued += 1
         if self.running and self.issued == self.first + self.needed:
             self._stop()
-            # In all profiles of a process except the first, MXNet writes an extra comma.
+            # MXNet writes an extra comma in every profile of a process except the first.
             profile = json.loads(raw.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1))
             self.trace = chrome_trace(profile["traceEvents"], self.lanes, self.needed, self.about)
             checkpoint.write_whole(self.file, lambda file: file.write(json.dumps(self.trace).encode()))
