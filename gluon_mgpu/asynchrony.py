@@ -20,14 +20,14 @@ SIZE, PRODUCTS = 4000, 50  # as in the notebook
 def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
     """Multiply a matrix (n, n) by itself `products` times, on its device. Returns without waiting for the results.
 
-    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If the queue
-    holds more products than that, contexts wait for each other (docs/engine.md).
+    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If the queue holds more
+    products than that, contexts wait for each other (docs/engine.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 
 
 class BenchMark:
-    """Times a with block, prints its name and seconds, and stores the seconds in `seconds`."""
+    """Times a `with` block, prints its name and seconds, and stores the seconds in `seconds`."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -35,8 +35,8 @@ def scores(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
 
 
 Layer = Callable[[NDArray, NDArray, NDArray], NDArray]
-# The layers of scratch.lenet, with two parameters each. The number of outputs is the number of rows of W, so some
-# rows of W and b compute just those channels. Images (n, 1, 28, 28) become:
+# The layers of scratch.lenet, with two parameters each. Every output has a row in W and in b, so a device that holds
+# only some of the rows computes only those outputs. Images (n, 1, 28, 28) become:
 LAYERS: tuple[Layer, ...] = (
     convolution,  # (n, 20, 13, 13)
     convolution,  # (n, 50, 4, 4)
@@ -51,9 +51,9 @@ LAYERS: tuple[Layer, ...] = (
 def stages(devices: int) -> list[slice]:
     """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
 
-    With 2 devices the first convolution is alone. The second device then has nine tenths of the arithmetic, but the
-    ReLU and pooling after the first convolution are slow too: their output has 13,520 numbers per example. A cut
-    after the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
+    With 2 devices, the first device has only the first convolution. The second device then has nine tenths of the
+    arithmetic, but the ReLU and pooling on the first device are slow too: their output has 13,520 numbers per example.
+    A cut after the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
     """
     layers = len(LAYERS)
     if devices > layers:
@@ -133,7 +133,8 @@ def gather(parts: list[NDArray], device: Context) -> NDArray:
 def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
     """Returns, for each of `parts` (n, some, ...), the gradient of its channels, on its device.
 
-    gradients: one array per device, of all channels (n, all, ...). They are summed, as each device used all channels.
+    gradients: one array per device, of all channels (n, all, ...). They are summed, because each device used all
+    channels.
     """
     reduced, start = [], 0
     for part in parts:

@@ -174,7 +174,7 @@ def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
 def missing_context(net: Scratch | Gluon, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
     show(f"6. {net.missing} on {other}:")
-    nd.waitall()  # a single context uses all OpenMP threads; no other context may compute next to it (docs/engine.md)
+    nd.waitall()  # a single context uses all OpenMP threads; no other may compute meanwhile (docs/engine.md)
     print(textwrap.fill(net.ask(other, X), WIDTH))
 
 

@@ -1,4 +1,4 @@
-"""The lesson on asynchrony: results are NumPy's, calls do not wait, devices do not wait for each other, and each cell
+"""The lesson on asynchrony: results match NumPy's, calls do not wait, devices do not wait for each other, and each cell
 prints what the notebook's cell prints. What depends on the number of contexts runs in a process of its own."""
 
 import re

@@ -1,4 +1,4 @@
-"""Commands, options, files, messages and modules that the pages name exist; the code that they show is what runs."""
+"""Commands, options, files, messages and modules that the docs name exist; the code shown is the code that runs."""
 
 import ast
 import importlib

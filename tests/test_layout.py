@@ -1,4 +1,4 @@
-"""Imports only go down, also those for types alone, and there are no cycles."""
+"""Imports only go down, even imports for types only, and there are no cycles."""
 
 import ast
 from pathlib import Path

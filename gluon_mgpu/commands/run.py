@@ -38,7 +38,7 @@ def preparation(command: Any) -> Any:
 
 
 def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
-    if options["data_dir"]:  # the program may be in another folder, or change it
+    if options["data_dir"]:  # the program may run in another folder
         options["data_dir"] = os.path.abspath(options["data_dir"])
     return prepare.Settings(numpy_names=not strict_numpy, **options)
 

@@ -24,14 +24,14 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 SILENCE_LIMIT = 10.0  # seconds without a message after which a process is lost; no worker holds the GIL that long
-CONNECT_LIMIT = 300.0  # seconds that all processes have to connect
+CONNECT_LIMIT = 300.0  # seconds within which all processes must connect
 NOTICE_DELAY = 5.0  # seconds after which a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds for servers and the scheduler to end after all workers are done; ps-lite may take 10 s
 MAX_LINE = 16 << 20  # bytes; enough to send the history of 80,000 epochs when a run is resumed
 
 
 class Coordinator:
-    """Listens for the clients of a run on (host, port); port 0 chooses a free port. here: the process that it is in.
+    """Listens for the clients of a run on (host, port); port 0 chooses a free port. here: the process that it runs in.
 
     Raises Error if the port is in use or the host is not this machine.
     """
@@ -224,7 +224,7 @@ class Client:
             self.complete.wait()  # the coordinator ends this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: returns every worker's value, by rank. Waits for every worker. value: any JSON value."""
+        """Exchange values: returns every worker's value, in rank order; waits for all workers. value: any JSON."""
         self.connection.send({"gather": value})
         return self.gathered.get()
 

@@ -1,7 +1,8 @@
 """Starts all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
-Each process runs the same command and finds its role in DMLC_ROLE; in any MXNet program, `import mxnet` serves if the
-role is scheduler or server. If one process fails, all are ended. Ctrl-C is passed on. Nothing here imports mxnet.
+Each process runs the same command and finds its role in DMLC_ROLE; in any MXNet program, `import mxnet` runs the
+scheduler or server if that is the role. If a process fails, all are ended. Ctrl-C is passed on. Nothing here imports
+mxnet.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 HOST = "127.0.0.1"  # so that no other machine can connect
-MAX_PROCESSES = 128  # of workers, and of servers
+MAX_PROCESSES = 128  # limit for workers, and for servers
 MAX_PORT = 65534  # the scheduler needs the next port too
 PORTS = range(10000, 32767)  # Linux does not give these to other sockets, so a free port stays free until it is used
 POLL_INTERVAL = 0.02  # seconds
@@ -56,9 +57,9 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
     command: program and arguments. port: the scheduler listens on this port and the next one; None: free ports.
     Call it in the main thread, which receives signals.
 
-    The status is 0 if all processes exit with 0. If one fails, one line on standard error says why, or at least which
-    one, and the remaining processes are ended; the status is then the failed worker's if it is 1, 2 or 130, else 1.
-    Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
+    The status is 0 if all processes exit with 0. If a process fails, one line on standard error says why, or at least
+    which process, and the remaining processes are ended. The status is then 1, or the status of the failed worker if
+    that is 2 or 130. Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
     Raises UsageError for invalid arguments, before anything is started.
     """
     limits = {"workers": (workers, MAX_PROCESSES), "servers": (servers, MAX_PROCESSES), "port": (port, MAX_PORT)}
@@ -216,7 +217,10 @@ class _Events:
         return self._error
 
     def wait(self, done: Callable[[], Any], seconds: float = math.inf) -> bool:
-        """Wait until done(), at most `seconds`; returns whether it is. Ctrl-C or SIGTERM raises KeyboardInterrupt."""
+        """Wait until done() is true, for at most `seconds`; returns whether it is.
+
+        Raises KeyboardInterrupt after Ctrl-C or SIGTERM.
+        """
         until = time.monotonic() + seconds
         while not done():
             if self._interrupted:
@@ -230,7 +234,7 @@ class _Events:
 
 
 def free_port() -> int:
-    """Find a port that is free, as is the next one. Raises Error if there is none."""
+    """Find two adjacent free ports, and return the first. Raises Error if there are none."""
     for port in random.sample(PORTS, 100):
         with suppress(UsageError):
             _check_ports(port)

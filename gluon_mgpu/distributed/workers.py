@@ -48,11 +48,11 @@ class Workers:
         return False
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: returns every worker's value, by rank. Waits for every worker. value: any JSON value."""
+        """Exchange values: returns every worker's value, in rank order; waits for all workers. value: any JSON."""
         return [value]
 
     def exchange_device_counts(self, devices: int) -> Sequence[int]:
-        """Exchange device counts: returns each worker's, by rank. devices: this worker's. Call it before `part`."""
+        """Returns every worker's device count, in rank order. devices: this worker's count. Call it before `part`."""
         self.devices = self.all_gather(devices)
         return self.devices
 
@@ -75,10 +75,10 @@ class Workers:
                     )
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
-        """Sum an array over all workers, in place and asynchronously, as MXNet's operators are.
+        """Sum an array over all workers, in place and asynchronously, like MXNet's operators.
 
-        key: the same in all workers, and unique to the array; an int for a gradient (low keys are sent first), a str
-        for any other array.
+        key: must be the same in all workers, and unique to the array; an int for a gradient (low keys are sent first),
+        a str for any other array.
         """
 
     def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -110,7 +110,7 @@ ALONE = Workers()
 class Group(Workers):
     """Several workers: overrides what involves the other processes.
 
-    store: sums arrays. client: this worker's. coordinator: None except in Horovod's worker 0.
+    store: sums arrays. client: this worker's heartbeat. coordinator: None except in Horovod's worker 0.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Group(Workers):
     def leave(self) -> None:
         """End this worker's part in the run, after all workers have finished or stopped."""
         with _one_signal_ignored():  # a cluster signals every process, and this one may get the signal late
-            self.all_gather(None)  # wait for worker 0 to write: a launcher ends all workers after the first one
+            self.all_gather(None)  # worker 0 may be writing: when a worker ends, a launcher ends all others
             self.store.close()
             self.client.close()
             if self.coordinator:

@@ -69,7 +69,7 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
 
 
 def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:
-    """Write a known file to target, or call download(). Returns the path. Raises a one-line OSError if it fails."""
+    """Write a known file to target, or call download(). Returns the path. Raises OSError (one line) if it fails."""
     known = known_file(url)
     if known:
         content = datasets.content(*known, data_dir)

@@ -89,7 +89,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
 
 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:
-    """If `device` is "auto", print a notice why training runs on CPU contexts. Call it when training starts."""
+    """If `device` is "auto", print why training runs on CPU contexts. Call it when training starts."""
     if device == "auto" and ctx[0].device_type == "cpu":
         log.say(f"{_why_no_gpu()}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
 

@@ -1,7 +1,7 @@
 """Sets what MXNet 1.9.1 reads once, when libmxnet loads. docs/engine.md gives the reasons and measurements.
 
-That is NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. The first `import mxnet`
-after `import gluon_mgpu` does it. Nothing here imports mxnet, and only that import imports NumPy, because
+That is: NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. The first `import mxnet`
+after `import gluon_mgpu` sets them. Nothing here imports mxnet, and only that import imports NumPy, because
 `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
@@ -90,16 +90,16 @@ def expect(contexts: int) -> None:
 
 
 def use_stock_settings() -> None:
-    """Import mxnet with its own settings, to compare with. Call it before the first `import mxnet`."""
+    """Import mxnet with its own settings, for comparison. Call it before the first `import mxnet`."""
     global _stock
     _stock = True
 
 
 def configure(contexts: int | None = None, processes: int = 1) -> None:
-    """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`, which else does it
-    for several contexts.
+    """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`; otherwise that import
+    prepares the process for several contexts.
 
-    contexts: number of contexts that compute at the same time; None: the number from an earlier call, or else several.
+    contexts: number of contexts that compute at the same time; None: the number from an earlier call, or several.
     processes: number of processes that share this machine's cores. Settings from the user's environment are kept if
     they are safe; a notice names each one that is overruled. Raises Error if MXNet is missing, if mxnet was imported
     earlier with settings under which this number of CPU contexts can hang, or if `cuda.prepare` raises it.

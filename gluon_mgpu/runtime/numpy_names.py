@@ -1,4 +1,4 @@
-"""Lends MXNet 1.9.1 the NumPy names that it reads and that NumPy has removed, hidden from all other code.
+"""Lends MXNet 1.9.1 the names that NumPy has removed and that MXNet still reads, hidden from all other code.
 
 MXNet reads most of them while it is imported, so they exist in the numpy module only during that import. Three of its
 modules read two names later; those modules get a copy of the numpy module that has these names. For all other code,
@@ -53,7 +53,7 @@ READERS = (  # the modules that read WHEN_CALLED, and the name that each uses fo
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Lend mxnet, which is imported in the body, the names that this NumPy lacks."""
+    """Lend mxnet the names that this NumPy lacks. Import mxnet in the body."""
     names = _missing(WHILE_IMPORTED)
     vars(np).update(names)
     try:

@@ -37,8 +37,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last may be smaller.
 
-    images, labels: uint8 arrays. order: the indices of the examples, in order; None: all of them. part: maps
-    a batch's size to the slice that this worker takes; if the slice is empty, yields (None, None).
+    images, labels: uint8 arrays. order: the indices of the examples, in order; None: all of them. part: maps a batch's
+    size to the slice that this worker takes; if the slice is empty, yields (None, None).
     """
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
@@ -56,7 +56,7 @@ def batches(
 
 
 def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
-    """Returns a new float32 NDArray in host memory, and a NumPy view to fill it through before the engine uses it.
+    """Returns a new float32 NDArray in host memory, and a NumPy view through which to fill it before use.
 
     nd.array would wait for everything queued on cpu(0), then copy. nd.from_numpy releases the memory by calling Python
     from an engine thread, which aborts a process that is about to exit.
@@ -92,7 +92,7 @@ def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]
 def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
     """Yields each step's results as one NumPy vector (n,), in order, while later steps are already queued.
 
-    issued: an iterator whose next item issues the next step and is its results, one vector per shard.
+    issued: advancing this iterator issues the next step and yields the step's results, one vector per shard.
     """
     ahead: deque[list[NDArray]] = deque()
     allowed, began = 1, time.perf_counter()

@@ -92,8 +92,10 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
 
 
 def table(counts: np.ndarray, classes: Sequence[str]) -> str:
-    """Format how often an example of class i was predicted as class j, counts (n, n), and the recall of each class.
-    Zeros are shown as dots."""
+    """Format a confusion matrix and the recall of each class. Zeros are shown as dots.
+
+    counts: (n, n); counts[i, j] examples of class i were predicted as class j.
+    """
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()

@@ -1,7 +1,7 @@
-"""The replicas that the training loop drives, and everything a step can do beyond the notebooks' own, written once.
+"""The replicas that the training loop drives, and everything that a step can do beyond the notebooks' step.
 
-`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`. With all extras off, a step is their lesson's
-`train_batch`; otherwise `Replicas.extended_step` composes the same functions of the lesson.
+`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are written once. With all extras off,
+a step is the lesson's `train_batch`; otherwise `Replicas.extended_step` composes the same functions of the lesson.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUNNING_STATS = ("running_mean", "running_var")  # of batch normalization
 
 
 def implementation(impl: str) -> ModuleType:
-    """The lesson module "scratch" or "highlevel". By name: training imports neither of them."""
+    """Import the lesson module "scratch" or "highlevel" by name, so that training depends on neither of them."""
     return importlib.import_module(f"gluon_mgpu.{impl}")
 
 
@@ -39,7 +39,7 @@ class Replicas(ABC):
     arrays have a gradient attached.
     """
 
-    networks: tuple[str, ...] = ()  # the only ones that it supports; (): any registered one
+    networks: tuple[str, ...] = ()  # the only ones that the class supports; (): any registered network
     own_options: tuple[str, ...] = ()  # keyword arguments of `train` that go to __init__
     arrays: list[dict[str, NDArray]]
 
@@ -72,7 +72,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def predict(self, X: NDArray) -> NDArray:
-        """Scores (n, 10) of X (n, 1, 28, 28), on the device where X is. Does not wait for them."""
+        """Returns the scores (n, 10) of X (n, 1, 28, 28), on X's device, without waiting for them."""
 
     @abstractmethod
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
@@ -93,8 +93,8 @@ class Replicas(ABC):
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
         """One step: X (n, 1, 28, 28), y (n,). Returns the losses of each shard, without waiting for them.
 
-        batch_size: required with several workers: the size of the global batch. X and y are then this worker's part of
-        it, or None if it has none.
+        batch_size: the size of the global batch, required with several workers. X and y are then this worker's part of
+        the global batch, or None if the worker has no examples.
         """
         own = 0 if X is None else X.shape[0]
         if self.workers.count > 1 and batch_size != self._batch_size:  # on all workers at the same step
@@ -148,7 +148,7 @@ class Replicas(ABC):
                     array._fresh_grad = True  # else Trainer refuses an array that backward has not reached
 
     def _sum_over_workers(self) -> None:
-        """Add the sums of the other workers to this worker's, on all its devices."""
+        """Sum the gradients over all workers. All devices of this worker get the sums."""
         for key, grads in enumerate(zip(*(of_device.values() for of_device in self.grads()))):
             self.workers.allreduce(grads[0], key)
             for grad in grads[1:]:
@@ -167,8 +167,8 @@ class Replicas(ABC):
         flat = []
         for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
             weight = sum(x.shape[0] for x in losses if x.context == c) / n
-            # A hybridized network's backward pass writes the statistics without telling the engine. So one number of
-            # the gradient that it computes last is read too, and the engine waits for the backward pass.
+            # A hybridized network's backward pass writes the statistics without telling the engine. Reading one number
+            # of the gradient that it computes last makes the engine wait for the backward pass.
             last = next(iter(grads.values())).reshape(-1)[:1]
             flat.append(nd.concat(*[arrays[name] for name in self.running_stats], last, dim=0) * weight)
         self._set_running_stats(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in flat]))
@@ -220,7 +220,7 @@ class Replicas(ABC):
         for device, arrays in enumerate(self.arrays):
             velocities = {VELOCITY + name: array for name, array in self.velocities(device).items()}
             for name, array in {**arrays, **velocities}.items():
-                nd.array(state[name]).copyto(array)  # array[:] fails on weights in a layout of oneDNN
+                nd.array(state[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
 
 
 def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:

@@ -1,4 +1,4 @@
-"""Speed on CPU contexts, applied from outside: `tune` takes a plain Gluon network and returns a faster equivalent.
+"""Speed on CPU contexts, without changes to a network's code: `tune` returns a faster equivalent of a Gluon network.
 
 Channels are padded to blocks of 16, because oneDNN's direct convolutions support no other sizes: LeNet's 20 and 50
 channels would go through matrix products at half the speed. The added channels are zeros, and are dropped before the
@@ -34,7 +34,7 @@ LAYERS = (
 
 
 def tune(net: gluon.Block, ctx: list[Context]) -> gluon.Block:
-    """A network that computes what `net` computes, to rounding, with the same Parameter objects, only faster.
+    """Returns a faster network that computes the same as `net`, to rounding, with the same Parameter objects.
 
     net: initialized and called once, so that its shapes are known. Returns net itself if there is nothing to gain: on
     GPUs, on a processor without AVX-512, and for networks other than a Sequential of LAYERS.
@@ -81,8 +81,8 @@ def padded_channels(channels: int) -> int:
 
 
 class PaddedConv2D(HybridBlock):
-    """A convolution with the parameters of `layer`, whose weights are padded with zeros: for inputs padded to `inputs`
-    channels, and to produce a padded number of output channels."""
+    """A convolution with the parameters of `layer`. It pads the weights with zeros, because its inputs have `inputs`
+    channels, padding included, and its outputs are padded too."""
 
     def __init__(self, layer: nn.Conv2D, inputs: int) -> None:
         super().__init__(prefix=layer.prefix, params=layer.params)

@@ -59,8 +59,10 @@ def run(
 
 
 def table(result: dict) -> str:
-    """Format each row's seconds, rate, and ratio to one device's products; also the notebook's seconds, if size and
-    products are the same."""
+    """Format the seconds, the rate, and the time relative to BASE of each row.
+
+    If size and products are the notebook's, the notebook's seconds are shown too.
+    """
     n, count = result["size"], result["products"]
     base = result["rows"][BASE]
     cells = [["", "seconds", "rate", "x products of one device"]]

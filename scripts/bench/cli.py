@@ -24,7 +24,7 @@ def bench() -> None:
 
 
 def command(name: str, *examples: str) -> Any:
-    """Declare a subcommand. examples: what follows its name in the examples of its help."""
+    """Declare a subcommand. examples: arguments of the example commands in its --help."""
     lines = [f"python scripts/bench.py {name} {example}".rstrip() for example in examples]
     return bench.command(name, cls=common.Command, examples="\n".join(lines))
 

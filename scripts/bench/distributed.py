@@ -66,7 +66,7 @@ def installed() -> tuple[tuple[str, ...], list[str]]:
 
 
 def job(kvstore: str, **arguments: Any) -> Job:
-    """Create a job of one process, or of 2 workers of which worker 0 prints the result."""
+    """Create a job: one process, or two workers, of which worker 0 prints the result."""
     launcher = (sys.executable, "-m", *LAUNCHERS[kvstore]) if kvstore != "local" else ()
     env = harness.environment({"PYTHONUNBUFFERED": "1"})
     return Job("distributed", {"kvstore": kvstore, **arguments}, env, launcher)

@@ -1,4 +1,4 @@
-"""Every way of summing leaves NumPy's sum everywhere, and moves the bytes that the table says."""
+"""Every way of summing leaves NumPy's sum everywhere, and moves as many bytes as the table says."""
 
 import json
 from math import prod

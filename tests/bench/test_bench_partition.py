@@ -1,4 +1,4 @@
-"""`partition` and `timeline`: bytes are those of counted copies, and workers return what the tables show."""
+"""`partition` and `timeline`: the bytes agree with counted copies, and workers return what the tables show."""
 
 import io
 import json

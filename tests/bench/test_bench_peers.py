@@ -1,5 +1,8 @@
-"""PyTorch's networks are ours, every subject trains alike, and ratios are of one round. torch is never imported here,
-next to mxnet: it has its own processes, and tests that need it are skipped if it is missing."""
+"""PyTorch's networks compute the same as Gluon's, all subjects train to the same loss, and ratios compare one round.
+
+torch is never imported here, because mxnet is: it has its own processes, and tests that need it are skipped if it is
+missing.
+"""
 
 import importlib.util
 import io

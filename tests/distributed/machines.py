@@ -1,7 +1,8 @@
 """Machines for the tests: network namespaces, each with a name, an address and a cable to one switch.
 
-A process holds each namespace and reads a pipe of ours, so that it ends when this process ends, however it does. It is
-the first of its process namespace: everything there ends with it, and the kernel removes the namespaces and links.
+Each machine has a holder: a process that reads a pipe from this process, so that it ends when this process ends, for
+whatever reason. The holder is the first process of its PID namespace: when it ends, everything in the namespace ends,
+and the kernel removes the namespaces and links.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A process of a run is killed or stopped: all others end, one line names it, and the run can be resumed.
+"""If a process of a run is killed or stopped, all others end, one line names it, and the run can be resumed.
 
-`make test-faults` runs these and prints a table: who was lost, when, seconds until every process had ended, what was
-left.
+`make test-faults` runs these tests and prints a table: the lost process, when it was lost, the seconds until every
+process had ended, and what was left.
 """
 
 import os

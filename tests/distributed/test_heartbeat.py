@@ -1,4 +1,4 @@
-"""The heartbeat: clients that do not come, come twice, end or fall silent, and strangers."""
+"""The heartbeat: clients that never connect, connect twice, end or fall silent, and connections from strangers."""
 
 import json
 import socket

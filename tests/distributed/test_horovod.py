@@ -1,4 +1,4 @@
-"""`make horovod`, and what is Horovod's own."""
+"""`make horovod`, and what is specific to Horovod."""
 
 import os
 import subprocess

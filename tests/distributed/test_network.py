@@ -1,6 +1,6 @@
-"""Runs in which every process has a machine of its own (`machines`), so that all data crosses a network.
+"""Runs in which every process has its own machine (`machines`), so that all data crosses a network.
 
-`make test-network` runs these.
+`make test-network` runs these tests.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""MXNet's dead downloads: MNIST and Fashion-MNIST come from verified files, and any other fails with one clear line."""
+"""MXNet's dead downloads: MNIST and Fashion-MNIST come from verified files, any other download fails in one line."""
 
 import hashlib
 import json

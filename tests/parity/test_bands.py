@@ -1,4 +1,4 @@
-"""The bands of test accuracy: the formula, and how often they are wrong on the kept runs."""
+"""The bands of test accuracy: the formula, and how often they raise a false alarm on the kept runs."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What MXNet finds on NumPy and other code does not: each claim is checked in a process of its own."""
+"""NumPy names that MXNet finds and other code does not: each claim is checked in a process of its own."""
 
 import json
 import textwrap

@@ -1,4 +1,4 @@
-"""Where data comes from, what is refused, and what a download leaves behind: tiny files and a server on loopback."""
+"""Where data comes from, what is refused, and what a download leaves behind, with tiny files and a local server."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""What is said about a trained run: counted again in NumPy, and exported to a process with stock MXNet."""
+"""`evaluate`: its numbers are counted again in NumPy, and its exports are loaded by stock MXNet in another process."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""What a step can do beyond the notebooks': 20 steps of each feature, held against NumPy in float64.
+"""What a step can do beyond the notebooks' step: 20 steps of each feature, compared with NumPy in float64.
 
-The network is softmax regression, whose gradient is a formula and which has no ReLU: what float32 computes differs from
-float64 by rounding alone. ResNet-18 has what softmax regression has not: running statistics.
+The network is softmax regression, whose gradient has a formula. It has no ReLU, so float32 and float64 results differ
+only by rounding. ResNet-18 has what softmax regression lacks: running statistics.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A rehearsal of training on GPUs, on a machine without one: contexts that say they are GPUs compute on the CPU.
 
-What `device="gpu"` selects is then what runs. A real GPU has never been tried.
+So these tests run the code that `device="gpu"` selects. A real GPU has never been tried.
 """
 
 import json

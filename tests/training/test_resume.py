@@ -1,4 +1,4 @@
-"""A run that ended, however it ended, continues to the result of a run that nothing interrupted."""
+"""However a run ended, it can be resumed, and gives the same result as a run that nothing interrupted."""
 
 import json
 import os

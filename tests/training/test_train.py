@@ -1,4 +1,4 @@
-"""Training as a user starts it, from the command line and from Python: what it prints, leaves behind and refuses."""
+"""Training as users start it, from the command line and from Python: what it prints, leaves behind and refuses."""
 
 import contextlib
 import fcntl
