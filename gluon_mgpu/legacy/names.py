@@ -121,6 +121,8 @@ def add_to_numpy(np: ModuleType) -> None:
     types |= {"bytes0": np.bytes_, "void0": np.void, "cfloat": np.complex128, "singlecomplex": np.complex64}
     types |= {"longfloat": np.longdouble, "longcomplex": np.clongdouble, "clongfloat": np.clongdouble}
     numbers = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str}
+    if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library reads printed numbers
+        np.set_printoptions(legacy="1.25")
     for name, value in {**numpy_names.REMOVED, **aliases, **types, **exceptions, **functions, **numbers}.items():
         _add(np, name, value)
 

@@ -20,7 +20,8 @@ def book(request, monkeypatch):
         mx.npx.set_np()
     module = importlib.import_module(request.param)
     module.xp = mx.np if request.param == "d2l.mxnet" else mx.nd
-    yield module
+    with np.printoptions(legacy="1.25" if np.__version__ >= "2" else False):  # as `run` sets it
+        yield module
     mx.npx.reset_np()
     del sys.modules[request.param]
 
