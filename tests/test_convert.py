@@ -23,7 +23,9 @@ from gluon_mgpu.training.replicas import LENET
 
 def needs(to):
     packages = convert.TARGETS[to].PACKAGES
-    return pytest.mark.skipif(not all(map(importlib.util.find_spec, packages)), reason=f"needs {packages}")
+    return pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, packages)), reason=f"waits for pip install {' '.join(packages)}"
+    )
 
 
 TARGETS = GLUON, PYTORCH, ONNX = [pytest.param(to, marks=needs(to)) for to in convert.TARGETS]
