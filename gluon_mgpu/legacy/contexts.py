@@ -36,7 +36,7 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
                 log.say("several contexts: using one thread each; with --gpus N, N of them compute at the same time")
             used.add(context.device_id)
             if engine.openmp_threads() > 1:
-                for index in used:
+                for index in sorted(used):
                     use_one_thread(mx, index)
 
     Context.__init__ = create

@@ -22,7 +22,7 @@ TITLE = "MXNet (gluon_mgpu)"
 ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
-def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell: int | None = None) -> bool:
+def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
     """Execute all cells in the notebook's folder, and write the notebook with its outputs. Stops at the first cell that
     fails; returns whether all cells succeeded.
 
@@ -33,7 +33,7 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
     import nbclient
     import nbformat
     from jupyter_client.kernelspec import KernelSpec
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
 
     target = Path(out or path).absolute()
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
@@ -46,7 +46,7 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
         raise UsageError(f"{path}: cannot be read as a notebook ({reason})") from None
     client = nbclient.NotebookClient(
         notebook,
-        timeout=seconds_per_cell,
+        timeout=None,  # a cell may train for hours
         extra_arguments=["--log-level=ERROR"],  # recent versions of ipykernel warn about every kernel
         resources={"metadata": {"path": str(Path(path).absolute().parent)}},
     )
@@ -63,7 +63,7 @@ def run(path: str, out: str | None, settings: prepare.Settings, seconds_per_cell
                 raise KeyboardInterrupt from None
             log.say(f"{path}: a cell failed: {error.ename}: {error.evalue}")
             return False
-        except (CellTimeoutError, DeadKernelError, RuntimeError) as error:
+        except (DeadKernelError, RuntimeError) as error:
             raise Error(f"{path}: {str(error).splitlines()[0]}") from None
         finally:
             text = nbformat.writes(notebook)
