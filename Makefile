@@ -84,7 +84,7 @@ $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	@# mxnet comes with --no-deps because of its pin of NumPy: docs/install.md.
 	@pip="$(BIN)/python -m pip install --quiet --disable-pip-version-check"; \
 	    $$pip --editable $(if $(NUMPY),'.[dev]' 'numpy==$(NUMPY).*','.[cpu,dev]') && $$pip --no-deps mxnet==1.9.1 || \
-	    { echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), 570 MB, and a writable checkout" >&2; exit 1; }
+	    { echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), 660 MB, and a writable checkout" >&2; exit 1; }
 	@touch $@
 
 clean:  ## remove .venv and everything that was built
