@@ -10,7 +10,9 @@ import collections.abc
 import errno
 import importlib.util
 import math
+import numbers
 import shlex
+import struct
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ OWN = Path(__file__).parent
 MODULES = {
     **dict.fromkeys(("gluonbook", "d2lzh", "d2l", "d2l.mxnet"), OWN / "book.py"),
     "imp": OWN / "imp.py",
+    "xml.etree.cElementTree": Path(collections.__file__).parents[1] / "xml/etree/ElementTree.py",
 }
 
 
@@ -91,6 +94,7 @@ RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "configparser": lambda module: _add(module, "SafeConfigParser", module.ConfigParser),
     "fractions": lambda module: _add(module, "gcd", math.gcd),
     "inspect": _inspect,
+    "locale": lambda module: _add(module, "format", module.format_string),
     "os": lambda module: _add(module, "errno", errno),
     "platform": lambda module: _add(module, "linux_distribution", lambda *_, **__: ("", "", "")),
     "threading": lambda module: _add(module.Thread, "isAlive", module.Thread.is_alive),
@@ -120,11 +124,51 @@ def add_to_numpy(np: ModuleType) -> None:
     types = {"bool8": np.bool_, "int0": np.intp, "uint0": np.uintp, "object0": np.object_, "str0": np.str_}
     types |= {"bytes0": np.bytes_, "void0": np.void, "cfloat": np.complex128, "singlecomplex": np.complex64}
     types |= {"longfloat": np.longdouble, "longcomplex": np.clongdouble, "clongfloat": np.clongdouble}
-    numbers = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str}
+    constants = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str}
+    kinds = {"int": "bhilq", "uint": "BHILQ", "float": "efdg", "complex": "FDG", "others": "?OSUV"}
+    sctypes = {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()}
     if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library reads printed numbers
         np.set_printoptions(legacy="1.25")
-    for name, value in {**numpy_names.REMOVED, **aliases, **types, **exceptions, **functions, **numbers}.items():
+    for name, value in {
+        **numpy_names.REMOVED,
+        **aliases,
+        **types,
+        **exceptions,
+        **functions,
+        **constants,
+        "sctypes": sctypes,
+    }.items():
         _add(np, name, value)
+
+
+def add_to_mxnet(mx: ModuleType) -> None:
+    """Replace two calls of ndarray.tostring, which NumPy 2.3 removed, in mx.recordio."""
+    import numpy as np
+
+    if hasattr(np.ndarray, "tostring"):
+        return
+    recordio = mx.recordio
+    pack = recordio.pack
+
+    def pack_arrays(header: Any, s: bytes) -> bytes:
+        header = recordio.IRHeader(*header)
+        if isinstance(header.label, numbers.Number):
+            return pack(header, s)
+        label = np.asarray(header.label, np.float32)
+        return struct.pack(recordio._IR_FORMAT, *header._replace(flag=label.size, label=0)) + label.tobytes() + s
+
+    def pack_img(header: Any, img: Any, quality: int = 95, img_fmt: str = ".jpg") -> bytes:
+        cv2, parameters = recordio.cv2, None
+        if img_fmt.upper() in (".JPG", ".JPEG"):
+            parameters = [cv2.IMWRITE_JPEG_QUALITY, quality]
+        elif img_fmt.upper() == ".PNG":
+            parameters = [cv2.IMWRITE_PNG_COMPRESSION, quality]
+        encoded, content = cv2.imencode(img_fmt, img, parameters)
+        if not encoded:
+            raise ValueError(f"img_fmt={img_fmt}: OpenCV cannot encode the image")
+        return pack_arrays(header, content.tobytes())
+
+    recordio.pack, recordio.pack_img = pack_arrays, pack_img
 
 
 def _add(owner: Any, name: str, value: Any) -> None:

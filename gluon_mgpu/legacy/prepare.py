@@ -70,6 +70,7 @@ def _prepare_mxnet(mx: ModuleType, settings: Settings) -> None:
 
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus, settings.map_gpus)
+    names.add_to_mxnet(mx)
 
 
 class AfterImport:

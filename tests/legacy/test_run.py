@@ -66,8 +66,10 @@ def test_a_module_runs_as_with_python_m():
 
 
 OLD_NAMES = """
-    import collections, fractions, imp, inspect, time, unittest
+    import collections, fractions, imp, inspect, locale, time, unittest
+    import xml.etree.cElementTree as ET
     import numpy as np
+    print(locale.format("%d", 3), ET.fromstring("<a>b</a>").text, np.float32 in np.sctypes["float"])
     print(isinstance({}, collections.Mapping), fractions.gcd(4, 6), time.clock() >= 0, imp.new_module("m").__name__)
     print(inspect.getargspec(lambda a, b=1: 0).args, unittest.TestCase.assertEquals)
     print(np.zeros(2, np.float).dtype, np.int(3.5), np.array([1, 0]).astype(np.bool), np.object is object, np.asscalar(
@@ -79,6 +81,24 @@ def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
     run = program(OLD_NAMES)
     assert run.returncode == 0, run.stderr
     assert "float64 3 [ True False] True 2.0" in run.stdout
+
+
+def test_recordio_packs_labels_and_images_with_any_numpy(program):
+    text = """
+        import mxnet as mx, numpy as np
+        packed = mx.recordio.pack(mx.recordio.IRHeader(0, [4.0, 5.0], 1, 0), b"data")
+        header, data = mx.recordio.unpack(packed)
+        one, _ = mx.recordio.unpack(mx.recordio.pack(mx.recordio.IRHeader(0, 3.0, 1, 0), b"data"))
+        print(header.label, header.flag, data, one.label)
+        class OpenCV:
+            IMWRITE_PNG_COMPRESSION = 16
+            imencode = staticmethod(lambda kind, image, options: (True, image.ravel()))
+        mx.recordio.cv2 = OpenCV
+        packed = mx.recordio.pack_img(mx.recordio.IRHeader(0, 3.0, 1, 0), np.arange(4, dtype=np.uint8), 9, ".png")
+        print(list(mx.recordio.unpack(packed)[1]))
+    """
+    run = program(text)
+    assert run.stdout == "[4. 5.] 2 b'data' 3.0\n[0, 1, 2, 3]\n", run.stderr
 
 
 NUMPY = "import json, numpy as np; print(json.dumps({name: str(value) for name, value in vars(np).items()}))"
