@@ -18,6 +18,7 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
     examples="""
         gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train --impl highlevel --kvstore dist_sync
         gluon-mgpu launch --workers 4 --servers 2 -- gluon-mgpu train --kvstore dist_sync --compress 2bit:0.5
+        gluon-mgpu launch --restarts 5 -- gluon-mgpu train --kvstore dist_sync --out runs/first
     """,
 )
 @common.option("--workers", type=PROCESSES, default=2, metavar="N", help="Number of processes that train.")
@@ -27,6 +28,14 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
     type=click.IntRange(1, launcher.MAX_PORT),
     metavar="PORT",
     help="The scheduler's port; the next port is used too. Default: two free ports.",
+)
+@common.option(
+    "--restarts",
+    type=click.IntRange(0, launcher.MAX_RESTARTS),
+    default=0,
+    metavar="N",
+    help="If a process fails, start all processes again, at most N times. train --out DIR then continues from its last "
+    "checkpoint.",
 )
 @click.argument("command", nargs=-1, type=click.Path(readable=False), metavar="-- COMMAND...")
 @click.pass_context

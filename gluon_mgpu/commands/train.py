@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from click.core import ParameterSource
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 from gluon_mgpu.distributed import process, serve
+from gluon_mgpu.distributed.launch import RESTARTED
 from gluon_mgpu.runtime import devices, engine
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets, recipes, records, settings
@@ -156,6 +158,9 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
         serve.serve(here)
         return
     process.check_compress(options["compress"], here)
+    if os.environ.get(RESTARTED) and options["out"] and records.exists(options["out"]):
+        options.update(resume=options["out"], out=None)
+        recipe, given = None, set()
     if recipe and options["resume"] is not None:
         raise UsageError("--recipe and --resume cannot be combined: a resumed run has its own settings")
     if recipe:

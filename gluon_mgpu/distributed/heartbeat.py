@@ -7,6 +7,7 @@ of them reports the loss, because MXNet's parameter servers and Horovod would wa
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
@@ -18,7 +19,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from gluon_mgpu.distributed.process import Process
+from gluon_mgpu.distributed.process import SECRET, Process
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -27,6 +28,7 @@ SILENCE_LIMIT = 10.0  # seconds without a message after which a process is lost;
 CONNECT_LIMIT = 300.0  # seconds within which all processes must connect
 NOTICE_DELAY = 5.0  # seconds after which a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds for servers and the scheduler to end after all workers are done; ps-lite may take 10 s
+MAX_GREETING = 4096  # bytes of a client's first message
 MAX_LINE = 16 << 20  # bytes; enough to send the history of 80,000 epochs when a run is resumed
 
 
@@ -44,6 +46,7 @@ class Coordinator:
         self.address, self.port = self.listener.getsockname()
         self.lock = threading.Lock()  # protects the fields below; every connection has a thread
         self.clients: dict[str, _Connection] = {}
+        self.strangers: set[_Connection] = set()  # connections without a greeting yet
         self.ended: set[str] = set()  # clients that announced their end, or were lost
         self.gathering: dict[str, Any] = {}  # values of an incomplete all_gather
         self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to stop
@@ -83,6 +86,9 @@ class Coordinator:
     def _beat(self, seconds: float) -> None:
         missing = self._missing()
         self._send_all({"missing": missing})
+        for connection in self.strangers:
+            if time.monotonic() - connection.since > SILENCE_LIMIT:
+                connection.close()
         if missing and seconds > CONNECT_LIMIT:
             late = ", ".join(missing)
             self._end(f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that it runs and has this address")
@@ -92,9 +98,12 @@ class Coordinator:
             with self.lock:
                 self._handle(connection, message)
 
-        why = connection.read(handle)
+        with self.lock:
+            self.strangers.add(connection)
+        why = connection.read(handle, MAX_GREETING)
         name = connection.name
         with self.lock:
+            self.strangers.discard(connection)
             if name and name not in self.ended:
                 self.ended.add(name)
                 self._end(f"{name} ({connection.about}) was lost: {why}")
@@ -130,7 +139,9 @@ class Coordinator:
     def _welcome(self, connection: _Connection, message: dict[str, Any]) -> None:
         name, counts = str(message.get("name")), message.get("of")
         own_counts = [self.here.workers, self.here.servers]
-        if counts != own_counts:
+        if not hmac.compare_digest(str(message.get("secret")).encode(), self.here.secret.encode()):
+            refusal = f"{SECRET} differs from {self.here}'s: set the same value in all processes"
+        elif counts != own_counts:
             refusal = (
                 f"{name} has [DMLC_NUM_WORKER, DMLC_NUM_SERVER] = {counts}, but the scheduler has {own_counts}: set "
                 "the same values in all processes"
@@ -142,6 +153,7 @@ class Coordinator:
         else:
             connection.name, connection.about = name, str(message.get("about"))
             self.clients[name] = connection
+            self.strangers.discard(connection)
             self._send_all({"missing": self._missing()})
             return
         connection.send({"end": refusal, "status": UsageError.exit_status, "undo": False, "report": True})
@@ -171,7 +183,7 @@ class _Connection:
     """Sends and receives lines of JSON over a socket. name: the client's name, "" until the client sends it."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.name, self.about = sock, "", ""
+        self.sock, self.name, self.about, self.since = sock, "", "", time.monotonic()
         self.sending = threading.Lock()
         sock.settimeout(SILENCE_LIMIT)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -180,11 +192,20 @@ class _Connection:
         with self.sending, suppress(OSError):  # the reading thread notices a lost connection
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
-    def read(self, handle: Callable[[dict[str, Any]], object]) -> str:
-        """Call handle(message) for every message until the connection ends; returns why it ended."""
+    def close(self) -> None:
+        """End `read`, which runs in another thread."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def read(self, handle: Callable[[dict[str, Any]], object], limit: int = MAX_LINE) -> str:
+        """Call handle(message) for every message until the connection ends; returns why it ended.
+
+        limit: bytes of the first message.
+        """
         try:
             with self.sock, self.sock.makefile("rb") as lines:
-                while line := lines.readline(MAX_LINE):
+                while line := lines.readline(limit):
+                    limit = MAX_LINE
                     message = json.loads(line)
                     if not isinstance(message, dict):
                         raise ValueError("not a message")
@@ -217,7 +238,8 @@ class Client:
         self.finished = False
         self.undo: Callable[[], object] = lambda: None
         about = f"{socket.gethostname()}, process {os.getpid()}"
-        self.connection.send({"name": str(here), "about": about, "of": [here.workers, here.servers]})
+        counts = [here.workers, here.servers]
+        self.connection.send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
             notice(f"{here}: waiting for {', '.join(self.missing)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -21,11 +22,13 @@ from contextlib import suppress
 from typing import Any
 
 from gluon_mgpu.distributed import heartbeat
+from gluon_mgpu.distributed.process import SECRET
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 HOST = "127.0.0.1"  # so that no other machine can connect
 MAX_PROCESSES = 128  # limit for workers, and for servers
+MAX_RESTARTS = 1000
 MAX_PORT = 65534  # the scheduler needs the next port too
 PORTS = range(10000, 32767)  # Linux does not give these to other sockets, so a free port stays free until it is used
 POLL_INTERVAL = 0.02  # seconds
@@ -33,6 +36,8 @@ SECONDS_TO_NOTICE = 5  # for the remaining processes to end by themselves after 
 SECONDS_TO_FINISH = 10  # for the servers and the scheduler to end after the last worker
 SECONDS_TO_INTERRUPT = 20  # for the workers to save a checkpoint after Ctrl-C
 SECONDS_TO_TERMINATE = 3  # between SIGTERM and SIGKILL
+LONGEST_DELAY = 60  # seconds before a restart: 1, 2, 4, ..., 60
+RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable: `train --out DIR` continues the run in DIR
 
 # Variables that would make ps-lite listen on the same port in every process, on no port, or on every interface.
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
@@ -51,21 +56,27 @@ except OSError as error:
 """
 
 
-def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None) -> int:
+def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None, restarts: int = 0) -> int:
     """Start every process of a run with the same command, wait for all of them, and return the exit status.
 
     command: program and arguments. port: the scheduler listens on this port and the next one; None: free ports.
-    Call it in the main thread, which receives signals.
+    restarts: if the status is 1, start all processes again after a delay, at most this number of times; `train --out
+    DIR` then continues from its last checkpoint. Call it in the main thread, which receives signals.
 
     The status is 0 if all processes exit with 0. If a process fails, one line on standard error says why, or at least
     which process, and the remaining processes are ended. The status is then 1, or the status of the failed worker if
     that is 2 or 130. Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
     Raises UsageError for invalid arguments, before anything is started.
     """
-    limits = {"workers": (workers, MAX_PROCESSES), "servers": (servers, MAX_PROCESSES), "port": (port, MAX_PORT)}
-    for name, (number, most) in limits.items():
-        if number is not None and not 1 <= number <= most:
-            raise UsageError(f"{name}={number}: must be 1 to {most}")
+    limits = {
+        "workers": (workers, 1, MAX_PROCESSES),
+        "servers": (servers, 1, MAX_PROCESSES),
+        "port": (port, 1, MAX_PORT),
+        "restarts": (restarts, 0, MAX_RESTARTS),
+    }
+    for name, (number, least, most) in limits.items():
+        if number is not None and not least <= number <= most:
+            raise UsageError(f"{name}={number}: must be {least} to {most}")
     if not command:
         raise UsageError("no command to run: add it at the end, such as -- gluon-mgpu train --kvstore dist_sync")
     users = engine.users_environment()
@@ -73,26 +84,44 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
         raise UsageError(f"{command[0]}: not found, or not an executable program")
     if port is not None:
         _check_ports(port)
-    processes: list[_Process] = []
+    environment = {
+        **{name: value for name, value in users.items() if name not in NOT_PASSED_ON},
+        "DMLC_PS_ROOT_URI": HOST,
+        "DMLC_NUM_WORKER": str(workers),
+        "DMLC_NUM_SERVER": str(servers),
+        "DMLC_NODE_HOST": HOST,
+        "DMLC_INTERFACE": "lo",
+        "GLUON_MGPU_LOCAL_WORKERS": str(workers),
+        SECRET: secrets.token_hex(16),
+    }
     with _Events() as events:
-        environment = {
-            **{name: value for name, value in users.items() if name not in NOT_PASSED_ON},
-            "DMLC_PS_ROOT_URI": HOST,
-            "DMLC_PS_ROOT_PORT": str(port or free_port()),
-            "DMLC_NUM_WORKER": str(workers),
-            "DMLC_NUM_SERVER": str(servers),
-            "DMLC_NODE_HOST": HOST,
-            "DMLC_INTERFACE": "lo",
-            "GLUON_MGPU_LOCAL_WORKERS": str(workers),
-            log.LAUNCHER: events.address,
-        }
-        try:
-            for role, count in (("scheduler", 1), ("server", servers), ("worker", workers)):
-                for rank in range(count):
-                    processes.append(_Process(command, environment, role, rank))
-            return _supervise(processes, events)
-        finally:
-            _kill(processes)
+        environment[log.LAUNCHER] = events.address
+        for delay in [min(2**i, LONGEST_DELAY) for i in range(restarts)]:
+            status = _run(command, environment, port, events)
+            if status != 1 or events.interrupted:
+                return status
+            _say(f"gluon_mgpu: restarting all processes from the last checkpoint in {delay} s")
+            try:
+                events.wait(lambda: False, delay)
+            except KeyboardInterrupt:
+                return 130
+            events.first_error = ""
+            environment[RESTARTED] = "1"
+        return _run(command, environment, port, events)
+
+
+def _run(command: Sequence[str], environment: dict[str, str], port: int | None, events: _Events) -> int:
+    """Start all processes, wait until they have ended, and return the exit status."""
+    environment = {**environment, "DMLC_PS_ROOT_PORT": str(port or free_port())}
+    workers, servers = (int(environment[name]) for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER"))
+    processes: list[_Process] = []
+    try:
+        for role, count in (("scheduler", 1), ("server", servers), ("worker", workers)):
+            for rank in range(count):
+                processes.append(_Process(command, environment, role, rank))
+        return _supervise(processes, events)
+    finally:
+        _kill(processes)
 
 
 def _supervise(processes: list[_Process], events: _Events) -> int:
@@ -192,7 +221,8 @@ class _Events:
     """Receives Ctrl-C, SIGTERM, and errors that the processes report with `log.error`."""
 
     def __enter__(self) -> _Events:
-        self._interrupted, self._error = False, ""
+        self._interrupt_pending = self.interrupted = False
+        self.first_error = ""
         self._handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reports.bind("")  # Linux chooses an abstract address, which disappears with the socket
@@ -206,15 +236,15 @@ class _Events:
             signal.signal(which, handler)
 
     def _interrupt(self, *_: object) -> None:
-        self._interrupted = True
+        self._interrupt_pending = self.interrupted = True
 
     def error(self) -> str:
         """The first error that a process reported, or ""."""
         with suppress(BlockingIOError):
             while True:
                 line = self._reports.recv(1 << 16).decode(errors="replace")
-                self._error = self._error or line
-        return self._error
+                self.first_error = self.first_error or line
+        return self.first_error
 
     def wait(self, done: Callable[[], Any], seconds: float = math.inf) -> bool:
         """Wait until done() is true, for at most `seconds`; returns whether it is.
@@ -223,8 +253,8 @@ class _Events:
         """
         until = time.monotonic() + seconds
         while not done():
-            if self._interrupted:
-                self._interrupted = False
+            if self._interrupt_pending:
+                self._interrupt_pending = False
                 raise KeyboardInterrupt
             if time.monotonic() > until:
                 return False

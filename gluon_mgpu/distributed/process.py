@@ -20,6 +20,7 @@ HOW_TO_START = {
     "dist_sync": "start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for several "
     "machines see docs/distributed.md",
 }
+SECRET = "GLUON_MGPU_SECRET"  # the environment variable
 DIVIDED_SIZE = 10_000  # arrays of at least this size are divided among the servers; MXNet's default is 1,000,000
 
 
@@ -28,6 +29,7 @@ class Process(NamedTuple):
 
     role: "worker"; with dist_sync also "server" or "scheduler". rank: number among the processes of its role, from 0.
     local_workers: workers that share this machine's cores. root, port: the scheduler's host and port (dist_sync).
+    secret: the coordinator accepts only processes that know it.
     """
 
     kvstore: str = "local"  # one of KVSTORES
@@ -38,6 +40,7 @@ class Process(NamedTuple):
     local_workers: int = 1
     root: str = ""
     port: int = 0
+    secret: str = ""
 
     def names(self) -> list[str]:
         """The names of all workers and servers of the run."""
@@ -60,7 +63,7 @@ def current() -> Process:
         rank = 0 if role == "scheduler" else _number("DMLC_TASK_ID", 0, workers if role == "worker" else servers)
         local = _number("GLUON_MGPU_LOCAL_WORKERS", 1, default=1)
         port = _number("DMLC_PS_ROOT_PORT", 1, 65535)  # the coordinator uses the next port
-        return Process("dist_sync", role, rank, workers, servers, local, root, port)
+        return Process("dist_sync", role, rank, workers, servers, local, root, port, os.environ.get(SECRET, ""))
     if "HOROVOD_RANK" in os.environ:
         workers = _number("HOROVOD_SIZE", 1)
         local = _number("HOROVOD_LOCAL_SIZE", 1, default=1)

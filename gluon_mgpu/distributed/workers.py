@@ -7,6 +7,7 @@ connection (`heartbeat`).
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -197,10 +198,11 @@ def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
 
     own_address = process.horovod_address()
     store = stores.Horovod(compress, model)
+    here = here._replace(secret=secrets.token_hex(16))
     coordinator = heartbeat.Coordinator(here, own_address, 0) if here.rank == 0 else None
-    address = store.from_worker_0(f"{own_address} {coordinator.port}" if coordinator else "")
-    host, port = address.split()
-    client = heartbeat.Client(here, host, int(port))
+    address = store.from_worker_0(f"{own_address} {coordinator.port} {here.secret}" if coordinator else "")
+    host, port, secret = address.split()
+    client = heartbeat.Client(here._replace(secret=secret), host, int(port))
     pin_to_cores(here.rank, client.all_gather)
     return Group(here, compress, store, client, coordinator)
 

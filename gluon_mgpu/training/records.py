@@ -316,6 +316,11 @@ def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
     return [(kind, int(index)) for kind, index in found]
 
 
+def exists(folder: str | Path) -> bool:
+    """Whether the folder holds a run that can be resumed."""
+    return any((Path(folder) / name).exists() for name in (CONFIG, CHECKPOINT))
+
+
 def options(folder: str | Path) -> dict[str, Any]:
     """The `train` arguments that continue the run in `folder`: settings, implementation and devices."""
     _, config, settings, _ = last(folder)

@@ -204,6 +204,27 @@ def test_a_process_started_for_another_number_of_workers_is_refused_with_both_nu
     assert heard["status"] == 2 and "[1, 1]" in heard["end"] and "[2, 1]" in heard["end"]
 
 
+@pytest.mark.parametrize("secret", ["", "wrong", "é", 1, None, "secret" * 1000])
+def test_a_process_without_the_secret_of_the_run_is_refused(ends, secret):
+    here = Process("dist_sync", "scheduler", 0, 1, 1, secret="secret")
+    made = heartbeat.Coordinator(here, "127.0.0.1", 0)
+    stranger = Raw(made)
+    stranger.hello("worker 0", secret=secret)
+    with suppress(StopIteration):  # a greeting that is too long ends the connection
+        assert stranger.hear("end")["status"] == 2
+    assert not made.clients
+    finish(made, joined(made), ends)
+
+
+def test_a_stranger_that_never_ends_its_greeting_is_disconnected(coordinator, monkeypatch):
+    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
+    stranger = Raw(coordinator()).socket
+    with pytest.raises(OSError):
+        for _ in range(100):
+            stranger.sendall(b"x")
+            time.sleep(0.1)
+
+
 def test_processes_that_do_not_connect_in_time_are_named(coordinator, monkeypatch):
     first = Raw(coordinator(2, 1))
     first.hello("worker 0")

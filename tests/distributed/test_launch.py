@@ -51,7 +51,8 @@ import sys
 from gluon_mgpu.distributed import launch
 launch.SECONDS_TO_NOTICE = launch.SECONDS_TO_FINISH = launch.SECONDS_TO_INTERRUPT = 2
 launch.SECONDS_TO_TERMINATE = 0.3
-sys.exit(launch.launch(sys.argv[2:], 2, 1))
+launch.LONGEST_DELAY = 0.1
+sys.exit(launch.launch(sys.argv[3:], 2, 1, restarts=int(sys.argv[1])))
 """
 
 
@@ -61,10 +62,10 @@ class Run:
     def __init__(self, folder):
         self.folder, self.process = folder, None
 
-    def start(self, body, *options, sooner=False, stdin=subprocess.DEVNULL, **environment):
+    def start(self, body, *options, sooner=False, restarts=0, stdin=subprocess.DEVNULL, **environment):
         program = self.folder / "stand_in.py"
         program.write_text(STAND_IN.replace("BODY", textwrap.dedent(body)).replace("ROOT", str(runs.ROOT)))
-        launcher = ["-c", SOONER] if sooner else [str(LAUNCH)]
+        launcher = ["-c", SOONER, str(restarts)] if sooner else [str(LAUNCH)]
         line = [sys.executable, *launcher, *options, "--", sys.executable, "-S", program, self.folder]
         self.process = runs.start(line, environment, stdin=stdin)
         return self
@@ -141,6 +142,46 @@ def test_of_the_errors_that_the_processes_report_the_first_is_the_only_line(run)
     os._exit(2)
     """
     assert run.start(reports, sooner=True).end() == (2, "", ["error: worker1 has a reason"])
+
+
+FAILS = """
+n = len([name for name in os.listdir(folder) if name.startswith("start")])
+if me == "worker1":
+    tell(f"start{n}", os.environ.get("GLUON_MGPU_RESTARTED"))
+    until(lambda: all(map(told, ["scheduler", "server0", "worker0"])))
+    FAILURE
+until(lambda: os.path.exists(f"{folder}/finished"))
+"""
+
+
+def starts(run):
+    return [run.told(name.name) for name in sorted(run.folder.glob("start*"))]
+
+
+def test_after_a_failure_all_processes_are_started_again(run):
+    failure = "os.kill(os.getpid(), signal.SIGKILL) if n < 2 else tell('finished')"
+    run.start(FAILS.replace("FAILURE", failure), sooner=True, restarts=3)
+    status, _, err = run.end()
+    assert status == 0 and starts(run) == [None, "1", "1"]
+    assert len(err) == 4 and sum("SIGKILL" in line for line in err) == 2
+
+
+def test_a_run_that_fails_at_each_restart_ends_with_the_last_error(run):
+    run.start(FAILS.replace("FAILURE", "sys.exit(1)"), sooner=True, restarts=2)
+    assert run.end()[0] == 1 and len(starts(run)) == 3 and not run.left()
+
+
+@pytest.mark.parametrize("status", [2, 130])
+def test_a_wrong_command_and_an_interrupt_are_not_restarted(run, status):
+    run.start(FAILS.replace("FAILURE", f"sys.exit({status})"), sooner=True, restarts=2)
+    assert run.end()[0] == status and len(starts(run)) == 1
+
+
+def test_ctrl_c_ends_a_run_that_waits_for_its_restart(run):
+    run.start(FAILS.replace("FAILURE", "sys.exit(1)"), "--restarts", 5)
+    runs.wait(lambda: starts(run) and not run.left(), PROMISED)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] in (1, 130)
 
 
 def test_stopped_processes_and_those_that_ignore_sigterm_end_too(run):

@@ -143,6 +143,29 @@ def test_a_run_of_unequal_contexts_is_resumed_by_three_workers(tmp_path):
     assert apart(parameters(folder), parameters(expected), "scratch") < RTOL
 
 
+def kill_after(epoch, folder, worker):
+    """Kill a worker once the run has finished an epoch, and wait until all its processes have ended."""
+    metrics = folder / "metrics.jsonl"
+    runs.wait(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= epoch)
+    processes = runs.processes(str(folder))
+    os.kill(processes[worker], signal.SIGKILL)
+    runs.wait(lambda: not runs.alive([*processes.values()]))
+
+
+def test_a_run_that_loses_workers_is_restarted_and_ends_with_the_bits_of_one_process(tmp_path):
+    folder, epochs = tmp_path / "run", 3
+    options = [*ARGS, "--epochs", epochs, "--out", folder]
+    launcher = [sys.executable, str(runs.ROOT / "scripts/launch.py"), "--restarts", "3", "--", *runs.TRAIN]
+    line = [*launcher, "--kvstore", "dist_sync", *map(str, options)]
+    with runs.start(line) as process:
+        for worker, epoch in (("worker 1", 1), ("worker 0", 2)):
+            kill_after(epoch, folder, worker)
+        _, err = process.communicate(timeout=runs.HORIZON)
+    assert process.returncode == 0, err
+    expected = train_alone("scratch", 2, tmp_path / "alone", epochs=epochs)
+    assert apart(parameters(folder), parameters(expected), "scratch") == 0
+
+
 def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_and_the_run_can_be_resumed(engine, tmp_path):
     folder, options = tmp_path / "run", {"dataset": "synthetic", "limit": 3200, "seed": 3}
     args = ["--device", "cpu", "--out", folder, "--epochs", 99, "--batch-size", BATCH, *flags(options)]
