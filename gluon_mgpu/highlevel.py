@@ -2,7 +2,7 @@
 
 `initialize` with a list of contexts copies the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the
 gradients and updates every replica. Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope),
-whose function names and arguments these are; `train` is its `run`.
+which has the same function names and arguments; its `run` is called `train` here.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def evaluate_accuracy(
 
 
 class Replicas(replicas.Replicas):
-    """What the training loop drives: these functions, a network on every device, and its Trainer.
+    """The training loop's interface to this lesson: these functions, a network on every device, and its Trainer.
 
     `net` is the network as written. hybridize: see `initialize`. tune: train its faster equivalent (`tuning`).
     """

@@ -33,8 +33,8 @@ def register(
 ) -> None:
     """Make a network available as `model=name` to `highlevel.train` and everything that reads its runs.
 
-    build: returns a new, uninitialized network for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: of its
-    weights. names: of its arrays in checkpoints; default: Gluon's.
+    build: returns a new, uninitialized network for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: for its
+    weights. names: the names of its arrays in checkpoints; default: Gluon's.
     """
     NETWORKS[name] = Network(build, init, names)
     settings.add_model(name)

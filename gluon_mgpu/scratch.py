@@ -132,7 +132,7 @@ def evaluate_accuracy(
 
 
 class Replicas(replicas.Replicas):
-    """What the training loop drives: these functions, and a replica of the parameters on each device.
+    """The training loop's interface to this lesson: these functions, and a replica of the parameters on each device.
 
     net, params: a network other than LeNet, and its initial parameters on the host.
     """

@@ -29,7 +29,7 @@ HOROVOD = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of the source archive
 MARK = "gluon.mgpu.2"  # local version of our wheel; change it when PATCHES change
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
-PATCHES = (  # (source file, a text in it, the line to insert after the text)
+PATCHES = (  # (source file, a string in it, the line to insert after that string)
     # Without this, neither workers nor horovodrun can import MXNet with a current NumPy.
     ("horovod/mxnet/__init__.py", "=====\n", CONFIGURE),
     # Without this, workers listen at the address of their host name, which is 127.0.1.1 in Debian's /etc/hosts.
@@ -189,7 +189,7 @@ def install(path):
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         pip("download", "--dest", folder, str(path))
         held = signal.SIGINT, signal.SIGTERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, held)  # Ctrl-C takes effect afterwards, so nothing is partial
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)  # Ctrl-C takes effect later, so no install is left incomplete
         try:
             pip("install", "--no-index", "--find-links", folder, str(path))
         finally:

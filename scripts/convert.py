@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Convert a network for Gluon, PyTorch or ONNX Runtime: `python scripts/convert.py --help`."""
+"""Convert a network to files for Gluon, PyTorch or ONNX Runtime: `python scripts/convert.py --help`."""
 
 from start import start
 

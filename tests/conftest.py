@@ -6,7 +6,7 @@ OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels")  # markers: run only
 
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 
-# Ignored where the suite is started in the background of a script, and then by all that it starts.
+# A shell script starts background jobs with SIGINT ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

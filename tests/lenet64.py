@@ -11,7 +11,7 @@ def additions(examples):
 
 
 def assert_close(found, expected, additions):
-    """Fail unless found differs from expected by at most what rounding to float32 in so many additions can do."""
+    """Fail if found differs from expected by more than float32 rounding in this many additions can explain."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= additions * EPSILON * np.abs(expected).max()

@@ -45,7 +45,7 @@ print(sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1
 
 
 def overlap(setup, operators, folder, **environment):
-    """Microseconds in which two contexts run one of some operators at the same time. setup: code that defines step."""
+    """Microseconds during which both contexts are running one of the operators. setup: code that defines step."""
     code = PROFILE.format(setup=textwrap.dedent(setup), operators=operators, file=str(folder / "profile.json"))
     done = python(code, **environment)
     assert done.returncode == 0, done.stderr

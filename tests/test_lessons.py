@@ -17,8 +17,8 @@ from gluon_mgpu.training.settings import Settings
 
 LR = 0.2
 MODULES = [scratch, highlevel]
-# Networks computed in another order differ by rounding, and by ReLUs whose input is within rounding of 0. One of the
-# more than 10^5 activations in these batches then counts or does not, which moves an update by far less than this part
+# Networks computed in a different order differ by rounding, and by ReLUs whose input is within rounding of 0. Such a
+# ReLU turns one of more than 10^5 activations on or off, which moves an update by far less than this part
 # of its length. Dropping a shard or dividing by its size would move it by more than half.
 ROUNDING_AND_RELUS = 1e-2
 

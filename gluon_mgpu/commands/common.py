@@ -65,7 +65,7 @@ class Command(click.Command):
         kwargs["standalone_mode"] = False
         in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere, Python allows no handlers
         if in_main_thread:
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends child processes
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM ends child processes
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""`gluon-mgpu convert`: write a network for Gluon, PyTorch or ONNX Runtime."""
+"""`gluon-mgpu convert`: convert a network to files for Gluon, PyTorch or ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from gluon_mgpu.runtime.errors import UsageError
     multiple=True,
     type=common.FILE,
     metavar="FILE...",
-    help="Print the most probable classes of image files instead. As in the data set, the object should be bright on "
+    help="Print these images' top classes instead of the accuracy. As in the data set, the object should be bright on "
     "a dark background. Images are converted to 28x28 grayscale pixels.",
 )
 @common.option(

@@ -25,7 +25,7 @@ class Commands(common.Group):
 
 @click.group(
     cls=Commands,
-    epilog='For completion with TAB in bash, run: eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)". For zsh and '
+    epilog='For tab completion in bash, run: eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)". For zsh and '
     "fish, see docs/cli.md.",
     examples="""
         gluon-mgpu doctor

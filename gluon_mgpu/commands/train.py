@@ -25,7 +25,7 @@ FACTOR = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
 def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
-    """A type of options: numbers separated by commas, as a tuple, or one of some words."""
+    """Create an option type: comma-separated numbers, parsed as a tuple, or one of the given words."""
 
     def parse(value: Any) -> Any:
         if isinstance(value, tuple) or value in words:  # the default is a tuple
@@ -101,7 +101,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
 @common.setting("--momentum", type=FRACTION, metavar="X", help="Momentum of SGD, such as 0.9.")
 @common.setting("--weight-decay", type=FRACTION, metavar="X", help="Weight decay of all parameters, such as 0.0005.")
 @common.setting(
-    "--clip-norm", "max_grad_norm", type=common.POSITIVE, metavar="X", help="Scale larger gradients to norm X."
+    "--clip-norm", "max_grad_norm", type=common.POSITIVE, metavar="X", help="Limit the norm of the gradient to X."
 )
 @common.setting(
     "--accumulate",

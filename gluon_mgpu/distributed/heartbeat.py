@@ -24,7 +24,7 @@ from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
-SILENCE_LIMIT = 10.0  # seconds without a message after which a process is lost; no worker holds the GIL that long
+SILENCE_LIMIT = 10.0  # seconds without a message after which a process counts as lost; no worker holds the GIL so long
 CONNECT_LIMIT = 300.0  # seconds within which all processes must connect
 NOTICE_DELAY = 5.0  # seconds after which a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds for servers and the scheduler to end after all workers are done; ps-lite may take 10 s
@@ -91,7 +91,7 @@ class Coordinator:
                 connection.close()
         if missing and seconds > CONNECT_LIMIT:
             late = ", ".join(missing)
-            self._end(f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that it runs and has this address")
+            self._end(f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that it is running and can connect")
 
     def _read(self, connection: _Connection) -> None:
         def handle(message: dict[str, Any]) -> None:
@@ -317,7 +317,7 @@ class Client:
 
 
 def end_process(line: str | None, status: int, seconds: float) -> None:
-    """End this process within some seconds; report `line` as an error, if it is not None.
+    """End this process after `seconds` seconds; if `line` is not None, first report it as an error.
 
     The process ends even if nobody reads its output, and even if its main thread waits for a lost process inside MXNet,
     where it cannot be interrupted.
@@ -330,7 +330,7 @@ def end_process(line: str | None, status: int, seconds: float) -> None:
 
 
 def after(seconds: float, function: Callable[..., object], *arguments: object) -> threading.Timer:
-    """Call function(*arguments) after some seconds, unless the returned timer is cancelled or this process ends."""
+    """Call function(*arguments) after `seconds` seconds, unless the returned timer is cancelled or the process ends."""
     timer = threading.Timer(seconds, function, arguments)
     timer.daemon = True
     timer.start()

@@ -143,7 +143,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         if failed:
             events.wait(lambda: _ended(processes), SECONDS_TO_NOTICE)
         elif not _ended(processes):
-            _say(f"gluon_mgpu: ending {_running(processes)}, {SECONDS_TO_FINISH} s after the workers")
+            _say(f"gluon_mgpu: ending {_running(processes)}, {SECONDS_TO_FINISH} s after the last worker ended")
         _terminate(processes, events)
     if not failed:
         return 0
@@ -166,7 +166,7 @@ def _ended(processes: list[_Process]) -> bool:
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
     """The process that failed first, or None. If several failed since the last check, prefer one killed by a signal,
-    then a worker, because the remaining ones may have ended in reaction."""
+    then a worker, because the others may have ended as a result."""
     failed = [p for p in processes if p.poll()]
     return min(failed, key=lambda p: (p.returncode > 0, p.role != "worker"), default=None)
 

@@ -1,4 +1,4 @@
-"""What the workers of a run do together, seen from one of them: sum arrays and agree on values.
+"""What each worker of a run does together with the others: sum arrays and agree on values.
 
 Gradients travel through Horovod or MXNet's parameter servers (`stores`), everything else through the heartbeat's
 connection (`heartbeat`).
@@ -93,7 +93,7 @@ class Workers:
         return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """Have undo() called just before this process ends because another worker raised an Error."""
+        """Register undo(), which is called if another worker raises an Error, before this process ends."""
 
     def ask_to_stop(self) -> bool:
         """Have all workers stop at the same step. Returns whether there are workers to ask."""
@@ -109,7 +109,7 @@ ALONE = Workers()
 
 
 class Group(Workers):
-    """Several workers: overrides what involves the other processes.
+    """Several workers: overrides the methods that involve other processes.
 
     store: sums arrays. client: this worker's heartbeat. coordinator: None except in Horovod's worker 0.
     """

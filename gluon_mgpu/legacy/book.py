@@ -156,7 +156,7 @@ def resnet18(num_classes):
 
 
 def accuracy(y_hat, y):
-    """Number of correct predictions; in 2018, their fraction. y_hat: scores (n, classes, ...) or classes (n, ...)."""
+    """Number of correct predictions; if OF_2018, the fraction. y_hat: scores (n, classes, ...) or classes (n, ...)."""
     return _correct(y_hat, y) / (y.size if OF_2018 else 1)
 
 

@@ -1,4 +1,4 @@
-"""The functions with which programs loaded source files, from Python's module imp (removed in 3.12)."""
+"""Functions of Python's imp module, removed in 3.12, that old programs use to load source files."""
 
 from __future__ import annotations
 

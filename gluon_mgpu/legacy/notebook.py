@@ -1,4 +1,4 @@
-"""Runs Jupyter notebooks, and installs a kernel for them, prepared as `prepare` does. Needs gluon_mgpu[jupyter]."""
+"""Runs Jupyter notebooks in a process prepared by `prepare`, and installs such a kernel. Needs gluon_mgpu[jupyter]."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Settings:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The environment variables with which to start a prepared program."""
+    """The environment variables for starting a prepared program."""
     users = engine.users_environment()
     paths = [str(STARTUP), *filter(None, [users.get("PYTHONPATH")])]
     return {**users, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(asdict(settings))}
@@ -89,7 +89,7 @@ class AfterImport:
         if spec is None or spec.loader is None:
             return None
         if name in names.RESTORE and not (spec.origin or "").startswith(os.path.dirname(os.__file__)):
-            return spec  # the program has a module with the name of one of Python's
+            return spec  # the program has its own module of this name
         execute, action = spec.loader.exec_module, self.actions[name]
 
         def execute_then_act(module: ModuleType) -> None:

@@ -28,7 +28,7 @@ ENOUGH = 3  # seeds that must agree: two could agree by chance
 OF_BATCH_SIZE = (
     "a batch of 256 learns about as well on 2 devices as on 1",
     "a batch of 256 takes about as long on 2 devices as on 1",
-    "a batch of 512 on 2 devices makes an epoch shorter, but less than 2 times",
+    "a batch of 512 on 2 devices makes an epoch faster, but less than twice as fast",
     "a batch of 512 learns more slowly than one of 256",
     "a batch of 512 learns faster if its learning rate is doubled",
 )
@@ -65,7 +65,7 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         claim = f"{impl}: of {EXAMPLES} examples the faster device gets {SHARES[0]}; the update equals one device's"
         holds = sizes == list(SHARES) and error <= limit
         yield Finding(CHECK, claim, holds, f"shards of {sizes}; updates differ by {error:.1e}, limit {limit:.1e}")
-    yield Finding(CHECK, "uneven shards save time on unequal devices", None, "the devices here are taken as equal")
+    yield Finding(CHECK, "uneven shards save time on unequal devices", None, "the devices are assumed to be equal")
 
 
 def batch_size(experiments: list[list[Result]], cpu: bool) -> Iterator[Finding]:

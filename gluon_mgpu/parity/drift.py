@@ -1,8 +1,8 @@
 """Measures how far scratch and highlevel drift from the notebook's own code over many steps.
 
 The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Implementations
-train on the same batches twice: with each step from the reference's parameters, and on a path from its initial
-parameters. `limits` computes how far rounding may lead away from the reference.
+train on the same batches twice: once restarting every step from the reference's parameters, once only the first
+step. `limits` computes how far rounding may lead away from the reference.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def check(drift: Drift) -> Iterator[Finding]:
         holds = median <= drift.step_limit and largest <= RELU_FLIP
         figures = f"median error {median:.1e}, limit {drift.step_limit:.1e}; "
         figures += f"largest {largest:.1e}, limit {RELU_FLIP:.1e}"
-        yield Finding(CHECK, f"{name}: each step is the notebook's", holds, figures)
+        yield Finding(CHECK, f"{name}: each step matches the notebook's", holds, figures)
         steps, apart = len(drift.path_errors[name]), max(drift.path_errors[name])
         figures = f"distance {apart:.1e}, limit {drift.path_limit:.1e}; the parameters moved {drift.moved:.1e}"
         yield Finding(CHECK, f"{name}: {steps} steps lead to the same place", apart <= drift.path_limit, figures)

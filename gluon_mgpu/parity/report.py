@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-WORDS = {True: "holds", False: "FAILS", None: "not shown here"}
+WORDS = {True: "holds", False: "FAILS", None: "undecided here"}
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">

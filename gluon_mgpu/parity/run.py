@@ -105,7 +105,7 @@ def verdict(findings: list[Finding]) -> str:
     if failed:
         return f"parity FAILS: {len(failed)} of {len(findings)} claims; {failed[0]}"
     unshown = sum(finding.holds is None for finding in findings)
-    return f"parity holds: {len(findings) - unshown} of {len(findings)} claims, and {unshown} are not shown here"
+    return f"parity holds: {len(findings) - unshown} of {len(findings)} claims; {unshown} cannot be decided here"
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def _train_all(
                 findings.append(Finding(ACCURACY, f"{name}: learns like the kept runs", *within))
             if runs:
                 held = bands.of_recipe(recipe, list(runs.values()))
-                findings.append(Finding(ACCURACY, f"{recipe}: the notebook's accuracies could be ours", *_within(held)))
+                findings.append(Finding(ACCURACY, f"{recipe}: the notebook's accuracies fit the bands", *_within(held)))
                 low, high, printed = zip(*held)
                 about = {"source": RECIPES[recipe].source, "notebook": printed}
                 accuracy[recipe] = {**about, "runs": runs, "low": low, "high": high}

@@ -121,7 +121,7 @@ def gpu(index: int) -> tuple[str, int, int]:
 def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
     """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
 
-    shares: one number per device, proportional to its size; None: sizes as equal as possible, the largest first.
+    shares: the devices' relative shard sizes; None: sizes as equal as possible, the largest first.
     Each device gets at least one example; if there are fewer examples than devices, the last devices get none.
     """
     if examples <= parts:

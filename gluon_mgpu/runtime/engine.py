@@ -1,4 +1,4 @@
-"""Sets what MXNet 1.9.1 reads once, when libmxnet loads. docs/engine.md gives the reasons and measurements.
+"""Sets up what MXNet 1.9.1 reads only once, when libmxnet loads. docs/engine.md gives the reasons and measurements.
 
 That is: NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. The first `import mxnet`
 after `import gluon_mgpu` sets them. Nothing here imports mxnet, and only that import imports NumPy, because
@@ -57,7 +57,7 @@ FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 _configured = _stock = False
-_expected: int | None = None  # contexts, if `configure` is not called before mxnet is imported
+_expected: int | None = None  # number of contexts if mxnet is imported before `configure` is called
 _changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (value before, after `configure`)}; None: not set
 
 
@@ -101,8 +101,8 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
 
     contexts: number of contexts that compute at the same time; None: the number from an earlier call, or several.
     processes: number of processes that share this machine's cores. Settings from the user's environment are kept if
-    they are safe; a notice names each one that is overruled. Raises Error if MXNet is missing, if mxnet was imported
-    earlier with settings under which this number of CPU contexts can hang, or if `cuda.prepare` raises it.
+    they are safe; a notice names each one that is ignored. Raises Error if MXNet is missing, if mxnet was imported
+    earlier with settings that can make this number of CPU contexts hang, or if `cuda.prepare` raises it.
     """
     global _configured
     if contexts is None and _configured:
@@ -142,7 +142,7 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
 
 
 def check_environment() -> None:
-    """Raise UsageError for an environment variable with which MXNet would hang or abort at startup."""
+    """Raise UsageError if an environment variable would make MXNet hang or abort at startup."""
     for name, value in os.environ.items():
         if not value or name in TEXT or not NUMERIC.fullmatch(name):
             continue
@@ -164,7 +164,7 @@ def check(ctx: list[Context]) -> None:
 
 
 def users_environment() -> dict[str, str]:
-    """The environment without the changes of `configure`, for a child process that configures itself."""
+    """The environment without the changes that `configure` made, for a child process that configures itself."""
     own = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
     return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
 
@@ -200,11 +200,11 @@ def _set_threads(contexts: int | None, processes: int) -> None:
         asked = os.environ.get("OMP_NUM_THREADS", "")
         if not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST:
             cores = len(os.sched_getaffinity(0)) // processes
-            _put("OMP_NUM_THREADS", str(max(1, cores)), "not a valid thread count")
+            _put("OMP_NUM_THREADS", str(max(1, cores)), "it is not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         return
-    why = f"because {fewer[0]} is set" if alone else "because several CPU contexts can hang with more"
+    why = f"{fewer[0]} is set" if alone else "several CPU contexts can hang with more than one thread"
     for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
         _put(name, "1", why)
     if not alone:
@@ -216,7 +216,7 @@ def _set_threads(contexts: int | None, processes: int) -> None:
 def _put(name: str, value: str, why: str) -> None:
     asked = os.environ.get(name, value)
     if asked != value:
-        log.say(f"{name}={asked} is overruled: using {value}, {why} (docs/engine.md)")
+        log.say(f"{name}={asked} is ignored: {why}; using {value} (docs/engine.md)")
     os.environ[name] = value
 
 

@@ -22,8 +22,8 @@ def _financial(name: str, *args: object, **kwargs: object) -> NoReturn:
     raise RuntimeError(f"numpy.{name} was removed in NumPy 1.20 (NEP 32): use numpy_financial")
 
 
-# MXNet keeps its own functions in a table with NumPy's functions as keys, so each old name needs a separate object:
-# a partial.
+# MXNet keeps its own functions in a table whose keys are NumPy's functions, so two names must not share an object.
+# Each partial is a new object.
 REMOVED = {
     "bool": bool,  # removed in 1.24, defined again in 2.0; the names below were removed in 2.0 or 2.4
     "PZERO": 0.0,

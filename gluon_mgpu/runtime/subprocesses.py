@@ -1,4 +1,4 @@
-"""Runs a program in a child process. The program and everything it starts end with the call, however it ends."""
+"""Runs a program in a child process. When the call returns or raises, nothing that it started is left running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for e
 
 
 class Finished(NamedTuple):
-    """status: the exit status, minus the signal that ended the process, or None if the time ran out."""
+    """status: the exit status; if a signal ended the process, its negated number; None if the time ran out."""
 
     status: int | None
     out: str

@@ -72,7 +72,7 @@ def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, NDArray]]:
-    """Yields a batch, in host memory, in `parts` parts of nearly equal size."""
+    """Split a batch in host memory into up to `parts` parts of nearly equal size. Yields (X, y) of each part."""
     start = 0
     for size in shard_sizes(X.shape[0], min(parts, X.shape[0])):
         yield X[start : start + size], y[start : start + size]
@@ -99,7 +99,7 @@ def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
     for shards in issued:
         ahead.append(shards)
         if len(ahead) >= allowed:
-            burst = len(ahead) - allowed // 8  # the engine keeps the rest busy while the next burst is issued
+            burst = len(ahead) - allowed // 8  # the rest keeps the engine busy while the next burst is issued
             for _ in range(burst):
                 yield _joined(ahead.popleft())
             now = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import TypeVar
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime.errors import Interrupted
 
-SAME_CTRL_C = 0.5  # seconds; a second signal within them is a duplicate: launcher and cluster may both send one
+SAME_CTRL_C = 0.5  # seconds; a second signal within this time is a duplicate: launcher and cluster may both send one
 
 Item = TypeVar("Item")
 
@@ -52,7 +52,7 @@ class CtrlC:
     def steps(self, items: Iterable[Item], step: Callable[[], int]) -> Iterator[Item]:
         """Yields the items, one per training step; ends early after Ctrl-C, with all workers at the same step.
 
-        step: returns the number of steps issued so far. The steps that are queued already can still be read afterwards.
+        step: returns the number of steps issued so far. Results of steps that are already queued can still be read.
         """
         for item in items:
             alone = self.asked and not (self.workers.stopping or self.workers.ask_to_stop())

@@ -1,6 +1,6 @@
 """The training loop of both lessons: shuffle, train, evaluate, print and record, epoch by epoch.
 
-The loop does not know `scratch` and `highlevel`; it drives the methods of their `Replicas`.
+The loop imports neither `scratch` nor `highlevel`; it calls the methods of their `Replicas`.
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ def options(folder: str | Path) -> dict[str, Any]:
 
 
 def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Path) -> None:
-    """Load the arrays of the checkpoint in `folder` into the replicas. Raises Error if the network is another one."""
+    """Load the arrays of the checkpoint in `folder` into the replicas. Raises Error if they do not fit the network."""
     try:
         replicas.load_state_dict(arrays)
     except Error as error:

@@ -128,7 +128,7 @@ class Replicas(ABC):
         return losses
 
     def split(self, data: NDArray) -> list[NDArray]:
-        """Shards of a batch on the devices: by the settings' shares, or as the lesson splits."""
+        """Split a batch into shards on the devices: by the settings' shares, or as the lesson does."""
         shares = self.settings.shares
         if isinstance(shares, tuple):
             return split_by_shares(data, self.ctx, shares)
@@ -177,7 +177,7 @@ class Replicas(ABC):
         """Average the running statistics over the workers, weighted by their parts of a batch. All workers call it.
 
         Not done in every step: a step only adds to them, so they can be averaged later. They are written without
-        telling the engine, so the sum has to wait for every earlier step, and every later step for the sum.
+        telling the engine, so the sum has to wait for every earlier step, and every later step has to wait for the sum.
         """
         if self.workers.count == 1 or not self.running_stats or not self._batch_size:
             return

@@ -48,7 +48,7 @@ class Settings:
     milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
     gamma: float = 0.1
     warmup_epochs: float = 0.0  # number of epochs at the start in which lr grows linearly from 0
-    scale_lr: bool = False  # lr is meant for a batch of 256; train with lr * batch_size / 256
+    scale_lr: bool = False  # treat lr as the rate for a batch of 256, and train with lr * batch_size / 256
     shares: tuple[float, ...] | str | None = None  # one per device, such as (80, 20), "auto", or None: equal
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ COLORS = {
 }
 PHASES = tuple(COLORS)[:-1]  # of an operator
 MEANING = {
-    "allreduce": "allreduce: copies between devices, and adds",
+    "allreduce": "allreduce: copies between devices, and sums",
     "other": "other: freeing memory, waking Python, layouts",
 }
 ONE_BY_ONE = "During recording, imperative operators run one by one, not in bulk"
@@ -98,7 +98,7 @@ class Recorder:
         """
         self.file, self.about, self.issued, self.needed = Path(file), about, before, steps + AROUND
         self.running = False
-        self.trace: dict[str, Any] = {}  # once all steps are recorded
+        self.trace: dict[str, Any] = {}  # filled once all steps are recorded
         self.lanes = _lanes(ctx)
         if self.file.suffix == ".png" or self.file.is_dir() or not self.file.parent.is_dir():
             raise UsageError(f"profile={file}: must be a file such as profile.json in an existing folder")

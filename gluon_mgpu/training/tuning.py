@@ -106,7 +106,7 @@ class PaddedConv2D(HybridBlock):
 
 
 class FirstChannels(HybridBlock):
-    """The first channels of (n, more channels, h, w)."""
+    """Keeps the first `channels` channels of an array (n, c, h, w), and drops the rest, which are padding."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
 class SharedMemoryStore(kvstore.KVStoreBase):
     """Sums gradients on CPU contexts, where each context can read the arrays of all contexts.
 
-    On k contexts this reads and writes 3k - 1 times an array's bytes; MXNet's KVStore needs 5k + 1. The contexts
+    On k contexts, this moves 3k - 1 times the size of an array; MXNet's KVStore moves 5k + 1 times that. The contexts
     share the work: each one sums a part of the arrays.
     """
 

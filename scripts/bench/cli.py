@@ -59,8 +59,8 @@ size = common.option(
     "--size",
     type=click.IntRange(min=1, max=46340),
     metavar="M",
-    help="Use M x M float32 matrices. Default: 4000 on GPUs, 1000 on CPU contexts. With 4000 and 50 products, as in "
-    "the notebook, its seconds are shown too.",
+    help="Use M x M float32 matrices. Default: 4000 on GPUs, 1000 on CPU contexts. With --size 4000 --products 50, as "
+    "in the notebook, the table also shows the notebook's times.",
 )
 products = number("--products", "Number of products per device. Default: 50 on GPUs, 20 on CPU contexts.")
 
@@ -82,14 +82,14 @@ def show(name: str, module: str, out: str | None, **options: Any) -> None:
     "--what",
     ("step", "resnet18", "engine", "profile"),
     ("step", "resnet18"),
-    "step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps without single engine settings. profile: the "
+    "step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings. profile: the "
     "time of each operator.",
     multiple=True,
 )
 @rounds(3)
 @steps
 def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
-    """Measure time and memory of a step, next to the notebook's code. Each runs in its own process, in turn."""
+    """Measure time and memory of a step and of the notebook's code. Each runs in its own process, in turn."""
     from bench import steps as benchmark
 
     for name in what:

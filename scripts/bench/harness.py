@@ -190,7 +190,7 @@ def three_digits(value: float) -> str:
 
 
 def ratios(slow: Run, fast: Run) -> list[float]:
-    """The time of the slow subject's step divided by the time of the fast one's, in each round."""
+    """For each round, the step time of `slow` divided by the step time of `fast`."""
     return [a / b for a, b in zip(slow["step_ms"], fast["step_ms"])]
 
 

@@ -1,6 +1,6 @@
 """`model`: a cost model of a data-parallel step, fitted to the result of `scaling` on this machine.
 
-It is fitted to fewer contexts than CHECKED and compared with CHECKED contexts. Then it predicts step times on clusters,
+It is fitted on fewer than CHECKED contexts and checked on the rest. Then it predicts step times on clusters,
 which were not measured: every such number is called predicted. Does not import mxnet.
 """
 

@@ -34,7 +34,7 @@ HIGHLEVEL = "highlevel, 2 contexts"
 NOTES = """\
 A step includes making the float32 batch from uint8 images in a shuffled order, forward, loss, backward, allreduce,
 update, and reading the losses. It excludes startup, compiling and the first steps; for the notebook's code, which waits
-for every step and reads no loss, also making the batches. DDP is DistributedDataParallel over gloo with
+for every step and reads no loss, it also excludes making the batches. DDP is DistributedDataParallel over gloo with
 gradient_as_bucket_view, static_graph and the default buckets. peak MB: for DDP, the sum over both processes, which
 counts shared pages twice. loss: the mean over the steps, which is the same for all."""
 
@@ -80,7 +80,7 @@ def _check_torch() -> None:
 
 
 def table(result: dict) -> str:
-    """Format, for each model, the subjects' times, ratios and memory, and how fast the fastest of PyTorch is."""
+    """Format each model's times, ratios and memory, and compare its fastest PyTorch subject with HIGHLEVEL."""
     lines = [harness.machine_line(), NOTES]
     for model, runs in result["models"].items():
         rows = []
@@ -92,7 +92,7 @@ def table(result: dict) -> str:
         against = {name: ratios(run, runs[HIGHLEVEL]) for name, run in runs.items() if name.startswith((PYTORCH, DDP))}
         fastest = min(against, key=lambda name: median(against[name]))
         lines += ["", *harness.speed_table(title, rows)]
-        lines.append(f"{fastest}, the fastest of PyTorch: {spread(against[fastest], 2)} times as long as {HIGHLEVEL}")
+        lines.append(f"{fastest}, the fastest PyTorch run: {spread(against[fastest], 2)} times as long as {HIGHLEVEL}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`steps`: speed and memory of the training step, next to the notebook's code, in separate processes, in turn.
+"""`steps`: speed and memory of the training step and of the notebook's code, in turn, in separate processes.
 
 A worker, `python -m bench.steps JOB`, works on synthetic data. docs/performance.md and docs/engine.md have the results.
 """

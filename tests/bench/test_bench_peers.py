@@ -1,6 +1,6 @@
 """PyTorch's networks compute the same as Gluon's, all subjects train to the same loss, and ratios compare one round.
 
-torch is never imported here, because mxnet is: it has its own processes, and tests that need it are skipped if it is
+mxnet is imported here, so torch is not: it runs in separate processes. Tests that need torch are skipped if it is
 missing.
 """
 
@@ -32,7 +32,7 @@ def test_ratios_are_those_of_one_round(monkeypatch):
     row = next(line.split() for line in table.splitlines() if line.startswith(f"{peers.HIGHLEVEL}  "))
     # 256 examples in the median's 20 ms; 40/20, 10/10, 81/45 -> 1.8, and the medians' ratio is 2; 60/20, 30/10, 90/45
     assert row[3:10] == ["20.0", "(10.0-45.0)", "12800", "1.80", "(1.00-2.00)", "3.00", "(2.00-3.00)"]
-    assert f"{peers.DDP}, the fastest of PyTorch: 1.80 (1.00-2.00) times as long" in table
+    assert f"{peers.DDP}, the fastest PyTorch run: 1.80 (1.00-2.00) times as long" in table
     picture = io.BytesIO()
     peers.draw(result, picture)
     assert picture.getvalue().startswith(b"\x89PNG")

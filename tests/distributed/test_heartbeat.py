@@ -34,7 +34,7 @@ def ends(monkeypatch):
 
 @pytest.fixture
 def coordinator(ends):
-    """make(workers, servers): a Coordinator: with servers the scheduler's, else that of Horovod's worker 0."""
+    """make(workers, servers): the Coordinator of a scheduler if there are servers, else of Horovod's worker 0."""
     made = []
 
     def make(workers=2, servers=0):

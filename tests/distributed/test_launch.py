@@ -18,7 +18,7 @@ LAUNCH = runs.ROOT / "scripts" / "launch.py"
 PROMISED = 30  # seconds within which all processes have ended, whatever happens to one
 ALL = ["scheduler", "server0", "worker0", "worker1"]
 
-# What the processes of a test run instead of MXNet: each says in a file who it is, then runs the test's BODY.
+# The program that a test's processes run instead of MXNet: it writes facts about itself to a file, then runs BODY.
 STAND_IN = """
 import json, os, signal, subprocess, sys, time
 sys.path.insert(0, "ROOT")

@@ -342,7 +342,7 @@ def test_fp16_sends_gradients_as_16_bit_numbers(tmp_path):
 
 
 def group(rank, count, *others):
-    """Workers of whom the others give `others`."""
+    """A worker whose all_gather returns its own value, then `others`."""
     client = SimpleNamespace(all_gather=lambda value: [value, *others])
     return workers.Group(Process("horovod", "worker", rank, count), None, None, client)
 

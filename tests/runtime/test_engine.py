@@ -44,7 +44,7 @@ def test_two_contexts_compute_without_hanging_in_any_environment(setting):
     done = python(CONFIGURE.format(2) + PRODUCTS, **setting)
     assert done.stdout == "1.0 1.0\n", done.stderr
     for name in setting.keys() & {"OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"}:
-        assert done.stderr.count(f"{name}={setting[name]} ") == 1  # a notice that it is overruled
+        assert done.stderr.count(f"{name}={setting[name]} ") == 1  # a notice that it is ignored
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Python imports this at startup in a program that `gluon-mgpu run` starts, and in Python programs that it starts."""
+"""Python imports this at startup in a program that `gluon-mgpu run` starts and in its Python child processes."""
 
 import sys
 from importlib.machinery import PathFinder
