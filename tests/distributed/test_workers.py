@@ -95,6 +95,11 @@ def test_only_worker_0_prints_and_writes_the_loss_and_accuracy_of_all_examples(t
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "engine, impl",
+    [("dist_sync", "scratch"), pytest.param("horovod", "highlevel", marks=runs.needs_horovod)],
+    indirect=True,
+)
 def test_two_workers_of_two_contexts_with_every_extra_are_one_process(engine, impl, tmp_path):
     extras = ["--momentum", 0.9, "--clip-norm", 0.1, "--accumulate", 3, "--weight-decay", 0.001]
     args = ["--impl", impl, "--gpus", 2, "--out", tmp_path / "run", *ARGS, *extras]
