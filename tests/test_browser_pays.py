@@ -114,7 +114,7 @@ def test_a_slow_link_makes_the_second_device_useless_and_a_larger_batch_helps(pa
     pays.choose("#pays-link", "ethernet1")
     pays.choose("#pays-flops", 10000)
     slow = pays.value("pays.speedUp(pays.current())")
-    assert slow < 1 and f"speed-up {slow:.2g} " in pays.text("#pays-verdict")
+    assert slow < 1 and f"speed-up {slow:.2f} " in pays.text("#pays-verdict")
     pays.choose("#pays-batch", 65536)
     assert pays.value("pays.speedUp(pays.current())") > 1.5
 
