@@ -1,7 +1,7 @@
 """CUDA without a CUDA installation: opens the libraries from NVIDIA's wheels before mxnet-cu112 looks for them.
 
-Only the driver's library must be installed on the machine. docs/engine.md has measurements. This module imports neither
-mxnet nor NumPy.
+Only the driver's library must be installed on the machine. docs/engine.md says more. This module imports neither mxnet
+nor NumPy.
 """
 
 from __future__ import annotations
