@@ -2,6 +2,7 @@
 
 import math
 
+import browser
 import numpy as np
 import pytest
 
@@ -155,3 +156,19 @@ def test_step_through_fits_the_window(page, width):
             for _ in opened.value(RUN, devices, batch, kind)["steps"]:
                 assert opened.overflow() == 0 and not opened.value(WIDER_THAN_ITS_CARD)
                 go(opened, 1)
+
+
+@pytest.mark.parametrize(
+    "picture", sorted(browser.INTERACTIVE.parent.glob("pictures/*.svg")), ids=lambda path: path.stem
+)
+def test_diagrams_are_legible_on_a_phone(chromium, picture):
+    opened = browser.Page(chromium, picture, 1280, False)
+    width = opened.value("document.documentElement.viewBox.baseVal.width")
+    texts = "[...document.querySelectorAll('text:not(defs text)')]"
+    sizes = opened.value(f"{texts}.map(text => parseFloat(getComputedStyle(text).fontSize))")
+    assert len(sizes) > 10 and min(sizes) * 358 / width >= 11  # a window of 390 px leaves 358 px to a picture
+    margins = """(text => {
+        const box = text.getBoundingClientRect(), card = document.documentElement.getBoundingClientRect();
+        return [box.left - card.left, box.top - card.top, card.right - box.right, card.bottom - box.bottom];
+    })"""
+    assert np.min(opened.value(f"{texts}.map({margins})")) >= 5
