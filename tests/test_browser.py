@@ -98,6 +98,12 @@ def test_step_through_sends_the_messages_of_each_allreduce(page):
             end = trace["steps"][-1]
             assert end["bytes"]["devices"] == messages * size
             assert sum(moved for link, moved in end["links"].items() if "host" not in link) == messages * size
+            choose(opened, devices, batch, kind)
+            [row] = opened.value("[...document.querySelectorAll('.chosen')].map(row => row.innerText.split('\\t'))")
+            assert row == [kind, *(f"{value:.0f}" for value in (rounds, messages, messages * size, rounds * size))]
+            go(opened, len(trace["steps"]))
+            labels = opened.value("[...document.querySelectorAll('#step-links > text')].map(text => text.textContent)")
+            assert sum(int(label.removesuffix(" B")) for label in labels) == messages * size
             for round in sent:  # a device sends and receives at most one message per round
                 assert all(len({message[end] for message in round}) == len(round) for end in ("from", "to"))
 
