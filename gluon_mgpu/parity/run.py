@@ -1,4 +1,4 @@
-"""Runs all checks in this process and each training run in its own, then writes parity.json and parity.html."""
+"""Runs all checks in this process and each training run in its own process, then writes parity.json and parity.html."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def run(
 ) -> dict[str, Any]:
     """Run all checks, write parity.json and parity.html to `out`, and return the content of parity.json.
 
-    seeds: for each recipe and for the batch-size experiment. quick: train only the recipes of QUICK with one seed, skip
+    seeds: for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed, skip
     the experiment, and write parity-quick.json and parity-quick.html. device, data_dir: as for `train`; "auto" uses
     GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped; each combination
-    has its own folder in `out`. A training run that fails becomes a finding.
+    of versions has its own folder. A training run that fails becomes a finding.
     Raises UsageError, before any training, if devices do not exist or another process is writing to `out`; Error if the
     data is not available.
     """
@@ -115,7 +115,7 @@ def _locked(out: str | Path) -> Iterator[None]:
         Path(out).mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise UsageError(f"out={out}: cannot write to this folder ({error.strerror}); use another one") from None
+        raise UsageError(f"out={out}: cannot write to this folder ({error.strerror}); use another folder") from None
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -136,7 +136,7 @@ def _contexts(device: str) -> list[Context]:
 def _train_all(
     recipes: Sequence[str], seeds: Sequence[int], folder: Path, kind: str, data_dir: str | Path | None
 ) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
-    """Train all runs. Returns ({recipe: accuracies and bands}, findings about them and about failed runs)."""
+    """Train all runs. Returns ({recipe: accuracies and bands}, findings about accuracies and failed runs)."""
     accuracy, findings = {}, []
     epochs = sum(RECIPES[recipe].options["epochs"] for recipe in recipes) * len(seeds)
     with log.progress(total=epochs, unit="epoch") as bar:
