@@ -58,7 +58,7 @@ ASYNCHRONOUS = {
     "four devices, one after another": 2.000,
     "four devices at once": 0.497,
     "copies to the host, once all are done": 2.445,
-    "products and copies, each as soon as it can": 0.737,
+    "products and copies, each as soon as possible": 0.737,
 }
 
 
