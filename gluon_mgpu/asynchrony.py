@@ -27,7 +27,7 @@ def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
 
 
 class BenchMark:
-    """Times a `with` block, prints its name and seconds, and stores the seconds in `seconds`."""
+    """Times a `with` block, prints the name and the time in seconds, and stores the time in `seconds`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,15 +49,15 @@ def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
 
 
 def run_asynchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on one device asynchronously. Returns the seconds until the calls return."""
+    """Run computations on one device asynchronously. Returns the number of seconds until the calls return."""
     with BenchMark(str(x.context)) as until_calls_return:
-        _held = run(x, products)  # kept, because releasing the results takes time
+        _held = run(x, products)  # keep the results, because releasing them takes time
     nd.waitall()
     return until_calls_return.seconds
 
 
 def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on one device synchronously. Returns the seconds until the products are done."""
+    """Run computations on one device synchronously. Returns the number of seconds until the products are done."""
     with BenchMark(str(x.context)) as until_done:
         _held = run(x, products)
         nd.waitall()
@@ -93,7 +93,7 @@ def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArra
 
 
 def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
-    """Copy the products once all of them are done. Returns the seconds for the products and for the copies."""
+    """Copy the products once all of them are done. Returns the seconds for products and for copies."""
     with BenchMark(f"Run on {x.context}") as on_device:
         y = run(x, products)
         nd.waitall()

@@ -161,7 +161,7 @@ class Replicas(replicas.Replicas):
 
 
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
-    """Run the notebook's experiment, which is its function `run`, and print time and accuracy per epoch.
+    """Run the notebook's experiment (its function `run`), and print time and accuracy per epoch.
 
     num_gpus: number of devices, or their indices ([0, 2]). batch_size: over all devices. options: see `loop.train`;
     also hybridize=False runs the network operator by operator, and tune=False runs it exactly as written.

@@ -49,7 +49,7 @@ LAYERS: tuple[Layer, ...] = (
 
 
 def stages(devices: int) -> list[slice]:
-    """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
+    """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last.
 
     With 2 devices, the first device has only the first convolution. The second device then has nine tenths of the
     arithmetic, but the ReLU and pooling on the first device are slow too: the ReLU has 13,520 outputs per example. A

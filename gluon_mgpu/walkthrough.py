@@ -23,7 +23,7 @@ from gluon_mgpu.training import batches, datasets
 SCALE = 0.1  # scale of the initial weights; with the notebook's 0.01, one step would not change the printed digits
 LR = 0.2
 EXAMPLES = 4  # per device
-WIDTH = 96  # of printed lines, in characters
+WIDTH = 96  # characters per printed line
 
 
 def walk(

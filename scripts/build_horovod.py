@@ -26,7 +26,7 @@ from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import checkpoint
 
 HOROVOD = "0.28.1"
-SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of the source archive
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # hash of the source archive
 MARK = "gluon.mgpu.2"  # local version of our wheel; change it when PATCHES change
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
 PATCHES = (  # (source file, a string in it, the line to insert after that string)

@@ -36,7 +36,7 @@ GROUPS = {
     "Program": "is_module map_gpus strict_numpy",
     "Files": "out resume tensorboard profile export to input",
 }
-COLUMN = 30  # width of the options' names in --help, the same under every heading
+COLUMN = 30  # width of the column of option names in --help
 
 
 class Command(click.Command):
@@ -63,9 +63,9 @@ class Command(click.Command):
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        in_main_thread = threading.current_thread() is threading.main_thread()  # Python allows handlers only there
+        in_main_thread = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
         if in_main_thread:
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM ends child processes
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # makes SIGTERM end child processes
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:

@@ -134,8 +134,8 @@ def import_horovod() -> Facts:
 
 
 def ask_driver() -> Facts:
-    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040: 11.4; 0: no driver) and for its GPUs:
-    (name, major, minor compute capability)."""
+    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040 is 11.4, 0 is no driver) and for its
+    GPUs: (name, major, minor compute capability)."""
     try:
         driver = ctypes.CDLL(cuda.DRIVER)
     except OSError:
@@ -149,7 +149,7 @@ def ask_driver() -> Facts:
 
 
 def answer(probe: Callable[[], Facts]) -> None:
-    """Print what probe() returns. Called in the child process of `_in_child`."""
+    """Print the result of probe() as JSON. Called in the child process of `_in_child`."""
     try:
         print(json.dumps(probe()))
     except Exception as error:
@@ -226,11 +226,11 @@ def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
 def _data(data_dir: str | Path | None) -> Iterator[Finding]:
     try:
         from gluon_mgpu.training import datasets
-    except Exception as error:  # a library that it needs is missing or broken
+    except Exception as error:  # a library that `datasets` needs is missing or broken
         yield "problem", f"data sets cannot be read ({errors.reason(error)}): install gluon_mgpu again"
         return
     cache_mark = "note"
-    for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first one
+    for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first data set
         try:
             folder = datasets.find(name, data_dir)
             if folder:

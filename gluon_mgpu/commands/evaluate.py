@@ -1,4 +1,4 @@
-"""`gluon-mgpu evaluate`: show a run's accuracy, classify images, export the network."""
+"""`gluon-mgpu evaluate`: show a run's accuracy, classify images, or export the network."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
         gluon-mgpu launch --restarts 5 -- gluon-mgpu train --kvstore dist_sync --out runs/first
     """,
 )
-@common.option("--workers", type=PROCESSES, default=2, metavar="N", help="Number of processes that train.")
+@common.option("--workers", type=PROCESSES, default=2, metavar="N", help="Number of training processes.")
 @common.option("--servers", type=PROCESSES, default=1, metavar="N", help="Number of parameter servers.")
 @common.option(
     "--port",

@@ -74,6 +74,6 @@ def run(
         raise UsageError(f"--out {out}: only for notebooks; omit it")
     if not is_module and program != "-" and not os.path.exists(program):
         raise UsageError(f"{program} does not exist")
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # passed on, such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
     os.execve(sys.executable, command, prepare.environment(settings))

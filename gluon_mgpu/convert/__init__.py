@@ -1,4 +1,4 @@
-"""Convert a run, or any exported Gluon network, to files for Gluon, PyTorch or ONNX Runtime.
+"""Converts a run, or any exported Gluon network, to files for Gluon, PyTorch or ONNX Runtime.
 
     network = convert.from_run("runs/first")  # or from_files("net-symbol.json", "net-0000.params", (3, 224, 224))
     convert.save(network, "pytorch", "lenet")
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5  # largest relative error allowed for an image's scores
 
 
 def check_prefix(to: str, prefix: str) -> list[Path]:
-    """The files that `save` will write.
+    """Returns the paths of the files that `save` will write.
 
     Raises UsageError if one of the files exists, if the prefix does not end with a name, if its folder does not exist,
     or if a package is missing.
@@ -51,9 +51,9 @@ def save(network: Network, to: str, prefix: str) -> str:
     """Write the network to files whose paths start with prefix. Returns a two-line report.
 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
-    (PREFIX.onnx). The files are loaded back and their scores compared with MXNet's before any file is put in place.
-    Raises UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by more than
-    TOLERANCE, or if the files cannot be written. On failure, no files are left behind.
+    (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is put
+    in place. Raises UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by
+    more than TOLERANCE, or if the files cannot be written. On failure, no files are left behind.
     """
     target, files = TARGETS[to], check_prefix(to, prefix)
     try:

@@ -67,7 +67,7 @@ def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
-    """Load the network of a run, with test images and their scores. impl: computes the scores; None: the run's own.
+    """Load a run's network, with test images and the scores that impl computes (None: the run's own implementation).
 
     Raises as `evaluate.load` and `evaluate.held_out` do; UsageError if the network is not a HybridBlock.
     """
@@ -92,7 +92,7 @@ def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[in
     inputs = [name for name in symbol.list_inputs() if name not in params]
     if len(inputs) != 1 or len(symbol.list_outputs()) != 1:
         raise UsageError(
-            f"{symbol_file}: only networks with one input and one output can be converted; this one has "
+            f"{symbol_file}: only networks with one input and one output can be converted; this network has "
             f"{len(symbol.list_outputs())} outputs, and {params_file} lacks {len(inputs)} of its inputs: "
             f"{', '.join(map(repr, inputs[:3]))}"
         )
@@ -108,7 +108,7 @@ def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[in
 def predict(symbol_file: str | Path, params_file: str | Path, input: str, batches: Iterable[np.ndarray]) -> np.ndarray:
     """Load an exported network with Gluon, and compute its scores for batches of images."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MXNet warns that the graph does not specify its input's type
+        warnings.simplefilter("ignore")  # MXNet warns if the graph does not specify its input's type
         block = gluon.SymbolBlock.imports(str(symbol_file), [input], str(params_file), mx.cpu(), ignore_extra=True)
     return np.concatenate([block(nd.array(X)).asnumpy() for X in batches])
 

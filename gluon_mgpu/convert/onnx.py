@@ -1,6 +1,6 @@
 """Writes a network as ONNX, with MXNet's own exporter.
 
-The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset although it writes
+The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset, although it writes
 operators of opset 13. `_as_in_2021` fixes both during the export; onnx's own converter then updates the model to OPSET.
 """
 
@@ -72,7 +72,7 @@ def _as_in_2021() -> Iterator[None]:
     with (
         mock.patch.object(onnx, "mapping", mapping, create=True),
         mock.patch.object(onnx.defs, "onnx_opset_version", lambda: EXPORTED),
-        mock.patch.object(onnx.checker, "check_graph"),  # it would check against the newest opset
+        mock.patch.object(onnx.checker, "check_graph"),  # the check would be against the newest opset
         mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # 5 times faster for AlexNet
     ):
         yield

@@ -269,7 +269,7 @@ class Client:
         return step < self.stop_at
 
     def failed(self, line: str, status: int, undo: bool) -> None:
-        """Tell the other processes why this one ends, and whether they should call their `undo`."""
+        """Tell the other processes why this process ends, and whether they should call their `undo`."""
         self.finished = True
         self.connection.send({"failed": line, "status": status, "undo": undo})
 

@@ -26,16 +26,16 @@ from gluon_mgpu.distributed.process import SECRET
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-HOST = "127.0.0.1"  # so that no other machine can connect
+HOST = "127.0.0.1"  # other machines cannot connect
 MAX_PROCESSES = 128  # limit for the number of workers, and for the number of servers
 MAX_RESTARTS = 1000
 MAX_PORT = 65534  # the scheduler needs the next port too
 PORTS = range(10000, 32767)  # below Linux's ephemeral ports, so a free port stays free until it is used
 POLL_INTERVAL = 0.02  # seconds
-SECONDS_TO_NOTICE = 5  # for the remaining processes to end by themselves after a process has failed
-SECONDS_TO_FINISH = 10  # for the servers and the scheduler to end after the last worker
-SECONDS_TO_INTERRUPT = 20  # for the workers to save a checkpoint after Ctrl-C
-SECONDS_TO_TERMINATE = 3  # between SIGTERM and SIGKILL
+SECONDS_TO_NOTICE = 5  # seconds for the remaining processes to end by themselves after a process has failed
+SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to end after the last worker
+SECONDS_TO_INTERRUPT = 20  # seconds for the workers to save a checkpoint after Ctrl-C
+SECONDS_TO_TERMINATE = 3  # seconds between SIGTERM and SIGKILL
 LONGEST_DELAY = 60  # seconds before a restart: 1, 2, 4, ..., 60
 RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable: makes `train --out DIR` continue the run in DIR
 
@@ -59,7 +59,7 @@ except OSError as error:
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None, restarts: int = 0) -> int:
     """Start every process of a run with the same command, wait for all of them, and return the exit status.
 
-    command: program and arguments. port: the scheduler listens on this port and the next one; None: free ports.
+    command: program and arguments. port: the scheduler listens on this port and the next port; None: free ports.
     restarts: how many times to start all processes again, after a delay, if the status is 1; `train --out DIR` then
     continues from its last checkpoint. Call this in the main thread, because only that thread receives signals.
 

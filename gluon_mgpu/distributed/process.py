@@ -21,13 +21,13 @@ HOW_TO_START = {
     "machines, see docs/distributed.md",
 }
 SECRET = "GLUON_MGPU_SECRET"  # environment variable: shared by the processes of a run
-DIVIDED_SIZE = 10_000  # elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
+DIVIDED_SIZE = 10_000  # number of elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
 
 
 class Process(NamedTuple):
     """One process of a run. The defaults describe a process that trains alone.
 
-    role: "worker", or with dist_sync also "server" or "scheduler". rank: its number within its role, from 0.
+    role: "worker", or with dist_sync also "server" or "scheduler". rank: the process's number within its role, from 0.
     local_workers: number of workers that share this machine's cores. root, port: the scheduler's host and port
     (dist_sync). secret: the coordinator accepts only processes that know it.
     """
@@ -43,7 +43,7 @@ class Process(NamedTuple):
     secret: str = ""
 
     def names(self) -> list[str]:
-        """The names of all workers and servers of the run."""
+        """The names of all workers and servers in the run."""
         return [f"worker {i}" for i in range(self.workers)] + [f"server {i}" for i in range(self.servers)]
 
     def __str__(self) -> str:

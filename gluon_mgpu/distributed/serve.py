@@ -17,7 +17,7 @@ def serve(here: Process) -> None:
     """Serve until all workers are done. here: this process, a server or the scheduler."""
     engine.configure(1)
     # Import MXNet before the heartbeat starts, because loading libmxnet from a slow disk blocks Python for a long time.
-    # Import it as a worker: a server's import itself serves, and unpickles any optimizer that a worker sends.
+    # Import it as a worker: in a server, the import itself serves, and unpickles any optimizer that a worker sends.
     os.environ["DMLC_ROLE"] = "worker"
     import mxnet as mx
     from mxnet.base import _LIB, check_call

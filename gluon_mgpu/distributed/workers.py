@@ -65,7 +65,7 @@ class Workers:
         return slice(start, start + sum(sizes[first : first + self.devices[self.rank]]))
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise UsageError if a worker's facts differ from worker 0's. facts: {name: any JSON value}."""
+        """Raise UsageError if a worker's facts differ from worker 0's facts. facts: {name: any JSON value}."""
         first, *others = self.all_gather({"version": __version__, **facts})
         for rank, other in enumerate(others, 1):
             for name in {**first, **other}:
@@ -93,7 +93,7 @@ class Workers:
         return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """Register undo() to be called before this process ends because another worker raised an Error."""
+        """Register undo(). If another worker raises an Error, it is called before this process ends."""
 
     def ask_to_stop(self) -> bool:
         """Ask all workers to stop at the same step. Returns False if there are no other workers."""
@@ -146,7 +146,7 @@ class Group(Workers):
 
     def leave(self) -> None:
         """End this worker's part in the run, after all workers have finished or stopped."""
-        with _one_signal_ignored():  # a cluster signals every process, and this one may get the signal late
+        with _one_signal_ignored():  # a cluster signals every process, and this process may get the signal late
             self.all_gather(None)  # worker 0 may still be writing, and a launcher ends all workers when one ends
             self.store.close()
             self.client.close()
@@ -162,7 +162,7 @@ class Group(Workers):
             time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat ends this process now
         self.client.failed(line, status, undo=isinstance(error, Error))
         if self.coordinator:
-            self.coordinator.close()  # returns after it has told the remaining processes
+            self.coordinator.close()  # waits until the remaining processes know
         self.store.abandon()
 
 

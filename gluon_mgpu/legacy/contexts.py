@@ -28,7 +28,7 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
             if not map_gpus:
                 raise mx.MXNetError(f"gpu({device_id}): MXNet finds no GPU; omit --no-map to use CPU contexts")
             if gpus is not None and not 0 <= device_id < gpus:
-                raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}")
+                raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}; use a larger N")
             _say_once()
         original(context, device_type, device_id)
         if context.device_typeid == CPU and context.device_id not in used:

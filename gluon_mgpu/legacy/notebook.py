@@ -24,10 +24,10 @@ ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
-    """Execute all cells in the notebook's folder, and write the notebook with its outputs. Stops at the first cell that
-    fails; returns whether all cells succeeded.
+    """Execute all cells, in the notebook's folder, and write the notebook with its outputs. Stops at the first cell
+    that fails; returns whether all cells succeeded.
 
-    path: the notebook. out: where to write it; None: in place. Raises UsageError if path is not a notebook, Error if
+    path: the notebook. out: the file to write; None: path. Raises UsageError if path is not a notebook, Error if
     Jupyter's packages are missing or the kernel ends.
     """
     _require("nbclient", "ipykernel")

@@ -47,7 +47,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Prepare this process as VARIABLE says, if it is set. mxnet and numpy are changed when they are imported."""
+    """If VARIABLE is set, prepare this process as it says. mxnet and numpy are changed when they are imported."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return

@@ -44,7 +44,7 @@ State = dict[str, np.ndarray]
 
 class Drift(NamedTuple):
     step_errors: dict[str, list[float]]  # {name: for each step, the distance from the reference / the step's length}
-    step_limit: float  # for the median of step_errors; a single error may be up to RELU_FLIP
+    step_limit: float  # limit for the median of step_errors; a single error may be up to RELU_FLIP
     path_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / the reference's length}
     path_limit: float  # limit for each path error
     moved: float  # the reference's total movement / the length of its initial parameters

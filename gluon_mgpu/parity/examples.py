@@ -29,7 +29,7 @@ EXAMPLES = "printed examples"
 INITIAL = "initial parameters"
 FEED = "what the loop feeds"
 IMAGES = 16  # MNIST images on 4 devices, as in the notebook
-KS_BOUND = 2.5  # correct samples of n numbers have a Kolmogorov distance above KS_BOUND / sqrt(n) 7 times in a million
+KS_BOUND = 2.5  # a correct sample of n numbers has a distance above KS_BOUND / sqrt(n) with probability 7e-6
 DISTRIBUTIONS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "lenet": ("normal(0, 0.01)", np.vectorize(NormalDist(0, 0.01).cdf)),
     "lenet-max": ("uniform(-0.07, 0.07)", lambda weights: np.clip((weights + 0.07) / 0.14, 0, 1)),

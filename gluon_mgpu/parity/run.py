@@ -100,7 +100,7 @@ def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One line: all claims hold, or how many fail, with the first failure."""
+    """One line: all claims hold, or the number of failures and the first failure."""
     failed = [f"{f.check}: {f.claim} ({f.evidence})" for f in findings if f.holds is False]
     if failed:
         return f"parity FAILS: {len(failed)} of {len(findings)} claims; {failed[0]}"
@@ -128,7 +128,7 @@ def _locked(out: str | Path) -> Iterator[None]:
 def _contexts(device: str) -> list[Context]:
     """Choose DEVICES contexts, all GPUs or all CPU contexts."""
     if device == "auto" and 0 < mx.context.num_gpus() < DEVICES:
-        log.say(f"parity needs {DEVICES} GPUs, and this machine has fewer: using CPU contexts")
+        log.say(f"parity needs {DEVICES} GPUs, but this machine has fewer: using CPU contexts")
         device = "cpu"
     return devices.contexts(DEVICES, device)
 
@@ -176,7 +176,7 @@ def _within(held: list[bands.Band]) -> tuple[bool, str]:
 
 
 def _version() -> str:
-    """8 hexadecimal digits that identify what training depends on: this project's code and the libraries."""
+    """8 hexadecimal digits that identify the versions of this project's code and the libraries."""
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):

@@ -35,7 +35,7 @@ WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-inf
 
 
 def prepare() -> None:
-    """Open the libraries that mxnet-cu112 needs, if it is installed. Call it before the first `import mxnet`.
+    """If mxnet-cu112 is installed, open the libraries that it needs. Call this before the first `import mxnet`.
 
     Raises Error if the driver or a library is missing, or if two MXNet wheels are installed in one folder, where they
     overwrite each other's files.
@@ -89,7 +89,7 @@ def _open_libraries() -> None:
 
 def _libraries_of(wheel: str) -> dict[str, str]:
     """{name: path} of the libraries in a wheel; empty if the wheel is not installed."""
-    from importlib import metadata  # here, because it imports many modules
+    from importlib import metadata  # imported here, because it imports many modules
 
     try:
         files = metadata.distribution(wheel.partition("<")[0]).files or ()

@@ -47,7 +47,7 @@ ALLOCATOR = (
     # when freed, because they would fragment the heap, which never shrinks.
     ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20),
     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory, because the next operator needs it
-    ("MALLOC_TOP_PAD_", -2, 64 << 20),  # extra bytes each time the heap grows
+    ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes added each time the heap grows
     ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker reuses memory that another worker freed
 )
 
@@ -74,7 +74,7 @@ class Finder:
 
 
 def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    importlib.import_module("numpy")  # first, because `legacy` may use numpy_names when NumPy is imported
+    importlib.import_module("numpy")  # imported first, because `legacy` may use numpy_names then
     from gluon_mgpu.runtime import numpy_names
 
     if not (_configured or _stock):
@@ -129,7 +129,7 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
         os.environ.pop(name, None)
     os.environ.update(users)
     _set_threads(contexts, processes)
-    cuda.prepare()  # after `_set_threads`, because a system library may load libgomp
+    cuda.prepare()  # called after `_set_threads`, because a system library may load libgomp
     if contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
     _changed = {

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-SECONDS_TO_STOP = 10  # for the program to save its results after Ctrl-C
+SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
 LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker
 
 
@@ -92,7 +92,7 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
         raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
     kind = UsageError if finished.status == 2 else Error
     lines = finished.err.strip().splitlines()
-    for line in reversed(lines):  # from the end; a launcher may have added lines of its own
+    for line in reversed(lines):  # searched from the end; a launcher may have added lines
         own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
         if own:
             raise (UsageError if own["kind"] == "UsageError" else kind)(f"{name}: {own['text']}")
@@ -110,7 +110,7 @@ def gluon_mgpu(
 ) -> str:
     """Run `gluon-mgpu COMMAND --OPTION=VALUE ...` and return its standard output.
 
-    options: {option: value}; True passes no value, None and False omit the option. env: added to the user's
+    options: {option: value}; True passes the option alone, None and False omit it. env: added to the user's
     environment.
     Raises Error or UsageError with the command's own error message.
     """

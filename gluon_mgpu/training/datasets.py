@@ -58,7 +58,7 @@ MIRRORS = {
         "https://apache-mxnet.s3-accelerate.dualstack.amazonaws.com/gluon/dataset/mnist/",
     ),
 }
-TIMEOUT = (4, 8)  # limits in seconds: for connecting, and for a pause in the data
+TIMEOUT = (4, 8)  # maximum seconds for connecting, and for a pause in the data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # in Debian and Ubuntu
 APT_SECONDS = 300
@@ -125,7 +125,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
             return next((place for place in places if not _missing(place, name)), None)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise UsageError(f"{given}: folder does not exist")
+        raise UsageError(f"{given}: the folder does not exist")
     for place in (folder / name, folder):
         if not _missing(place, name):
             return place
@@ -137,7 +137,7 @@ def fetch(name: str) -> Path:
     """Download data set `name` into the user's cache, or unpack it there from Debian's package; returns the folder.
 
     If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears whole or not at all, so
-    several processes may call this at the same time. Raises Error, with the reason why each source failed.
+    several processes may call this at the same time. Raises Error with the reason for each source's failure.
     """
     folder = cache_folder(name)
     own = os.environ.get("GLUON_MGPU_MIRROR")

@@ -22,7 +22,7 @@ class CtrlC:
     """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
 
     A second Ctrl-C takes effect at once. If no step is left, the run ends as usual. Python delivers signals only to the
-    main thread; in any other thread, this class does nothing. If one worker is interrupted, all stop at the same step.
+    main thread; in any other thread, this class does nothing. If a worker is interrupted, all stop at the same step.
     """
 
     def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
@@ -62,7 +62,7 @@ class CtrlC:
             yield item
 
     def between(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next one."""
+        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next item."""
         for item in items:
             if self.asked:
                 raise Interrupted

@@ -212,7 +212,7 @@ class Training:
         if None in of_workers:
             raise Interrupted
         test_acc = sum(of_workers) / len(data.test_labels)
-        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # of the last step
+        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # the last step's rate
         position.end_epoch(self.examples, test_acc, lr)
         if workers.rank == 0:
             epoch = position.history[-1]

@@ -40,21 +40,21 @@ class Epoch(NamedTuple):
     """One line of metrics.jsonl."""
 
     epoch: int  # from 1
-    train_seconds: float  # of training only, without evaluation
+    train_seconds: float  # time for training, without evaluation
     samples_per_second: float
     train_loss: float  # mean over the examples, each measured in the step that trained on it
     test_accuracy: float  # fraction of the test set
-    learning_rate: float  # of the last step
+    learning_rate: float  # used in the last step
 
 
 @dataclass
 class Position:
-    """How far a run has trained. Together with the seed, it determines the order of the remaining examples."""
+    """A run's progress. Together with the seed, it determines the order of the remaining examples."""
 
     history: list[Epoch] = field(default_factory=list)  # finished epochs
     steps: int = 0  # finished steps of the unfinished epoch
-    loss_sum: float = 0.0  # over the examples of these steps
-    seconds: float = 0.0  # spent on these steps
+    loss_sum: float = 0.0  # sum of these steps' losses
+    seconds: float = 0.0  # time for these steps
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
@@ -77,7 +77,7 @@ class Position:
 
 
 class Run:
-    """The folder of one run, locked while this context manager is open. Without out or resume, nothing is written.
+    """The folder of one run, locked while this context manager is open. Without `out` or `resume`, nothing is written.
 
     Raises UsageError if `out` already holds a run, if `resume` holds no run, or if another process is writing there.
     """
@@ -139,7 +139,7 @@ class Run:
             checkpoint.remove_partial(self.folder / name)
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
-        """Returns (settings, position, arrays) to begin or continue with; arrays is None without a checkpoint.
+        """Returns the (settings, position, arrays) to start with; arrays is None if there is no checkpoint.
 
         Raises UsageError if the settings differ from the resumed run's settings.
         """
@@ -172,7 +172,7 @@ class Run:
         """Called when training begins; a run that fails earlier leaves no files. config: content of config.json."""
         if not self.saves:
             return
-        config = json.loads(json.dumps({**config, "version": __version__}))  # as it will be read back
+        config = json.loads(json.dumps({**config, "version": __version__}))  # the form that `last` reads back
         if self.resumed:
             _say_what_changed(self.config, config, bool(replicas.running_stats))
         self.config = config
@@ -310,8 +310,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """Parse the devices in config.json to [("cpu", 0), ("cpu", 1)], for example. Raises ValueError if they are
-    invalid."""
+    """Parse config.json's devices into a list: [("cpu", 0), ("cpu", 1)]. Raises ValueError if they are invalid."""
     found = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(config["devices"]))
     if not found or len(found) != len(config["devices"]):
         raise ValueError(f"devices {config['devices']}")

@@ -40,13 +40,13 @@ class Replicas(ABC):
     """
 
     networks: tuple[str, ...] = ()  # names of the networks that the class supports; (): any registered network
-    own_options: tuple[str, ...] = ()  # keyword arguments of `train` that go to __init__
+    own_options: tuple[str, ...] = ()  # keyword arguments of `train` that are passed to __init__
     arrays: list[dict[str, NDArray]]
 
     def __init__(self, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE) -> None:
         engine.check(ctx)
         self.ctx, self.settings, self.workers = ctx, settings, workers
-        self._batch_size = 0  # of the last step, over all workers
+        self._batch_size = 0  # batch size of the last step, over all workers
 
     # Methods that a lesson implements
 
@@ -97,7 +97,7 @@ class Replicas(ABC):
         part of the global batch, or None if the worker has no examples.
         """
         own = 0 if X is None else X.shape[0]
-        if self.workers.count > 1 and batch_size != self._batch_size:  # on all workers at the same step
+        if self.workers.count > 1 and batch_size != self._batch_size:  # true on all workers at the same step
             self.sync_running_stats()
             self._batch_size, self._part = batch_size, own / batch_size
         if self.extras or own < len(self.ctx):
@@ -110,7 +110,7 @@ class Replicas(ABC):
         return losses
 
     def extended_step(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int) -> list[NDArray]:
-        """Run a step with any of gradient accumulation, shares, devices without examples, several workers, clipping."""
+        """Run a step with gradient accumulation, shares, devices without examples, several workers or clipping."""
         s = self.settings
         if s.grad_accum_steps > 1 or X is None or X.shape[0] < len(self.ctx):
             self.zero_grad()
@@ -213,7 +213,7 @@ class Replicas(ABC):
         return {**self.parameters(), **velocities}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Set all replicas to a `state_dict`. Raises Error if its names or shapes differ from this network's."""
+        """Set all replicas to a `state_dict`. Raises Error if its names or shapes do not fit this network."""
         expected = self.state_dict()
         if {name: a.shape for name, a in state.items()} != {name: a.shape for name, a in expected.items()}:
             raise Error("the checkpoint holds the parameters of another network")

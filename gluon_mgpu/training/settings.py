@@ -112,7 +112,7 @@ class Settings:
         integers = all(isinstance(epoch, int) for epoch in self.milestones)
         increasing = integers and list(self.milestones) == sorted(set(self.milestones))
         within = increasing and all(1 <= epoch < self.epochs for epoch in self.milestones)
-        self._require("milestones", within, f"must be increasing epoch numbers from 1 to below {self.epochs}")
+        self._require("milestones", within, f"must be increasing epoch numbers, at least 1 and below {self.epochs}")
 
     def _require(self, name: str, condition: bool, advice: str) -> None:
         if not condition:

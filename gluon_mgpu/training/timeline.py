@@ -25,7 +25,7 @@ WARM_UP = 10  # steps before the recorded steps
 STEPS = 5  # steps that are shown
 AROUND = 2  # steps that are recorded but not shown: one before and one after, so that the engine is busy throughout
 HOST_LANES = 2  # one lane for pinned and one for shared host memory, after the lanes of cores and GPUs
-GPU_LANES = 32  # in a build with CUDA
+GPU_LANES = 32  # number of lanes for GPUs in a build with CUDA
 
 COLORS = {
     "forward": "#4477aa",
@@ -216,7 +216,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
     """Seconds that each context spent in each phase during the recorded steps, as a JSON-serializable dict.
 
     {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
-    operators overlap on a context, the common time counts for the earlier one. trace: a `Recorder`'s trace, or the
+    operators overlap on a context, the overlap counts for the earlier operator. trace: a `Recorder`'s trace, or the
     content of its file.
     """
     steps = _steps(trace)

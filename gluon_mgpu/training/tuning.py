@@ -150,7 +150,7 @@ class _Pieces(HybridBlock):
 
 
 def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
-    """The fastest key-value store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's own."""
+    """The fastest store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's "device" store."""
     on_cpus = all(c.device_type == "cpu" for c in ctx)
     return SharedMemoryStore() if len(ctx) > 1 and on_cpus else "device"
 

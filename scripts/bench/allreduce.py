@@ -1,4 +1,4 @@
-"""`allreduce`: sum arrays over CPU contexts in several ways, and count the bytes that each way moves.
+"""`allreduce`: sums arrays over CPU contexts in several ways, and counts the bytes that each way moves.
 
 A worker, `python -m bench.allreduce JOB`, measures all ways, in turn, for one number of contexts.
 """
@@ -74,7 +74,7 @@ def slices(data: list[NDArray], copy: bool = True) -> None:
     flat = [x.reshape(-1) for x in data]  # shares the memory
     start, parts, sums = 0, [], []
     for i, size in enumerate(devices.shard_sizes(flat[0].size, k)):
-        if not size:  # fewer elements than devices
+        if not size:  # there are fewer elements than devices
             break
         parts.append([x[start : start + size] for x in flat])
         start += size

@@ -53,7 +53,7 @@ def contexts(note: str) -> Any:
 
 
 networks = ("lenet", "resnet18")
-model = choice("--model", networks, networks, "lenet has batch size 256, resnet18 has 64.", multiple=True)
+model = choice("--model", networks, networks, "lenet has batch size 256; resnet18 has 64.", multiple=True)
 steps = number("--steps", "Steps per run of LeNet; ResNet-18 runs a tenth of this number.", 100, least=10)
 size = common.option(
     "--size",
@@ -185,5 +185,5 @@ def timeline_command(out: str | None, **options: Any) -> None:
 @steps
 @out("peers.json and peers.png")
 def peers_command(out: str | None, **options: Any) -> None:
-    """Compare with PyTorch on the same network, data and batches. Measures one process and several processes."""
+    """Compare with PyTorch on the same network, data and batches. Measures training in one and in two processes."""
     show("peers", "peers", out, **options)

@@ -146,7 +146,7 @@ def replicas(impl: str, model: str, contexts: int, *args: Any, **options: Any) -
 
 
 def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarray, part: Any = None) -> float:
-    """Train on MXNet as the training loop does; returns the mean of the losses that this process computed.
+    """Train with MXNet as the training loop does. Returns the mean of the losses that this process computed.
 
     size: examples per step. order: indices of the examples. part: see `batches.batches`.
     """

@@ -31,11 +31,11 @@ GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
 #   messages * latency + share * bytes of the gradient / bandwidth
 # with these (messages, share) for k devices:
 CLUSTER = {
-    # one device receives all gradients, then sends the sum to each
+    # one device receives all gradients, then sends the sum to each device
     "star": lambda k: (2 * (k - 1), 2 * (k - 1)),
     # pairs, then pairs of pairs: log2(k) rounds, rounded up, each way (Thakur et al. 2005)
     "tree": lambda k: (2 * (k - 1).bit_length(), 2 * (k - 1).bit_length()),
-    # k - 1 rounds of reduce-scatter and k - 1 of all-gather, each with 1/k of the bytes (Patarasuk, Yuan 2009)
+    # k - 1 rounds of reduce-scatter and k - 1 rounds of all-gather, each with 1/k of the bytes (Patarasuk, Yuan 2009)
     "ring": lambda k: (2 * (k - 1), 2 * (k - 1) / k),
     # parameter servers, one per device, each with 1/k of the bytes: push, request, pull (Li et al. 2014)
     "PS": lambda k: (3 * (k - 1), 2 * (k - 1) / k),

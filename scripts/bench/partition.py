@@ -39,7 +39,7 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
     """Measure the named entries of WAYS in turn. Returns the input of `table`. steps: number of timed steps per run.
 
     For each way, the result has "step_ms" and "idle" (each device's idle share) per round, and the bytes from
-    `bytes_moved`. "idle" is measured in additional steps, with the engine's profiler.
+    `bytes_moved`. "idle" comes from additional steps with the engine's profiler.
     """
     env = harness.environment(harness.ONE_THREAD)  # even for one context, which could use more threads
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}

@@ -100,7 +100,7 @@ def speeds(what: str, rounds: int = 3, steps: int = 100) -> str:
 
 def profile(steps: int = 50) -> str:
     """Measure the milliseconds per step of each operator with the engine's profiler. Returns a table."""
-    settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # operators one by one, not in bulk
+    settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # run operators one by one
     impls = ("notebook", "scratch", "highlevel")
     jobs = {impl: Subject(impl, 1, settings=settings).job("profile", steps) for impl in impls}
     times = {impl: harness.start(impl, job) for impl, job in jobs.items()}
