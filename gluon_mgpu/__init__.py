@@ -1,6 +1,6 @@
 """Data-parallel training of MXNet networks, written twice: with NDArray alone (`scratch`) and with Gluon (`highlevel`).
 
-Import it before mxnet: the first `import mxnet` then sets the engine up for several CPU contexts.
+Import this package before mxnet, so that the first `import mxnet` sets up the engine for several CPU contexts.
 """
 
 import sys

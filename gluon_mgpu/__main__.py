@@ -14,7 +14,7 @@ def main() -> None:
 
 
 def run(module: str, command: str, program: str | None = None) -> None:
-    """Run a click command of a module. If the import fails, exit with one line.
+    """Run a click command from a module. If the import fails, exit with a one-line error message.
 
     program: the program's name in messages; None: `python` and the script's path.
     """

@@ -1,8 +1,8 @@
-"""Lesson 4: asynchronous calls, computing on all devices at once, and copies, shown with matrix products.
+"""Lesson 4: asynchronous calls, parallel work on all devices, and copies, shown with matrix products.
 
 A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a Python
-loop over devices computes on all of them at once. Each function is a cell of the notebook and prints what the cell
-prints. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
+loop over devices computes on all of them at once. Each function is one cell of the notebook and prints the same lines.
+Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
 
 
 class BenchMark:
-    """Times a `with` block, prints its name and seconds, and stores the seconds in `seconds`."""
+    """Times a `with` block, prints the name and the time in seconds, and stores the time in `seconds`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -42,22 +42,22 @@ class BenchMark:
 
 
 def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
-    """One random matrix (size, size) per device, already computed."""
+    """Create one random matrix (size, size) per device, and wait for all of them."""
     x_devices = [nd.random.uniform(shape=(size, size), ctx=c) for c in ctx]
     nd.waitall()
     return x_devices
 
 
 def run_asynchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on one device asynchronously. Returns the seconds until the calls return."""
+    """Run computations on one device asynchronously. Returns the number of seconds until the calls return."""
     with BenchMark(str(x.context)) as until_calls_return:
-        _held = run(x, products)  # releasing the results takes time too
+        _held = run(x, products)  # keep the results, because releasing them takes time
     nd.waitall()
     return until_calls_return.seconds
 
 
 def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on one device synchronously. Returns the seconds until the products are done."""
+    """Run computations on one device synchronously. Returns the number of seconds until the products are done."""
     with BenchMark(str(x.context)) as until_done:
         _held = run(x, products)
         nd.waitall()
@@ -65,7 +65,7 @@ def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
 
 
 def run_one_after_another(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
-    """Run computations on one device after the other, waiting for each. Returns the total seconds."""
+    """Run computations on one device after another, waiting for each device. Returns the total time in seconds."""
     start = time.perf_counter()
     for x in x_devices:
         run_synchronously(x, products)
@@ -75,7 +75,7 @@ def run_one_after_another(x_devices: Sequence[NDArray], products: int = PRODUCTS
 
 
 def run_at_once(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
-    """Run computations on all devices at once: queue all products, then wait once. Returns the total seconds."""
+    """Run computations on all devices at once: queue all products, then wait once. Returns the time in seconds."""
     with BenchMark("all devices") as all_devices:
         _held = [run(x, products) for x in x_devices]
         nd.waitall()
@@ -83,7 +83,7 @@ def run_at_once(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float
 
 
 def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArray]:
-    """Copy arrays to host memory. Waits for each copy before queueing the next one, unless non_blocking."""
+    """Copy arrays to host memory. Waits for each copy before queueing the next copy, unless non_blocking is True."""
     copies = []
     for y in x:
         copies.append(y.copyto(mx.cpu()))
@@ -93,7 +93,7 @@ def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArra
 
 
 def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
-    """Copy the products once all of them are done. Returns the seconds for the products and for the copies."""
+    """Copy the products once all of them are done. Returns the seconds for products and for copies."""
     with BenchMark(f"Run on {x.context}") as on_device:
         y = run(x, products)
         nd.waitall()
@@ -103,7 +103,7 @@ def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
 
 
 def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True) -> float:
-    """Copy each product as soon as it is done, while the device computes the next one. Returns the total seconds."""
+    """Copy each product as soon as it is done, while the device computes the next one. Returns the time in seconds."""
     with BenchMark("Copy to CPU") as to_cpu:
         y = run(x, products)
         _held = copy_to_cpu(y, non_blocking)
@@ -112,7 +112,7 @@ def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True
 
 
 def notebook(ctx: Sequence[Context], size: int = SIZE, products: int = PRODUCTS) -> None:
-    """Run all cells of the notebook, in order, on the devices ctx."""
+    """Run all cells of the notebook, in order, on the devices in ctx."""
     x_devices = matrices(ctx, size)
     run_asynchronously(x_devices[0], products)
     run_synchronously(x_devices[0], products)

@@ -1,4 +1,4 @@
-"""Lesson 2: LeNet and ResNet-18 on several devices with Gluon. Each function is the twin of one in `scratch`.
+"""Lesson 2: LeNet and ResNet-18 on several devices with Gluon. Each function has a counterpart in `scratch`.
 
 `initialize` with a list of contexts copies the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the
 gradients and updates every replica. Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope),
@@ -21,7 +21,7 @@ from gluon_mgpu.training import batches, loop, replicas, tuning
 from gluon_mgpu.training.records import Epoch
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
-loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five takes less of Python's time
+loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five saves time in Python
 
 
 def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSequential:
@@ -39,13 +39,13 @@ def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSeq
 
 
 networks.register("lenet", lenet, names=replicas.LENET)
-networks.register("lenet-max", lambda: lenet(nn.MaxPool2D), mx.init.Uniform(0.07), replicas.LENET)  # as in its notebook
+networks.register("lenet-max", lambda: lenet(nn.MaxPool2D), mx.init.Uniform(0.07), replicas.LENET)  # as in the notebook
 
 
 def initialize(
     net: gluon.Block, ctx: list[Context], hybridize: bool = True, init: mx.init.Initializer = networks.NORMAL
 ) -> None:
-    """Put a replica of the network for images (n, 1, 28, 28) on each device. Weights are drawn once, from init.
+    """Put a replica of the network for images (n, 1, 28, 28) on each device. Weights are drawn only once, with init.
 
     hybridize: run the network as one graph, whose memory is planned once, instead of operator by operator.
     """
@@ -57,7 +57,7 @@ def initialize(
 
 
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
-    """Split a batch into shards, one per device; with fewer examples than devices, the last devices get none."""
+    """Split a batch into shards, one per device. With fewer examples than devices, the last devices get no shard."""
     return gluon.utils.split_and_load(data, ctx[: data.shape[0]], even_split=False)
 
 
@@ -71,9 +71,9 @@ def forward_backward(net: gluon.Block, data: list[NDArray], label: list[NDArray]
 
 
 def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], trainer: gluon.Trainer) -> list[NDArray]:
-    """One training step: X (n, 1, 28, 28), y (n,), and a network with a replica on each device of ctx.
+    """Run a training step on X (n, 1, 28, 28), y (n,), with a network that has a replica on each device of ctx.
 
-    Returns the losses of each shard. Like everything here, it only queues work: nothing waits for a device.
+    Returns the losses of each shard. The step is only queued: nothing waits for a device.
     """
     assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     data, label = split_and_load(X, ctx), split_and_load(y, ctx)
@@ -85,7 +85,7 @@ def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], tr
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples whose top-scoring class is their label. Each device scores its shard of each batch.
+    """The fraction of examples whose top-scoring class is the label. Each device scores its shard of each batch.
 
     net: computes scores on the device of its input.
     """
@@ -101,7 +101,7 @@ def evaluate_accuracy(
 class Replicas(replicas.Replicas):
     """The training loop's interface to this lesson: these functions, a network on every device, and its Trainer.
 
-    `net` is the network as written. hybridize: see `initialize`. tune: train its faster equivalent (`tuning`).
+    `net` is the network as written. hybridize: see `initialize`. tune: train a faster equivalent of `net` (`tuning`).
     """
 
     own_options = ("hybridize", "tune")
@@ -161,9 +161,9 @@ class Replicas(replicas.Replicas):
 
 
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
-    """The notebook's experiment, its `run`: prints time and accuracy per epoch.
+    """Run the notebook's experiment (its function `run`), and print time and accuracy per epoch.
 
-    num_gpus: how many devices, or which ([0, 2]). batch_size: over all devices. options: see `loop.train`; also
-    hybridize=False runs the network operator by operator, and tune=False runs it exactly as written.
+    num_gpus: number of devices, or their indices ([0, 2]). batch_size: over all devices. options: see `loop.train`;
+    also hybridize=False runs the network operator by operator, and tune=False runs it exactly as written.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

@@ -1,6 +1,6 @@
 """ResNet-18, and the registry of the networks that highlevel can train.
 
-A network of your own: `networks.register("mlp", build)`, then `highlevel.train(2, 256, 0.2, model="mlp")`.
+To train your own network: `networks.register("mlp", build)`, then `highlevel.train(2, 256, 0.2, model="mlp")`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.training import settings
 
-NORMAL = mx.init.Normal(0.01)  # as scratch.init_params
+NORMAL = mx.init.Normal(0.01)  # as in scratch.init_params
 
 
 class Network(NamedTuple):
     build: Callable[[], gluon.Block]  # returns a new network, not yet initialized
-    init: mx.init.Initializer = NORMAL  # of its weights
-    names: tuple[str, ...] = ()  # of its arrays in checkpoints, if they are not Gluon's
+    init: mx.init.Initializer = NORMAL  # for the weights
+    names: tuple[str, ...] = ()  # names of its arrays in checkpoints; (): Gluon's names
 
 
 NETWORKS: dict[str, Network] = {}
@@ -34,7 +34,7 @@ def register(
     """Make a network available as `model=name` to `highlevel.train` and everything that reads its runs.
 
     build: returns a new, uninitialized network for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: for its
-    weights. names: the names of its arrays in checkpoints; default: Gluon's.
+    weights. names: the names of its arrays in checkpoints; default: Gluon's names.
     """
     NETWORKS[name] = Network(build, init, names)
     settings.add_model(name)

@@ -1,8 +1,8 @@
 """Lesson 3: LeNet split over devices in three ways: by layers, by channels and by examples.
 
-Each device records and differentiates its own part. What passes between devices is copied outside `autograd.record`:
-the recorded graph ends there, and the gradient is carried back by hand with `output.backward(gradient)`, so every
-exchange is visible. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
+Each device records and differentiates its own part. Copies between devices are made outside `autograd.record`, so the
+recorded graph ends there, and the code passes the gradient back with `output.backward(gradient)`. Every exchange is
+visible. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ LAYERS: tuple[Layer, ...] = (
 
 
 def stages(devices: int) -> list[slice]:
-    """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
+    """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last.
 
     With 2 devices, the first device has only the first convolution. The second device then has nine tenths of the
-    arithmetic, but the ReLU and pooling on the first device are slow too: their output has 13,520 numbers per example.
-    A cut after the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
+    arithmetic, but the ReLU and pooling on the first device are slow too: the ReLU has 13,520 outputs per example. A
+    cut after the second convolution would send a quarter of the bytes but leave almost no work for the last device.
     """
     layers = len(LAYERS)
     if devices > layers:
-        raise UsageError(f"network partitioning on {devices} devices: LeNet has only {layers} layers")
+        raise UsageError(f"network partitioning on {devices} devices: use at most {layers}, LeNet's number of layers")
     return [slice(i, i + 1) for i in range(devices - 1)] + [slice(devices - 1, layers)]
 
 
@@ -69,7 +69,7 @@ def partition_network(params: Params, ctx: list[Context]) -> list[Params]:
 
 
 def forward(h: NDArray, layers: Sequence[Layer], params: Params) -> NDArray:
-    """Apply layers one after the other, each with its two parameters."""
+    """Apply layers one after another, each with its two parameters."""
     for layer, W, b in zip(layers, params[::2], params[1::2]):
         h = layer(h, W, b)
     return h
@@ -105,7 +105,7 @@ def train_batch_network(
     if micro_batches > 1:
         for params in device_params:
             for p in params:
-                p.attach_grad("add")  # new gradients, all zero, to which each micro-batch adds
+                p.attach_grad("add")  # new zero gradients; each micro-batch adds to them
     losses = [forward_backward_network(device_params, *part, ctx) for part in split_batch(X, y, micro_batches)]
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
@@ -116,9 +116,9 @@ def train_batch_network(
 
 
 def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
-    """For each device, its rows of the eight parameters. The rows (first axis) are the layer's outputs."""
+    """For each device, its rows of the eight parameters. Each row (first axis) belongs to one output of the layer."""
     if len(ctx) > 10:
-        raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: LeNet has only 10 outputs")
+        raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: use at most 10, LeNet's number of outputs")
     shards = zip(*[scratch.split_and_load(p, ctx) for p in params])
     return [scratch.get_params(list(rows), c) for rows, c in zip(shards, ctx)]
 
@@ -131,9 +131,9 @@ def gather(parts: list[NDArray], device: Context) -> NDArray:
 
 
 def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """Returns, for each of `parts` (n, some, ...), the gradient of its channels, on its device.
+    """For each of `parts` (n, some, ...), returns the gradient of the part's channels, on the part's device.
 
-    gradients: one array per device, of all channels (n, all, ...). They are summed, because each device used all
+    gradients: one array (n, all, ...) per device, for all channels. The arrays are summed, because each device used all
     channels.
     """
     reduced, start = [], 0

@@ -1,6 +1,6 @@
-"""Lesson 1: LeNet on several devices from NDArray alone. Every step of data parallelism is a function.
+"""Lesson 1: LeNet on several devices with NDArray alone. Each step of data parallelism is one function.
 
-Copy the parameters to each device; split a batch, compute gradients, sum them, update. `highlevel` does it with Gluon.
+Copy the parameters to each device, split a batch, compute gradients, sum them, update. `highlevel` uses Gluon instead.
 Source and function names: the notebook "Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019).
 """
 
@@ -22,7 +22,7 @@ Net = Callable[[NDArray, Params], NDArray]
 
 def init_params(scale: float = 0.01) -> Params:
     """LeNet's eight parameters on the host: weights normal(0, scale), biases zero. Dense weights are (outputs, inputs),
-    as in Gluon; the notebook has (inputs, outputs)."""
+    as in Gluon; in the notebook, they are (inputs, outputs)."""
     params = []
     for shape in [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]:
         params += [nd.random.normal(scale=scale, shape=shape), nd.zeros(shape[0])]
@@ -50,7 +50,7 @@ def loss(y_hat: NDArray, y: NDArray) -> NDArray:
 
 
 def get_params(params: Params, ctx: Context) -> Params:
-    """Copy the parameters to a device, each with a gradient that backward fills."""
+    """Copy the parameters to a device, and attach a gradient to each copy."""
     new_params = [p.copyto(ctx) for p in params]
     for p in new_params:
         p.attach_grad()
@@ -58,7 +58,7 @@ def get_params(params: Params, ctx: Context) -> Params:
 
 
 def allreduce(data: Sequence[NDArray]) -> None:
-    """Sum arrays of one shape, one per device, in place: afterwards every device holds the sum."""
+    """Sum arrays of the same shape, one per device, in place. Afterward, every device has the sum."""
     for i in range(1, len(data)):
         data[0][:] += data[i].copyto(data[0].context)
     for i in range(1, len(data)):
@@ -68,7 +68,7 @@ def allreduce(data: Sequence[NDArray]) -> None:
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
     """Split a batch along its first axis and copy one shard to each device.
 
-    If it does not divide evenly, the first shards are one example larger; the last devices may get no shard.
+    If the batch does not divide evenly, the first shards get one more example; the last devices may get no shard.
     """
     shards, start = [], 0
     for size, c in zip(shard_sizes(data.shape[0], len(ctx)), ctx[: data.shape[0]]):
@@ -101,9 +101,9 @@ def sgd(params: Params, lr: float, batch_size: int) -> None:
 def train_batch(
     X: NDArray, y: NDArray, device_params: Sequence[Params], ctx: list[Context], lr: float, *, net: Net | None = None
 ) -> list[NDArray]:
-    """One training step: X (n, 1, 28, 28), y (n,), and a replica of the parameters on each device of ctx.
+    """Run a training step on X (n, 1, 28, 28), y (n,), with a replica of the parameters on each device of ctx.
 
-    Returns the losses of each shard. Like everything here, it only queues work: nothing waits for a device.
+    Returns the losses of each shard. The step is only queued: nothing waits for a device.
     """
     assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
@@ -118,7 +118,7 @@ def train_batch(
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples whose top-scoring class is their label. Each device scores its shard of each batch.
+    """The fraction of examples whose top-scoring class is the label. Each device scores its shard of each batch.
 
     net: computes scores on the device of its input.
     """
@@ -188,9 +188,9 @@ class Replicas(replicas.Replicas):
 
 
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
-    """The notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`: prints time and accuracy per epoch.
+    """Run the notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`. Prints time and accuracy per epoch.
 
-    num_gpus: how many devices, or which ([0, 2]). batch_size: over all devices. options: see `loop.train`. Your own
-    network: pass net, a function of images and parameters, and params, its initial parameters.
+    num_gpus: number of devices, or their indices ([0, 2]). batch_size: over all devices. options: see `loop.train`. To
+    train your own network, pass net, a function of images and parameters, and params, its initial parameters.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

@@ -1,7 +1,7 @@
-"""The notebooks' inspection cells on real data: what each device holds at each stage of a training step.
+"""The notebooks' inspection cells on real data: what each device has at each stage of a training step.
 
-Each cell is a function that prints what it shows. `Scratch` and `Gluon` implement what differs between the lessons.
-Sources: the notebooks of `scratch` and `highlevel`, and the lecture, which asks Gluon for a context without a replica.
+Each function prints one cell. `Scratch` and `Gluon` implement the differences between the lessons. Sources: the
+notebooks of `scratch` and `highlevel`, and the lecture, which requests parameters on a context without a replica.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.runtime import devices
 from gluon_mgpu.training import batches, datasets
 
-SCALE = 0.1  # of the initial weights; with the notebook's 0.01, one step would not change the printed digits
+SCALE = 0.1  # scale of the initial weights; with the notebook's 0.01, one step would not change the printed digits
 LR = 0.2
 EXAMPLES = 4  # per device
-WIDTH = 96  # of printed lines, in characters
+WIDTH = 96  # characters per printed line
 
 
 def walk(
@@ -38,7 +38,7 @@ def walk(
     """Print all cells. impl: "scratch" or "highlevel". seed: seeds the parameters and the synthetic data set.
 
     num_gpus, device: see `devices.contexts`; GPUs that the machine does not have are omitted. dataset, data_dir: see
-    `datasets.load`. Raises what these functions raise.
+    `datasets.load`. Raises the same exceptions as these functions.
     """
     ctx = devices.contexts(num_gpus, device, fewer=True)
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
@@ -60,7 +60,7 @@ class Scratch:
 
     lesson = scratch
     copying = "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy."
-    summing = "allreduce(data) adds all arrays on the first device and copies the sum back to the others."
+    summing = "allreduce(data) adds all arrays on the first device and copies the sum back to the other devices."
     missing = (
         "An NDArray is on exactly one context. For an operator's inputs, MXNet only checks that all are on CPUs or all "
         "on GPUs, and scratch adds no check. lenet with the first device's parameters, and images on a context without "
@@ -97,9 +97,9 @@ class Gluon:
 
     lesson = highlevel
     copying = "initialize(net, ctx) draws each parameter once and puts a copy, with a gradient, on every device."
-    summing = 'Trainer.step uses a KVStore of type "device" for that: pushpull(key, data) leaves the sum on each one.'
+    summing = 'Trainer.step uses a KVStore of type "device": pushpull(key, data) leaves the sum on each device.'
     missing = (
-        "The parameters are on the contexts on which the network was initialized, and Gluon refuses any other context. "
+        "The parameters are on the contexts that the network was initialized on, and Gluon rejects any other context. "
         "weight.data(context) of the first convolution,"
     )
 
@@ -174,12 +174,12 @@ def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
 def missing_context(net: Scratch | Gluon, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
     show(f"6. {net.missing} on {other}:")
-    nd.waitall()  # a single context uses all OpenMP threads; no other may compute meanwhile (docs/engine.md)
+    nd.waitall()  # a single context uses all OpenMP threads, so no other may compute (docs/engine.md)
     print(textwrap.fill(net.ask(other, X), WIDTH))
 
 
 def show(text: str, *arrays: NDArray) -> None:
-    """Print a paragraph and some arrays."""
+    """Print a paragraph and arrays."""
     print(f"\n{textwrap.fill(text, WIDTH)}")
     for array in arrays:
         print(str(array).strip())

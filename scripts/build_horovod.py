@@ -26,7 +26,7 @@ from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import checkpoint
 
 HOROVOD = "0.28.1"
-SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # of the source archive
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # hash of the source archive
 MARK = "gluon.mgpu.2"  # local version of our wheel; change it when PATCHES change
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
 PATCHES = (  # (source file, a string in it, the line to insert after that string)
@@ -45,7 +45,7 @@ PATCHES = (  # (source file, a string in it, the line to insert after that strin
         "    usleep(50);\n",
     ),
 )
-TOOLS = "cmake >= 3.18, < 4", "setuptools >= 66.1, < 70", "wheel", "packaging"  # newer versions cannot build it
+TOOLS = "cmake >= 3.18, < 4", "setuptools >= 66.1, < 70", "wheel", "packaging"  # newer versions cannot build Horovod
 FLAGS = {
     "HOROVOD_WITH_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
@@ -53,7 +53,7 @@ FLAGS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_PYTORCH": "1",
     "HOROVOD_LOCAL_VERSION": MARK,
-    "LDFLAGS": "-Wl,--strip-debug",  # 2 MB instead of 47
+    "LDFLAGS": "-Wl,--strip-debug",  # 2 MB instead of 47 MB
 }
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check"
 COMPILERS = "c++", "g++"
@@ -83,7 +83,7 @@ def version(package):
 
 
 def wheel():
-    """Returns the path of the wheel for this Python and MXNet in the user's cache; builds it if missing or damaged."""
+    """Returns the path of the cached wheel for this Python and MXNet. Builds the wheel if it is missing or damaged."""
     mxnet = version("mxnet")
     if mxnet is None:
         raise Error("Horovod needs MXNet's CPU wheel, which is not installed: run `make install`")
@@ -106,7 +106,7 @@ def is_whole(path):
 
 
 def build(path):
-    """Write the wheel, completely or not at all. Raises Error, with the path of the log, if it does not build."""
+    """Build the wheel, and write it completely or not at all. Raises Error, with the log's path, if the build fails."""
     compiler = os.environ.get("CXX")
     missing = [] if any(map(shutil.which, [compiler] if compiler else COMPILERS)) else ["g++"]
     missing += [] if shutil.which("make") else ["make"]
@@ -115,7 +115,7 @@ def build(path):
             f"Horovod is built from source, which needs {' and '.join(missing)}: install "
             f"{'it' if len(missing) == 1 else 'them'} (Debian, Ubuntu: apt-get install {' '.join(missing)})"
         )
-    click.echo(f"building Horovod {HOROVOD}, which takes minutes; the wheel is kept in {path.parent}", err=True)
+    click.echo(f"building Horovod {HOROVOD}, which takes a few minutes; the wheel is kept in {path.parent}", err=True)
     log = path.with_suffix(".log")
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         try:
@@ -129,10 +129,10 @@ def build(path):
 
 
 def compiled(folder, log):
-    """Compile Horovod's release in `folder`; returns the path of its wheel."""
+    """Compile a release of Horovod in `folder`. Returns the path of the wheel."""
     tools = folder / "tools"
     step(log, [*PIP, "install", "--target", str(tools), *TOOLS])
-    (tools / "sitecustomize.py").write_text(CONFIGURE)  # the build imports MXNet in other processes
+    (tools / "sitecustomize.py").write_text(CONFIGURE)  # the build imports MXNet in child processes
     environment = {
         **os.environ,
         "PYTHONPATH": str(tools),
@@ -170,7 +170,7 @@ def step(log, command, environment=None, on_line=None):
     if finished.status:
         output = finished.out + finished.err
         log.write_text(output)
-        raise Error(f"Horovod does not build: {cause(output)} (see {log})")
+        raise Error(f"Horovod cannot be built: {cause(output)} (see {log})")
 
 
 def cause(output):
@@ -185,7 +185,7 @@ def cause(output):
 
 
 def install(path):
-    """Install the wheel and its dependencies. Downloads everything first, so that installing takes only a second."""
+    """Install the wheel and its dependencies. Downloads everything first, so that the rest takes only a second."""
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         pip("download", "--dest", folder, str(path))
         held = signal.SIGINT, signal.SIGTERM
@@ -204,7 +204,7 @@ def pip(*arguments):
 
 
 def check():
-    """Sum an array over two processes; returns a one-line report. Raises Error if it fails."""
+    """Sum an array over two processes. Returns a one-line report. Raises Error if the sum fails."""
     horovodrun = Path(sysconfig.get_path("scripts")) / "horovodrun"
     two = [str(horovodrun), "--gloo", "-np", "2", "-H", "localhost:2", sys.executable, "-c", CHECK]
     failed = f"Horovod {HOROVOD} is installed but does not work"

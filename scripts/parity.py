@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare this project with what the notebooks printed: `python scripts/parity.py --help`."""
+"""Compare this project's results with the notebooks' results: `python scripts/parity.py --help`."""
 
 from start import start
 

@@ -28,7 +28,7 @@ from gluon_mgpu.training import datasets
     type=common.SEED,
     metavar="N",
     default=1,
-    help="Seed of all four runs. The first epochs vary a lot between seeds.",
+    help="Seed of all four runs. Accuracies of the first epochs vary a lot between seeds.",
 )
 @common.limit
 @common.data_dir

@@ -1,7 +1,7 @@
 """Code that the commands share: one-line errors, exit statuses, and options with their groups in --help.
 
-Exit status: 0; 1 if a run failed; 2 if the command was wrong; 130 if interrupted. Nothing here needs NumPy, because
-`gluon_mgpu.commands.doctor` must start even if NumPy is broken.
+Exit status: 0 on success; 1 if a run failed; 2 if the command was wrong; 130 if interrupted. Nothing here needs NumPy,
+because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ GROUPS = {
     "Program": "is_module map_gpus strict_numpy",
     "Files": "out resume tensorboard profile export to input",
 }
-COLUMN = 30  # width of the options' names in --help, the same under every heading
+COLUMN = 30  # width of the column of option names in --help
 
 
 class Command(click.Command):
     """A command with grouped options and with examples at the end of --help.
 
-    On an error, it prints one line, or a traceback with --debug, and exits with the right status. In that line, options
-    replace argument names: `--lr -1` for `lr=-1`. examples: shell commands, one per line. `gluon-mgpu train` becomes
-    `python scripts/train.py` if that is how the user called this command.
+    On an error, it prints one line, after a traceback if --debug is set, and exits with the right status. The line
+    names options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
+    `gluon-mgpu train` becomes `python scripts/train.py` if the user called that script.
     """
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
@@ -63,9 +63,9 @@ class Command(click.Command):
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere, Python allows no handlers
+        in_main_thread = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
         if in_main_thread:
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM ends child processes
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # makes SIGTERM end child processes
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:
@@ -120,7 +120,7 @@ class Group(Command, click.Group):
 
 
 class Option(click.Option):
-    """An option that does not accept another option as its value, as in `--profile --epochs 2`."""
+    """An option that rejects another option as its value, as in `--profile --epochs 2`."""
 
     def type_cast_value(self, context: click.Context, value: Any) -> Any:
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -142,7 +142,7 @@ def as_called(text: str, program: str) -> str:
 
 
 def _with_options(text: str, params: Iterable[click.Parameter]) -> str:
-    """Replace argument names in an error message, such as `lr=0: ...`, by options: `--lr 0: ...`."""
+    """Replace argument names in an error message, such as `lr=0: ...`, with options: `--lr 0: ...`."""
     options = {param.name: param.opts[0] for param in params if isinstance(param, click.Option)}
     options["num_gpus"] = "--gpus"  # the name of this argument in `train`
     if text.partition("=")[0] not in options:
@@ -188,14 +188,14 @@ option = functools.partial(click.option, cls=Option)
 
 
 def setting(*names: str, **kwargs: Any) -> Any:
-    """Create an option for a field of Settings, with its default. The last name is the field's."""
+    """Create an option for a field of Settings, with its default. The last name is the field's name."""
     from gluon_mgpu.training.settings import SGD
 
     field = names[-1].removeprefix("--").replace("-", "_")
     return option(*names, default=getattr(SGD, field), **kwargs)
 
 
-def gpus(default: str = "1", help: str = "Number of devices (2), or a list of indices (0,2).") -> Any:
+def gpus(default: str = "1", help: str = "Number of devices, such as 2, or their indices, such as 0,2.") -> Any:
     return option("--gpus", default=default, metavar="N|I,J,...", help=help)
 
 
@@ -226,5 +226,5 @@ data_dir = option(
     "--data-dir",
     type=FOLDER,
     metavar="DIR",
-    help="Folder with the data. Default: GLUON_MGPU_DATA, or else the usual folders, or else a download.",
+    help="Folder with the data. Default: the folder in GLUON_MGPU_DATA, else the usual folders, else a download.",
 )

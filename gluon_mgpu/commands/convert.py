@@ -51,7 +51,7 @@ def convert(
     """Convert the network of a run, or any network that Gluon exported.
 
     RUN is the folder that train --out wrote. The files are loaded back before they are put in place: their scores for
-    the run's test images, or for random images, must agree with MXNet's to 1e-5.
+    the run's test images, or for random images, must agree with MXNet's scores to 1e-5.
     """
     if len(sources) not in (1, 2):
         raise UsageError("convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")

@@ -28,11 +28,11 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 MAIN_JOB = "train --impl scratch --gpus 2"
 TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")
 Facts = dict[str, Any]
-Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": something else cannot
+Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": something else does not work
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
-OLDEST_CUDA = 11000  # the driver must support CUDA 11.0; this is what cuDriverGetVersion returns for it
+OLDEST_CUDA = 11000  # cuDriverGetVersion returns this for CUDA 11.0, which the driver must support
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-SECONDS = 120  # for a process that imports MXNet, on a busy machine
+SECONDS = 120  # time limit for a process that imports MXNet, on a busy machine
 DATA_SIZE = 31 << 20  # bytes, the size of the largest download
 
 
@@ -93,7 +93,7 @@ def _package(
     """Check a Python package. Returns the finding and the facts that `probe` returns.
 
     probe: imports the package. mark: used if the import fails. remedy: the command that installs the package. needs:
-    the finding for a package that this one requires.
+    the finding for a package that this package requires.
     """
     if importlib.util.find_spec(name.lower()) is None:
         return (mark, f"{name} is not installed: run {remedy}"), {}
@@ -101,7 +101,7 @@ def _package(
         return ("note", f"{name} was not checked: see above"), {}
     try:
         facts = _in_child(f"importing {name}", probe)
-    except UsageError as error:  # a setting, not the package
+    except UsageError as error:  # a setting is wrong, not the package
         return (mark, str(error)), {}
     except Error as error:
         advice = "" if "`" in str(error) else f"; {remedy.replace('install', 'install --force-reinstall')} may help"
@@ -134,8 +134,8 @@ def import_horovod() -> Facts:
 
 
 def ask_driver() -> Facts:
-    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040: 11.4; 0: no driver) and for its GPUs:
-    (name, major, minor compute capability)."""
+    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040 is 11.4, 0 is no driver) and for its
+    GPUs: (name, major, minor compute capability)."""
     try:
         driver = ctypes.CDLL(cuda.DRIVER)
     except OSError:
@@ -149,7 +149,7 @@ def ask_driver() -> Facts:
 
 
 def answer(probe: Callable[[], Facts]) -> None:
-    """Print what probe() returns. Called in the child process of `_in_child`."""
+    """Print the result of probe() as JSON. Called in the child process of `_in_child`."""
     try:
         print(json.dumps(probe()))
     except Exception as error:
@@ -165,7 +165,7 @@ def _in_child(what: str, probe: Callable[[], Facts]) -> Facts:
 
 
 def _run(*arguments: str) -> subprocesses.Finished:
-    """Run Python in a child process, which does not become a worker if doctor runs in a worker's environment."""
+    """Run Python in a child process that is not a worker, even if doctor runs in a worker's environment."""
     users = engine.users_environment()
     environment = {name: value for name, value in users.items() if not name.startswith(("DMLC_", "HOROVOD_"))}
     return subprocesses.run([sys.executable, *arguments], env=environment, seconds=SECONDS)
@@ -201,7 +201,7 @@ def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
 
 
 def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
-    """Yields what NVIDIA's driver reports. built_with_cuda: whether MXNet has CUDA support."""
+    """Yields findings about the GPUs that NVIDIA's driver reports. built_with_cuda: whether MXNet has CUDA support."""
     try:
         found = _in_child("asking NVIDIA's driver", ask_driver)
     except Error as error:
@@ -226,11 +226,11 @@ def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
 def _data(data_dir: str | Path | None) -> Iterator[Finding]:
     try:
         from gluon_mgpu.training import datasets
-    except Exception as error:  # a library that it needs is missing or broken
+    except Exception as error:  # a library that `datasets` needs is missing or broken
         yield "problem", f"data sets cannot be read ({errors.reason(error)}): install gluon_mgpu again"
         return
     cache_mark = "note"
-    for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first one
+    for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first data set
         try:
             folder = datasets.find(name, data_dir)
             if folder:
@@ -247,7 +247,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
 
 
 def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
-    """Check the free space of a folder. mark: used if it is not writable or too small for a data set."""
+    """Check the free space of a folder. mark: used if the folder is not writable or lacks space for a data set."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         with tempfile.TemporaryFile(dir=existing):

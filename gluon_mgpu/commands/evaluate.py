@@ -1,4 +1,4 @@
-"""`gluon-mgpu evaluate`: show a run's accuracy, classify images, export the network."""
+"""`gluon-mgpu evaluate`: show a run's accuracy, classify images, or export the network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gluon_mgpu.runtime.errors import UsageError
     "a batch of images (n, 1, 28, 28) in [0, 1].",
 )
 @common.option(
-    "--impl", type=common.IMPLS, help="NDArray alone, or Gluon; default: whichever the run used. Both can read lenet."
+    "--impl", type=common.IMPLS, help="NDArray alone, or Gluon. Default: the run's implementation. Both can read lenet."
 )
 @common.gpus()
 @common.device
@@ -51,7 +51,7 @@ def evaluate(
     device: str,
     data_dir: str | None,
 ) -> None:
-    """Show the test accuracy and the confusion table of a run. RUN is the folder that train --out wrote."""
+    """Show the test accuracy and the confusion matrix of a run. RUN is the folder that train --out wrote."""
     if files and not images:
         raise UsageError(f"{files[0]}: only one RUN can be evaluated; image files go after --images")
     indices = devices.parse(gpus)

@@ -20,12 +20,12 @@ from gluon_mgpu.legacy import notebook
     """,
 )
 def kernel() -> None:
-    """Install or remove the Jupyter kernel "MXNet (gluon_mgpu)", in which old MXNet notebooks run unchanged."""
+    """Install or remove the Jupyter kernel "MXNet (gluon_mgpu)", which runs old MXNet notebooks unchanged."""
 
 
 @kernel.command(cls=common.Command, examples="gluon-mgpu kernel install --gpus 2")
 @preparation
-@click.option("--sys-prefix", is_flag=True, help="Install it in this Python's environment instead of for the user.")
+@click.option("--sys-prefix", is_flag=True, help="Install for this Python's environment, not for the user.")
 def install(sys_prefix: bool, **options: Any) -> None:
     """Install the kernel. The options apply to all notebooks that use it."""
     folder = notebook.install_kernel(settings_of(**options), sys.prefix if sys_prefix else None)

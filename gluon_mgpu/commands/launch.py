@@ -21,7 +21,7 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
         gluon-mgpu launch --restarts 5 -- gluon-mgpu train --kvstore dist_sync --out runs/first
     """,
 )
-@common.option("--workers", type=PROCESSES, default=2, metavar="N", help="Number of processes that train.")
+@common.option("--workers", type=PROCESSES, default=2, metavar="N", help="Number of training processes.")
 @common.option("--servers", type=PROCESSES, default=1, metavar="N", help="Number of parameter servers.")
 @common.option(
     "--port",
@@ -40,7 +40,7 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
 @click.argument("command", nargs=-1, type=click.Path(readable=False), metavar="-- COMMAND...")
 @click.pass_context
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
-    """Run an MXNet program in several processes on this machine. Starts MXNet's parameter servers: a scheduler, servers
-    and workers. The first worker gets the terminal's input. If a process fails, the others are stopped and one line
-    names it."""
+    """Run an MXNet program in several processes on this machine. Starts a scheduler, MXNet's parameter servers, and
+    workers. The first worker gets the terminal's input. If a process fails, all others are stopped and one line names
+    the failed process."""
     context.exit(launcher.launch(command, **options))

@@ -1,4 +1,4 @@
-"""`gluon-mgpu parity`: compare this project with what the notebooks printed."""
+"""`gluon-mgpu parity`: compare this project's results with the notebooks' results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def parse_seeds(text: str) -> list[int]:
     """,
 )
 @click.option(
-    "--quick", is_flag=True, help="Finish in about 3 minutes: train two recipes once, skip the batch-size experiment."
+    "--quick", is_flag=True, help="Take about 3 minutes: train two recipes once, and skip the batch-size experiment."
 )
 @common.option(
     "--seeds",
     type=parse_seeds,
     default="3",
     metavar="N|I,J,...",
-    help="Number of seeds to train each recipe with (3), or a list of seeds (4,7).",
+    help="Number of seeds for each recipe, such as 3, or the seeds themselves, such as 4,7.",
 )
 @common.device
 @common.data_dir
@@ -45,8 +45,8 @@ def parse_seeds(text: str) -> list[int]:
 )
 @click.pass_context
 def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **options: Any) -> None:
-    """Compare this project with what the notebooks printed. Compares accuracies, values and claims. The exit status
-    is 0 if everything agrees; otherwise it is 1, and the first line names a difference."""
+    """Compare this project's results with the notebooks' results. Compares accuracies, printed values and claims. The
+    exit status is 0 if everything agrees; otherwise it is 1, and the first line names a difference."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick uses one seed: omit --seeds")
     engine.configure(4)  # the largest recipe has 4 contexts; call this before mxnet is imported

@@ -31,7 +31,7 @@ OPTIONS = (
 
 
 def preparation(command: Any) -> Any:
-    """Adds the options that `settings_of` takes."""
+    """Add the options that `settings_of` takes."""
     for add in reversed(OPTIONS):
         command = add(command)
     return command
@@ -63,17 +63,17 @@ def run(
 ) -> None:
     """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, restores names that Python
     and NumPy have removed, runs GPU contexts on CPU contexts if there are no GPUs, and replaces the dead downloads of
-    MNIST and Fashion-MNIST. Otherwise the same as `python PROGRAM`."""
+    MNIST and Fashion-MNIST. Otherwise, it works like `python PROGRAM`."""
     settings = settings_of(**options)
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:
         if arguments:
-            raise UsageError(f"{arguments[0]}: a notebook takes no arguments")
+            raise UsageError(f"{arguments[0]}: a notebook takes no arguments; omit it")
         context.exit(0 if notebook.run(program, out, settings) else 1)
     if out:
         raise UsageError(f"--out {out}: only for notebooks; omit it")
     if not is_module and program != "-" and not os.path.exists(program):
         raise UsageError(f"{program} does not exist")
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error, as multiprocessing
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # passed on, such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
     os.execve(sys.executable, command, prepare.environment(settings))

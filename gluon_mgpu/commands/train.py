@@ -80,7 +80,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--shares",
     type=numbers(float, "auto"),
     metavar="A,B,...|auto",
-    help="Divide each batch in this proportion between unequal devices: 80,20. auto measures the devices.",
+    help="Divide each batch in this proportion between unequal devices, such as 80,20. auto measures the devices.",
 )
 @common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate.")
 @common.setting("--scale-lr", is_flag=True, help="Multiply --lr by the batch size / 256.")
@@ -124,8 +124,8 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--resume",
     type=common.FOLDER,
     metavar="DIR",
-    help="Continue the run in this folder with its own settings. Only --impl, --gpus, --shares and, except with a "
-    "cosine schedule, --epochs may differ.",
+    help="Continue the run in this folder with its own settings. Only --epochs (except with a cosine schedule), "
+    "--shares, and options for devices and implementations may differ.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write logs for TensorBoard to the run's folder.")
 @common.option(
@@ -180,7 +180,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
 
 
 def of_resumed_run(options: dict[str, Any], given: set[str], here: process.Process) -> dict[str, Any]:
-    """The options of the run in the folder options["resume"], except those on the command line."""
+    """The options of the run in the folder options["resume"], except options that the command line sets."""
     of_run = records.options(options["resume"])
     kept = {name: value for name, value in of_run.items() if name not in given}
     gpus = kept.get("gpus", options["gpus"])

@@ -1,9 +1,9 @@
-"""Convert a run, or any exported Gluon network, to files for Gluon, PyTorch or ONNX Runtime.
+"""Converts a run, or any exported Gluon network, to files for Gluon, PyTorch or ONNX Runtime.
 
     network = convert.from_run("runs/first")  # or from_files("net-symbol.json", "net-0000.params", (3, 224, 224))
     convert.save(network, "pytorch", "lenet")
 
-Each target is a module that writes files and computes scores with them. `save` compares the scores with MXNet's.
+Each target is a module that writes files and computes scores with them. `save` compares the scores with MXNet's scores.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TOLERANCE = 1e-5  # largest relative error allowed for an image's scores
 
 
 def check_prefix(to: str, prefix: str) -> list[Path]:
-    """The files that `save` will write.
+    """Returns the paths of the files that `save` will write.
 
-    Raises UsageError if one of them exists, if the prefix does not end with a name, if its folder does not exist, or if
-    a package is missing.
+    Raises UsageError if one of the files exists, if the prefix does not end with a name, if its folder does not exist,
+    or if a package is missing.
     """
     path, packages = Path(prefix), TARGETS[to].PACKAGES
     if os.path.basename(prefix) in ("", ".", ".."):
@@ -51,9 +51,9 @@ def save(network: Network, to: str, prefix: str) -> str:
     """Write the network to files whose paths start with prefix. Returns a two-line report.
 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
-    (PREFIX.onnx). The files are loaded back and their scores compared with MXNet's before any file is put in place.
-    Raises UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by more than
-    TOLERANCE, or if the files cannot be written. If it fails, no files are left behind.
+    (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is put
+    in place. Raises UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by
+    more than TOLERANCE, or if the files cannot be written. On failure, no files are left behind.
     """
     target, files = TARGETS[to], check_prefix(to, prefix)
     try:
@@ -61,7 +61,7 @@ def save(network: Network, to: str, prefix: str) -> str:
             base = os.path.join(folder, Path(prefix).name)
             target.write(network, base)
             error = network.relative_error(target.scores(network, base))
-            if not error <= TOLERANCE:  # true for nan too
+            if not error <= TOLERANCE:  # also true for nan
                 raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative error); files removed")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)

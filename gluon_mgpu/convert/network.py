@@ -22,7 +22,7 @@ from gluon_mgpu.training.replicas import implementation
 MOST_TEST_IMAGES = 1000
 RANDOM_IMAGES = 8
 BATCH_SIZE = 100
-TRUE = ("True", "1")  # how a graph writes true
+TRUE = ("True", "1")  # how the graph's file represents true
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Network:
         return json.loads(self.symbol.tojson())["nodes"]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the input and of each parameter and operator with one output, for a batch of 1."""
+        """{name: shape} of the input, the parameters and the operators with one output, for a batch of 1."""
         internals = self.symbol.get_internals()
         _, shapes, _ = internals.infer_shape(**{self.input: (1, *self.images.shape[1:])})
         return {name.removesuffix("_output"): shape for name, shape in zip(internals.list_outputs(), shapes)}
@@ -67,9 +67,9 @@ def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
-    """The network of a run, with test images and the scores that the run's implementation, or impl, computes for them.
+    """Load a run's network, with test images and the scores that impl computes (None: the run's own implementation).
 
-    Raises what `evaluate.load` and `evaluate.held_out` raise; UsageError if the network is not a HybridBlock.
+    Raises as `evaluate.load` and `evaluate.held_out` do; UsageError if the network is not a HybridBlock.
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
@@ -84,7 +84,7 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
-    """A network that HybridBlock.export wrote, with random images in [0, 1). shape: one image's, such as (1, 28, 28).
+    """Load a network that HybridBlock.export wrote, with random images in [0, 1) of this shape, such as (1, 28, 28).
 
     Raises UsageError if the files do not hold such a network, or if it does not accept images of this shape.
     """
@@ -92,7 +92,7 @@ def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[in
     inputs = [name for name in symbol.list_inputs() if name not in params]
     if len(inputs) != 1 or len(symbol.list_outputs()) != 1:
         raise UsageError(
-            f"{symbol_file}: only networks with one input and one output can be converted; this one has "
+            f"{symbol_file}: only networks with one input and one output can be converted; this network has "
             f"{len(symbol.list_outputs())} outputs, and {params_file} lacks {len(inputs)} of its inputs: "
             f"{', '.join(map(repr, inputs[:3]))}"
         )
@@ -102,13 +102,13 @@ def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[in
         return Network(symbol, params, inputs[0], images, expected)
     except (mx.MXNetError, ValueError) as error:
         sizes = ",".join(map(str, shape))
-        raise UsageError(f"input={sizes}: {symbol_file} does not accept it ({_last_line(error)})") from None
+        raise UsageError(f"input={sizes}: {symbol_file} does not accept this shape ({_last_line(error)})") from None
 
 
 def predict(symbol_file: str | Path, params_file: str | Path, input: str, batches: Iterable[np.ndarray]) -> np.ndarray:
     """Load an exported network with Gluon, and compute its scores for batches of images."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Cannot decide type", because the graph leaves its input's type open
+        warnings.simplefilter("ignore")  # MXNet warns if the graph does not specify its input's type
         block = gluon.SymbolBlock.imports(str(symbol_file), [input], str(params_file), mx.cpu(), ignore_extra=True)
     return np.concatenate([block(nd.array(X)).asnumpy() for X in batches])
 
@@ -129,7 +129,7 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> tuple[mx.sym.Symb
         if node["op"] == "BatchNorm" and node.get("attrs", {}).get("fix_gamma", "True") in TRUE:
             gamma = params.get(nodes[node["inputs"][1][0]]["name"])
             if gamma is not None:
-                gamma[:] = 1  # what MXNet uses, whatever the file says
+                gamma[:] = 1  # MXNet ignores the file's value
     return symbol, params
 
 

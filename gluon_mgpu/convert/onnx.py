@@ -1,7 +1,7 @@
 """Writes a network as ONNX, with MXNet's own exporter.
 
-The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset although it writes
-operators of opset 13. `_as_in_2021` fixes both while it runs; onnx's own converter then updates the model to OPSET.
+The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset, although it writes
+operators of opset 13. `_as_in_2021` fixes both during the export; onnx's own converter then updates the model to OPSET.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write(network: Network, base: str) -> None:
     try:
         with _as_in_2021():
             mx.onnx.export_model(network.symbol, network.params, [(1, *shape)], np.float32, path, **batches)
-    except Exception as error:  # many exception types, if an attribute is not supported
+    except Exception as error:  # unsupported attributes raise many exception types
         raise Error(f"MXNet's ONNX exporter: {errors.reason(error)}") from None
     model = onnx.load(path)
     constants = {array.name for array in model.graph.initializer}
@@ -56,7 +56,7 @@ def write(network: Network, base: str) -> None:
 
 @contextlib.contextmanager
 def _as_in_2021() -> Iterator[None]:
-    """Give onnx what the exporter expects."""
+    """Change onnx, temporarily, to what the exporter expects."""
     import onnx
 
     numbers = {np.dtype(name): onnx.helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in DTYPES}
@@ -72,7 +72,7 @@ def _as_in_2021() -> Iterator[None]:
     with (
         mock.patch.object(onnx, "mapping", mapping, create=True),
         mock.patch.object(onnx.defs, "onnx_opset_version", lambda: EXPORTED),
-        mock.patch.object(onnx.checker, "check_graph"),  # it would check against the newest opset
+        mock.patch.object(onnx.checker, "check_graph"),  # the check would be against the newest opset
         mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # 5 times faster for AlexNet
     ):
         yield

@@ -16,7 +16,7 @@ import numpy as np
 
 from gluon_mgpu.convert.network import TRUE, refuse
 
-LAYOUTS = {1: "NCW", 2: "NCHW", 3: "NCDHW"}  # by the number of spatial dimensions
+LAYOUTS = {1: "NCW", 2: "NCHW", 3: "NCDHW"}  # {number of spatial dimensions: layout}
 SIGNS = {"add": "+", "plus": "+", "sub": "-", "minus": "-", "mul": "*", "div": "/"}
 ACTIVATIONS = {
     "relu": "F.relu",
@@ -54,10 +54,10 @@ class Node:
     """An operator of the graph, and its layer in PyTorch if it has parameters."""
 
     step: int
-    facts: dict[str, Any]  # from the file
-    name: str  # of the layer; an identifier
-    inputs: list[int]  # the steps that compute the inputs, except parameters
-    shape: Sizes  # of the first input, for a batch of 1
+    facts: dict[str, Any]  # the operator's entry in the graph's file
+    name: str  # the layer's name; an identifier
+    inputs: list[int]  # the steps that compute the inputs other than parameters
+    shape: Sizes  # the first input's shape, for a batch of 1
     arrays: list[np.ndarray]  # parameters
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
@@ -75,7 +75,7 @@ class Node:
             raise refuse(self.facts, "PyTorch", " ".join(str(error).split())) from None
 
     def create(self, layer: str, *names: str) -> str:
-        """Set the code that creates the layer; returns its expression. names: its parameters' names in PyTorch."""
+        """Set the code that creates the layer. Returns the layer's expression. names: its parameters in PyTorch."""
         self.layer = layer
         self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
         return f"self.{self.name}"
@@ -142,7 +142,7 @@ def batch_norm(node: Node, x: str) -> str:
     rank, eps = len(node.shape), node.number("eps", 1e-3)
     if node.integer("axis", 1) % rank != 1:
         raise ValueError("axis must be 1")
-    momentum = float(f"{1 - node.number('momentum', 0.9):.6g}")  # the weight of the new value, not the old one
+    momentum = float(f"{1 - node.number('momentum', 0.9):.6g}")  # PyTorch's momentum is the weight of the new value
     layer = call(f"nn.BatchNorm{max(rank - 2, 1)}d", len(node.arrays[0]), eps=eps, momentum=momentum)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
     node.frozen = node.flag("fix_gamma", True)

@@ -68,7 +68,7 @@ TAKEN = """apply buffers children compile cpu cuda double eval float forward hal
 
 
 def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
-    """The code of a module and its state dict. name: the module's name, an identifier.
+    """Generate a module's code and its state dict. name: the module's name, an identifier.
 
     Raises UsageError naming the first operator that cannot be converted.
     """
@@ -129,7 +129,7 @@ def _operators(network: Network) -> Iterator[Node]:
 
 
 def _identifier(name: str, others: set[str]) -> str:
-    """Convert a name to an identifier that is not in others, and add it to others."""
+    """Convert a name to an identifier that is not in `others`, and add the identifier to `others`."""
     name = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_")
     if not name[:1].isalpha():
         name = f"layer{name}"

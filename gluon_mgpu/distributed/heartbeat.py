@@ -1,7 +1,7 @@
-"""Tracks which processes of a run are alive and lets workers exchange values, as lines of JSON over TCP.
+"""Tracks which processes of a run are alive, and lets workers exchange values. Messages are lines of JSON over TCP.
 
-The Coordinator listens in the scheduler's process or, with Horovod, in worker 0's. Every worker and server is a Client.
-A process is lost if its connection ends or it is silent for SILENCE_LIMIT seconds. Then all other processes end and one
+The Coordinator runs in the scheduler or, with Horovod, in worker 0. Every worker and every server runs a Client. A
+process is lost if its connection ends or it is silent for SILENCE_LIMIT seconds. Then all other processes end and one
 of them reports the loss, because MXNet's parameter servers and Horovod would wait for the lost process forever.
 """
 
@@ -24,16 +24,16 @@ from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
-SILENCE_LIMIT = 10.0  # seconds without a message after which a process counts as lost; no worker holds the GIL so long
-CONNECT_LIMIT = 300.0  # seconds within which all processes must connect
-NOTICE_DELAY = 5.0  # seconds after which a waiting process prints what it is waiting for
+SILENCE_LIMIT = 10.0  # a process that is silent for this number of seconds is lost; no worker holds the GIL that long
+CONNECT_LIMIT = 300.0  # seconds for all processes to connect
+NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds for servers and the scheduler to end after all workers are done; ps-lite may take 10 s
 MAX_GREETING = 4096  # bytes of a client's first message
 MAX_LINE = 16 << 20  # bytes; enough to send the history of 80,000 epochs when a run is resumed
 
 
 class Coordinator:
-    """Listens for the clients of a run on (host, port); port 0 chooses a free port. here: the process that it runs in.
+    """Listens for the clients of a run on (host, port); port 0 chooses a free port. here: its own process.
 
     Raises Error if the port is in use or the host is not this machine.
     """
@@ -46,7 +46,7 @@ class Coordinator:
         self.address, self.port = self.listener.getsockname()
         self.lock = threading.Lock()  # protects the fields below; every connection has a thread
         self.clients: dict[str, _Connection] = {}
-        self.strangers: set[_Connection] = set()  # connections without a greeting yet
+        self.strangers: set[_Connection] = set()  # connections that have not sent a greeting yet
         self.ended: set[str] = set()  # clients that announced their end, or were lost
         self.gathering: dict[str, Any] = {}  # values of an incomplete all_gather
         self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to stop
@@ -62,7 +62,7 @@ class Coordinator:
         self.thread.join(2 * BEAT_INTERVAL)
 
     def ask_to_stop(self) -> bool:
-        """Have all workers stop at the same step. Returns False if they are not all connected yet."""
+        """Ask all workers to stop at the same step. Returns False if some processes are not connected yet."""
         with self.lock:
             if self._missing():
                 return False
@@ -75,7 +75,7 @@ class Coordinator:
             try:
                 connection = _Connection(self.listener.accept()[0])
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # no connection, or strangers use up all file descriptors or threads
+            except (OSError, RuntimeError):  # no new connection, or strangers use up all file descriptors or threads
                 time.sleep(BEAT_INTERVAL / 100)
             if time.monotonic() - last_beat > BEAT_INTERVAL:
                 last_beat = time.monotonic()
@@ -117,7 +117,7 @@ class Coordinator:
             if len(self.gathering) == len(self.workers):
                 self._send_all({"gathered": [self.gathering.pop(worker) for worker in self.workers]})
         elif "stop" in message:
-            # Ask every worker how many steps it has issued. It issues no more until it knows where to stop.
+            # Ask every worker how many steps it has issued. Workers then wait until they know where to stop.
             self._send_all({"hold": True})
         elif "issued" in message and name in self.workers:
             self.issued[name] = int(message["issued"])
@@ -198,9 +198,9 @@ class _Connection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def read(self, handle: Callable[[dict[str, Any]], object], limit: int = MAX_LINE) -> str:
-        """Call handle(message) for every message until the connection ends; returns why it ended.
+        """Call handle(message) for every message until the connection ends. Returns why it ended.
 
-        limit: bytes of the first message.
+        limit: maximum size of the first message, in bytes.
         """
         try:
             with self.sock, self.sock.makefile("rb") as lines:
@@ -246,20 +246,20 @@ class Client:
             self.complete.wait()  # the coordinator ends this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: returns every worker's value, in rank order; waits for all workers. value: any JSON."""
+        """Exchange values: waits for all workers, and returns their values in rank order. value: any JSON value."""
         self.connection.send({"gather": value})
         return self.gathered.get()
 
     def ask_to_stop(self) -> bool:
-        """Have all workers stop at the same step. Always returns True, because all are connected."""
+        """Ask all workers to stop at the same step. Always returns True, because all workers are connected."""
         self.connection.send({"stop": True})
         return True
 
     def may_step(self, step: int) -> bool:
-        """Whether this worker may issue step number `step`, from 0.
+        """Whether this worker may issue step number `step`, counted from 0.
 
-        Once a worker has asked to stop, all continue to the last step that any of them has issued: its gradients are
-        summed over all workers, so it cannot complete without all of them.
+        Once a worker has asked to stop, all workers continue to the last step that any worker has issued. That step
+        cannot complete without all workers, because it sums their gradients.
         """
         with self.stepping:
             if not self.stopping:
@@ -269,7 +269,7 @@ class Client:
         return step < self.stop_at
 
     def failed(self, line: str, status: int, undo: bool) -> None:
-        """Tell the other processes why this one ends, and whether they should call their `undo`."""
+        """Tell the other processes why this process ends, and whether they should call their `undo`."""
         self.finished = True
         self.connection.send({"failed": line, "status": status, "undo": undo})
 
@@ -319,8 +319,8 @@ class Client:
 def end_process(line: str | None, status: int, seconds: float) -> None:
     """End this process after `seconds` seconds; if `line` is not None, first report it as an error.
 
-    The process ends even if nobody reads its output, and even if its main thread waits for a lost process inside MXNet,
-    where it cannot be interrupted.
+    The process ends even if nobody reads its output, and even if its main thread is inside MXNet, waiting for a lost
+    process.
     """
     after(seconds, os._exit, status)
     if line is not None:
@@ -371,7 +371,7 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
                 raise Error(line) from None
             if waited > NOTICE_DELAY and not noticed:
                 noticed = True
-                notice(f"{name}: {line}; trying for {CONNECT_LIMIT:.0f} s")
+                notice(f"{name}: {line}; trying again for up to {CONNECT_LIMIT:.0f} s")
             time.sleep(BEAT_INTERVAL / 4)
 
 

@@ -1,8 +1,8 @@
 """Starts all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
-Each process runs the same command and finds its role in DMLC_ROLE; in any MXNet program, `import mxnet` runs the
-scheduler or server if that is the role. If a process fails, all are ended. Ctrl-C is passed on. Nothing here imports
-mxnet.
+Each process runs the same command and reads its role from DMLC_ROLE. The command can be any MXNet program, because
+`import mxnet` runs a scheduler or server if that is the role. If a process fails, the launcher ends all others. Nothing
+here imports mxnet.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from gluon_mgpu.distributed.process import SECRET
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-HOST = "127.0.0.1"  # so that no other machine can connect
-MAX_PROCESSES = 128  # limit for workers, and for servers
+HOST = "127.0.0.1"  # other machines cannot connect
+MAX_PROCESSES = 128  # limit for the number of workers, and for the number of servers
 MAX_RESTARTS = 1000
 MAX_PORT = 65534  # the scheduler needs the next port too
-PORTS = range(10000, 32767)  # Linux does not give these to other sockets, so a free port stays free until it is used
+PORTS = range(10000, 32767)  # below Linux's ephemeral ports, so a free port stays free until it is used
 POLL_INTERVAL = 0.02  # seconds
-SECONDS_TO_NOTICE = 5  # for the remaining processes to end by themselves after one has failed
-SECONDS_TO_FINISH = 10  # for the servers and the scheduler to end after the last worker
-SECONDS_TO_INTERRUPT = 20  # for the workers to save a checkpoint after Ctrl-C
-SECONDS_TO_TERMINATE = 3  # between SIGTERM and SIGKILL
+SECONDS_TO_NOTICE = 5  # seconds for the remaining processes to end by themselves after a process has failed
+SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to end after the last worker
+SECONDS_TO_INTERRUPT = 20  # seconds for the workers to save a checkpoint after Ctrl-C
+SECONDS_TO_TERMINATE = 3  # seconds between SIGTERM and SIGKILL
 LONGEST_DELAY = 60  # seconds before a restart: 1, 2, 4, ..., 60
-RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable: `train --out DIR` continues the run in DIR
+RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable: makes `train --out DIR` continue the run in DIR
 
 # Variables that would make ps-lite listen on the same port in every process, on no port, or on every interface.
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
 
-# Runs in each process before the command, and has Linux kill the process when its parent, argv[1], ends for any reason
-# (1 is PR_SET_PDEATHSIG). preexec_fn is not used, because Python code between fork and exec can deadlock.
+# Each process runs this before the command, to make Linux kill the process when its parent, argv[1], ends for any
+# reason (1 is PR_SET_PDEATHSIG). preexec_fn is not used, because Python code between fork and exec can deadlock.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -59,13 +59,13 @@ except OSError as error:
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None, restarts: int = 0) -> int:
     """Start every process of a run with the same command, wait for all of them, and return the exit status.
 
-    command: program and arguments. port: the scheduler listens on this port and the next one; None: free ports.
-    restarts: if the status is 1, start all processes again after a delay, at most this number of times; `train --out
-    DIR` then continues from its last checkpoint. Call it in the main thread, which receives signals.
+    command: program and arguments. port: the scheduler listens on this port and the next port; None: free ports.
+    restarts: how many times to start all processes again, after a delay, if the status is 1; `train --out DIR` then
+    continues from its last checkpoint. Call this in the main thread, because only that thread receives signals.
 
     The status is 0 if all processes exit with 0. If a process fails, one line on standard error says why, or at least
-    which process, and the remaining processes are ended. The status is then 1, or the status of the failed worker if
-    that is 2 or 130. Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
+    names the process, and the remaining processes are ended. The status is then 1, or the status of the failed worker
+    if that is 2 or 130. Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
     Raises UsageError for invalid arguments, before anything is started.
     """
     limits = {
@@ -125,7 +125,7 @@ def _run(command: Sequence[str], environment: dict[str, str], port: int | None, 
 
 
 def _supervise(processes: list[_Process], events: _Events) -> int:
-    """Wait until all processes have ended; end them if one fails or after Ctrl-C. Returns the exit status."""
+    """Wait until all processes have ended. If a process fails, or on Ctrl-C, end the rest. Returns the exit status."""
     workers = [p for p in processes if p.role == "worker"]
     try:
         events.wait(lambda: _first_failed(processes) or _ended(workers))
@@ -143,7 +143,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         if failed:
             events.wait(lambda: _ended(processes), SECONDS_TO_NOTICE)
         elif not _ended(processes):
-            _say(f"gluon_mgpu: ending {_running(processes)}, {SECONDS_TO_FINISH} s after the last worker ended")
+            _say(f"gluon_mgpu: ending {_running(processes)}: still running {SECONDS_TO_FINISH} s after the workers")
         _terminate(processes, events)
     if not failed:
         return 0
@@ -151,10 +151,10 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
 
 
 def _interrupt(processes: list[_Process], workers: list[_Process], events: _Events) -> None:
-    with suppress(KeyboardInterrupt):  # a second Ctrl-C
+    with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the wait
         _signal(workers, signal.SIGINT)
         if not events.wait(lambda: _ended(workers), SECONDS_TO_INTERRUPT):
-            _say(f"gluon_mgpu: ending {_running(workers)}, {SECONDS_TO_INTERRUPT} s after Ctrl-C")
+            _say(f"gluon_mgpu: ending {_running(workers)}: still running {SECONDS_TO_INTERRUPT} s after Ctrl-C")
         _terminate(processes, events)
     if events.error():
         _say(f"error: {events.error()}")
@@ -165,8 +165,8 @@ def _ended(processes: list[_Process]) -> bool:
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
-    """The process that failed first, or None. If several failed since the last check, prefer one killed by a signal,
-    then a worker, because the others may have ended as a result."""
+    """The process that failed first, or None. If several failed since the last check, prefer a process killed by a
+    signal, then a worker, because the others may have ended as a result."""
     failed = [p for p in processes if p.poll()]
     return min(failed, key=lambda p: (p.returncode > 0, p.role != "worker"), default=None)
 
@@ -176,7 +176,7 @@ def _running(processes: list[_Process]) -> str:
 
 
 def _signal(processes: list[_Process], which: int) -> None:
-    """Send a signal to the processes that are running, and to their children."""
+    """Send a signal to all running processes and their children."""
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, which)
@@ -197,7 +197,7 @@ def _kill(processes: list[_Process]) -> None:
 
 
 class _Process(subprocess.Popen[bytes]):
-    """A process of the run. Worker 0 inherits the launcher's standard input; only workers inherit its output."""
+    """A process of the run. Worker 0 inherits the launcher's stdin; only workers inherit its stdout."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], role: str, rank: int) -> None:
         first_worker = (role, rank) == ("worker", 0)
@@ -247,7 +247,7 @@ class _Events:
         return self.first_error
 
     def wait(self, done: Callable[[], Any], seconds: float = math.inf) -> bool:
-        """Wait until done() is true, for at most `seconds`; returns whether it is.
+        """Wait until done() is true, but at most `seconds` seconds. Returns whether done() became true.
 
         Raises KeyboardInterrupt after Ctrl-C or SIGTERM.
         """
@@ -264,12 +264,12 @@ class _Events:
 
 
 def free_port() -> int:
-    """Find two adjacent free ports, and return the first. Raises Error if there are none."""
+    """Find two adjacent free ports, and return the first. Raises Error if it finds none."""
     for port in random.sample(PORTS, 100):
         with suppress(UsageError):
             _check_ports(port)
             return port
-    raise Error(f"no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose one with --port")
+    raise Error(f"found no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose a port with --port")
 
 
 def _check_ports(port: int) -> None:
@@ -281,4 +281,4 @@ def _check_ports(port: int) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # below a progress bar
+    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # may follow a progress bar

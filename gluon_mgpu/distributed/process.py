@@ -1,4 +1,4 @@
-"""Finds out which process of a run this one is, from the environment variables of horovodrun or launch.py.
+"""Finds this process's role in a run, from environment variables that horovodrun, launch.py or the user sets.
 
 Nothing here imports mxnet.
 """
@@ -18,18 +18,18 @@ KVSTORES = ("local", "horovod", "dist_sync")
 HOW_TO_START = {
     "horovod": "start it with `horovodrun --gloo -np 2 gluon-mgpu train ...`",
     "dist_sync": "start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for several "
-    "machines see docs/distributed.md",
+    "machines, see docs/distributed.md",
 }
-SECRET = "GLUON_MGPU_SECRET"  # the environment variable
-DIVIDED_SIZE = 10_000  # arrays of at least this size are divided among the servers; MXNet's default is 1,000,000
+SECRET = "GLUON_MGPU_SECRET"  # environment variable: shared by the processes of a run
+DIVIDED_SIZE = 10_000  # number of elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
 
 
 class Process(NamedTuple):
     """One process of a run. The defaults describe a process that trains alone.
 
-    role: "worker"; with dist_sync also "server" or "scheduler". rank: number among the processes of its role, from 0.
-    local_workers: workers that share this machine's cores. root, port: the scheduler's host and port (dist_sync).
-    secret: the coordinator accepts only processes that know it.
+    role: "worker", or with dist_sync also "server" or "scheduler". rank: the process's number within its role, from 0.
+    local_workers: number of workers that share this machine's cores. root, port: the scheduler's host and port
+    (dist_sync). secret: the coordinator accepts only processes that know it.
     """
 
     kvstore: str = "local"  # one of KVSTORES
@@ -43,7 +43,7 @@ class Process(NamedTuple):
     secret: str = ""
 
     def names(self) -> list[str]:
-        """The names of all workers and servers of the run."""
+        """The names of all workers and servers in the run."""
         return [f"worker {i}" for i in range(self.workers)] + [f"server {i}" for i in range(self.servers)]
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def expect(kvstore: str) -> Process:
     here = current()
     if kvstore == here.kvstore:
         return here
-    mismatch = f"this process was started as {here} of {here.workers} for {here.kvstore}; use that kvstore"
+    mismatch = f"this process was started as {here} of {here.workers} for {here.kvstore}; use kvstore={here.kvstore}"
     raise UsageError(f"kvstore={kvstore}: {HOW_TO_START.get(kvstore, mismatch)}")
 
 
@@ -87,7 +87,7 @@ def check_compress(compress: str | None, here: Process) -> None:
     kind, _, threshold = compress.partition(":")
     if (kind, here.kvstore) != ("2bit", "dist_sync"):
         raise UsageError(
-            f"compress={compress}: kvstore {here.kvstore} does not support it; fp16 needs horovod, 2bit:THRESHOLD "
+            f"compress={compress}: kvstore {here.kvstore} does not support it; fp16 needs horovod, and 2bit:THRESHOLD "
             "needs dist_sync"
         )
     with suppress(ValueError):
@@ -97,10 +97,10 @@ def check_compress(compress: str | None, here: Process) -> None:
 
 
 def horovod_address() -> str:
-    """The address of the network interface at which Horovod's other workers reach this one.
+    """The address that Horovod's other workers use to reach this worker.
 
-    The machine's name cannot be used, because it may resolve to 127.0.1.1 on the machine itself.
-    Raises UsageError if the interface does not exist; Horovod itself would abort.
+    This is not the machine's own name, which may resolve to 127.0.1.1 on the machine itself.
+    Raises UsageError if the interface in HOROVOD_GLOO_IFACE does not exist; Horovod itself would abort.
     """
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
     if not interface:
@@ -111,17 +111,17 @@ def horovod_address() -> str:
         except OSError as error:
             raise UsageError(
                 f"HOROVOD_GLOO_IFACE is {interface!r}: this machine has no interface of this name with an IPv4 address "
-                f"({error.strerror}); use the interface at which the other machines reach this one"
+                f"({error.strerror}); use the interface that connects it to the other machines"
             ) from None
     return socket.inet_ntoa(found[20:24])
 
 
 def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
-    """Set environment variables for ps-lite that the user does not need to set."""
+    """Set the environment variables that ps-lite needs and the user may have omitted."""
     os.environ.setdefault("DMLC_NODE_HOST", own_address)
     os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite does not resolve names
     os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED_SIZE))
-    os.environ.pop("PORT", None)  # every process would listen on this port
+    os.environ.pop("PORT", None)  # otherwise, every process would listen on this port
 
 
 def _number(name: str, least: int, end: int | None = None, default: int | None = None) -> int:

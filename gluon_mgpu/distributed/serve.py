@@ -1,4 +1,4 @@
-"""Runs a server or the scheduler of dist_sync: MXNet's own loop, in a process that takes part in the heartbeat."""
+"""Runs a server or the scheduler of dist_sync: MXNet's own loop, with a heartbeat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def serve(here: Process) -> None:
     """Serve until all workers are done. here: this process, a server or the scheduler."""
     engine.configure(1)
     # Import MXNet before the heartbeat starts, because loading libmxnet from a slow disk blocks Python for a long time.
-    # Import it as a worker: as a server, the import itself would serve, and unpickle an optimizer that a worker sends.
+    # Import it as a worker: in a server, the import itself serves, and unpickles any optimizer that a worker sends.
     os.environ["DMLC_ROLE"] = "worker"
     import mxnet as mx
     from mxnet.base import _LIB, check_call
@@ -29,7 +29,7 @@ def serve(here: Process) -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     def ignore(head: int, body: bytes, _: int) -> None:
-        heartbeat.notice(f"{here}: ignoring a command from a worker: servers only sum")
+        heartbeat.notice(f"{here}: ignoring a command from a worker: servers only sum arrays")
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, ignore, None))
     connection.close()
@@ -47,8 +47,8 @@ def _scheduler(here: Process) -> heartbeat.Coordinator:
     address = coordinator.address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
         heartbeat.notice(
-            f"{here}: DMLC_PS_ROOT_URI={here.root} is {address} on this machine; other machines cannot reach it: use "
-            "the machine's network address"
+            f"{here}: DMLC_PS_ROOT_URI={here.root} is {address} on this machine, which other machines cannot reach; "
+            "use the machine's network address"
         )
     process.prepare_ps_lite(address, address)
     return coordinator

@@ -11,10 +11,10 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import Error
 
-# Milliseconds between Horovod's rounds, in which the workers compare what is ready to be summed. A round costs each
-# worker about 60 us; Horovod's default of every 1 ms is more often than large networks need.
+# {model: milliseconds between Horovod's rounds}. In each round, the workers agree on the arrays that are ready to be
+# summed, which costs each worker about 60 us. Large networks need fewer rounds than Horovod's default of one per ms.
 CYCLES = {"resnet18": "8"}
-FUSION_BYTES = 4 << 20  # smaller arrays are copied and summed together, larger arrays are summed in place
+FUSION_BYTES = 4 << 20  # smaller arrays are copied and summed together; larger arrays are summed in place
 
 
 class Horovod:
@@ -58,7 +58,7 @@ class Horovod:
 
 
 class DistSync:
-    """Sums arrays with MXNet's parameter servers (ps-lite), each with a part of the arrays. Servers only sum.
+    """Sums arrays with MXNet's parameter servers (ps-lite). Each server only sums its part of the arrays.
 
     threshold: threshold for 2-bit compression of gradients; None: no compression.
     """
@@ -74,7 +74,7 @@ class DistSync:
         name, priority = str(key), -int(key) if is_gradient else 0
         if name not in self.keys:
             if self.threshold and is_gradient and not self.compressing:
-                # Not earlier, because it applies to every array, even the parameters that worker 0 broadcasts.
+                # Enabled only now, because it applies to every array, even the parameters that worker 0 broadcasts.
                 self.kv.set_gradient_compression({"type": "2bit", "threshold": self.threshold})
                 self.compressing = True
             self.keys.add(name)

@@ -1,6 +1,6 @@
-"""What each worker of a run does together with the others: sum arrays and agree on values.
+"""Lets the workers of a run sum arrays and agree on values.
 
-Gradients travel through Horovod or MXNet's parameter servers (`stores`), everything else through the heartbeat's
+Arrays travel through Horovod or MXNet's parameter servers (`stores`), all other values through the heartbeat's
 connection (`heartbeat`).
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from gluon_mgpu.distributed.stores import DistSync, Horovod
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine; containers on one machine share it
-SECONDS_TO_BLAME = 5.0  # after an unexpected error, time for the coordinator to report a lost process as its cause
+SECONDS_TO_BLAME = 5.0  # after an unexpected error, time for the coordinator to report a lost process as the cause
 
 
 class Workers:
-    """The workers of a run, seen from one of them. This class is for a process that trains alone.
+    """The workers of a run, as one worker sees them. This base class is for a process that trains alone.
 
     rank: this worker's rank, from 0. count: number of workers. compress: kind of gradient compression, or None.
     """
@@ -49,11 +49,11 @@ class Workers:
         return False
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: returns every worker's value, in rank order; waits for all workers. value: any JSON."""
+        """Exchange values: waits for all workers, and returns their values in rank order. value: any JSON value."""
         return [value]
 
     def exchange_device_counts(self, devices: int) -> Sequence[int]:
-        """Returns every worker's device count, in rank order. devices: this worker's count. Call it before `part`."""
+        """Returns every worker's device count, in rank order. devices: this worker's count. Call this before `part`."""
         self.devices = self.all_gather(devices)
         return self.devices
 
@@ -65,7 +65,7 @@ class Workers:
         return slice(start, start + sum(sizes[first : first + self.devices[self.rank]]))
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise UsageError if a worker's facts differ from worker 0's. facts: {name: any JSON value}."""
+        """Raise UsageError if a worker's facts differ from worker 0's facts. facts: {name: any JSON value}."""
         first, *others = self.all_gather({"version": __version__, **facts})
         for rank, other in enumerate(others, 1):
             for name in {**first, **other}:
@@ -78,8 +78,8 @@ class Workers:
     def allreduce(self, array: NDArray, key: int | str) -> None:
         """Sum an array over all workers, in place and asynchronously, like MXNet's operators.
 
-        key: must be the same in all workers, and unique to the array; an int for a gradient (low keys are sent first),
-        a str for any other array.
+        key: the same in all workers, and unique; an int for a gradient (lower keys are sent first), a str for any other
+        array.
         """
 
     def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -93,15 +93,15 @@ class Workers:
         return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """Register undo(), which is called if another worker raises an Error, before this process ends."""
+        """Register undo(). If another worker raises an Error, it is called before this process ends."""
 
     def ask_to_stop(self) -> bool:
-        """Have all workers stop at the same step. Returns whether there are workers to ask."""
+        """Ask all workers to stop at the same step. Returns False if there are no other workers."""
         return False
 
     def may_step(self, step: int) -> bool:
-        """Whether this worker may issue step number `step`, from 0. False after a request to stop, once all workers
-        have issued the same steps."""
+        """Whether this worker may issue step number `step`, counted from 0. After a request to stop, this is False once
+        all workers have issued the same steps."""
         return True
 
 
@@ -109,7 +109,7 @@ ALONE = Workers()
 
 
 class Group(Workers):
-    """Several workers: overrides the methods that involve other processes.
+    """Several workers. Overrides the methods that involve other processes.
 
     store: sums arrays. client: this worker's heartbeat. coordinator: None except in Horovod's worker 0.
     """
@@ -146,32 +146,32 @@ class Group(Workers):
 
     def leave(self) -> None:
         """End this worker's part in the run, after all workers have finished or stopped."""
-        with _one_signal_ignored():  # a cluster signals every process, and this one may get the signal late
-            self.all_gather(None)  # worker 0 may be writing: when a worker ends, a launcher ends all others
+        with _one_signal_ignored():  # a cluster signals every process, and this process may get the signal late
+            self.all_gather(None)  # worker 0 may still be writing, and a launcher ends all workers when one ends
             self.store.close()
             self.client.close()
             if self.coordinator:
                 self.coordinator.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other processes, which then end, that this worker ends with an error."""
+        """Tell the other processes that this worker failed, so that they end too."""
         line, status = errors.reason(error), getattr(error, "exit_status", 1)
         if isinstance(error, KeyboardInterrupt):
             line, status = "interrupted", 130
         elif not isinstance(error, Error):
-            time.sleep(SECONDS_TO_BLAME)  # if a process was lost, the heartbeat ends this process now
+            time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat ends this process now
         self.client.failed(line, status, undo=isinstance(error, Error))
         if self.coordinator:
-            self.coordinator.close()  # after it has told the remaining processes
+            self.coordinator.close()  # waits until the remaining processes know
         self.store.abandon()
 
 
 @contextmanager
 def join(kvstore: str = "local", compress: str | None = None, model: str = "lenet") -> Iterator[Workers]:
-    """Join a run: yields its Workers, or ALONE for "local". Waits until all processes of the run are connected.
+    """Join a run, and yield its Workers, or ALONE for "local". Waits until all processes of the run are connected.
 
     kvstore: "local", "horovod" or "dist_sync". model: the network's name. compress: "fp16" sends gradients as float16
-    (horovod); "2bit:T" sends T, -T or 0 for each number and adds the rest to the next step's gradient (dist_sync).
+    (horovod); "2bit:T" sends T, -T or 0 for each number and adds the remainder to the next step's gradient (dist_sync).
     If a process of the run is lost later, this process ends and an error message names the lost process.
     Raises UsageError if this process was not started for the kvstore, Error if Horovod is missing or connecting fails.
     """
@@ -213,7 +213,7 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
     client = heartbeat.Client(here, here.root, here.port + 1)
     process.prepare_ps_lite(client.own_address, client.coordinator_address)
     blocked = (
-        f"{here}: all processes are connected, but MXNet's parameter servers do not reach each other: open "
+        f"{here}: all processes are connected, but MXNet's parameter servers cannot reach each other: open "
         "DMLC_PS_ROOT_PORT and the ports above 10,000 between the machines"
     )
     time_limit = heartbeat.after(heartbeat.CONNECT_LIMIT, heartbeat.end_process, blocked, 1, heartbeat.BEAT_INTERVAL)
@@ -225,8 +225,8 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
 def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
     """Pin each worker on this machine to its own subset of the cores, if there are enough cores.
 
-    Otherwise, the kernel may run the Horovod threads of all workers on one core, and every sum waits for that core.
-    Workers that already have different cores keep them.
+    If they are not pinned, the kernel may run the Horovod threads of all workers on one core, and every sum then waits
+    for that core. Workers that already have different cores keep them.
     """
     cores = sorted(os.sched_getaffinity(0))
     here = [BOOT_ID.read_text(), cores]
@@ -242,7 +242,7 @@ def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
 
 @contextmanager
 def _one_signal_ignored() -> Iterator[None]:
-    """Ignore the first Ctrl-C or SIGTERM during the body."""
+    """Ignore the first Ctrl-C or SIGTERM inside the `with` block."""
     before: dict[int, Any] = {}
 
     def restore(*_: object) -> None:

@@ -178,7 +178,7 @@ def _batches(data):
 
 
 def evaluate_accuracy(data_iter, net, ctx=None, split_f=split_batch):
-    """In d2l, net comes first. ctx: the devices to compute on; default: the devices of net, if it is a Block."""
+    """In d2l, net comes first. ctx: the devices to compute on; default: the devices of net, if net is a Block."""
     if callable(data_iter):
         data_iter, net = net, data_iter
     if ctx is None and isinstance(net, gluon.Block):
@@ -207,7 +207,7 @@ def evaluate_loss(net, data_iter, loss):
 
 
 def train_batch_ch13(net, features, labels, loss, trainer, devices, split_f=split_batch):
-    """Returns the sum of the losses and the number of correct predictions. trainer: see updater of train_epoch_ch3."""
+    """Returns the sum of the losses and the number of correct predictions. trainer: like train_epoch_ch3's updater."""
     Xs, ys = split_f(features, labels, devices)
     with autograd.record():
         y_hats = [net(X) for X in Xs]
@@ -251,7 +251,7 @@ def _train(net, train_iter, test_iter, loss, trainer, num_epochs, devices, split
 
 
 def train_ch3(net, train_iter, test_iter, loss, num_epochs, batch_size, params=None, lr=None, trainer=None):
-    """In d2l, the sixth argument is not batch_size, but a Trainer or a function."""
+    """In d2l, the sixth argument is a Trainer or a function instead of batch_size."""
     updater = trainer or (partial(sgd, params, lr) if params else batch_size)
     _train(net, train_iter, test_iter, loss, updater, num_epochs, devices=None)
 

@@ -1,6 +1,6 @@
 """Runs a program's GPU contexts on CPU contexts if there are no GPUs, and keeps several CPU contexts from hanging.
 
-mx.gpu(i) is then CPU context i: arrays print @cpu(i), because that is where they are.
+mx.gpu(i) is then CPU context i, so arrays on it print @cpu(i).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     def create(context: Any, device_type: Any, device_id: int = 0) -> None:
         if device_type == "gpu" and not there_are_gpus:
             if not map_gpus:
-                raise mx.MXNetError(f"gpu({device_id}): no GPU that MXNet can use; omit --no-map to use CPU contexts")
+                raise mx.MXNetError(f"gpu({device_id}): MXNet finds no GPU; omit --no-map to use CPU contexts")
             if gpus is not None and not 0 <= device_id < gpus:
-                raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}")
+                raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}; use a larger N")
             _say_once()
         original(context, device_type, device_id)
         if context.device_typeid == CPU and context.device_id not in used:
             if len(used) == 1 and engine.openmp_threads() > 1:
-                log.say("several contexts: using one thread each; with --gpus N, N of them compute at the same time")
+                log.say("several contexts: each uses one thread; with --gpus N, N contexts compute at the same time")
             used.add(context.device_id)
             if engine.openmp_threads() > 1:
                 for index in sorted(used):
@@ -52,11 +52,11 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
 
 @functools.cache
 def _say_once() -> None:
-    log.say("no GPU that MXNet can use: mx.gpu(i) is CPU context i")
+    log.say("MXNet finds no GPU: mx.gpu(i) is CPU context i")
 
 
 def use_one_thread(mx: ModuleType, index: int) -> None:
-    """Make the engine's thread for a CPU context use one OpenMP thread. With more, two contexts could hang.
+    """Make the engine's thread for a CPU context use one OpenMP thread. With more threads, two contexts could hang.
 
     A thread can only change its own number of OpenMP threads, so the change is queued like an operator.
     """

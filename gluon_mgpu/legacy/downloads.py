@@ -25,12 +25,12 @@ import requests
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training import checkpoint, datasets
 
-SECONDS = 20  # time limit without receiving data
+SECONDS = 20  # limit for a pause in a download
 
 
 def replace(mx: ModuleType, data_dir: str | None) -> None:
     """Replace the download functions of the imported mxnet. data_dir: see `datasets.load`."""
-    import mxnet.test_utils  # `import mxnet` does not import it
+    import mxnet.test_utils  # `import mxnet` does not import this module
 
     gluon_download, old_download = mx.gluon.utils.download, mxnet.test_utils.download
 
@@ -52,7 +52,7 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
         if name.startswith("mxnet") and vars(module).get("download") is gluon_download:
             module.download = download  # type: ignore[attr-defined]
     mxnet.test_utils.download = download_to
-    limited = SimpleNamespace(get=functools.partial(requests.get, timeout=SECONDS))  # MXNet waits forever
+    limited = SimpleNamespace(get=functools.partial(requests.get, timeout=SECONDS))  # MXNet sets no timeout
     mx.gluon.utils.requests = mxnet.test_utils.requests = limited
 
     iterate = mx.io.MNISTIter
@@ -69,7 +69,7 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
 
 
 def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:
-    """Write a known file to target, or call download(). Returns the path. Raises OSError (one line) if it fails."""
+    """Write a known file to target, or call download(). Returns the path. On failure, raises OSError with one line."""
     known = known_file(url)
     if known:
         content = datasets.content(*known, data_dir)

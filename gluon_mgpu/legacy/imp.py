@@ -25,12 +25,12 @@ def load_source(name: str, pathname: str, file: object = None) -> ModuleType:
 
 
 def load_module(name: str, file: object, pathname: str, description: object) -> ModuleType:
-    """Import what `find_module` found."""
+    """Import the module that `find_module` found."""
     return load_source(name, pathname)
 
 
 def find_module(name: str, path: list[str] | None = None) -> tuple[None, str, tuple[str, str, int]]:
-    """Find a module. Returns what `load_module` takes. Raises ImportError if there is none."""
+    """Find a module. Returns the last three arguments of `load_module`. Raises ImportError if there is none."""
     spec = importlib.machinery.PathFinder.find_spec(name, path)
     if spec is None:
         raise ImportError(f"No module named {name!r}", name=name)

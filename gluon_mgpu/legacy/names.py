@@ -1,4 +1,4 @@
-"""Restores names and modules that Python and NumPy have removed and that programs from 2016 to 2022 use.
+"""Restores names and modules that programs from 2016 to 2022 use but Python and NumPy have removed.
 
 A name that still exists is never replaced. All changes are made in this process only.
 """
@@ -42,7 +42,7 @@ class Modules:
 
 
 def add_to_python() -> dict[str, Callable[[ModuleType], object]]:
-    """Restore what Python 3.8 to 3.13 removed from modules that still exist.
+    """Restore names that Python 3.8 to 3.13 removed from modules that still exist, and pipes.quote.
 
     Returns {module: function to call after its import} for modules that are not imported yet.
     """

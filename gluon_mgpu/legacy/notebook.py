@@ -1,4 +1,5 @@
-"""Runs Jupyter notebooks in a process prepared by `prepare`, and installs such a kernel. Needs gluon_mgpu[jupyter]."""
+"""Runs Jupyter notebooks in a prepared process (`prepare`), and installs a prepared kernel. Needs
+gluon_mgpu[jupyter]."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
-    """Execute all cells in the notebook's folder, and write the notebook with its outputs. Stops at the first cell that
-    fails; returns whether all cells succeeded.
+    """Execute all cells, in the notebook's folder, and write the notebook with its outputs. Stops at the first cell
+    that fails; returns whether all cells succeeded.
 
-    path: the notebook. out: where to write it; None: in place. Raises UsageError if path is not a notebook, Error if
+    path: the notebook. out: the file to write; None: path. Raises UsageError if path is not a notebook, Error if
     Jupyter's packages are missing or the kernel ends.
     """
     _require("nbclient", "ipykernel")
@@ -37,7 +38,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
 
     target = Path(out or path).absolute()
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise UsageError(f"out={target}: cannot write to the folder {target.parent}; use another one")
+        raise UsageError(f"out={target}: cannot write to the folder {target.parent}; use another folder")
     try:
         notebook: Any = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
@@ -50,7 +51,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
         extra_arguments=["--log-level=ERROR"],  # recent versions of ipykernel warn about every kernel
         resources={"metadata": {"path": str(Path(path).absolute().parent)}},
     )
-    # This Python; the notebook may name a kernel that is not installed here.
+    # Use this Python, because the notebook may name a kernel that is not installed here.
     client.create_kernel_manager()._kernel_spec = KernelSpec(argv=ARGV)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     with log.progress(total=len(cells), unit=" cells", desc=Path(path).name) as bar:
@@ -72,7 +73,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
 
 
 def _pass_on_interrupts(client: Any) -> None:
-    """Have Ctrl-C interrupt the cell. nbclient would end the kernel, whose outputs would be lost."""
+    """Make Ctrl-C interrupt the cell. nbclient itself would end the kernel, and outputs would be lost."""
     loop = asyncio.get_running_loop()
     for which in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(which, lambda: asyncio.ensure_future(client.km.interrupt_kernel()))
@@ -116,4 +117,4 @@ def uninstall_kernel() -> str:
 def _require(*packages: str) -> None:
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     if absent:
-        raise Error(f"{' and '.join(absent)} not installed: run `pip install 'gluon_mgpu[jupyter]'`")
+        raise Error(f"missing: {', '.join(absent)}; run `pip install 'gluon_mgpu[jupyter]'`")

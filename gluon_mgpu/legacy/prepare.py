@@ -1,4 +1,4 @@
-"""Prepares a Python process for an old MXNet program, and passes the settings on to the processes that it starts.
+"""Prepares a Python process for an old MXNet program, and passes the settings on to its child processes.
 
 The process that starts the program calls `environment`. The program's own process calls `prepare` before the first line
 of the program (see `startup`).
@@ -26,8 +26,8 @@ MOST_GPUS = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """gpus: how many GPUs the program sees; None: any number. map_gpus: run mx.gpu(i) on CPU context i if there
-    are no GPUs. numpy_names: give the program the names that NumPy has removed. data_dir: see `datasets.load`."""
+    """gpus: number of GPUs that the program sees; None: any number. map_gpus: run mx.gpu(i) on CPU context i if there
+    are no GPUs. numpy_names: restore the names that NumPy has removed. data_dir: see `datasets.load`."""
 
     gpus: int | None = None
     map_gpus: bool = True
@@ -47,7 +47,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Prepare this process as VARIABLE says, if it is set. mxnet and numpy are changed when they are imported."""
+    """If VARIABLE is set, prepare this process as it says. mxnet and numpy are changed when they are imported."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return

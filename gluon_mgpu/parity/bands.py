@@ -1,8 +1,8 @@
-"""Bands of test accuracy per epoch: could a run of this project have printed what a notebook printed?
+"""Bands of test accuracy per epoch, to decide whether a run of this project could have printed a notebook's accuracies.
 
-A notebook's run is treated as one more sample from the distribution of our runs. Its log error, log(1 - accuracy), must
-be within WIDTH * s * sqrt(1 + 1 / n) of the mean of today's n runs. s is the standard deviation between the runs in
-spread.json, so that broken runs cannot widen the band. docs/parity.md gives the reasons and the rate of false alarms.
+A notebook's run is treated as one more sample from the distribution of these runs. Its log error, log(1 - accuracy),
+must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of today's n runs. s is the standard deviation between the runs
+in spread.json, so that broken runs cannot widen the band. docs/parity.md has reasons and the false-alarm rate.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from gluon_mgpu.training.recipes import RECIPES
 
-WIDTH = 5  # chosen from the kept runs: with 4, 6% of correct gluon-lenet-mnist-1gpu runs would raise an alarm
-LEAST_ERROR = 1e-4  # 1 of 10,000 test images; keeps the logarithm finite if all are classified correctly
+WIDTH = 5  # chosen from the kept runs: a width of 4 would reject 6% of correct gluon-lenet-mnist-1gpu runs
+LEAST_ERROR = 1e-4  # 1 of 10,000 test images; keeps the logarithm finite if all images are classified correctly
 
 
 class Band(NamedTuple):
@@ -54,7 +54,7 @@ def bands(
 
 
 def decimals(printed: Sequence[float]) -> int:
-    """The number of decimals with which accuracies were printed."""
+    """The number of decimals in printed accuracies."""
     return max(len(str(number).partition(".")[2]) for number in printed)
 
 

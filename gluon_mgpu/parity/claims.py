@@ -24,18 +24,18 @@ from gluon_mgpu.training.settings import Settings
 CHECK = "the lecture's claims"
 RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
 EXAMPLES, SHARES = 100, (80, 20)
-ENOUGH = 3  # seeds that must agree: two could agree by chance
+ENOUGH = 3  # number of seeds that must agree; two seeds could agree by chance
 OF_BATCH_SIZE = (
     "a batch of 256 learns about as well on 2 devices as on 1",
     "a batch of 256 takes about as long on 2 devices as on 1",
     "a batch of 512 on 2 devices makes an epoch faster, but less than twice as fast",
-    "a batch of 512 learns more slowly than one of 256",
+    "a batch of 512 learns more slowly than a batch of 256",
     "a batch of 512 learns faster if its learning rate is doubled",
 )
 
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
-    """Check that ResNet-18's parameters are only on the contexts on which it was initialized."""
+    """Check that ResNet-18's parameters are only on the contexts that it was initialized on."""
     params = list(highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values())
     right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
@@ -62,7 +62,7 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         after = one.parameters()
         limit = drift.rounding(before, after, EXAMPLES * drift.POSITIONS)
         error = drift.distance(shared.parameters(), after) / drift.distance(before, after)
-        claim = f"{impl}: of {EXAMPLES} examples the faster device gets {SHARES[0]}; the update equals one device's"
+        claim = f"{impl}: the faster device gets {SHARES[0]} of {EXAMPLES} examples; the update is as on 1 device"
         holds = sizes == list(SHARES) and error <= limit
         yield Finding(CHECK, claim, holds, f"shards of {sizes}; updates differ by {error:.1e}, limit {limit:.1e}")
     yield Finding(CHECK, "uneven shards save time on unequal devices", None, "the devices are assumed to be equal")

@@ -1,8 +1,8 @@
 """Measures how far scratch and highlevel drift from the notebook's own code over many steps.
 
 The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Implementations
-train on the same batches twice: once restarting every step from the reference's parameters, once only the first
-step. `limits` computes how far rounding may lead away from the reference.
+train on the same batches twice: once with every step starting from the reference's parameters, once with only the first
+step starting from them. `limits` computes the largest distance that rounding explains.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ NOTEBOOK = "the notebook's code in float32"
 
 EPSILON = 2.0**-23  # of float32
 POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients of the first convolution
-# Rounding may move the input of a ReLU to the other side of 0, which changes the gradient of one example. That is 1 of
-# n gradients in the mean, and about sqrt(n) times longer than the mean, because gradients point in many directions.
+# Rounding may move the input of a ReLU to the other side of 0, which changes the gradient of one example. The mean
+# contains n such gradients; each is about sqrt(n) times longer than the mean, because they point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
-FACTOR = 20  # largest ratio of two correct implementations' path errors; at most 9 for seeds 1 to 6
+FACTOR = 20  # limit for the ratio of two correct implementations' path errors; the ratio is at most 9 for seeds 1 to 6
 
 State = dict[str, np.ndarray]
 
 
 class Drift(NamedTuple):
     step_errors: dict[str, list[float]]  # {name: for each step, the distance from the reference / the step's length}
-    step_limit: float  # for the median of step_errors; a single error may be up to RELU_FLIP
+    step_limit: float  # limit for the median of step_errors; a single error may be up to RELU_FLIP
     path_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / the reference's length}
-    path_limit: float  # for each path error
+    path_limit: float  # limit for each path error
     moved: float  # the reference's total movement / the length of its initial parameters
 
 
@@ -107,8 +107,8 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
     """Compute (step_limit, path_limit) from the reference's path and the errors of the notebook's code in float32.
 
     step_limit: `rounding`, or twice the notebook's error if that is larger, as on GPUs that round to TF32. path_limit:
-    FACTOR times the notebook's error, plus RELU_FLIP in one step. Rounding errors grow along a path, because each
-    flip changes all later steps. How fast they grow depends on the data and the processor, so it is measured.
+    FACTOR times the notebook's error, plus RELU_FLIP in one step. Rounding errors grow along a path, because each flip
+    changes all later steps. The growth depends on the data and the processor, so it is measured.
     """
     expected = [rounding(before, after, BATCH_SIZE * POSITIONS) for before, after in zip(path, path[1:])]
     longest = max(distance(before, after) for before, after in zip(path, path[1:]))

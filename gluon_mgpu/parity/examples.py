@@ -1,4 +1,4 @@
-"""Checks what must match exactly: values that the notebooks print, and arrays that must be equal on all devices.
+"""Checks values that the notebooks print, initial parameters, equal arrays on all devices, and the loop's batches.
 
 Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks of
 `scratch` and `highlevel`, and the PyTorch notebook for scattering.
@@ -29,7 +29,7 @@ EXAMPLES = "printed examples"
 INITIAL = "initial parameters"
 FEED = "what the loop feeds"
 IMAGES = 16  # MNIST images on 4 devices, as in the notebook
-KS_BOUND = 2.5  # correct samples of n numbers have a Kolmogorov distance above KS_BOUND / sqrt(n) 7 times in a million
+KS_BOUND = 2.5  # a correct sample of n numbers has a distance above KS_BOUND / sqrt(n) with probability 7e-6
 DISTRIBUTIONS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "lenet": ("normal(0, 0.01)", np.vectorize(NormalDist(0, 0.01).cdf)),
     "lenet-max": ("uniform(-0.07, 0.07)", lambda weights: np.clip((weights + 0.07) / 0.14, 0, 1)),
@@ -113,7 +113,7 @@ def _distance(array: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> flo
 
 
 class Listener(scratch.Replicas):
-    """Records what the loop feeds it, without training."""
+    """Records the loop's batches, without training."""
 
     last: Listener
 
@@ -135,7 +135,7 @@ class Listener(scratch.Replicas):
 
 
 def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
-    """Check that the loop feeds each image once per epoch, with its label, in a new order, as the recipe says."""
+    """Check that the loop uses the recipe's settings, and each image with its label once per epoch, in a new order."""
     recipe = recipes.RECIPES["scratch-lenet-fashion-mnist-2gpu"].options
     batch_size, lr, dataset = recipe["batch_size"], recipe["lr"], recipe["dataset"]
     data = datasets.load(dataset, data_dir)
@@ -153,7 +153,7 @@ def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
     images, labels = (np.concatenate(arrays) for arrays in zip(*listener.batches))
     seen = _rows(np.rint(images * 255).astype(np.uint8), labels)
     file = _rows(data.train_images, data.train_labels)
-    index = {row: i for i, row in enumerate(file)}  # duplicate images: index of the last one
+    index = {row: i for i, row in enumerate(file)}  # for duplicate images, the index of the last copy
     orders = [[index.get(row, -1) for row in rows] for rows in (file, seen[:n], seen[n:])]
     once = all(sorted(order) == sorted(orders[0]) for order in orders)
     yield Finding(FEED, "each image once per epoch, with its label", once, f"{n} images, 2 epochs")

@@ -1,4 +1,4 @@
-"""Formats the result of `run` as text and as a web page with the same tables and pictures."""
+"""Formats the result of `run` as text, and as a web page with the same tables and a picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ them. The last two panels show the distance from the notebook's code in float64.
 
 
 def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yields (title, rows) per table: each recipe's accuracies, each check's findings, and what produced them."""
+    """Yields (title, rows) per table: each recipe's accuracies, each check's findings, and the versions used."""
     for recipe, facts in result["accuracy"].items():
         header = ["", *(f"epoch {epoch}" for epoch in range(1, len(facts["notebook"]) + 1))]
         rows = [header, ["the notebook", *map(str, facts["notebook"])]]
@@ -69,7 +69,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any]) -> bytes:
-    """Draw a PNG image with one panel per recipe and two for the drift."""
+    """Draw a PNG image with one panel per recipe and two panels for the drift."""
     from matplotlib.figure import Figure
 
     recipes, drift = result["accuracy"], result["drift"]

@@ -1,4 +1,4 @@
-"""Runs all checks in this process and each training run in its own, then writes parity.json and parity.html."""
+"""Runs all checks in this process and each training run in its own process, then writes parity.json and parity.html."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def run(
 ) -> dict[str, Any]:
     """Run all checks, write parity.json and parity.html to `out`, and return the content of parity.json.
 
-    seeds: for each recipe and for the batch-size experiment. quick: train only the recipes of QUICK with one seed, skip
+    seeds: for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed, skip
     the experiment, and write parity-quick.json and parity-quick.html. device, data_dir: as for `train`; "auto" uses
     GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped; each combination
-    has its own folder in `out`. A training run that fails becomes a finding.
+    of versions has its own folder. A training run that fails becomes a finding.
     Raises UsageError, before any training, if devices do not exist or another process is writing to `out`; Error if the
     data is not available.
     """
@@ -100,7 +100,7 @@ def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One line: all claims hold, or how many fail, with the first failure."""
+    """One line: all claims hold, or the number of failures and the first failure."""
     failed = [f"{f.check}: {f.claim} ({f.evidence})" for f in findings if f.holds is False]
     if failed:
         return f"parity FAILS: {len(failed)} of {len(findings)} claims; {failed[0]}"
@@ -115,7 +115,7 @@ def _locked(out: str | Path) -> Iterator[None]:
         Path(out).mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise UsageError(f"out={out}: cannot write to this folder ({error.strerror}); use another one") from None
+        raise UsageError(f"out={out}: cannot write to this folder ({error.strerror}); use another folder") from None
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -128,7 +128,7 @@ def _locked(out: str | Path) -> Iterator[None]:
 def _contexts(device: str) -> list[Context]:
     """Choose DEVICES contexts, all GPUs or all CPU contexts."""
     if device == "auto" and 0 < mx.context.num_gpus() < DEVICES:
-        log.say(f"parity needs {DEVICES} GPUs, and this machine has fewer: using CPU contexts")
+        log.say(f"parity needs {DEVICES} GPUs, but this machine has fewer: using CPU contexts")
         device = "cpu"
     return devices.contexts(DEVICES, device)
 
@@ -136,7 +136,7 @@ def _contexts(device: str) -> list[Context]:
 def _train_all(
     recipes: Sequence[str], seeds: Sequence[int], folder: Path, kind: str, data_dir: str | Path | None
 ) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
-    """Train all runs. Returns ({recipe: accuracies and bands}, findings about them and about failed runs)."""
+    """Train all runs. Returns ({recipe: accuracies and bands}, findings about accuracies and failed runs)."""
     accuracy, findings = {}, []
     epochs = sum(RECIPES[recipe].options["epochs"] for recipe in recipes) * len(seeds)
     with log.progress(total=epochs, unit="epoch") as bar:
@@ -176,7 +176,7 @@ def _within(held: list[bands.Band]) -> tuple[bool, str]:
 
 
 def _version() -> str:
-    """8 hexadecimal digits that identify what training depends on: this project's code and the libraries."""
+    """8 hexadecimal digits that identify the versions of this project's code and the libraries."""
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):

@@ -1,1 +1,1 @@
-"""MXNet 1.9.1 on current machines: engine settings, devices, processes. Imports nothing from the packages above."""
+"""Support for MXNet 1.9.1 on current machines: engine settings, devices and processes. Imports no other subpackage."""

@@ -1,7 +1,6 @@
-"""CUDA without a CUDA installation: opens the libraries from NVIDIA's wheels before mxnet-cu112 looks for them.
+"""Lets mxnet-cu112 run without a CUDA installation: opens the libraries in NVIDIA's wheels before MXNet needs them.
 
-Only the driver's library must be installed on the machine. docs/engine.md says more. This module imports neither mxnet
-nor NumPy.
+The machine needs only NVIDIA's driver. This module imports neither mxnet nor NumPy. docs/engine.md says more.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from gluon_mgpu.runtime.errors import Error
 DRIVER = "libcuda.so.1"
 # cuDNN opens these at the first convolution, and could find other versions in LD_LIBRARY_PATH.
 CUDNN_PARTS = [f"libcudnn_{part}_{use}.so.8" for part in ("ops", "cnn", "adv") for use in ("infer", "train")]
-# Libraries that mxnet-cu112 needs, directly or indirectly: (requirement for pip, its libraries). Each library comes
-# after the libraries that it needs itself, so that it uses the ones that are already open.
+# Libraries that mxnet-cu112 needs, directly or indirectly: (pip requirement, library, ...). Each library comes after
+# its own dependencies, so that it finds them already open.
 LIBRARIES = (
     ("nvidia-cuda-runtime-cu11", "libcudart.so.11.0"),
     ("nvidia-cuda-nvrtc-cu11", "libnvrtc.so.11.2"),
@@ -36,10 +35,10 @@ WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-inf
 
 
 def prepare() -> None:
-    """Open the libraries that mxnet-cu112 needs, if it is installed. Call it before the first `import mxnet`.
+    """If mxnet-cu112 is installed, open the libraries that it needs. Call this before the first `import mxnet`.
 
-    Raises Error if the driver or a library is missing, or if two MXNet wheels are installed in one folder: one of them
-    has overwritten the other's files.
+    Raises Error if the driver or a library is missing, or if two MXNet wheels are installed in one folder, where they
+    overwrite each other's files.
     """
     names = list(wheels())
     if len(names) > 1:
@@ -55,7 +54,7 @@ def prepare() -> None:
 
 
 def wheels() -> dict[str, str]:
-    """{name: version} of the MXNet wheels in the folder from which `import mxnet` loads; normally one."""
+    """{name: version} of the MXNet wheels in the folder that `import mxnet` uses; normally there is one."""
     spec = importlib.util.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -77,7 +76,7 @@ def _open_libraries() -> None:
         in_wheel = _libraries_of(wheel)
         for library in libraries:
             try:
-                # Prefer the wheel's library to the system's: libraries of two CUDA versions do not work together.
+                # Prefer the wheel's library, because libraries from different CUDA versions do not work together.
                 _open(in_wheel.get(library, library))
             except OSError as error:
                 if library in in_wheel:
@@ -89,8 +88,8 @@ def _open_libraries() -> None:
 
 
 def _libraries_of(wheel: str) -> dict[str, str]:
-    """{name: path} of the libraries in a wheel; empty if it is not installed."""
-    from importlib import metadata  # here, because it imports many modules
+    """{name: path} of the libraries in a wheel; empty if the wheel is not installed."""
+    from importlib import metadata  # imported here, because it imports many modules
 
     try:
         files = metadata.distribution(wheel.partition("<")[0]).files or ()

@@ -1,5 +1,5 @@
-"""Finds the MXNet contexts that `--gpus 2` or `--gpus 0,2` names: GPUs if there are any, else CPU contexts. Also
-computes the sizes of their shards."""
+"""Finds the MXNet contexts for `--gpus 2` or `--gpus 0,2`: GPUs if there are any, else CPU contexts. Also computes
+shard sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # MXNet keeps tables indexed by device; a huge index would fill the memory
-KERNELS = range(5, 9)  # major compute capabilities for which mxnet-cu112 1.9.1 has kernels: docs/engine.md
+KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 supports (docs/engine.md)
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
 def parse(gpus: int | str | Sequence[int]) -> list[int]:
-    """Parse device indices: a number of devices (2), indices ([0, 2]), or the text of --gpus.
+    """Parse a number of devices (2), device indices ([0, 2]), or the value of --gpus. Returns device indices.
 
     Raises UsageError for anything else, or if indices are repeated or out of range.
     """
@@ -28,7 +28,7 @@ def parse(gpus: int | str | Sequence[int]) -> list[int]:
         return count_or_list(gpus)
     except ValueError:
         raise UsageError(
-            f"num_gpus={gpus}: must be a number of devices (2) or a list of distinct indices (0,2), below {MOST}"
+            f"num_gpus={gpus}: must be a number of devices, such as 2, or distinct indices below {MOST}, such as 0,2"
         ) from None
 
 
@@ -53,9 +53,9 @@ def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int =
 def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
     """The contexts to train on.
 
-    gpus: number of devices (2), indices ([0, 2]), or the text of --gpus. device: "gpu", "cpu", or "auto": GPUs if
-    this machine and this MXNet have any, else CPU contexts (`say_if_no_gpu` prints a notice). fewer: omit GPUs that
-    the machine does not have, with a notice, if at least one remains.
+    gpus: number of devices (2), indices ([0, 2]), or the value of --gpus. device: "gpu", "cpu", or "auto", which means
+    GPUs if MXNet finds any, else CPU contexts (`say_if_no_gpu` prints a notice). fewer: if only some of the GPUs exist,
+    use them and print a notice.
     Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
     hang (`engine.check`).
     """
@@ -74,10 +74,10 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
         return ctx
     available = [index for index in indices if index < count]
     if len(available) < len(indices):
-        has = "1 GPU, index 0" if count == 1 else f"{count} GPUs, indices 0 to {count - 1}"
+        has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
         if not (fewer and available):
-            raise UsageError(f"num_gpus={joined(indices)}: this machine has {has}; device=cpu takes any number")
-        log.say(f"this machine has {has}: continuing with {len(available)}")
+            raise UsageError(f"num_gpus={joined(indices)}: this machine has {has}; use these, or device=cpu")
+        log.say(f"this machine has {has}: using {len(available)} of the {len(indices)} requested")
     for index in available:
         name, major, minor = gpu(index)
         if major not in KERNELS:
@@ -89,7 +89,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
 
 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:
-    """If `device` is "auto", print why training runs on CPU contexts. Call it when training starts."""
+    """If `device` is "auto" and training runs on CPU contexts, print why. Call this when training starts."""
     if device == "auto" and ctx[0].device_type == "cpu":
         log.say(f"{_why_no_gpu()}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
 
@@ -98,12 +98,12 @@ def _why_no_gpu() -> str:
     import mxnet as mx
 
     if not mx.runtime.Features().is_enabled("CUDA"):
-        return "this MXNet is built without CUDA"
-    return "this machine has no GPU that MXNet can see"
+        return "this MXNet was built without CUDA"
+    return "MXNet finds no GPU on this machine"
 
 
 def gpu(index: int) -> tuple[str, int, int]:
-    """(name, major, minor compute capability) of a GPU, from the driver, whose GPU indices are the same as MXNet's."""
+    """(name, major, minor compute capability) of a GPU, from the driver, which uses the same GPU indices as MXNet."""
     driver = ctypes.CDLL("libcuda.so.1")
     handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
     status = (
@@ -121,15 +121,15 @@ def gpu(index: int) -> tuple[str, int, int]:
 def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
     """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
 
-    shares: the devices' relative shard sizes; None: sizes as equal as possible, the largest first.
-    Each device gets at least one example; if there are fewer examples than devices, the last devices get none.
+    shares: the devices' relative shard sizes; None: equal sizes, or one more example on the first devices. Each device
+    gets at least one example; if there are fewer examples than devices, the last devices get none.
     """
     if examples <= parts:
         return [int(i < examples) for i in range(parts)]
     shares = shares or (1,) * parts
     exact = [examples * share / sum(shares) for share in shares]
     sizes = [max(1, int(e)) for e in exact]
-    while sum(sizes) != examples:  # largest remainder first
+    while sum(sizes) != examples:  # largest remainder method
         change = 1 if sum(sizes) < examples else -1
         chosen = max((i for i in range(parts) if sizes[i] + change >= 1), key=lambda i: change * (exact[i] - sizes[i]))
         sizes[chosen] += change
@@ -137,5 +137,5 @@ def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None
 
 
 def joined(numbers: Sequence[object]) -> str:
-    """Format numbers for --shares and --step-epochs: 80,20."""
+    """Format numbers as a value of --shares or --step-epochs, such as 80,20."""
     return ",".join(f"{number:g}" if isinstance(number, (int, float)) else repr(number) for number in numbers)

@@ -1,7 +1,7 @@
-"""Sets up what MXNet 1.9.1 reads only once, when libmxnet loads. docs/engine.md gives the reasons and measurements.
+"""Prepares a process for MXNet 1.9.1 before libmxnet loads. docs/engine.md gives the reasons and measurements.
 
-That is: NumPy's removed names, OpenMP threads, the engine's temporary space and the allocator. The first `import mxnet`
-after `import gluon_mgpu` sets them. Nothing here imports mxnet, and only that import imports NumPy, because
+The first `import mxnet` after `import gluon_mgpu` sets the number of OpenMP threads, the engine's temporary spaces and
+the allocator, and lends MXNet names that NumPy has removed. This module itself imports neither mxnet nor NumPy, because
 `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
@@ -25,9 +25,9 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 if TYPE_CHECKING:
     from mxnet import Context
 
-TEMP_COPIES = 64  # temporary spaces, so that contexts do not wait; each grows to the largest size that a step needs
-SPINS = "20000"  # checks for work before an OpenMP thread sleeps; libgomp's default slows down a busy machine
-# Variables that MXNet reads as numbers or booleans, some at startup. With other values it aborts or hangs.
+TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait. Each grows to the largest size that a step needs.
+SPINS = "20000"  # how often an OpenMP thread checks for work before it sleeps; libgomp's default slows a busy machine
+# Variables that MXNet reads as numbers or booleans, some at startup. Any other value makes MXNet abort or hang.
 NUMERIC = re.compile(
     "MXNET_((CPU|GPU|EXEC|KVSTORE|MKLDNN|DISABLE_MKLDNN|MP|PROFILER)_\\w+|USE_\\w+|ENABLE_GPU_P2P|ENGINE_INFO|"
     "ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|SAFE_ACCUMULATION|\\w+_VERBOSE_LOGGING)"
@@ -35,34 +35,34 @@ NUMERIC = re.compile(
 AT_LEAST_1 = re.compile(
     "MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)"
 )
-MOST = 1024  # threads or temporary spaces
-NEGATIVE = ("MXNET_MKLDNN_CACHE_NUM",)  # -1: no limit
+MOST = 1024  # limit for threads and for temporary spaces
+NEGATIVE = ("MXNET_MKLDNN_CACHE_NUM",)  # -1 means no limit
 TEXT = ("MXNET_GPU_MEM_POOL_TYPE",)
 ENGINES = ("ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine")
 ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
-# (the user's environment variable for it, mallopt's parameter from malloc.h, value)
+# (environment variable for the user's own value, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
-    # Allocate arrays of up to 32 MiB, the largest value that glibc accepts, on the heap. Larger ones are mapped and
-    # returned to the kernel at once: they would fragment the heap, which never shrinks.
+    # Allocate arrays of up to 32 MiB, glibc's largest threshold, on the heap. Larger arrays are mapped, and unmapped
+    # when freed, because they would fragment the heap, which never shrinks.
     ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20),
     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory, because the next operator needs it
-    ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes by which the heap grows
+    ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes added each time the heap grows
     ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker reuses memory that another worker freed
 )
 
-# If one of these is set, libgomp may start fewer threads than oneDNN expects, and results are wrong.
+# If one of these is set, libgomp may start fewer threads than oneDNN expects, which makes results wrong.
 FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
-# These bind the workers of all contexts to one core, the core of the thread that started them.
+# These bind the workers of all contexts to the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 _configured = _stock = False
-_expected: int | None = None  # number of contexts if mxnet is imported before `configure` is called
-_changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (value before, after `configure`)}; None: not set
+_expected: int | None = None  # number of contexts if nothing calls `configure` before mxnet is imported
+_changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (user's value, new value)}; None: not set
 
 
 class Finder:
-    """Finds mxnet as Python does, and calls `configure` when it is imported. gluon_mgpu puts it on sys.meta_path."""
+    """Import hook: finds mxnet as Python does, and prepares the process when mxnet is imported."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -74,7 +74,7 @@ class Finder:
 
 
 def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    importlib.import_module("numpy")  # first, because a hook may use numpy_names after this import
+    importlib.import_module("numpy")  # imported first, because `legacy` may use numpy_names then
     from gluon_mgpu.runtime import numpy_names
 
     if not (_configured or _stock):
@@ -84,25 +84,25 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
 
 
 def expect(contexts: int) -> None:
-    """Have the first `import mxnet` configure this number of contexts. Call it before that import."""
+    """Make the first `import mxnet` prepare for this number of contexts. Call this before that import."""
     global _expected
     _expected = contexts
 
 
 def use_stock_settings() -> None:
-    """Import mxnet with its own settings, for comparison. Call it before the first `import mxnet`."""
+    """Make the first `import mxnet` use MXNet's own settings, for comparison. Call this before that import."""
     global _stock
     _stock = True
 
 
 def configure(contexts: int | None = None, processes: int = 1) -> None:
-    """Prepare this process for training on CPU contexts. Call it before the first `import mxnet`; otherwise that import
-    prepares the process for several contexts.
+    """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
+    import prepares for several contexts.
 
     contexts: number of contexts that compute at the same time; None: the number from an earlier call, or several.
     processes: number of processes that share this machine's cores. Settings from the user's environment are kept if
-    they are safe; a notice names each one that is ignored. Raises Error if MXNet is missing, if mxnet was imported
-    earlier with settings that can make this number of CPU contexts hang, or if `cuda.prepare` raises it.
+    they are safe; a notice names each setting that is ignored. Raises Error if MXNet is missing, if mxnet was imported
+    earlier with settings that can make this number of CPU contexts hang, or if `cuda.prepare` fails.
     """
     global _configured
     if contexts is None and _configured:
@@ -115,7 +115,7 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
     _check_threads(contexts or 1)
     copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
     if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
-        log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns")
+        log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns; import gluon_mgpu first")
     _configured = True
 
 
@@ -129,7 +129,7 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
         os.environ.pop(name, None)
     os.environ.update(users)
     _set_threads(contexts, processes)
-    cuda.prepare()  # after the threads: a system library may load libgomp
+    cuda.prepare()  # called after `_set_threads`, because a system library may load libgomp
     if contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
     _changed = {
@@ -150,11 +150,11 @@ def check_environment() -> None:
         number = value.removeprefix("-") if name in NEGATIVE else value
         most = MOST if least else 2**31 - 1
         if not (number.isdecimal() and least <= int(number) <= most) and (least or value not in ("true", "false")):
-            raise UsageError(f"{name}={value}: must be from {least} to {most}; unset it for MXNet's default")
+            raise UsageError(f"{name}={value}: must be from {least} to {most}; unset it to use MXNet's default")
     value = os.environ.get("MXNET_ENGINE_TYPE", ENGINES[0])
     if value not in ENGINES:
         raise UsageError(
-            f"MXNET_ENGINE_TYPE={value}: must be one of {', '.join(ENGINES)}; unset it for MXNet's default"
+            f"MXNET_ENGINE_TYPE={value}: must be one of {', '.join(ENGINES)}; unset it to use MXNet's default"
         )
 
 
@@ -183,8 +183,8 @@ def _check_threads(contexts: int) -> None:
     if contexts > 1 and openmp_threads() > 1:
         raise Error(
             f"{contexts} CPU contexts can hang: OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu "
-            f"could set 1; call gluon_mgpu.configure(contexts={contexts}) before anything imports mxnet, or set "
-            "OMP_NUM_THREADS=1"
+            f"could limit them to 1; call gluon_mgpu.configure(contexts={contexts}) before anything imports mxnet, or "
+            "set OMP_NUM_THREADS=1"
         )
 
 
@@ -221,7 +221,7 @@ def _put(name: str, value: str, why: str) -> None:
 
 
 def _set_allocator() -> None:
-    """Have glibc's malloc keep freed memory, so that the next operator does not have to fault it in again."""
+    """Make glibc's malloc keep freed memory, so that the next operator causes no page faults."""
     for variable, parameter, value in ALLOCATOR:
         if variable not in os.environ:
             ctypes.CDLL(None).mallopt(parameter, value)

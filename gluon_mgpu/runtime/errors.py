@@ -22,7 +22,7 @@ class Error(Exception):
 
 
 class UsageError(Error):
-    """The command was wrong: an option, or a value that this machine or data set does not support."""
+    """The command was wrong: an option is invalid, or this machine or data set does not support its value."""
 
     exit_status = 2
 
@@ -32,13 +32,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 def line_of(error: BaseException) -> str:
-    """Describe an unexpected error in one line: its reason, and how to find out more."""
-    doctor = "`gluon-mgpu doctor` may say what to do, " if isinstance(error, ImportError) else ""
-    return f"{reason(error)} ({doctor}--debug shows where)"
+    """Describe an unexpected error in one line: the reason, and how to find out more."""
+    doctor = "`gluon-mgpu doctor` may say what to do; " if isinstance(error, ImportError) else ""
+    return f"{reason(error)} ({doctor}--debug shows the traceback)"
 
 
 def reason(error: BaseException) -> str:
-    """The reason for an error: what is missing and what to do, or else the last line of its message."""
+    """Describe why an error happened: what is missing and what to do, or else the last line of the error's message."""
     if isinstance(error, Error):
         return str(error)
     if isinstance(error, ImportError):
@@ -57,6 +57,6 @@ def reason(error: BaseException) -> str:
     if library[1] not in LIBRARIES:
         return f"{library[1]} is missing on this machine: install the package that contains it"
     return (
-        f"MXNet needs {library[1]}, missing on this machine: `apt install {' '.join(LIBRARIES.values())}` "
-        "(on Debian and Ubuntu)"
+        f"MXNet needs {library[1]}, which is missing on this machine: run `apt install {' '.join(LIBRARIES.values())}` "
+        "on Debian or Ubuntu"
     )

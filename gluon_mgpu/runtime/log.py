@@ -1,6 +1,6 @@
-"""Prints notices, errors and progress bars on standard error. If there are several processes, only worker 0 does.
+"""Prints notices, errors and progress bars on standard error. Only worker 0 prints notices and progress bars.
 
-A process learns its role from its launcher's environment variables.
+A process finds its role in the environment variables that a launcher sets.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: the abstract socket on which launch.py receives errors
+LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: the abstract socket where launch.py receives errors
 
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
-    """Print a notice on standard error, if this process is worker 0 or alone."""
+    """Print a notice on standard error, if this process is worker 0 or runs alone."""
     if speaks():
         with suppress(OSError):  # the reader may be gone
             print(f"{prefix}{line}", file=sys.stderr)
 
 
 def error(line: str) -> None:
-    """Print "error: LINE". Under launch.py, sends the line to the launcher instead, which prints one error per run."""
+    """Print "error: LINE". Under launch.py, send the line to the launcher instead, which prints one error per run."""
     launcher = os.environ.get(LAUNCHER)
     if launcher:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -43,7 +43,7 @@ def started() -> bool:
 
 
 def speaks() -> bool:
-    """Whether this process is worker 0, or alone."""
+    """Whether this process is worker 0 or runs alone."""
     return who() in ("", "worker 0: ")
 
 
@@ -59,12 +59,12 @@ def who() -> str:
 
 
 def progress(**options: Any) -> tqdm:
-    """Create a progress bar, shown on a terminal and in Jupyter, in worker 0 only. options: tqdm's."""
+    """Create a progress bar. Only worker 0 shows it, on a terminal or in Jupyter. options: for tqdm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm
 
     hidden = not speaks() or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
-    if hidden:  # not passed otherwise, because it would override the user's TQDM_DISABLE
+    if hidden:  # disable=False would override the user's TQDM_DISABLE
         options["disable"] = True
     return tqdm(leave=False, **options)

@@ -1,7 +1,7 @@
-"""Lends MXNet 1.9.1 the names that NumPy has removed and that MXNet still reads, hidden from all other code.
+"""Lends MXNet 1.9.1 the names that it still reads but NumPy has removed. No other code sees them.
 
-MXNet reads most of them while it is imported, so they exist in the numpy module only during that import. Three of its
-modules read two names later; those modules get a copy of the numpy module that has these names. For all other code,
+MXNet reads most of the names while it is imported, so the numpy module has them only during that import. Three MXNet
+modules read two of the names later; these modules get a copy of the numpy module that has both. In all other code,
 `np.bool` is NumPy's own or missing.
 """
 
@@ -53,7 +53,7 @@ READERS = (  # the modules that read WHEN_CALLED, and the name that each uses fo
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Lend mxnet the names that this NumPy lacks. Import mxnet in the body."""
+    """Lend mxnet the names that this NumPy lacks. Import mxnet inside the `with` block."""
     names = _missing(WHILE_IMPORTED)
     vars(np).update(names)
     try:

@@ -1,4 +1,4 @@
-"""Runs a program in a child process. When the call returns or raises, nothing that it started is left running."""
+"""Runs a program in a child process. When the call returns or raises, no process that it started is left running."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import IO, Any, NamedTuple
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-SECONDS_TO_STOP = 10  # after Ctrl-C, for the program to save what it has
+SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
 LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker
 
 
 class Finished(NamedTuple):
-    """status: the exit status; if a signal ended the process, its negated number; None if the time ran out."""
+    """status: the exit status; the negated signal number if a signal ended the process; None if the time ran out."""
 
     status: int | None
     out: str
@@ -40,8 +40,8 @@ def run(
 
     command: program and arguments. env: its whole environment; None: the user's (`engine.users_environment`). folder:
     its working directory. seconds: time limit. on_line: called with each line of standard output as it
-    arrives. Lines of standard error that begin with "gluon_mgpu: " are notices, and are passed on at once. Ctrl-C
-    reaches the program as SIGINT; it then has SECONDS_TO_STOP to end. Raises OSError if it cannot be started.
+    arrives. Notices, which are lines of standard error that begin with "gluon_mgpu: ", are printed at once. On Ctrl-C,
+    the program receives SIGINT and has SECONDS_TO_STOP seconds to end. Raises OSError if the program cannot be started.
     """
     process = subprocess.Popen(
         command,
@@ -74,7 +74,7 @@ def run(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver does not end even then
+        with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end a process that hangs in a driver
             process.wait(1)
         for reader in readers:
             reader.join(1)
@@ -82,7 +82,7 @@ def run(
 
 
 def check(name: str, finished: Finished, advice: str = "") -> None:
-    """Raise Error or UsageError, with the program's own error message if there is one, unless its status is 0.
+    """Raise Error or UsageError unless the program succeeded; the message is the program's own error message, if any.
 
     name: the program's name in the message. advice: what to do if the time ran out.
     """
@@ -92,7 +92,7 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
         raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
     kind = UsageError if finished.status == 2 else Error
     lines = finished.err.strip().splitlines()
-    for line in reversed(lines):  # a launcher may have added its own lines
+    for line in reversed(lines):  # searched from the end; a launcher may have added lines
         own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
         if own:
             raise (UsageError if own["kind"] == "UsageError" else kind)(f"{name}: {own['text']}")
@@ -110,7 +110,8 @@ def gluon_mgpu(
 ) -> str:
     """Run `gluon-mgpu COMMAND --OPTION=VALUE ...` and return its standard output.
 
-    options: {option: value}; True: without a value; None, False: omitted. env: added to the user's environment.
+    options: {option: value}; True passes the option alone, None and False omit it. env: added to the user's
+    environment.
     Raises Error or UsageError with the command's own error message.
     """
     flags = [

@@ -1,1 +1,1 @@
-"""What both lessons need for real training, written once."""
+"""Code for real training that both lessons share."""

@@ -24,7 +24,7 @@ PICTURE = "batch-size.png"
 
 
 class Run(NamedTuple):
-    """What distinguishes one run from the others."""
+    """The settings that differ between the runs."""
 
     devices: int
     batch_size: int  # over all devices
@@ -57,18 +57,18 @@ def run(
     seed: int = 1,
     **settings: Any,
 ) -> list[Result]:
-    """Train all of RUNS, each in its own folder in `out`, and draw PICTURE there.
+    """Train each of RUNS in its own subfolder of `out`, and draw PICTURE in `out`.
 
-    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings` for all runs; with one seed, all runs
+    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings`. All runs have the same seed, so they
     start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context.
     Finished runs are skipped, and interrupted runs continue.
-    Raises UsageError, before any training, if settings or devices are invalid or if `out` holds runs with different
-    options; Error if the data is not available or a run fails.
+    Raises UsageError if settings or devices are invalid, or if `out` holds runs with different options; Error if the
+    data is not available or a run fails.
     """
     checked, *_ = [Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings) for r in RUNS]
     ctx = devices.contexts(max(r.devices for r in RUNS), device)
     devices.say_if_no_gpu(ctx, device)
-    datasets.load(checked.dataset, data_dir, checked.limit, seed)  # downloads it if necessary
+    datasets.load(checked.dataset, data_dir, checked.limit, seed)  # downloads the data set if necessary
     kind = ctx[0].device_type
     env = {"OMP_NUM_THREADS": "1"} if kind == "cpu" else {}
     common = {"impl": impl, "device": kind, "data_dir": data_dir, "seed": seed, "epochs": checked.epochs, **settings}
@@ -91,7 +91,7 @@ def finish(
     on_epochs: Callable[[int], object],
     env: Mapping[str, str] | None = None,
 ) -> list[Epoch]:
-    """Train a run in its own process; continues an interrupted run, skips a finished one. Returns its epochs.
+    """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run's epochs.
 
     name: used in error messages. options: arguments of `train`, including epochs, gpus and device. on_epochs: called
     with the number of newly finished epochs. env: added to the environment. Raises UsageError if the folder holds a
@@ -116,7 +116,7 @@ def finish(
 
 
 def _check_same(folder: Path, options: dict[str, Any]) -> None:
-    """Raise UsageError if the run in `folder` has different options. It may have fewer epochs: it then continues."""
+    """Raise UsageError if the run in `folder` has different options. It may have fewer epochs, and then continues."""
     found, wanted = records.options(folder), {**options, "gpus": devices.parse(options["gpus"])}
     if found["epochs"] < wanted["epochs"]:
         del wanted["epochs"]
@@ -126,7 +126,7 @@ def _check_same(folder: Path, options: dict[str, Any]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Format, per run, the median seconds per epoch, the speed-up over the first run, and the accuracies."""
+    """Format each run's median seconds per epoch, speed-up over the first run, and accuracies."""
     lines = [_title(results), f"{'':32}   lr  s/epoch  speed-up  test accuracy by epoch"]
     seconds = [median(e.train_seconds for e in result.epochs) for result in results]
     for result, s in zip(results, seconds):
@@ -146,7 +146,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     figure.suptitle(_title(results), fontsize="medium")
     by_epoch, by_time = figure.subplots(1, 2, sharey=True)
-    # The first two runs are equal up to rounding: a thin line lies on a wide one.
+    # The first two runs differ only by rounding, so the second line is thin and lies on the wide first line.
     looks = (("0.7", "o", 4), ("black", ".", 1.2), ("tab:orange", "s", 1.8), ("tab:blue", "^", 1.8))
     for (r, _, epochs), (color, marker, width) in zip(results, looks):
         accuracies = [e.test_accuracy for e in epochs]

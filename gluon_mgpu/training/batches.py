@@ -1,4 +1,4 @@
-"""Make batches in host memory, and read results while later steps are already queued.
+"""Makes batches in host memory, and reads results while later steps are already queued.
 
 Python runs ahead of MXNet's engine. It issues steps in bursts and reads their results later, so it waits once per
 burst, not once per step.
@@ -20,8 +20,8 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.devices import shard_sizes
 
-# How far Python may run ahead of the engine. Issuing a burst and then sleeping disturbs MXNet's workers on the same
-# cores less than waking up at every step (docs/engine.md). The limit in seconds is how long Ctrl-C may have to wait.
+# Limits on how far Python runs ahead of the engine. Issuing a burst and then sleeping disturbs MXNet's workers on the
+# same cores less than waking up at every step (docs/engine.md). The limit in seconds also bounds the wait after Ctrl-C.
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
@@ -35,9 +35,9 @@ def batches(
     order: np.ndarray | None = None,
     part: Callable[[int], slice] | None = None,
 ) -> Iterator[Batch]:
-    """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last may be smaller.
+    """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
 
-    images, labels: uint8 arrays. order: the indices of the examples, in order; None: all of them. part: maps a batch's
+    images, labels: uint8 arrays. order: indices of the examples, in order; None: all examples. part: maps a batch's
     size to the slice that this worker takes; if the slice is empty, yields (None, None).
     """
     order = np.arange(len(labels)) if order is None else order
@@ -56,7 +56,7 @@ def batches(
 
 
 def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
-    """Returns a new float32 NDArray in host memory, and a NumPy view through which to fill it before use.
+    """Returns a new float32 NDArray in host memory, and a NumPy view for filling it before use.
 
     nd.array would wait for everything queued on cpu(0), then copy. nd.from_numpy releases the memory by calling Python
     from an engine thread, which aborts a process that is about to exit.
@@ -99,7 +99,7 @@ def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
     for shards in issued:
         ahead.append(shards)
         if len(ahead) >= allowed:
-            burst = len(ahead) - allowed // 8  # the rest keeps the engine busy while the next burst is issued
+            burst = len(ahead) - allowed // 8  # the remaining steps keep the engine busy while the next burst is issued
             for _ in range(burst):
                 yield _joined(ahead.popleft())
             now = time.perf_counter()

@@ -27,10 +27,10 @@ DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file completely or not at all: write(file) fills a temporary file, which then replaces `path`.
 
-    Raises Error if it cannot be written, such as on a full disk; an existing file is then left unchanged.
+    Raises Error if writing fails, for example because the disk is full; an existing file is then left unchanged.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which a file would replace
+    if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which the file would replace
         raise Error(f"{path} is not a regular file; pass a file path")
     temporary = path.parent / f".{path.name}.{os.getpid()}{PART}"
     try:
@@ -42,7 +42,7 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     except OSError as error:
         raise Error(f"cannot write {path} ({error.strerror}): free some space, or use another folder") from None
     finally:
-        with suppress(OSError):  # it has replaced `path`, or was never created
+        with suppress(OSError):  # the file has replaced `path`, or was never created
             temporary.unlink()
 
 

@@ -1,8 +1,8 @@
-"""Find, download, verify and read the data sets, as uint8 arrays in memory.
+"""Finds, downloads, verifies and reads the data sets, as uint8 arrays in memory.
 
-If the user names a folder, only that folder is searched; otherwise the user's cache, MXNet's folder and the system's.
-If none of them has the data set, it is downloaded into the cache or taken from Debian's package. Every file is checked:
-the SHA-256 of its decompressed content must match.
+If the user names a folder, only that folder is searched. Otherwise, the user's cache, MXNet's folder and the system's
+folder are searched; if none has the data set, it is downloaded into the cache or taken from Debian's package. The
+SHA-256 of each decompressed file must match.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MIRRORS = {
         "https://apache-mxnet.s3-accelerate.dualstack.amazonaws.com/gluon/dataset/mnist/",
     ),
 }
-TIMEOUT = (4, 8)  # seconds to connect, seconds without receiving data
+TIMEOUT = (4, 8)  # maximum seconds for connecting, and for a pause in the data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # in Debian and Ubuntu
 APT_SECONDS = 300
@@ -72,7 +72,7 @@ class Dataset(NamedTuple):
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
-    source: str  # the folder it was read from, or "synthetic, seed 0"
+    source: str  # the folder that has the files, or "synthetic, seed 0"
 
     def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal."""
@@ -83,7 +83,7 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: str | Path | None = None, limit: int | None = None, seed: int | None = 0) -> Dataset:
-    """Load the data set `name`, one of NAMES; downloads it if this machine does not have it.
+    """Load the data set `name`, one of NAMES; download it if this machine does not have it.
 
     data_dir: a folder that contains NAME/ or the four files; None: the folder in GLUON_MGPU_DATA, or the usual folders.
     limit: use only the first `limit` training examples and the first max(limit // 6, 100) test examples; None: all, or
@@ -113,7 +113,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     """The first folder that contains all four files of data set `name`, or None.
 
-    If data_dir or GLUON_MGPU_DATA names a folder, searches only there; raises UsageError if the files are missing.
+    If data_dir or GLUON_MGPU_DATA names a folder, searches only there, and raises UsageError if the files are missing.
     """
     given = f"data_dir={data_dir}"
     if data_dir is None:
@@ -125,19 +125,19 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
             return next((place for place in places if not _missing(place, name)), None)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise UsageError(f"{given}: folder does not exist")
+        raise UsageError(f"{given}: the folder does not exist")
     for place in (folder / name, folder):
         if not _missing(place, name):
             return place
     files = ", ".join(SHA256[name])
-    raise UsageError(f"{given}: no {name} there; it must contain {name}/ or these files, plain or .gz: {files}")
+    raise UsageError(f"{given}: does not contain {name}: it needs a folder {name} or the files {files} (plain or .gz)")
 
 
 def fetch(name: str) -> Path:
     """Download data set `name` into the user's cache, or unpack it there from Debian's package; returns the folder.
 
     If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears whole or not at all, so
-    several processes may call this at the same time. Raises Error, with the reason why each source failed.
+    several processes may call this at the same time. Raises Error with the reason for each source's failure.
     """
     folder = cache_folder(name)
     own = os.environ.get("GLUON_MGPU_MIRROR")
@@ -155,10 +155,10 @@ def fetch(name: str) -> Path:
                 except Error as error:
                     failures.append(str(error))
     except OSError as error:
-        raise Error(f"{folder}: cannot write there ({error.strerror or error}); set XDG_CACHE_HOME") from error
+        raise Error(f"{folder}: cannot write there ({error.strerror or error}); change XDG_CACHE_HOME") from error
     package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
     raise Error(
-        f"cannot download {name} ({'; '.join(failures)}); use --data-dir or GLUON_MGPU_DATA to name a folder that has "
+        f"cannot download {name} ({'; '.join(failures)}); use --data-dir or GLUON_MGPU_DATA for a folder that contains "
         f"it{package}"
     )
 
@@ -213,7 +213,7 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder into which data set `name` is downloaded. XDG_CACHE_HOME changes it."""
+    """The download folder of data set `name`. XDG_CACHE_HOME changes it."""
     return Path(pooch.os_cache("gluon_mgpu")) / name
 
 
@@ -226,12 +226,12 @@ def _missing(folder: Path, name: str) -> list[str]:
 
 
 def _content(path: Path, name: str) -> bytes:
-    """Read and decompress a file of data set `name`. Raises Error if its content is not the expected one."""
+    """Read and decompress a file of data set `name`. Raises Error if its SHA-256 is wrong."""
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:  # a bad gzip file is an OSError without strerror
+    except (OSError, EOFError, zlib.error) as error:  # a bad gzip file raises an OSError without strerror
         raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); replace it") from error
     found, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.removesuffix(".gz")]
     if found != expected:
@@ -263,7 +263,7 @@ def _reason(error: Exception) -> str:
 
 
 def _keep(file: Path, name: str, folder: Path) -> None:
-    """Move a file of data set `name` into a folder, if its content is the expected one."""
+    """Verify a file of data set `name`, and move it into a folder."""
     _content(file, name)
     os.replace(file, folder / file.name)
 
@@ -271,11 +271,11 @@ def _keep(file: Path, name: str, folder: Path) -> None:
 def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     """Unpack the missing files from a Debian package into folder, without root. Raises Error if that fails."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise Error("apt-get: not on this machine")
-    log.say(f"no mirror has {name}: taking it from the package {package} with apt-get")
+        raise Error("apt-get: not installed")
+    log.say(f"no mirror has {name}: downloading the package {package} with apt-get")
     (temp / "lists" / "partial").mkdir(parents=True)
     (temp / "cache" / "archives" / "partial").mkdir(parents=True)
-    # apt's own folders belong to root. Run by root, apt would switch to a user who cannot enter the cache folder.
+    # apt's own folders belong to root. If root runs apt, it would switch to a user who cannot enter the cache folder.
     settings = [f"Dir::State::Lists={temp}/lists", f"Dir::Cache={temp}/cache", "Debug::NoLocking=1"]
     settings += ["APT::Sandbox::User=root", "Acquire::http::Timeout=10", "Acquire::https::Timeout=10"]
     apt = ["apt-get", "-qq", *(f"-o{setting}" for setting in settings)]
@@ -283,7 +283,7 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     def run(*command: str) -> None:
         subprocesses.check(command[0], subprocesses.run(command, seconds=APT_SECONDS, folder=temp))
 
-    with suppress(Error):  # fails if any apt source fails; the download below shows whether the right one failed
+    with suppress(Error):  # fails if any apt source fails; the download below shows whether the needed source failed
         run(*apt, "update")
     run(*apt, "download", package)
     run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")

@@ -1,4 +1,4 @@
-"""Evaluate a run: test accuracy and confusion table, and classes of image files.
+"""Evaluates a run: test accuracy, confusion matrix, and classes of image files.
 
 Only reads the run's folder, so the run may still be training.
 """
@@ -23,7 +23,7 @@ from gluon_mgpu.training.batches import batches, read_behind
 from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model, implementation
 from gluon_mgpu.training.settings import Settings
 
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS: Pillow would run Ghostscript
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 TOP = 3  # classes printed per image
 
 
@@ -41,14 +41,14 @@ def load(
 ) -> Trained:
     """Load the network of the run in `folder`.
 
-    impl: "scratch" or "highlevel"; None: whichever the run used. gpus, device: see `devices.contexts`.
-    Raises UsageError if the folder holds no run or impl does not have its network; Error if the run has no checkpoint
-    yet, or if the checkpoint is damaged or from a different network or version.
+    impl: "scratch" or "highlevel"; None: the run's implementation. gpus, device: see `devices.contexts`.
+    Raises UsageError if the folder holds no run or impl does not support its network; Error if the run has no
+    checkpoint yet, or if the checkpoint is damaged or from a different network or version.
     """
     arrays, config, settings, position = records.last(folder)
     if arrays is None:
         raise Error(
-            f"{folder}: no checkpoint yet; it is written after the first epoch or on Ctrl-C. If the run was killed, "
+            f"{folder}: no checkpoint yet; one is written after the first epoch or on Ctrl-C. If the run was killed, "
             f"`gluon-mgpu train --resume {folder}` continues it"
         )
     impl = impl or config["impl"]
@@ -56,7 +56,7 @@ def load(
     check_model(kind, settings.model)
     ctx = devices.contexts(gpus, device)
     options = {name: config[name] for name in kind.own_options if name in config}
-    settings = replace(settings, shares=None, momentum=0.0)  # for these devices, without velocities
+    settings = replace(settings, shares=None, momentum=0.0)  # shares are for other devices; velocities are not needed
     replicas = kind(ctx, settings, **options)
     parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
     records.restore(replicas, parameters, folder)
@@ -83,7 +83,7 @@ def _batches(trained: Trained, images: np.ndarray) -> Iterator[NDArray]:
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
-    """Format the accuracy on a test set and the confusion table, for a terminal."""
+    """Format the accuracy on a test set and the confusion matrix, for a terminal."""
     classes = datasets.CLASSES[trained.settings.dataset]
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (labels, scores(trained, images).argmax(axis=1)), 1)

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM during training: finish the step, save a checkpoint, stop."""
+"""Handles Ctrl-C and SIGTERM during training: the run finishes its step, saves a checkpoint, and stops."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TypeVar
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime.errors import Interrupted
 
-SAME_CTRL_C = 0.5  # seconds; a second signal within this time is a duplicate: launcher and cluster may both send one
+SAME_CTRL_C = 0.5  # seconds; a second signal within this time is a duplicate: a launcher and a cluster may both send it
 
 Item = TypeVar("Item")
 
 
 class CtrlC:
-    """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would leave unequal replicas.
+    """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
 
     A second Ctrl-C takes effect at once. If no step is left, the run ends as usual. Python delivers signals only to the
-    main thread; in any other thread, this class does nothing. If one worker is interrupted, all stop at the same step.
+    main thread; in any other thread, this class does nothing. If a worker is interrupted, all stop at the same step.
     """
 
     def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
-        """checkpoint: whether a checkpoint will be saved, which the notice mentions."""
+        """checkpoint: whether the run will save a checkpoint; the notice says so."""
         self.workers, self.checkpoint = workers, checkpoint
 
     def __enter__(self) -> CtrlC:
@@ -62,7 +62,7 @@ class CtrlC:
             yield item
 
     def between(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next one."""
+        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next item."""
         for item in items:
             if self.asked:
                 raise Interrupted

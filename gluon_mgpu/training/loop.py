@@ -45,16 +45,16 @@ def train(
     profile: str | Path | None = None,
     **options: Any,
 ) -> list[records.Epoch]:
-    """Train and print the notebook's lines. Returns one `records.Epoch` per epoch.
+    """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
 
-    lesson: the class that implements a lesson's step. num_gpus: how many devices, or which ([0, 2]). batch_size:
-    examples per step, over all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore, compress: see
-    `distributed.workers.join`. data_dir: see `datasets.load`. out: a folder to keep the run in. resume: the folder of
-    an earlier run, to continue it from its checkpoint; its settings cannot change, except epochs and shares.
-    tensorboard: write each epoch's numbers for TensorBoard too. profile: a file for `timeline.Recorder`. options: the
+    lesson: the class that implements a lesson's step. num_gpus: number of devices, or their indices ([0, 2]).
+    batch_size: examples per step, over all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore,
+    compress: see `distributed.workers.join`. data_dir: see `datasets.load`. out: folder for the run's files. resume:
+    folder of an earlier run to continue from its checkpoint; of its settings, only epochs and shares can change.
+    tensorboard: also write each epoch's numbers for TensorBoard. profile: a file for `timeline.Recorder`. options: the
     other fields of `Settings` (epochs, dataset, momentum, ...) and the lesson's own (`Replicas.own_options`).
-    Raises UsageError for invalid arguments, Error if a loss is not finite, KeyboardInterrupt on Ctrl-C, between two
-    steps, after the checkpoint is saved.
+    Raises UsageError for invalid arguments, Error if a loss is not finite, and KeyboardInterrupt on Ctrl-C, once the
+    step is complete and the checkpoint is saved.
     """
     own = {name: options.pop(name) for name in lesson.own_options if name in options}
     options["model"] = _model_name(lesson, own.get("net"), own.get("params"), options.get("model", "lenet"))
@@ -74,7 +74,7 @@ def train(
             start = workers.all_gather({"settings": asdict(settings), "position": position.as_json()})[0]
             settings, position = Settings(**start["settings"]), records.Position.from_json(start["position"])
             if len(position.history) == settings.epochs and not profile:
-                run.end(position)  # a killed run may lack its last line or picture
+                run.end(position)  # if the run was killed, its last line or picture may be missing
                 return position.history
             data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
             if settings.shares == "auto":
@@ -83,7 +83,7 @@ def train(
             mx.random.seed(settings.seed)
             replicas = lesson(ctx, settings, workers, **own)
             if replicas.running_stats and (compress or "").startswith("2bit"):
-                raise UsageError(f"compress={compress}: would compress the running statistics too; omit it")
+                raise UsageError(f"compress={compress}: it would also compress the running statistics; omit it")
             if arrays is not None:
                 records.restore(replicas, arrays, run.folder)
             if workers.count > 1:
@@ -99,7 +99,7 @@ def train(
 
 
 def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> str:
-    """The name under which a run records its network. Raises UsageError for a network that cannot be trained."""
+    """The network's name in the run's records. Raises UsageError for a network that cannot be trained."""
     if net is None:
         if params:
             raise UsageError("params: needs net, the network that the parameters belong to")
@@ -109,7 +109,7 @@ def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> st
         raise UsageError("net: needs params, its initial parameters")
     name = getattr(net, "__name__", "net")
     if name in BUILT_IN:
-        raise UsageError(f"net={name}: {name} is the name of a network of this package; rename the function")
+        raise UsageError(f"net={name}: this package already has a network of this name; rename the function")
     add_model(name)
     return name
 
@@ -131,7 +131,7 @@ class Training:
         return len(self.position.history) * self.steps_per_epoch + self.position.steps
 
     def recorder(self, profile: str | Path) -> timeline.Recorder:
-        """Records steps of this run in a file. Raises UsageError if it cannot."""
+        """Create a recorder of this run's steps. Raises UsageError if they cannot be recorded."""
         settings, ctx = self.settings, self.replicas.ctx
         impl = implementation_name(type(self.replicas))
         about = f"{settings.model}, {impl}, {len(ctx)} devices, batch {settings.batch_size}"
@@ -139,7 +139,7 @@ class Training:
         return timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, self.step)
 
     def train(self, recorder: timeline.Recorder | None) -> list[records.Epoch]:
-        """Train the remaining epochs. Raises Interrupted, with one line that says what was saved, on Ctrl-C."""
+        """Train the remaining epochs. On Ctrl-C, raises Interrupted with one line that says what was saved."""
         self.record_step = recorder.step if recorder else nullcontext
         with recorder or nullcontext(), CtrlC(self.workers, checkpoint=self.run.saves) as self.ctrl_c:
             if self.workers.rank == 0:
@@ -180,7 +180,7 @@ class Training:
         loss_sums, stopping = zip(*workers.all_gather([loss_sum, workers.stopping]))
         position.loss_sum, position.seconds = sum(loss_sums), time.perf_counter() - start
         self.replicas.sync_running_stats()
-        # ReLU turns nan into 0, so the losses can look fine when the parameters are not.
+        # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
         broken = [name for name, values in self.replicas.parameters().items() if not np.isfinite(values).all()]
         if broken:
             raise Error(f"parameters are not finite in {title} ({', '.join(broken)}): stopped; try a smaller lr")
@@ -196,7 +196,7 @@ class Training:
         return losses
 
     def _evaluate(self) -> None:
-        """Measure the accuracy on the test set, of which each worker takes a part, print it, and end the epoch."""
+        """Measure and print the test accuracy, and end the epoch. Each worker evaluates a part of the test set."""
         data, position, workers = self.data, self.position, self.workers
         part = workers.part(len(data.test_labels))
         images, labels = data.test_images[part], data.test_labels[part]
@@ -212,7 +212,7 @@ class Training:
         if None in of_workers:
             raise Interrupted
         test_acc = sum(of_workers) / len(data.test_labels)
-        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # of the last step
+        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # the last step's rate
         position.end_epoch(self.examples, test_acc, lr)
         if workers.rank == 0:
             epoch = position.history[-1]
@@ -220,10 +220,10 @@ class Training:
 
 
 def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> None:
-    """Raise UsageError if a batch cannot be split over the devices as the settings ask."""
+    """Raise UsageError if a batch cannot be split over the devices as the settings require."""
     total = sum(workers.exchange_device_counts(devices_here))
     if settings.batch_size < total:
-        raise UsageError(f"batch_size={settings.batch_size}: fewer examples than the {total} devices")
+        raise UsageError(f"batch_size={settings.batch_size}: must be at least {total}, the number of devices")
     shares = settings.shares
     if shares is None:
         return
@@ -237,10 +237,10 @@ def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> Non
 
 
 def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3, steps: int = 5) -> tuple[int, ...]:
-    """The share of each device, in proportion to its measured speed; they sum to 100 (more with many devices).
+    """Measure each device's speed, and return proportional shares, which sum to max(100, 10 * number of devices).
 
-    All devices compute the gradients of their shards at the same time, and each is timed. The next round uses shares in
-    proportion to the speeds. The first step of a round warms up and is not counted.
+    All devices compute the gradients of their shards at the same time, and each device is timed. The next round uses
+    the new shares. The first step of each round is a warm-up and is not counted.
     """
     ctx, settings = replicas.ctx, replicas.settings
     n = max(len(ctx), -(-settings.batch_size // settings.grad_accum_steps))

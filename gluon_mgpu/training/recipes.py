@@ -1,4 +1,4 @@
-"""The notebooks' experiments as options of train.py, and the values that the notebooks printed.
+"""The notebooks' experiments as options for train.py, and the values that the notebooks printed.
 
 The times were measured on GPUs in 2019 and are not targets. The lecture's claims are in `parity.claims`.
 """
@@ -49,7 +49,7 @@ RECIPES = {
 ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
 SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # arange(24) split over 2 devices
 SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # arange(20) split over 4 devices
-COPIED_BIAS = [0] * 20  # b1, and also its gradient, after copying to a device
+COPIED_BIAS = [0] * 20  # b1 and its gradient, after b1 is copied to a device
 
 # Seconds for 50 products of 4000 x 4000 float32 matrices per device, as PYTORCH prints them for 4 GPUs.
 ASYNCHRONOUS = {
@@ -58,7 +58,7 @@ ASYNCHRONOUS = {
     "four devices, one after another": 2.000,
     "four devices at once": 0.497,
     "copies to the host, once all are done": 2.445,
-    "products and copies, each as soon as it can": 0.737,
+    "products and copies, each as soon as possible": 0.737,
 }
 
 

@@ -1,6 +1,6 @@
-"""The folder of a run: writes config.json, metrics.jsonl, curves.png and checkpoint.npz, and resumes the run.
+"""Manages the folder of a run: writes config.json, metrics.jsonl, curves.png and checkpoint.npz, and resumes the run.
 
-Each file is rewritten as a whole. A run is resumed from its checkpoint alone, which also holds the settings and the
+Every update rewrites a whole file. A run is resumed from its checkpoint alone, which also holds the settings and the
 history. While a run writes to its folder, the folder is locked.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
-# What a resumed run may change, besides the epochs.
+# Entries of config.json that may change when a run is resumed, besides the epochs.
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
 SECONDS_PER_DRAWING = 60  # minimum time between two drawings of curves.png during a run
 
@@ -40,21 +40,21 @@ class Epoch(NamedTuple):
     """One line of metrics.jsonl."""
 
     epoch: int  # from 1
-    train_seconds: float  # of training only, without evaluation
+    train_seconds: float  # time for training, without evaluation
     samples_per_second: float
     train_loss: float  # mean over the examples, each measured in the step that trained on it
     test_accuracy: float  # fraction of the test set
-    learning_rate: float  # of the last step
+    learning_rate: float  # used in the last step
 
 
 @dataclass
 class Position:
-    """How far a run has trained. Together with the seed, it determines the order of the remaining examples."""
+    """A run's progress. Together with the seed, it determines the order of the remaining examples."""
 
     history: list[Epoch] = field(default_factory=list)  # finished epochs
     steps: int = 0  # finished steps of the unfinished epoch
-    loss_sum: float = 0.0  # over the examples of these steps
-    seconds: float = 0.0  # spent on these steps
+    loss_sum: float = 0.0  # sum of these steps' losses
+    seconds: float = 0.0  # time for these steps
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
@@ -77,9 +77,9 @@ class Position:
 
 
 class Run:
-    """The folder of one run, locked while this context manager is open. Without out or resume, nothing is written.
+    """The folder of one run, locked while this context manager is open. Without `out` or `resume`, nothing is written.
 
-    Raises UsageError if out already holds a run, if resume holds none, or if another process is writing there.
+    Raises UsageError if `out` already holds a run, if `resume` holds no run, or if another process is writing there.
     """
 
     def __init__(
@@ -139,16 +139,17 @@ class Run:
             checkpoint.remove_partial(self.folder / name)
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
-        """Returns (settings, position, arrays) to begin or continue with; arrays is None without a checkpoint.
+        """Returns the (settings, position, arrays) to start with; arrays is None if there is no checkpoint.
 
-        Raises UsageError if the settings differ from those of the resumed run.
+        Raises UsageError if the settings differ from the resumed run's settings.
         """
         if not self.resumed:
             return settings, Position(), None
         arrays, self.config, recorded, position = last(self.folder)
         self._check_settings(settings, recorded)
         if settings.epochs < len(position.history):
-            raise UsageError(f"epochs={settings.epochs}: {self.folder} has {len(position.history)} finished epochs")
+            least = f"must be at least {len(position.history)}, the number of finished epochs"
+            raise UsageError(f"epochs={settings.epochs}: {least}")
         changed = settings.epochs != recorded.epochs
         epochs = f"; epochs: {settings.epochs} instead of {recorded.epochs}" if changed else ""
         log.say(f"resuming {self.folder} after {position}{epochs}")
@@ -171,7 +172,7 @@ class Run:
         """Called when training begins; a run that fails earlier leaves no files. config: content of config.json."""
         if not self.saves:
             return
-        config = json.loads(json.dumps({**config, "version": __version__}))  # as it will be read back
+        config = json.loads(json.dumps({**config, "version": __version__}))  # the form that `last` reads back
         if self.resumed:
             _say_what_changed(self.config, config, bool(replicas.running_stats))
         self.config = config
@@ -187,10 +188,10 @@ class Run:
             self.save(replicas, position)  # so that the next resume uses the new configuration
         if self.writer_class:
             self.writer = self.writer_class(str(self.folder / "tensorboard"))
-            self._log_scalars(position.history)  # an earlier part of the run may not have written its epochs
+            self._log_scalars(position.history)  # an earlier part of the run may not have logged its epochs
 
     def save(self, replicas: Replicas, position: Position) -> None:
-        """Write the checkpoint, and the finished epochs as text."""
+        """Write checkpoint.npz and metrics.jsonl."""
         facts = {"format": FORMAT, "config": self.config, **position.as_json()}
         checkpoint.save(self.folder / CHECKPOINT, replicas.state_dict(), facts)
         self._write_metrics(position)
@@ -224,7 +225,7 @@ class Run:
         self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
     def _log_scalars(self, epochs: Sequence[Epoch]) -> None:
-        """Write the numbers of some epochs for TensorBoard."""
+        """Write these epochs' numbers for TensorBoard."""
         assert self.writer
         for number, *values in epochs:
             for name, value in zip(Epoch._fields[1:], values):
@@ -240,14 +241,14 @@ class Run:
 
 
 def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
-    """Print a notice if a resumed run has a different implementation, different devices, and so on (MAY_CHANGE)."""
+    """Print a notice if a resumed run differs in any of MAY_CHANGE."""
 
     def shown(name: str, value: Any) -> Any:
         return value if value is not None else "even" if name == "shares" else "none"
 
     changed = [name for name in MAY_CHANGE if name in old and name in new and old[name] != new[name]]
     if changed:
-        effect = "results agree to rounding, not bit for bit"
+        effect = "results agree up to rounding, not bit for bit"
         if running_stats and {"devices", "shares", "workers"} & {*changed}:
             effect = "results differ, because batch normalization sees only one shard's examples"
         changes = [f"{name} {shown(name, new[name])} instead of {shown(name, old[name])}" for name in changed]
@@ -261,7 +262,7 @@ def _tensorboard_writer(required: bool) -> type[Writer] | None:
         line = "needs a package; run `pip install tensorboard`"
         if required:
             raise UsageError(f"tensorboard=True: {line}") from None
-        log.say(f"not writing TensorBoard logs, although the run has some: {line}")
+        log.say(f"not writing TensorBoard logs, although the run has some: TensorBoard {line}")
         return None
     return Writer
 
@@ -309,7 +310,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """Parse the devices in config.json, such as [("cpu", 0), ("cpu", 1)]. Raises ValueError if they are invalid."""
+    """Parse config.json's devices into a list: [("cpu", 0), ("cpu", 1)]. Raises ValueError if they are invalid."""
     found = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(config["devices"]))
     if not found or len(found) != len(config["devices"]):
         raise ValueError(f"devices {config['devices']}")

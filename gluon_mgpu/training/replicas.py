@@ -1,4 +1,4 @@
-"""The replicas that the training loop drives, and everything that a step can do beyond the notebooks' step.
+"""The interface between the training loop and the lessons, and all features that the notebooks' step does not have.
 
 `scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are written once. With all extras off,
 a step is the lesson's `train_batch`; otherwise `Replicas.extended_step` composes the same functions of the lesson.
@@ -23,32 +23,32 @@ from gluon_mgpu.training.batches import split_batch, split_by_shares
 from gluon_mgpu.training.settings import BUILT_IN, SGD, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
-VELOCITY = "velocity/"  # in a state_dict, before the name of the parameter
-RUNNING_STATS = ("running_mean", "running_var")  # of batch normalization
+VELOCITY = "velocity/"  # prefix of a parameter's name in a state_dict
+RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's arrays
 
 
 def implementation(impl: str) -> ModuleType:
-    """Import the lesson module "scratch" or "highlevel" by name, so that training depends on neither of them."""
+    """Import the lesson module "scratch" or "highlevel" by name, so that training depends on neither module."""
     return importlib.import_module(f"gluon_mgpu.{impl}")
 
 
 class Replicas(ABC):
-    """A network on every device of ctx.
+    """A network with a replica on every device of ctx.
 
-    A derived class sets `arrays`: for each device, {name: NDArray} of everything that a checkpoint stores. Trained
+    A derived class sets `arrays`: for each device, {name: NDArray} of the parameters and running statistics. Trained
     arrays have a gradient attached.
     """
 
-    networks: tuple[str, ...] = ()  # the only ones that the class supports; (): any registered network
-    own_options: tuple[str, ...] = ()  # keyword arguments of `train` that go to __init__
+    networks: tuple[str, ...] = ()  # names of the networks that the class supports; (): any registered network
+    own_options: tuple[str, ...] = ()  # keyword arguments of `train` that are passed to __init__
     arrays: list[dict[str, NDArray]]
 
     def __init__(self, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE) -> None:
         engine.check(ctx)
         self.ctx, self.settings, self.workers = ctx, settings, workers
-        self._batch_size = 0  # of the last step, over all workers
+        self._batch_size = 0  # batch size of the last step, over all workers
 
-    # What an implementation adds
+    # Methods that a lesson implements
 
     @abstractmethod
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
@@ -80,24 +80,24 @@ class Replicas(ABC):
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
-        """Momentum's state on a device; empty without momentum."""
+        """{name: velocity} on a device; empty without momentum."""
 
     @property
     def extras(self) -> bool:
-        """Whether the settings ask for more than the lesson's step."""
+        """Whether the settings require more than the lesson's step."""
         s = self.settings
         return bool(s.grad_accum_steps > 1 or s.max_grad_norm or s.shares or self.workers.count > 1)
 
     # A step
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
-        """One step: X (n, 1, 28, 28), y (n,). Returns the losses of each shard, without waiting for them.
+        """Run one step on X (n, 1, 28, 28), y (n,). Returns the losses of each shard, without waiting for them.
 
-        batch_size: the size of the global batch, required with several workers. X and y are then this worker's part of
-        the global batch, or None if the worker has no examples.
+        batch_size: the size of the global batch, required if there are several workers. X and y are then this worker's
+        part of the global batch, or None if the worker has no examples.
         """
         own = 0 if X is None else X.shape[0]
-        if self.workers.count > 1 and batch_size != self._batch_size:  # on all workers at the same step
+        if self.workers.count > 1 and batch_size != self._batch_size:  # true on all workers at the same step
             self.sync_running_stats()
             self._batch_size, self._part = batch_size, own / batch_size
         if self.extras or own < len(self.ctx):
@@ -110,7 +110,7 @@ class Replicas(ABC):
         return losses
 
     def extended_step(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int) -> list[NDArray]:
-        """A step with gradient accumulation, shares, devices without examples, workers and clipping."""
+        """Run a step with gradient accumulation, shares, devices without examples, several workers or clipping."""
         s = self.settings
         if s.grad_accum_steps > 1 or X is None or X.shape[0] < len(self.ctx):
             self.zero_grad()
@@ -122,7 +122,7 @@ class Replicas(ABC):
         if self.workers.count > 1:
             self._sum_over_workers()
         if s.max_grad_norm:
-            for grads in self.grads():  # gradients are sums, and the setting limits their mean's norm
+            for grads in self.grads():  # gradients are sums, but max_grad_norm limits the norm of the mean
                 clip_grad_norm(list(grads.values()), s.max_grad_norm * batch_size)
         self.update(lr, batch_size)
         return losses
@@ -135,7 +135,7 @@ class Replicas(ABC):
         return self.split_and_load(data)
 
     def grads(self) -> list[dict[str, NDArray]]:
-        """For each device, {name: gradient} of the arrays that are trained."""
+        """For each device, {name: gradient} of the trained arrays."""
         return [
             {name: array.grad for name, array in arrays.items() if array.grad is not None} for arrays in self.arrays
         ]
@@ -145,7 +145,7 @@ class Replicas(ABC):
             for array in arrays.values():
                 if array.grad is not None:
                     array.grad[:] = 0
-                    array._fresh_grad = True  # else Trainer refuses an array that backward has not reached
+                    array._fresh_grad = True  # otherwise, Trainer rejects an array that backward has not reached
 
     def _sum_over_workers(self) -> None:
         """Sum the gradients over all workers. All devices of this worker get the sums."""
@@ -162,8 +162,8 @@ class Replicas(ABC):
         return [name for name in self.arrays[0] if name.endswith(RUNNING_STATS)]
 
     def _average_running_stats(self, losses: list[NDArray], n: int) -> None:
-        """Give all replicas the mean over the devices, weighted by examples, so that evaluation gives the same result
-        on every device."""
+        """Set the running statistics of all replicas to the mean over the devices, weighted by examples, so that
+        evaluation gives the same result on every device."""
         flat = []
         for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
             weight = sum(x.shape[0] for x in losses if x.context == c) / n
@@ -174,10 +174,10 @@ class Replicas(ABC):
         self._set_running_stats(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in flat]))
 
     def sync_running_stats(self) -> None:
-        """Average the running statistics over the workers, weighted by their parts of a batch. All workers call it.
+        """Average the running statistics over the workers, weighted by examples. All workers call this.
 
-        Not done in every step: a step only adds to them, so they can be averaged later. They are written without
-        telling the engine, so the sum has to wait for every earlier step, and every later step has to wait for the sum.
+        A step's update of the statistics is linear, so they can be averaged after several steps. The update does not
+        tell the engine, so the sum has to wait for every earlier step, and every later step has to wait for the sum.
         """
         if self.workers.count == 1 or not self.running_stats or not self._batch_size:
             return
@@ -208,12 +208,12 @@ class Replicas(ABC):
         return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Everything that a checkpoint holds: parameters by name, and momentum's state as "velocity/name"."""
+        """The arrays of a checkpoint: parameters by name, and momentum's state as "velocity/name"."""
         velocities = {VELOCITY + name: array.asnumpy() for name, array in self.velocities(0).items()}
         return {**self.parameters(), **velocities}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Set all replicas to a `state_dict`. Raises Error if its names or shapes differ from this network's."""
+        """Set all replicas to a `state_dict`. Raises Error if its names or shapes do not fit this network."""
         expected = self.state_dict()
         if {name: a.shape for name, a in state.items()} != {name: a.shape for name, a in expected.items()}:
             raise Error("the checkpoint holds the parameters of another network")
@@ -247,7 +247,7 @@ def sgd_momentum(
 
 
 def check_model(replicas: type[Replicas], model: str) -> None:
-    """Raise UsageError if an implementation does not have a network."""
+    """Raise UsageError if an implementation does not support a network."""
     if replicas.networks and model not in replicas.networks:
         advice = "use highlevel" if model in BUILT_IN else "pass the network as net, from Python"
         raise UsageError(f"model={model}: {implementation_name(replicas)} has only lenet; {advice}")

@@ -1,7 +1,7 @@
 """The settings that determine the result of a run, checked in one place for the command line, Python and resumed runs.
 
-Beyond the notebooks' batch size and learning rate: momentum, weight decay, a schedule, gradient accumulation, clipping
-and shares. All of these are off by default; a step then computes what the notebooks compute.
+Momentum, weight decay, schedules, gradient accumulation, clipping and shares are off by default. A step then computes
+the same values as the notebooks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets
 
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
-MODELS = [*BUILT_IN]  # networks.register adds to them
+MODELS = [*BUILT_IN]  # networks.register adds names
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 # Types of the settings that can be None. Every other setting has the type of its default.
 OPTIONAL: dict[str, Any] = {"limit": int, "seed": int, "max_grad_norm": float, "shares": (tuple, str)}
-RENAMED = {  # names in version 0.1.0, still found in its config.json files and in callers
+RENAMED = {  # names in version 0.1.0, which callers and old config.json files still use
     "accumulate": "grad_accum_steps",
     "clip_norm": "max_grad_norm",
     "step_epochs": "milestones",
@@ -39,15 +39,15 @@ class Settings:
     dataset: str = "fashion-mnist"
     epochs: int = 4
     limit: int | None = None  # train on the first `limit` examples; None: all
-    seed: int | None = None  # seeds the parameters, shuffling and synthetic data; None: random
+    seed: int | None = None  # for the parameters, shuffling and synthetic data; None: a random seed
     momentum: float = 0.0
     weight_decay: float = 0.0  # applied to every parameter, as in Gluon and PyTorch
-    max_grad_norm: float | None = None  # clip the gradient (mean over the batch, all parameters) to this norm
-    grad_accum_steps: int = 1  # number of parts a batch is split into to compute its gradient
+    max_grad_norm: float | None = None  # limit for the norm of the gradient (mean over the batch, all parameters)
+    grad_accum_steps: int = 1  # number of parts of a batch; their gradients are added
     schedule: str = "constant"
     milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
     gamma: float = 0.1
-    warmup_epochs: float = 0.0  # number of epochs at the start in which lr grows linearly from 0
+    warmup_epochs: float = 0.0  # lr grows linearly from 0 during this number of epochs
     scale_lr: bool = False  # treat lr as the rate for a batch of 256, and train with lr * batch_size / 256
     shares: tuple[float, ...] | str | None = None  # one per device, such as (80, 20), "auto", or None: equal
 
@@ -61,7 +61,7 @@ class Settings:
 
     @classmethod
     def create(cls, batch_size: int, lr: float, **options: Any) -> Settings:
-        """Create settings from the arguments of `train`. Names of version 0.1.0 also work, with a notice."""
+        """Create settings from the arguments of `train`. Names from version 0.1.0 also work, but print a notice."""
         for old in options.keys() & RENAMED.keys():
             log.say(f"{old} is now called {RENAMED[old]}")
             options[RENAMED[old]] = options.pop(old)
@@ -79,9 +79,9 @@ class Settings:
 
     def _check_values(self) -> None:
         self._require("batch_size", self.batch_size >= 1, "must be at least 1")
-        # The limits are the range of float32. Comparisons with nan are false.
+        # The limits are the range of float32. nan is rejected, because comparisons with nan are false.
         self._require("lr", 1e-37 < self.lr < 1e38, "must be a number above 0, such as 0.2")
-        self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range when scaled to the batch")
+        self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range after scaling to the batch size")
         self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
         self._require("dataset", self.dataset in datasets.NAMES, f"must be one of {', '.join(datasets.NAMES)}")
         self._require("epochs", self.epochs >= 1, "must be at least 1")
@@ -108,11 +108,11 @@ class Settings:
     def _check_milestones(self) -> None:
         if self.schedule == "step":
             self._require("schedule", bool(self.milestones), "needs milestones, such as milestones=2,3")
-        self._require("milestones", self.schedule == "step" or not self.milestones, "only used by schedule=step")
+        self._require("milestones", self.schedule == "step" or not self.milestones, "needs schedule=step")
         integers = all(isinstance(epoch, int) for epoch in self.milestones)
         increasing = integers and list(self.milestones) == sorted(set(self.milestones))
         within = increasing and all(1 <= epoch < self.epochs for epoch in self.milestones)
-        self._require("milestones", within, f"must be increasing epochs, from 1 to less than {self.epochs}")
+        self._require("milestones", within, f"must be increasing epoch numbers, at least 1 and below {self.epochs}")
 
     def _require(self, name: str, condition: bool, advice: str) -> None:
         if not condition:

@@ -1,7 +1,7 @@
-"""Record what each context does during some training steps, as a Chrome trace and as a picture.
+"""Records what each context does during a few training steps, as a Chrome trace and as a picture.
 
-`Recorder` profiles steps and writes the trace, which chrome://tracing and Perfetto open; `summary` computes seconds and
-idle shares from it; `draw` draws it, one lane per context. docs/engine.md describes the profile.
+`Recorder` profiles steps and writes the trace for chrome://tracing or Perfetto. `summary` computes the seconds and idle
+share of each context. `draw` draws the trace with one lane per context. docs/engine.md describes the profile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gluon_mgpu.training import checkpoint
 if TYPE_CHECKING:
     from mxnet import Context
 
-WARM_UP = 10  # steps before the recorded ones
-STEPS = 5  # shown
-AROUND = 2  # also recorded: one step before and one after these, so that the engine is as busy as usual
-HOST_LANES = 2  # one for pinned, one for shared host memory, after the lanes of cores and GPUs
-GPU_LANES = 32  # in a build with CUDA
+WARM_UP = 10  # steps before the recorded steps
+STEPS = 5  # steps that are shown
+AROUND = 2  # steps that are recorded but not shown: one before and one after, so that the engine is busy throughout
+HOST_LANES = 2  # one lane for pinned and one for shared host memory, after the lanes of cores and GPUs
+GPU_LANES = 32  # number of lanes for GPUs in a build with CUDA
 
 COLORS = {
     "forward": "#4477aa",
@@ -35,31 +35,31 @@ COLORS = {
     "other": "#555555",
     "idle": "#e8e8e8",
 }
-PHASES = tuple(COLORS)[:-1]  # of an operator
+PHASES = tuple(COLORS)[:-1]
 MEANING = {
     "allreduce": "allreduce: copies between devices, and sums",
     "other": "other: freeing memory, waking Python, layouts",
 }
 ONE_BY_ONE = "During recording, imperative operators run one by one, not in bulk"
 
-# {phase: operators}. In addition, names with `_backward_` are backward, names that end with `_update` are update, and
-# names that begin with `Copy` are allreduce. Every other operator is the network's or the loss's: forward.
+# {phase: operators}. Also, names with `_backward_` are backward, names that end with `_update` are update, and names
+# that begin with `Copy` are allreduce. All other operators are forward: the network and the loss.
 OPERATORS = {
-    "backward": ("SetValueOp", "_full", "zeros_like"),  # initial values: ones, and zero gradients
-    "allreduce": ("add_n", "broadcast_add", "ElementwiseSum"),  # used by scratch, by tuning and by Gluon's store
-    # Clipping by the norm.
+    "backward": ("SetValueOp", "_full", "zeros_like"),  # these set the initial ones and zeros of gradients
+    "allreduce": ("add_n", "broadcast_add", "ElementwiseSum"),  # sums in scratch, in tuning and in Gluon's store
+    # Gradient clipping uses these operators.
     "update": ("square", "sum", "stack", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "broadcast_mul"),
-    # Free memory or a network; wake Python, which waits for an array such as the losses; change a layout for oneDNN.
+    # These free memory or a network, wake Python when it waits for an array, or change a layout for oneDNN.
     "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
 
 
 def phase(operator: str, adds: bool = False) -> str:
-    """The phase of an operator, or of a bulk of operators, with this name.
+    """The phase of an operator, or bulk of operators, by its name.
 
-    adds: whether the network itself adds arrays, operator by operator. Then additions count as forward or backward,
-    even if they sum gradients over devices. All copies count as allreduce, even copies of shards to devices, because on
-    CPU contexts they have the same name.
+    adds: whether the network itself adds arrays, operator by operator. Additions then count as forward or backward,
+    even if they sum gradients over devices. All copies count as allreduce, even copies of shards to devices, because
+    all copies have the same name on CPU contexts.
     """
     if "_backward_" in operator:
         return "backward"
@@ -73,11 +73,11 @@ def phase(operator: str, adds: bool = False) -> str:
 
 
 class Recorder:
-    """Profiles some steps of a training run. The training loop issues each step inside `with recorder.step():`.
+    """Profiles a few steps of a training run. The training loop issues each step inside `with recorder.step():`.
 
-    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before the first
-    recorded step and after the last one, which does not change the computed values. It writes the trace after the last
-    recorded step, and the picture, with the suffix .png, when it closes.
+    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before the first and
+    after the last recorded step, which does not change the computed values. It then writes the trace. When it closes,
+    it writes the picture, with the suffix .png.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Recorder:
         before: int = 0,
         steps: int = STEPS,
     ) -> None:
-        """file: path of the trace. about: title of the picture. total: number of steps of the whole run; before: how
-        many of them are done already.
+        """file: path of the trace. about: title of the picture. total: number of steps of the whole run. before: number
+        of steps that are already done.
 
         Raises UsageError if the file is invalid, if MXNet's profiler does not support a context, or if the run has too
         few steps.
@@ -104,7 +104,7 @@ class Recorder:
             raise UsageError(f"profile={file}: must be a file such as profile.json in an existing folder")
         if steps_per_epoch < self.needed:
             raise UsageError(
-                f"profile={file}: an epoch has {steps_per_epoch} steps, and recording needs {self.needed}; use smaller "
+                f"profile={file}: an epoch has {steps_per_epoch} steps, but recording needs {self.needed}; use smaller "
                 "batches or a larger limit"
             )
         earliest, latest = before + WARM_UP, total - self.needed
@@ -171,7 +171,7 @@ def _lanes(ctx: list[Context]) -> dict[int, str]:
     lanes = {c.device_id + (cores if c.device_type == "gpu" else 0): str(c) for c in ctx}
     if max(lanes) >= cores + gpus + HOST_LANES:
         raise UsageError(
-            f"cannot profile {lanes[max(lanes)]}: on {cores} cores MXNet's profiler supports contexts up to "
+            f"cannot profile {lanes[max(lanes)]}: on {cores} cores, MXNet's profiler supports contexts up to "
             f"cpu({cores + gpus + HOST_LANES - 1}); use fewer devices"
         )
     return lanes
@@ -180,12 +180,12 @@ def _lanes(ctx: list[Context]) -> dict[int, str]:
 def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, about: str = "") -> dict[str, Any]:
     """Convert a profile to a Chrome trace (dict). Each lane is a process, and an event's category is its phase.
 
-    raw: MXNet's traceEvents. lanes: {process: name of the context} of the training contexts. steps: the number
-    recorded, including one before and one after those shown. A step ends with its last update on any context.
+    raw: MXNet's traceEvents. lanes: {lane number: name} of the training contexts. steps: number of recorded steps,
+    including one before and one after the shown steps. A step ends with its last update on any context.
     Raises Error if the number of updates is not a multiple of steps.
     """
     marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]
-    spans = sorted(zip(marks[::2], marks[1::2]), key=lambda span: span[0]["ts"])  # each end follows its beginning
+    spans = sorted(zip(marks[::2], marks[1::2]), key=lambda span: span[0]["ts"])  # begin and end marks alternate
     updates = sorted(end["ts"] for begin, end in spans if begin["pid"] in lanes and begin["name"].endswith("_update"))
     if not updates or len(updates) % steps:
         raise Error(f"the profile is incomplete: {len(updates)} updates in {steps} steps")
@@ -216,7 +216,8 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
     """Seconds that each context spent in each phase during the recorded steps, as a JSON-serializable dict.
 
     {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
-    operators overlap on a context, only the earliest counts. trace: a `Recorder`'s, or the JSON that it wrote.
+    operators overlap on a context, the overlap counts for the earlier operator. trace: a `Recorder`'s trace, or the
+    content of its file.
     """
     steps = _steps(trace)
     window = steps[-1][1] - steps[0][0]
@@ -233,7 +234,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def lanes(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, in order, without overlaps."""
+    """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, in order and without overlaps."""
     steps = _steps(trace)
     found: dict[str, list[tuple[str, float, float]]] = {}
     for context, pid in trace["otherData"]["contexts"].items():
@@ -252,7 +253,7 @@ def _steps(trace: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 def draw(trace: dict[str, Any], file: BinaryIO | str | Path, note: str = ONE_BY_ONE) -> None:
-    """Draw a trace as a PNG image: all recorded steps at the top, and the end of one step, enlarged, below.
+    """Draw a trace as a PNG image, with all shown steps at the top and the end of one step enlarged at the bottom.
 
     file: an open binary file or a path. note: a line below the title.
     """

@@ -1,9 +1,9 @@
-"""Speed on CPU contexts, without changes to a network's code: `tune` returns a faster equivalent of a Gluon network.
+"""Faster training on CPU contexts without changes to a network's code: `tune` returns a faster equivalent network.
 
-Channels are padded to blocks of 16, because oneDNN's direct convolutions support no other sizes: LeNet's 20 and 50
-channels would go through matrix products at half the speed. The added channels are zeros, and are dropped before the
-dense layers. Batches are computed in pieces of 64, so that one layer's output is in the cache when the next layer reads
-it. Gradients are summed in the memory that CPU contexts share. docs/performance.md has the measurements.
+Channels are padded to multiples of 16, because oneDNN's direct convolutions support no other numbers; without padding,
+LeNet's 20 and 50 channels use matrix products, at half the speed. The added channels are zeros, and are dropped before
+the dense layers. Batches are computed in pieces of 64 examples, so that a layer's output is in the cache when the next
+layer reads it. Gradients are summed in the memory that CPU contexts share. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LAYERS = (
 
 
 def tune(net: gluon.Block, ctx: list[Context]) -> gluon.Block:
-    """Returns a faster network that computes the same as `net`, to rounding, with the same Parameter objects.
+    """Returns a faster network that computes the same values as `net`, up to rounding, with the same Parameter objects.
 
-    net: initialized and called once, so that its shapes are known. Returns net itself if there is nothing to gain: on
-    GPUs, on a processor without AVX-512, and for networks other than a Sequential of LAYERS.
+    net: an initialized network that was called once, so that its shapes are known. Returns `net` itself in a CUDA
+    build, on a processor without AVX-512, and for any network other than a Sequential of LAYERS.
     """
     on_cpus = all(c.device_type == "cpu" for c in ctx) and not mx.runtime.Features().is_enabled("CUDA")
     return tuned(net) if on_cpus and _avx512() and tunable(net) else net
@@ -56,9 +56,9 @@ def _is_plain(layer: nn.Conv2D) -> bool:
 
 
 def tuned(net: nn.HybridSequential) -> InPieces:
-    """The transformed network: see `tune`."""
+    """Transform a network, as `tune` describes."""
     fast = InPieces(prefix=f"{net.prefix}tuned_")
-    channels = padded = 0  # after the last convolution, without and with padding
+    channels = padded = 0  # numbers of channels after the last convolution, without and with padding
     for layer in net:
         if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
             fast.add(FirstChannels(channels))
@@ -81,8 +81,8 @@ def padded_channels(channels: int) -> int:
 
 
 class PaddedConv2D(HybridBlock):
-    """A convolution with the parameters of `layer`. It pads the weights with zeros, because its inputs have `inputs`
-    channels, padding included, and its outputs are padded too."""
+    """A convolution with the parameters of `layer`. It pads the weights with zeros for `inputs` input channels, which
+    include padding, and for padded output channels."""
 
     def __init__(self, layer: nn.Conv2D, inputs: int) -> None:
         super().__init__(prefix=layer.prefix, params=layer.params)
@@ -119,12 +119,12 @@ class FirstChannels(HybridBlock):
 class InPieces(nn.HybridSequential):
     """A HybridSequential that computes a batch in pieces of PIECE examples, within one graph.
 
-    No layer may look at other examples of the batch.
+    Every layer must treat each example independently of the rest of the batch.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.graphs: dict[int, Callable[[NDArray], NDArray]] = {}  # by number of pieces
+        self.graphs: dict[int, Callable[[NDArray], NDArray]] = {}  # {number of pieces: graph}
 
     def forward(self, x: NDArray) -> NDArray:
         count = -(-x.shape[0] // PIECE) if self._active and isinstance(x, nd.NDArray) else 1
@@ -150,7 +150,7 @@ class _Pieces(HybridBlock):
 
 
 def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
-    """The fastest key-value store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's own."""
+    """The fastest store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's "device" store."""
     on_cpus = all(c.device_type == "cpu" for c in ctx)
     return SharedMemoryStore() if len(ctx) > 1 and on_cpus else "device"
 
@@ -158,8 +158,8 @@ def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
 class SharedMemoryStore(kvstore.KVStoreBase):
     """Sums gradients on CPU contexts, where each context can read the arrays of all contexts.
 
-    On k contexts, this moves 3k - 1 times the size of an array; MXNet's KVStore moves 5k + 1 times that. The contexts
-    share the work: each one sums a part of the arrays.
+    On k contexts, this moves (3k - 1) times the size of an array, and MXNet's KVStore moves (5k + 1) times that size.
+    The contexts share the work: each context sums some of the arrays.
     """
 
     type, rank, num_workers = "shared_memory", 0, 1

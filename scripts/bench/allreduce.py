@@ -1,6 +1,6 @@
-"""`allreduce`: sum arrays over CPU contexts in several ways, and count the bytes that each way moves.
+"""`allreduce`: sums arrays over CPU contexts in several ways, and counts the bytes that each way moves.
 
-A worker, `python -m bench.allreduce JOB`, measures all ways in turn on one number of contexts.
+A worker, `python -m bench.allreduce JOB`, measures all ways, in turn, for one number of contexts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from mxnet.ndarray import NDArray
 
 CONTEXTS = (1, 2, 4, 8)
-SECONDS = 0.02  # in each round, each way sums for at least this long
+SECONDS = 0.02  # each way sums for at least this time in each round
 
-# {way: (bytes it reads and writes on k contexts, what it does)}. (a, b) means a * k + b times the array's bytes. A copy
-# moves 2 times the array, an addition 3 times, a sum of k arrays k + 1 times.
+# {way: (bytes it reads and writes on k contexts, what it does)}. (a, b) means a * k + b times the array's size. A copy
+# moves 2 times the size, an addition 3 times, and a sum of k arrays k + 1 times.
 WAYS = {
     "star": ((7, -7), "as in the notebook: copy each array to the first context and add it there; copy the sum back"),
     "tree": ((7, -7), "copy and add in pairs, then in pairs of pairs; copy the sum back in the reverse order"),
     "add_n": ((5, -3), "copy all arrays to the first context; compute one sum there; copy it back as in star"),
-    "slices": ((5, -1), "each context sums a slice, copied from all contexts, and copies it to all"),
+    "slices": ((5, -1), "each context sums one slice of all arrays, and copies the sum to all contexts"),
     "direct add_n": ((3, -1), "add_n without the copies before the sum; possible on CPU contexts only"),
     "direct slices": ((3, 1), "slices without the copies before the sums; possible on CPU contexts only"),
     "KVStore local": ((5, 1), "pushpull: copy all arrays to the host's store; compute one sum there; copy it to all"),
@@ -37,7 +37,7 @@ WAYS = {
 
 
 def tree(data: list[NDArray]) -> None:
-    """Sum arrays of one shape, one per device, in place: log2(k) rounds of pairs, then copies in the reverse order."""
+    """Sum arrays of one shape, one per device, in place, in log2(k) rounds of pairs, then copy in the reverse order."""
     distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -50,9 +50,9 @@ def tree(data: list[NDArray]) -> None:
 
 
 def add_n(data: list[NDArray], copy: bool = True) -> None:
-    """Sum arrays of one shape, one per device, in place: one sum on the first device.
+    """Sum arrays of one shape, one per device, in place, with a single operator on the first device.
 
-    copy: False reads the arrays in place. MXNet lets an operator of one CPU context read arrays of another one.
+    copy: if False, the operator reads the arrays in place, which MXNet allows between CPU contexts.
     """
     import mxnet as mx
 
@@ -74,22 +74,22 @@ def slices(data: list[NDArray], copy: bool = True) -> None:
     flat = [x.reshape(-1) for x in data]  # shares the memory
     start, parts, sums = 0, [], []
     for i, size in enumerate(devices.shard_sizes(flat[0].size, k)):
-        if not size:  # fewer elements than devices
+        if not size:  # there are fewer elements than devices
             break
         parts.append([x[start : start + size] for x in flat])
         start += size
         own_first = parts[i][i:] + parts[i][:i]  # MXNet computes on the context of the first array
         here = [x.as_in_context(data[i].context) for x in own_first] if copy else own_first
         sums.append(mx.nd.add_n(*here))
-    # The engine tracks whole arrays, so a sum written into data would wait for all readers of data. So the sums are new
-    # arrays. In this order, k devices write into k arrays at the same time.
+    # The sums are new arrays, because the engine tracks whole arrays: a sum written into data would wait for all
+    # readers of data. With this order of copies, k devices write into k arrays at the same time.
     for turn in range(k):
         for i, total in enumerate(sums):
             total.copyto(parts[i][(i + turn) % k])
 
 
 def pushpull(arrays: list[list[NDArray]], kind: str) -> Callable[[], None]:
-    """Create a function that sums with a KVStore, with the calls that gluon.Trainer makes."""
+    """Create a function that sums with a KVStore in the same way as gluon.Trainer."""
     import mxnet as mx
 
     store = mx.kv.create(kind)
@@ -127,13 +127,13 @@ def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
 
 
 def moved(way: str, contexts: int) -> int:
-    """The bytes that a way reads and writes on all contexts together, as a multiple of an array's bytes."""
+    """The bytes that a way reads and writes on all contexts together, as a multiple of an array's size."""
     a, b = WAYS[way][0]
     return a * contexts + b if contexts > 1 else 0
 
 
 def run(contexts: Sequence[int] = CONTEXTS, rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
-    """Measure all ways, with a separate process per number of contexts; returns what `table` shows.
+    """Measure all ways, with a separate process per number of contexts. Returns the input of `table`.
 
     models: networks whose gradients are summed, array by array and as one flat array.
     """
@@ -166,7 +166,7 @@ def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> 
     """Measure {way: ms of each round}, from the first call until every context holds the sums."""
     from mxnet import nd
 
-    arrays = [[nd.zeros(shape, c) for c in ctx] for shape in shapes]  # zeros, whose sums stay finite
+    arrays = [[nd.zeros(shape, c) for c in ctx] for shape in shapes]  # zeros, so that sums stay finite
     functions = ways(arrays)
     for sum_all in functions.values():  # warm up: the first sums allocate memory
         sum_all()
@@ -188,7 +188,7 @@ def table(result: dict) -> str:
     lines = [
         "Time to sum gradients over CPU contexts, array by array and as one flat array, from the first call until",
         f"every context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
-        "Bytes read and written on k contexts, as multiples of the array's bytes:",
+        "Bytes read and written on k contexts, as multiples of the array's size:",
         *(f"  {way:16}{a}k{b:+d}  {about}" for way, ((a, b), about) in WAYS.items()),
     ]
     for worker in result["workers"]:

@@ -1,4 +1,4 @@
-"""`async` and `copy`: gluon_mgpu.asynchrony measured in rounds, next to the seconds that the notebook prints.
+"""`async` and `copy`: measures gluon_mgpu.asynchrony in rounds. The tables can also show the notebook's times.
 
 A worker, `python -m bench.asynchrony JOB`, measures one round.
 """
@@ -17,7 +17,7 @@ from gluon_mgpu.training.recipes import ASYNCHRONOUS, PYTORCH
 NOTEBOOK = (4000, 50)  # (size, products); also the defaults on GPUs
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
-BASE = "one device, until they are done"  # all rows are compared with this one
+BASE = "one device, until they are done"  # all rows are compared with this row
 ROWS = {  # {what is timed: what its rate counts}; names as in recipes.ASYNCHRONOUS
     "async": {
         "one device, until the calls return": "",
@@ -29,7 +29,7 @@ ROWS = {  # {what is timed: what its rate counts}; names as in recipes.ASYNCHRON
         BASE: "products",
         "copies to the host, once all are done": "copies",
         "products, then copies": "",
-        "products and copies, each as soon as it can": "",
+        "products and copies, each as soon as possible": "",
         "products and copies, waiting for each copy": "",
     },
 }
@@ -43,13 +43,13 @@ def run(
     products: int | None = None,
     rounds: int = 5,
 ) -> dict:
-    """Measure "async", or "copy" on the first device; returns what `table` shows.
+    """Measure "async", or "copy" on the first device. Returns the input of `table`.
 
     gpus, device: see `devices.contexts`. size: matrices are (size, size), float32. products: number per device. None:
-    the notebook's values on GPUs, smaller ones on CPU contexts. CPU contexts get one OpenMP thread each.
+    the notebook's values on GPUs, smaller values on CPU contexts. CPU contexts get one OpenMP thread each.
     """
     arguments = {"what": what, "gpus": gpus, "device": device, "size": size, "products": products}
-    # nd.dot takes one temporary space per product; with too few, products wait for products of another device
+    # nd.dot takes one temporary space per product; with too few spaces, products wait for another device's products
     spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * (products or ON_CPU[1]))
     env = harness.environment({**harness.ONE_THREAD, "MXNET_CPU_TEMP_COPY": str(spaces)})
     job = Job("asynchrony", arguments, env, advice="use a smaller --size or fewer --products")
@@ -59,9 +59,9 @@ def run(
 
 
 def table(result: dict) -> str:
-    """Format the seconds, the rate, and the time relative to BASE of each row.
+    """Format each row's seconds, rate, and time relative to BASE.
 
-    If size and products are the notebook's, the notebook's seconds are shown too.
+    If size and products are as in the notebook, the table also shows the notebook's seconds.
     """
     n, count = result["size"], result["products"]
     base = result["rows"][BASE]
@@ -77,7 +77,7 @@ def table(result: dict) -> str:
     lines = [f"{_title(result)}, medians of {len(base)} rounds (min-max);", harness.machine_line(), _where(result)]
     if (n, count) == NOTEBOOK:
         cells[0].append("notebook's seconds")
-        lines.append(f"notebook: {PYTORCH}, on 4 GPUs of 2019")
+        lines.append(f"notebook: {PYTORCH}, on 4 GPUs from 2019")
     return "\n".join([*lines, *harness.table(cells)])
 
 

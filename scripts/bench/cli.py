@@ -45,7 +45,7 @@ def out(files: str) -> Any:
 
 
 def rounds(default: int, least: int = 3) -> Any:
-    return number("--rounds", "Number of times that each measurement is repeated.", default, least)
+    return number("--rounds", "Number of repetitions of each measurement.", default, least)
 
 
 def contexts(note: str) -> Any:
@@ -53,8 +53,8 @@ def contexts(note: str) -> Any:
 
 
 networks = ("lenet", "resnet18")
-model = choice("--model", networks, networks, "LeNet with batch size 256, ResNet-18 with 64.", multiple=True)
-steps = number("--steps", "Steps per run of LeNet; ResNet-18 runs a tenth of them.", 100, least=10)
+model = choice("--model", networks, networks, "lenet has batch size 256; resnet18 has 64.", multiple=True)
+steps = number("--steps", "Steps per run of LeNet; ResNet-18 runs a tenth of this number.", 100, least=10)
 size = common.option(
     "--size",
     type=click.IntRange(min=1, max=46340),
@@ -66,7 +66,7 @@ products = number("--products", "Number of products per device. Default: 50 on G
 
 
 def show(name: str, module: str, out: str | None, **options: Any) -> None:
-    """Run a measurement and print its table. With --out, write its result and, if it draws one, its picture."""
+    """Run a measurement and print its table. With --out, write its result and its picture, if any."""
     from bench import harness
 
     benchmark = import_module(f"bench.{module}")
@@ -89,7 +89,7 @@ def show(name: str, module: str, out: str | None, **options: Any) -> None:
 @rounds(3)
 @steps
 def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
-    """Measure time and memory of a step and of the notebook's code. Each runs in its own process, in turn."""
+    """Measure the time and memory of a training step and of the notebook's step. Each has its own process."""
     from bench import steps as benchmark
 
     for name in what:
@@ -134,7 +134,7 @@ def allreduce_command(out: str | None, **options: Any) -> None:
 @number("--steps", "Steps per run.", 100, least=10)
 @out("partition.json")
 def partition_command(out: str | None, **options: Any) -> None:
-    """Compare three ways to split LeNet over two devices. Shows their time, the bytes they move, and idle devices."""
+    """Compare three ways to split LeNet over two devices. Shows times, bytes moved and idle times."""
     show("partition", "partition", out, **options)
 
 
@@ -156,7 +156,7 @@ def scaling_command(out: str | None, **options: Any) -> None:
 @steps
 @out("distributed.json")
 def distributed_command(out: str | None, **options: Any) -> None:
-    """Compare 2 processes of 1 context with 1 process of 2. Uses Horovod and MXNet's parameter servers."""
+    """Compare 2 processes of 1 context each with 1 process of 2 contexts. Uses Horovod and MXNet's servers."""
     show("distributed", "distributed", out, **options)
 
 
@@ -164,7 +164,7 @@ def distributed_command(out: str | None, **options: Any) -> None:
 @click.argument("folder", type=common.FOLDER)
 @out("model.json and model.png")
 def model_command(out: str | None, **options: Any) -> None:
-    """Fit a cost model; predict step times on clusters. FOLDER has the result of `scaling --out`."""
+    """Fit a cost model, and predict step times on clusters. FOLDER contains the result of `scaling --out`."""
     show("model", "model", out, **options)
 
 
@@ -186,5 +186,5 @@ def timeline_command(out: str | None, **options: Any) -> None:
 @steps
 @out("peers.json and peers.png")
 def peers_command(out: str | None, **options: Any) -> None:
-    """Compare with PyTorch on the same network, data and batches. Measures one process, and distributed training."""
+    """Compare with PyTorch on the same network, data and batches. Measures training in one and in two processes."""
     show("peers", "peers", out, **options)

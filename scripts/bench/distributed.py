@@ -1,7 +1,7 @@
-"""`distributed`: compare 2 processes of 1 context each with 1 process of 2, with Horovod and MXNet's servers.
+"""`distributed`: compares 2 processes of 1 context each with 1 process of 2 contexts, for Horovod and MXNet's servers.
 
-A worker, `python -m bench.distributed JOB`, is one process of a run that `launch` or horovodrun started, or runs alone.
-Worker 0 prints the result. Nothing here imports mxnet or Horovod into the calling process.
+A worker, `python -m bench.distributed JOB`, is one process of a run that `launch` or horovodrun starts, or the only
+process. Worker 0 prints the result. Nothing here imports mxnet or Horovod into the calling process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ receives per step, as counted by the kernel. Without the exchange, the 2 process
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
-    """Train the models with each implementation in each setup, in turn; returns what `table` shows.
+    """Train the models with each implementation in each setup, in turn. Returns the input of `table`.
 
     steps: for LeNet. The result's "skipped" lists, one per line, the setups that cannot be measured here.
     """
@@ -66,7 +66,7 @@ def installed() -> tuple[tuple[str, ...], list[str]]:
 
 
 def job(kvstore: str, **arguments: Any) -> Job:
-    """Create a job: one process, or two workers, of which worker 0 prints the result."""
+    """Create a job: one process, or two workers. Worker 0 prints the result."""
     launcher = (sys.executable, "-m", *LAUNCHERS[kvstore]) if kvstore != "local" else ()
     env = harness.environment({"PYTHONUNBUFFERED": "1"})
     return Job("distributed", {"kvstore": kvstore, **arguments}, env, launcher)

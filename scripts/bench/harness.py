@@ -31,7 +31,7 @@ IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scrat
 BATCH_SIZE = {"lenet": 256, "resnet18": 64}
 WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
 STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # multiplies --steps; ResNet-18 computes about 80 times as much per step
-LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes; ResNet-18's is 0.1 for a batch of 256
+LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes, where ResNet-18 has 0.1 for a batch of 256
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that change the engine
@@ -51,7 +51,7 @@ Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
 def environment(
     settings: Mapping[str, str] | Iterable[tuple[str, str]] = (), without: tuple[str, ...] = SETTINGS
 ) -> dict[str, str]:
-    """The environment of a worker: the user's, without variables that begin with `without`, plus these settings."""
+    """A worker's environment: the user's environment, except variables that begin with `without`, plus `settings`."""
     users = engine.users_environment()
     kept = {name: value for name, value in users.items() if not name.startswith(without)}
     path = os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")]))
@@ -59,7 +59,7 @@ def environment(
 
 
 class Job(NamedTuple):
-    """What one worker measures: `python -m bench.MODULE ARGUMENTS`."""
+    """One measurement, which a worker runs: `python -m bench.MODULE ARGUMENTS`."""
 
     module: str
     arguments: Mapping[str, Any]
@@ -91,7 +91,7 @@ def main(work: Callable[..., dict[str, Any]]) -> None:
 
 
 def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
-    """Run jobs, each of which returns {what: value}. Returns {subject: {what: [value per round]}}.
+    """Run jobs that return {what: value}. Returns {subject: {what: [value per round]}}.
 
     Each round runs every job once, so that results of a round can be compared even if the machine's speed changes.
     """
@@ -111,7 +111,7 @@ def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
 
 
 def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
-    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet, batch 256."""
+    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet with batch 256."""
     steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
     warm_up = WARM_UP_STEPS[model]
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
@@ -146,7 +146,7 @@ def replicas(impl: str, model: str, contexts: int, *args: Any, **options: Any) -
 
 
 def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarray, part: Any = None) -> float:
-    """Train on MXNet as the training loop does; returns the mean of the losses that this process computed.
+    """Train with MXNet as the training loop does. Returns the mean of the losses that this process computed.
 
     size: examples per step. order: indices of the examples. part: see `batches.batches`.
     """
@@ -156,12 +156,12 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
 
     data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
     loss = batches.mean(step(X, y) for X, y in data_iter)
-    nd.waitall()  # for the last update
+    nd.waitall()  # waits for the last update
     return loss
 
 
 def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dict[str, Any]:
-    """Record the trace of some training steps on synthetic data; see `timeline.Recorder`."""
+    """Record the trace of a few training steps on synthetic data; see `timeline.Recorder`."""
     total = timeline.WARM_UP + steps + timeline.AROUND
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
@@ -263,8 +263,8 @@ def peak_mb() -> float:
 def write(
     out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None] | None = None
 ) -> None:
-    """Write the result and the machine's facts to NAME.json in `out`, a trace to NAME.trace.json, and, if the
-    measurement draws one, its picture to NAME.png."""
+    """Write the result and the machine's facts to NAME.json in `out`, its trace, if any, to NAME.trace.json, and the
+    picture, if `draw` is given, to NAME.png."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

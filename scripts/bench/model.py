@@ -1,7 +1,7 @@
 """`model`: a cost model of a data-parallel step, fitted to the result of `scaling` on this machine.
 
-It is fitted on fewer than CHECKED contexts and checked on the rest. Then it predicts step times on clusters,
-which were not measured: every such number is called predicted. Does not import mxnet.
+It is fitted to measurements on fewer than CHECKED contexts, and checked against the rest. Then it predicts step times
+on clusters, which were not measured: every such number is called predicted. This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
 #   messages * latency + share * bytes of the gradient / bandwidth
 # with these (messages, share) for k devices:
 CLUSTER = {
-    # one device receives all gradients, then sends the sum to each
+    # one device receives all gradients, then sends the sum to each device
     "star": lambda k: (2 * (k - 1), 2 * (k - 1)),
     # pairs, then pairs of pairs: log2(k) rounds, rounded up, each way (Thakur et al. 2005)
     "tree": lambda k: (2 * (k - 1).bit_length(), 2 * (k - 1).bit_length()),
-    # k - 1 rounds of reduce-scatter and k - 1 of all-gather, each with 1/k of the bytes (Patarasuk, Yuan 2009)
+    # k - 1 rounds of reduce-scatter and k - 1 rounds of all-gather, each with 1/k of the bytes (Patarasuk, Yuan 2009)
     "ring": lambda k: (2 * (k - 1), 2 * (k - 1) / k),
     # parameter servers, one per device, each with 1/k of the bytes: push, request, pull (Li et al. 2014)
     "PS": lambda k: (3 * (k - 1), 2 * (k - 1) / k),
 }
 
-# Assumed, not measured.
+# These values are assumed, not measured.
 LINKS = {  # (seconds per message, bytes/s each way)
     "1 Gbit/s, 50 us": (50e-6, 1e9 / 8),
     "10 Gbit/s, 20 us": (20e-6, 10e9 / 8),
     "100 Gbit/s, 2 us": (2e-6, 100e9 / 8),
 }
-SPEEDS = {1: "as fast as one core here", 100: "100 times as fast"}  # speed of a device; 100 is about a GPU
+SPEEDS = {1: "as fast as one core here", 100: "100 times as fast"}  # speed of a device; 100 is roughly a GPU
 DEVICES = tuple(2**i for i in range(13))  # 1 to 4096
-SHOWN = (8, 64, 512, 4096)  # in the table
+SHOWN = (8, 64, 512, 4096)  # numbers of devices in the table
 
 
 def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandwidth: float) -> float:
-    """Predicted seconds until each device of a cluster holds the sum of all gradients.
+    """Predict the seconds until each device of a cluster has the sum of all gradients.
 
     way: a key of CLUSTER. size: bytes of the gradient. latency: seconds per message. bandwidth: bytes/s each way.
     """
@@ -62,7 +62,7 @@ def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandw
 
 
 def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
-    """The factors of the three terms of a step's time, which are in milliseconds.
+    """Compute the factors of the three terms of a step's time. The terms are in milliseconds.
 
     1. The time that each context adds to a step for any batch size: calls, its update, its part of the sum. 2. The time
     of an example on a core if no other core works. 3. The time that each additional working core adds to term 2.
@@ -72,7 +72,7 @@ def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
 
 
 def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Find x >= 0 for which rows @ x is closest to `times`, by least squares of rows @ x / times - 1.
+    """Find x >= 0 that minimizes the sum of squares of rows @ x / times - 1.
 
     The errors are relative because times vary by factors of thousands. rows: (points, terms), times: (points,).
     """
@@ -87,7 +87,8 @@ def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def run(folder: str | Path) -> dict[str, Any]:
-    """Fit to scaling.json in a folder; returns what `table` and `draw` show. Raises UsageError if it is incomplete."""
+    """Fit to a folder's scaling.json. Returns the input of `table` and `draw`. Raises UsageError if it is
+    incomplete."""
     path = Path(folder) / "scaling.json"
     measure = f"run `bench.py scaling --out {folder}`, with all models and all contexts"
     try:

@@ -1,4 +1,4 @@
-"""`partition`: compare three ways to split LeNet over devices: time, bytes moved, and idle devices.
+"""`partition`: compares three ways to split LeNet over devices: time, bytes moved, and idle time.
 
 A worker, `python -m bench.partition JOB`, trains on synthetic data.
 """
@@ -36,12 +36,12 @@ WAYS = {  # {name: arguments of `work`}
 
 
 def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
-    """Measure the named entries of WAYS in turn; returns what `table` shows. steps: timed steps per run.
+    """Measure the named entries of WAYS in turn. Returns the input of `table`. steps: number of timed steps per run.
 
     For each way, the result has "step_ms" and "idle" (each device's idle share) per round, and the bytes from
-    `bytes_moved`. "idle" is measured in additional steps, with the engine's profiler.
+    `bytes_moved`. "idle" comes from additional steps with the engine's profiler.
     """
-    env = harness.environment(harness.ONE_THREAD)  # even for one context, which could use more
+    env = harness.environment(harness.ONE_THREAD)  # even for one context, which could use more threads
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
     ways = []
     for name, run in harness.measure(jobs, rounds).items():
@@ -51,17 +51,17 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
 
 
 def bytes_moved(way: str, devices: int, n: int) -> tuple[int, int]:
-    """The bytes that a step on n examples copies between devices, and from the host to devices (unless they are CPUs).
+    """The bytes that a step on n examples copies between devices, and from the host to devices other than CPUs.
 
     Values are float32. tests/test_partition.py counts the copies.
     """
     labels, images, others = n, n * PIXELS, devices - 1
-    if way == "data parallelism":  # each other device sends its gradients to the first one and receives the sums
+    if way == "data parallelism":  # the others send gradients to the first device and receive the sums
         return 4 * 2 * others * PARAMETERS, 4 * (images + labels)
     if way == "network partitioning":  # activations at each cut, and their gradients back
         return 4 * 2 * n * sum(ACTIVATIONS[:others]), 4 * (images + labels)
-    # Each device sends its channels to every other device and receives a gradient of them from each. Scores are sent
-    # only to the first device, which computes 10 / devices of them itself.
+    # Each device sends its channels to every other device and receives their gradient from each. Scores are sent only
+    # to the first device, which itself computes 10 / devices of the scores.
     scores = 10 - -(-10 // devices)
     return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores), 4 * (devices * images + labels)
 

@@ -1,7 +1,7 @@
-"""`peers`: compare with PyTorch on the same network, data, batches, arithmetic and cores, in turn.
+"""`peers`: compares with PyTorch on the same network, data, batches, arithmetic and cores, in turn.
 
-Workers of `steps` train our networks and run the notebook's code; workers of `torch_peers` train PyTorch's networks.
-Nothing here imports mxnet or torch into the calling process.
+Workers of `steps` train this project's networks and run the notebook's code; workers of `torch_peers` train PyTorch's
+networks. Nothing here imports mxnet or torch into the calling process.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ A step includes making the float32 batch from uint8 images in a shuffled order, 
 update, and reading the losses. It excludes startup, compiling and the first steps; for the notebook's code, which waits
 for every step and reads no loss, it also excludes making the batches. DDP is DistributedDataParallel over gloo with
 gradient_as_bucket_view, static_graph and the default buckets. peak MB: for DDP, the sum over both processes, which
-counts shared pages twice. loss: the mean over the steps, which is the same for all."""
+counts shared pages twice. loss: the mean over the steps, which is the same in all rows."""
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) -> dict:
-    """Measure all subjects of the models in turn; returns what `table` and `draw` show.
+    """Measure all subjects of the models in turn. Returns the input of `table` and `draw`.
 
-    steps: for LeNet, in each round. Raises Error if PyTorch or a compiler for it is missing, or if a worker fails.
+    steps: number of LeNet's steps per round. Raises Error if PyTorch or a compiler for it is missing, or if a worker
+    fails.
     """
     _check_torch()
     with tempfile.TemporaryDirectory() as compiled:
@@ -56,7 +57,7 @@ def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
     for name, processes in TORCH.items():
         for variant, options in VARIANTS.items():
             arguments = {"model": model, "steps": steps, **processes, **options}
-            folder = Path(compiled, f"{model}-{processes['processes']}")  # torch.compile cannot handle spaces in it
+            folder = Path(compiled, f"{model}-{processes['processes']}")  # torch.compile cannot handle spaces in paths
             env = _torch_environment(processes["threads"], folder)
             found[name + variant] = Job("torch_peers", arguments, env, seconds=900)
     two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]

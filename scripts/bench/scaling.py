@@ -1,6 +1,6 @@
-"""`scaling`: strong and weak scaling of a training step over CPU contexts, with one OpenMP thread each.
+"""`scaling`: measures strong and weak scaling of a training step over CPU contexts, with one OpenMP thread each.
 
-Each point is measured by a worker of `steps`.
+A worker of `steps` measures each point.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ def run(
     rounds: int = 3,
     steps: int = 100,
 ) -> dict:
-    """Train the models on each number of contexts in turn; returns what `table` and `draw` show.
+    """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
     Strong scaling: all contexts together share the batch; weak scaling: each context has a whole batch. contexts: 1 is
-    always measured, as the basis of comparison. batch_size: None: BATCH_SIZE. steps: per run of LeNet with batch
-    size 256.
+    always measured, for comparison. batch_size: default: BATCH_SIZE. steps: per run of LeNet with batch size 256.
     """
     subjects = {
         (impl, name, kind, k): subject(impl, name, kind, k, batch_size or BATCH_SIZE[name])
@@ -52,7 +51,7 @@ def subject(impl: str, model: str, kind: str, k: int, batch_size: int) -> Subjec
 
 
 def efficiencies(one: dict, many: dict, cores: int) -> list[float]:
-    """Per round, the examples/s of many contexts relative to one context, divided by the cores that they can use."""
+    """For each round, examples/s on many contexts relative to one context, divided by the number of cores in use."""
     grown = many["batch_size"] / one["batch_size"]
     return [grown * ratio / min(many["contexts"], cores) for ratio in harness.ratios(one, many)]
 

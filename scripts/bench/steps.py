@@ -1,4 +1,4 @@
-"""`steps`: speed and memory of the training step and of the notebook's code, in turn, in separate processes.
+"""`steps`: measures speed and memory of the training step and of the notebook's code, in turn, in separate processes.
 
 A worker, `python -m bench.steps JOB`, works on synthetic data. docs/performance.md and docs/engine.md have the results.
 """
@@ -30,11 +30,11 @@ GLIBC = (
 
 
 class Subject(NamedTuple):
-    """One thing to measure: an implementation on a number of contexts, perhaps with changed settings."""
+    """An implementation to measure on a number of contexts, with or without changed settings."""
 
     impl: str  # "scratch", "highlevel", or "notebook" for the notebook's own code
     contexts: int
-    note: str = ""  # what differs
+    note: str = ""  # describes the changed settings
     settings: tuple[tuple[str, str], ...] = ()  # environment variables
     model: str = "lenet"
     batch_size: int | None = None  # None: the model's in BATCH_SIZE
@@ -73,7 +73,7 @@ def _engine(impl: str) -> tuple[Subject, ...]:
 
 
 NOTEBOOK = (Subject("notebook", 2), Subject("notebook", 1))
-SUBJECTS = {  # in groups; subjects are compared with the first one of their group
+SUBJECTS = {  # {name: groups}; subjects are compared with the first subject of their group
     "step": [(*NOTEBOOK, *_scaled(Subject("scratch", 1)), *_scaled(Subject("highlevel", 1)))],
     "resnet18": [_scaled(Subject("highlevel", 1, model="resnet18"))],
     "engine": [_engine("scratch"), (*_engine("highlevel"), Subject("highlevel", 2, "not tuned", tune=False))],
@@ -100,7 +100,7 @@ def speeds(what: str, rounds: int = 3, steps: int = 100) -> str:
 
 def profile(steps: int = 50) -> str:
     """Measure the milliseconds per step of each operator with the engine's profiler. Returns a table."""
-    settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # operators one by one, not in bulk
+    settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # run operators one by one
     impls = ("notebook", "scratch", "highlevel")
     jobs = {impl: Subject(impl, 1, settings=settings).job("profile", steps) for impl in impls}
     times = {impl: harness.start(impl, job) for impl, job in jobs.items()}
@@ -130,7 +130,7 @@ def trainer(subject: Subject) -> Train:
 
 
 def _notebook(subject: Subject) -> Train:
-    """Create a function that trains with the notebook's own code. It times only the inner loop, not making batches."""
+    """Create a function that trains with the notebook's own code. The time excludes making batches."""
     engine.use_stock_settings()
     import mxnet as mx
 

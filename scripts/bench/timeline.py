@@ -1,4 +1,4 @@
-"""`timeline`: record what each context does during a few training steps, with the engine's profiler.
+"""`timeline`: records what each context does during a few training steps, with the engine's profiler.
 
 The worker, `python -m bench.timeline JOB`, trains on synthetic data.
 """
@@ -25,21 +25,21 @@ def run(
     batch_size: int | None = None,
     steps: int = timeline.STEPS,
 ) -> dict:
-    """Record `steps` training steps on CPU contexts; returns `timeline.summary` and the trace.
+    """Record `steps` training steps on CPU contexts. Returns `timeline.summary` and the trace.
 
     batch_size: over all contexts; None: as in `bench.py steps`. "unrecorded_step_ms" is the mean time of steps without
     the profiler. Raises UsageError if the arguments are invalid.
     """
     size = batch_size or BATCH_SIZE.get(model, BATCH_SIZE["lenet"])
     if size < contexts:
-        raise UsageError(f"batch_size={size}: smaller than the number of contexts, {contexts}")
+        raise UsageError(f"batch_size={size}: must be at least {contexts}, the number of contexts")
     arguments = {"impl": impl, "model": model, "contexts": contexts, "batch_size": size, "steps": steps}
     measured = harness.start("timeline", Job("timeline", arguments, advice="use fewer steps or a smaller batch"))
     return {**arguments, **measured, **timeline.summary(measured["trace"])}
 
 
 def table(result: dict) -> str:
-    """Format, for each context, the milliseconds per step in each phase, and its idle share."""
+    """Format each context's milliseconds per step in each phase, and its idle share."""
     steps, columns = len(result["step_ms"]), (*timeline.PHASES, "idle")
     rows = [[f"ms/step, mean of {steps} recorded", *columns, "idle share"]]
     for context, seconds in result["contexts"].items():

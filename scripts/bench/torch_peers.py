@@ -1,4 +1,4 @@
-"""PyTorch's side of `peers`: the same networks, and a worker that trains one. Only this module imports torch.
+"""The PyTorch part of `peers`: the same networks, and a worker that trains one of them. Only this module imports torch.
 
 A worker, `python -m bench.torch_peers JOB`, starts the processes of DistributedDataParallel itself. It never imports
 mxnet, which would load a second OpenMP runtime.
@@ -134,7 +134,7 @@ def process(rank: int, folder: str, steps: int, subject: dict[str, Any]) -> None
 
 
 def work(steps: int, **subject: Any) -> dict[str, Any]:
-    """Measure in all processes of a subject. Combines results: longest times, mean loss, sum of memory."""
+    """Measure in all processes of a subject. Combines the results: longest time, mean loss, sum of memory."""
     ranks = range(subject["processes"])
     with tempfile.TemporaryDirectory() as folder:
         if len(ranks) == 1:

@@ -161,7 +161,7 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
         (UsageError("out=a=b: omit two_words=1"), 2, "error: --out a=b: omit --other 1"),
         (UsageError("fast=True: needs out=FOLDER"), 2, "error: --fast: needs --out FOLDER"),
         (UsageError("runs/out=1 has no fast=True"), 2, "error: runs/out=1 has no fast=True"),
-        (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows where)"),
+        (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (Interrupted("interrupted after 1 epoch"), 130, "interrupted after 1 epoch"),
     ],

@@ -1,4 +1,4 @@
-"""Python imports this at startup in a program that `gluon-mgpu run` starts and in its Python child processes."""
+"""Python imports this file at startup in programs that `gluon-mgpu run` starts, and in their Python child processes."""
 
 import sys
 from importlib.machinery import PathFinder
@@ -14,7 +14,7 @@ try:
 finally:
     try:
         from gluon_mgpu.legacy import prepare
-    except ModuleNotFoundError:  # a different Python, started by the program
+    except ModuleNotFoundError:  # the program started a different Python
         pass
     else:
         prepare.prepare()
