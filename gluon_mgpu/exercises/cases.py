@@ -1,0 +1,106 @@
+"""What the checks share: the learner's function, the mistake that a check raises, comparison, and a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+from mxnet.ndarray import NDArray
+
+Numbers = list[np.ndarray]  # one array per device
+
+
+class Answer:
+    """The learner's function. Remembers what it returned last."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.returned: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        self.returned = self.function(*args)
+        return self.returned
+
+
+class Mistake(Exception):
+    """name: a section of mistakes.ini explains it. case: what was computed, with numbers."""
+
+    def __init__(self, name: str, case: str) -> None:
+        super().__init__(f"{name}: {case}")
+        self.name, self.case = name, case
+
+
+def contexts(k: int) -> list[Context]:
+    return [mx.cpu(i) for i in range(k)]
+
+
+def values(arrays: Sequence[Any]) -> Numbers:
+    """Arrays, or lists of arrays, as one flat NumPy array each."""
+    return [np.concatenate([a.asnumpy().ravel() for a in (x if isinstance(x, list) else [x])]) for x in arrays]
+
+
+def same(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
+    return len(found) == len(right) and all(
+        f.shape == r.shape and np.allclose(f, r, rtol=1e-4, atol=1e-6) for f, r in zip(found, right)
+    )
+
+
+def shown(arrays: Sequence[np.ndarray]) -> str:
+    return ", ".join(np.array2string(a, precision=4, suppress_small=True, max_line_width=200) for a in arrays)
+
+
+def compare(case: str, found: Numbers, right: Numbers, mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]]) -> None:
+    """Raise the Mistake that explains what was found, unless it is right.
+
+    found, right: one array per device. mistakes: {name: results of this mistake}, in the order in which to compare.
+    """
+    if same(found, right):
+        return
+    names = [name for name, results in mistakes.items() if any(same(found, result) for result in results)]
+    raise Mistake([*names, "wrong-result"][0], f"{case}\nexpected  {shown(right)}\nfound     {shown(found)}")
+
+
+class Copy(NamedTuple):
+    source: Context
+    target: Context
+    size: int
+
+
+class Wait(NamedTuple):
+    context: Context | None  # None: all devices
+
+
+@contextmanager
+def recording(on_wait: Callable[[Context | None], object] = lambda context: None) -> Iterator[list[Any]]:
+    """Record copies between devices and calls that wait, in order. on_wait: called before each wait."""
+    events: list[Any] = []
+    copyto, asnumpy, wait_to_read = NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read
+    library = mx.base._LIB  # whose function mx.nd.waitall calls, under whatever name it was imported
+    wait_all = library.MXNDArrayWaitAll
+
+    def copied(array: NDArray, other: NDArray | Context) -> NDArray:
+        target = other if isinstance(other, Context) else other.context
+        if target != array.context:
+            events.append(Copy(array.context, target, array.size))
+        return copyto(array, other)
+
+    def waited(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*array: NDArray) -> Any:
+            context = array[0].context if array else None
+            events.append(Wait(context))
+            on_wait(context)
+            return function(*array)
+
+        return wait
+
+    NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copied, waited(asnumpy), waited(wait_to_read)
+    library.MXNDArrayWaitAll = waited(wait_all)
+    try:
+        yield events
+    finally:
+        NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copyto, asnumpy, wait_to_read
+        library.MXNDArrayWaitAll = wait_all
