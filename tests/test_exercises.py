@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mxnet as mx
 import pytest
 from wrong_answers import RIGHT, WRONG
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises import check
+from gluon_mgpu.exercises import check, report
 
 PROGRAM = [sys.executable, "-m", "gluon_mgpu", "exercise"]
 PLANTED = [(name, mistake, code) for name, found in WRONG.items() for mistake, codes in found.items() for code in codes]
@@ -20,7 +21,7 @@ CORRECT = [(name, code) for name in exercises.NAMES for code in ["", *RIGHT.get(
 def diagnosed(name, code):
     """The name of the mistake, or None, in code that follows our solution. Its report must be possible."""
     mistake = check.check(name, f"{exercises.solution(name)}\n{code}", "answer.py")
-    check.report("answer.py", name, mistake)
+    report.report("answer.py", name, mistake)
     return mistake and mistake.name
 
 
@@ -41,7 +42,7 @@ def test_what_start_writes_is_an_unfinished_answer(name):
 
 def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     texts = configparser.ConfigParser(interpolation=None)
-    texts.read(Path(check.__file__).with_name("mistakes.ini"))
+    texts.read(Path(report.__file__).with_name("mistakes.ini"))
     own = {name: set(texts._sections[name]) for name in texts.sections()}
     assert list(own) == list(exercises.NAMES)
     for name, mistakes in own.items():
@@ -53,14 +54,14 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
 def test_an_unknown_mistake_and_a_failed_operator_are_reported():
     assert diagnosed("rate", "def learning_rate(*args): return 1e-3") == "wrong-result"
     code = """
-def allreduce(data):
-    import mxnet as mx
+def split_and_load(data, ctx):
+    from mxnet import nd
 
-    class Fails(mx.operator.CustomOp):
-        def forward(self, *args):
-            raise ValueError
+    return [nd.take(data, nd.array([99]), mode="raise") for _ in ctx]
 """
-    assert diagnosed("allreduce", code)
+    assert diagnosed("split", code) == "failed-operator"
+    with pytest.raises(mx.MXNetError):  # the error of the other shard; MXNet would raise it at exit
+        mx.nd.waitall()
 
 
 def run(*words, folder):
@@ -89,7 +90,7 @@ def test_start_edit_check_and_correct(tmp_path):
 def test_an_answer_that_hangs_is_ended_with_one_clear_line(tmp_path, capfd):
     file = tmp_path / "rate.py"
     file.write_text(exercises.skeleton("rate").replace("    raise", "    while True: pass\n    raise"))
-    assert not check.run(str(file), seconds=5)
+    assert not report.check_file(str(file), seconds=5)
     out = capfd.readouterr().out
     assert "Mistake: time-limit" in out and "5 seconds" in out
 

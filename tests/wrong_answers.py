@@ -146,6 +146,14 @@ WRONG = {
                     data[0].copyto(array)
             """
         ),
+        "through-host": answers(
+            """
+            def allreduce(data):
+                total = sum(array.asnumpy() for array in data)
+                for array in data:
+                    array[:] = total
+            """
+        ),
         "no-copy": answers(
             """
             def allreduce(data):

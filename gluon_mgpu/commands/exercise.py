@@ -8,6 +8,7 @@ import click
 
 from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
+from gluon_mgpu.exercises import report
 from gluon_mgpu.runtime.errors import UsageError
 
 
@@ -65,10 +66,7 @@ def start(context: click.Context, name: str, out: str | None) -> None:
 def check(context: click.Context, file: str, solution: bool) -> None:
     """Run FILE, an answer to an exercise, on hidden cases. Names the first mistake that they show, with its reason. The
     exit status is 0 if the answer is correct, and 1 if it is not."""
-    name = exercises.name_of(file)  # before MXNet is imported
-    from gluon_mgpu.exercises import check as checker
-
-    correct = checker.run(file)
+    name, correct = exercises.name_of(file), report.check_file(file)
     following = exercises.NAMES[exercises.NAMES.index(name) + 1 :]
     if correct and following:
         text = f"next: `gluon-mgpu exercise start {following[0]}`"

@@ -1,4 +1,4 @@
-"""What the checks share: the learner's function, the mistake that a check raises, comparison, and a recorder."""
+"""What the checks share: the learner's function, comparison with known mistakes, and a recorder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 from mxnet.ndarray import NDArray
+
+from gluon_mgpu.exercises.report import Mistake
 
 Numbers = list[np.ndarray]  # one array per device
 
@@ -24,14 +26,6 @@ class Answer:
     def __call__(self, *args: Any) -> Any:
         self.returned = self.function(*args)
         return self.returned
-
-
-class Mistake(Exception):
-    """name: a section of mistakes.ini explains it. case: what was computed, with numbers."""
-
-    def __init__(self, name: str, case: str) -> None:
-        super().__init__(f"{name}: {case}")
-        self.name, self.case = name, case
 
 
 def contexts(k: int) -> list[Context]:
@@ -50,7 +44,7 @@ def same(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
 
 
 def shown(arrays: Sequence[np.ndarray]) -> str:
-    return ", ".join(np.array2string(a, precision=4, suppress_small=True, max_line_width=200) for a in arrays)
+    return "  ".join(f"[{' '.join(f'{number:.4g}' for number in array.ravel())}]" for array in arrays)
 
 
 def compare(case: str, found: Numbers, right: Numbers, mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]]) -> None:

@@ -1,8 +1,7 @@
-"""Runs the hidden cases of an exercise on a learner's file: `run` in a new process, with a time limit."""
+"""Runs the hidden cases of an exercise on a learner's code, in this process. `report` starts it for a file."""
 
 from __future__ import annotations
 
-import configparser
 import importlib
 import os
 import sys
@@ -14,16 +13,12 @@ from types import ModuleType
 import mxnet as mx
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises.cases import Answer, Mistake
-from gluon_mgpu.runtime import subprocesses
-
-SECONDS = 60  # time limit; a check takes 2 seconds, and longer on a busy machine
-WRONG = 3  # exit status of the new process if it found a mistake
-WIDTH = 100
+from gluon_mgpu.exercises.cases import Answer
+from gluon_mgpu.exercises.report import WIDTH, WRONG, Mistake, report
 
 
 def check(name: str, code: str, path: str) -> Mistake | None:
-    """The first mistake in a learner's code, or None if it is correct. Runs the code in this process."""
+    """The first mistake in a learner's code, or None if it is correct."""
     module, wanted, answer = ModuleType(name), exercises.answer_of(name).name, None
     cases = importlib.import_module(f"gluon_mgpu.exercises.checks.{exercises.PAGES[name].replace('-', '_')}")
     mx.random.seed(0)
@@ -48,38 +43,13 @@ def failure(error: BaseException, path: str, wanted: str, answer: Answer | None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
-    what = f"{type(error).__name__}: {str(error).strip()}".splitlines()[-1]
+    what = traceback.format_exception_only(type(error), error)[-1].strip()
     if lines:
         return Mistake("error", f"line {lines[-1]}: {what}")
     if isinstance(error, mx.MXNetError) or answer is None:
         return Mistake("failed-operator", what)
     returned = textwrap.shorten(repr(answer.returned), WIDTH)
     return Mistake("wrong-type", f"{wanted} returned {returned}, which the check cannot use ({what})")
-
-
-def report(path: str, name: str, mistake: Mistake | None) -> str:
-    """The result of a check for the learner. path, name: the file and its exercise."""
-    if mistake is None:
-        return f"{path}: correct"
-    texts = configparser.ConfigParser(interpolation=None)
-    texts.read(Path(__file__).with_name("mistakes.ini"))
-    why = textwrap.fill(texts[name][mistake.name], WIDTH)
-    return f"{path}: not correct yet. Mistake: {mistake.name}\n{textwrap.indent(mistake.case, '  ')}\n{why}"
-
-
-def run(path: str, seconds: float = SECONDS) -> bool:
-    """Check a file in a new process and print the result. Returns whether it is correct.
-
-    What the file prints is passed on. Raises UsageError as `exercises.name_of` does, Error if the process crashes.
-    """
-    name = exercises.name_of(path)
-    command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path]
-    finished = subprocesses.run(command, seconds=seconds, on_line=lambda line: print(line, end="", flush=True))
-    if finished.status is None:
-        print(report(path, name, Mistake("time-limit", f"no result after {seconds:g} seconds")))
-    elif finished.status != WRONG:
-        subprocesses.check(path, finished)
-    return finished.status == 0
 
 
 def main(path: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.exercises.cases import Answer, Copy, Mistake, compare, contexts, recording, values
+from gluon_mgpu.exercises.cases import Answer, Copy, compare, contexts, recording, values
+from gluon_mgpu.exercises.report import Mistake
 
 EARLIER, QUEUE = 100, 1  # seconds that device 0 is busy at the start; seconds that queueing takes
 

@@ -10,19 +10,8 @@ import numpy as np
 from mxnet import nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.exercises.cases import (
-    Answer,
-    Copy,
-    Mistake,
-    Numbers,
-    Wait,
-    compare,
-    contexts,
-    recording,
-    same,
-    shown,
-    values,
-)
+from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, recording, same, shown, values
+from gluon_mgpu.exercises.report import Mistake
 
 
 def split(answer: Answer) -> None:
@@ -42,24 +31,28 @@ def split(answer: Answer) -> None:
             raise Mistake("unbalanced", case)
 
 
-def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Copy]]:
-    """Sum vectors of n numbers on k devices. Returns the case, the numbers before and after, and the copies."""
+def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any]]:
+    """Sum vectors of n numbers on k devices. Returns the case, the numbers before and after, and what was recorded."""
     before = list(np.random.RandomState(k).randint(1, 100, (k, n)).astype(float))
     arrays = [nd.array(x, ctx=c) for x, c in zip(before, contexts(k))]
     with recording() as events:
         answer(list(arrays))
     case = f"{k} device{'s'[: k > 1]} with {shown(before)}"
-    return case, before, values(arrays), [event for event in events if isinstance(event, Copy)]
+    return case, before, values(arrays), events
 
 
-def _check_copies(case: str, copies: list[Copy], k: int) -> None:
-    if len(copies) < 2 * (k - 1):
-        raise Mistake("no-copy", f"{case}: {len(copies)} copies between devices; {2 * (k - 1)} are needed")
+def _copies(case: str, events: list[Any], k: int) -> list[Copy]:
+    """The copies between devices, of which there must be enough for a sum over k devices."""
+    copies, needed = [event for event in events if isinstance(event, Copy)], 2 * (k - 1)
+    if len(copies) < needed:
+        name = "through-host" if any(isinstance(event, Wait) for event in events) else "no-copy"
+        raise Mistake(name, f"{case}; copies between devices: {len(copies)}, and at least {needed} are needed")
+    return copies
 
 
 def allreduce(answer: Answer) -> None:
     for k in (2, 3, 4, 1):
-        case, before, found, copies = _reduce(answer, k, 2)
+        case, before, found, events = _reduce(answer, k, 2)
         total, repeated = sum(before), list(before)
         for i in range(k):  # each device adds all arrays, of which some are sums already
             repeated[i] = sum(repeated)
@@ -71,12 +64,12 @@ def allreduce(answer: Answer) -> None:
             "mean": [[total / k] * k],
         }
         compare(case, found, [total] * k, mistakes)
-        _check_copies(case, copies, k)
+        _copies(case, events, k)
 
 
 def tree(answer: Answer) -> None:
     for k in (2, 4, 16, 1, 3, 5, 6, 7):
-        case, before, found, copies = _reduce(answer, k, 1)
+        case, before, found, events = _reduce(answer, k, 1)
         right = [sum(before)] * k
         mistakes = {
             "powers-of-2": [found] if k in (3, 5, 6, 7) else [],
@@ -84,9 +77,8 @@ def tree(answer: Answer) -> None:
             "no-broadcast": [[right[0], *found[1:]]],
         }
         compare(case, found, right, mistakes)
-        _check_copies(case, copies, k)
-        busy: Counter[Any] = Counter()  # the round in which a device has its last copy, if it has one per round
-        for copy in copies:
+        busy: Counter[Any] = Counter()  # the round of a device's last copy, if it takes part in one copy per round
+        for copy in _copies(case, events, k):
             busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
         rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))
         if k == 16 and rounds > most:
@@ -95,7 +87,7 @@ def tree(answer: Answer) -> None:
 
 def ring(answer: Answer) -> None:
     for k, n in ((2, 4), (4, 8), (3, 6), (3, 7), (4, 11)):
-        case, before, found, copies = _reduce(answer, k, n)
+        case, before, found, events = _reduce(answer, k, n)
         total, cut = sum(before), n - n % k
         holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # how many devices have the sum, per number
         mistakes = {
@@ -104,9 +96,8 @@ def ring(answer: Answer) -> None:
             "no-gather": [found] if (holders == 1).all() else [],
         }
         compare(case, found, [total] * k, mistakes)
-        _check_copies(case, copies, k)
         received: Counter[Any] = Counter()
-        for copy in copies:
+        for copy in _copies(case, events, k):
             received[copy.target] += copy.size
             if (copy.target.device_id - copy.source.device_id) % k not in (1, k - 1):
                 raise Mistake("not-a-ring", f"{k} devices: {copy.source} sends to {copy.target}")
@@ -192,7 +183,7 @@ def predict(answer: Answer) -> None:
             raise Mistake("idle-devices", case)
         if sum(map(len, shards)) > n:
             raise Mistake("whole-batch", case)
-        found, right = values([classes]), [scores.argmax(axis=1)]
+        found, right = values([classes]), [scores.argmax(axis=1).astype(float)]
         mistakes = {
             "no-argmax": [found] if classes.ndim > 1 else [],
             "drops-examples": [found] if len(found[0]) < n else [],

@@ -7,7 +7,8 @@ import numpy as np
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from gluon_mgpu.exercises.cases import Answer, Mistake, Numbers, compare, contexts, shown, values
+from gluon_mgpu.exercises.cases import Answer, Numbers, compare, contexts, shown, values
+from gluon_mgpu.exercises.report import Mistake
 
 K = 3
 
@@ -31,7 +32,7 @@ def replicas(answer: Answer) -> None:
         "one-sided": [np.minimum(before, limit), np.maximum(before, -limit)],
         "weights-only": [[np.append(right[:2], before[0][2])] * K],
     }
-    case = f"limit {limit}, {K} devices, each with a weight of 2 numbers and a bias: {shown(before[:1])}"
+    case = f"limit {limit}, {K} devices, each with a weight (2 numbers) and a bias (1 number): {shown(before[:1])}"
     compare(case, _numbers(net), [right] * K, mistakes)
 
 
@@ -42,7 +43,7 @@ def stats(answer: Answer) -> None:
     random = np.random.RandomState(0)
     for parameter in net.collect_params(running).values():
         for replica in parameter.list_data():
-            replica[:] = random.randint(1, 100)
+            replica[:] = K * random.randint(1, 30)
     before = _numbers(net, running)  # mean and variance of the first layer, then of the second
     answer(net)
     mean = sum(before) / K
@@ -54,7 +55,7 @@ def stats(answer: Answer) -> None:
         "means-only": [[np.where([True, False, True, False], mean, x) for x in before]],
         "one-layer": [[np.where([True, True, False, False], mean, x) for x in before]],
     }
-    case = f"{K} devices with mean and variance of 2 layers: {shown(before)}"
+    case = f"{K} devices with mean, variance, mean, variance of 2 layers: {shown(before)}"
     compare(case, _numbers(net, running), [mean] * K, mistakes)
 
 
