@@ -19,7 +19,7 @@ WRONG = {
                 return [data[i * m : (i + 1) * m].as_in_context(c) for i, c in enumerate(ctx)]
             """
         ),
-        "repeats-examples": answers(
+        "wrong-result": answers(
             """
             def split_and_load(data, ctx):  # the last shard is filled up, so that all shards have the same size
                 n, k = len(data), len(ctx)
@@ -291,20 +291,6 @@ WRONG = {
                 return [net(X.as_in_context(c)).argmax(axis=1) for c in ctx][0]
             """
         ),
-        "no-argmax": answers(
-            """
-            def predict(X, net, ctx):
-                return nd.concat(*[net(x).as_in_context(ctx[0]) for x in split_and_load(X, ctx)], dim=0)
-            """
-        ),
-        "drops-examples": answers(
-            """
-            def predict(X, net, ctx):
-                m = len(X) // len(ctx)
-                shards = [X[i * m : (i + 1) * m].as_in_context(c) for i, c in enumerate(ctx)]
-                return nd.concat(*[net(x).argmax(axis=1).as_in_context(ctx[0]) for x in shards], dim=0)
-            """
-        ),
         "wrong-order": answers(
             """
             def predict(X, net, ctx):
@@ -538,21 +524,6 @@ WRONG = {
                         nd.clip(gradient, -limit, limit, out=gradient)
             """,
         ),
-        "one-sided": answers(
-            """
-            def clip(net, limit):
-                for parameter in net.collect_params().values():
-                    for replica in parameter.list_data():
-                        replica[:] = nd.minimum(replica, limit)
-            """
-        ),
-        "weights-only": answers(
-            """
-            def clip(net, limit):
-                for replica in net.weight.list_data():
-                    nd.clip(replica, -limit, limit, out=replica)
-            """
-        ),
     },
     "stats": {
         "not-in-place": answers(
@@ -592,14 +563,6 @@ WRONG = {
             """
             def average_running_stats(net):
                 for parameter in net.collect_params(".*running_mean").values():
-                    replicas = parameter.list_data()
-                    parameter.set_data(sum(r.as_in_context(replicas[0].context) for r in replicas) / len(replicas))
-            """
-        ),
-        "one-layer": answers(
-            """
-            def average_running_stats(net):
-                for parameter in (net[0].running_mean, net[0].running_var):
                     replicas = parameter.list_data()
                     parameter.set_data(sum(r.as_in_context(replicas[0].context) for r in replicas) / len(replicas))
             """
@@ -785,12 +748,6 @@ WRONG = {
                 return lr
             """
         ),
-        "inverse": answers(
-            """
-            def learning_rate(lr, batch_size, new_batch_size):
-                return lr * batch_size / new_batch_size
-            """
-        ),
         "square-root": answers(
             """
             def learning_rate(lr, batch_size, new_batch_size):
@@ -801,50 +758,6 @@ WRONG = {
             """
             def learning_rate(lr, batch_size, new_batch_size):
                 return lr * (new_batch_size / batch_size) ** 2
-            """
-        ),
-    },
-    "warmup": {
-        "unscaled": answers(
-            """
-            def learning_rate(step, lr, devices, warmup_steps):
-                return lr
-            """
-        ),
-        "no-warmup": answers(
-            """
-            def learning_rate(step, lr, devices, warmup_steps):
-                return lr * devices
-            """
-        ),
-        "from-zero": answers(
-            """
-            def learning_rate(step, lr, devices, warmup_steps):
-                return lr * devices * min(1, step / warmup_steps)
-            """
-        ),
-        "keeps-growing": answers(
-            """
-            def learning_rate(step, lr, devices, warmup_steps):
-                return lr + lr * (devices - 1) * step / warmup_steps
-            """
-        ),
-        "falls-back": answers(
-            """
-            def learning_rate(step, lr, devices, warmup_steps):
-                return lr * (1 + (devices - 1) * step / warmup_steps) if step < warmup_steps else lr
-            """
-        ),
-        "one-step-early": answers(
-            """
-            def learning_rate(step, lr, devices, warmup_steps):
-                return lr * (1 + (devices - 1) * min(1, step / (warmup_steps - 1)))
-            """
-        ),
-        "error": answers(
-            """
-            def learning_rate(step, lr, devices, warmup_steps):
-                return lr * (1 + (devices - 1) * min(1, step / warmup_steps))
             """
         ),
     },
@@ -999,13 +912,6 @@ RIGHT = {
             for copy in copies:
                 copy.wait_to_read()
             return copies
-        """
-    ),
-    "warmup": answers(
-        """
-        def learning_rate(step, lr, devices, warmup_steps):
-            progress = min(step / warmup_steps, 1) if warmup_steps else 1
-            return (1 - progress) * lr + progress * lr * devices
         """
     ),
 }

@@ -21,28 +21,25 @@ from gluon_mgpu.runtime.errors import UsageError
     """,
 )
 def exercise() -> None:
-    """Exercises on data parallelism: start one, write the function that its file asks for, and check it."""
+    """Exercises that check themselves. Start one, complete the function in its file, and check it."""
 
 
 @exercise.command("list", cls=common.Command, examples="gluon-mgpu exercise list")
 def list_() -> None:
-    """List the exercises, in order, and the page of the lessons that each belongs to."""
+    """List the exercises, with the lesson page of each."""
     for number, (name, page) in enumerate(exercises.PAGES.items(), 1):
         click.echo(f"{number:2}  {name:12}{exercises.title(name):58}docs/{page}.md")
 
 
 @exercise.command(
     cls=common.Command,
-    examples="""
-        gluon-mgpu exercise start allreduce
-        gluon-mgpu exercise start allreduce --out answers/allreduce.py
-    """,
+    examples="gluon-mgpu exercise start allreduce --out answers/allreduce.py",
 )
 @click.argument("name", type=click.Choice(exercises.NAMES), metavar="NAME")
 @common.option("--out", type=common.FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
 @click.pass_context
 def start(context: click.Context, name: str, out: str | None) -> None:
-    """Write a file with the task of exercise NAME and a function to complete. An existing file is left unchanged."""
+    """Start an exercise. Writes a file with its task and a function to complete. An existing file is left unchanged."""
     from gluon_mgpu.training import checkpoint  # imports NumPy
 
     path = out or f"{name}.py"
@@ -55,17 +52,14 @@ def start(context: click.Context, name: str, out: str | None) -> None:
 
 @exercise.command(
     cls=common.Command,
-    examples="""
-        gluon-mgpu exercise check allreduce.py
-        gluon-mgpu exercise check allreduce.py --solution
-    """,
+    examples="gluon-mgpu exercise check allreduce.py --solution",
 )
 @click.argument("file", type=common.FILE)
-@click.option("--solution", is_flag=True, help="Then show our solution.")
+@click.option("--solution", is_flag=True, help="Also show our solution.")
 @click.pass_context
 def check(context: click.Context, file: str, solution: bool) -> None:
-    """Run FILE, an answer to an exercise, on hidden cases. Names the first mistake that they show, with its reason. The
-    exit status is 0 if the answer is correct, and 1 if it is not."""
+    """Check an answer. Runs FILE on hidden cases, in a new process. If a case fails, names the mistake and explains it.
+    The exit status is 0 if the answer is correct, and 1 if it is not."""
     name, correct = exercises.name_of(file), report.check_file(file)
     following = exercises.NAMES[exercises.NAMES.index(name) + 1 :]
     if correct and following:

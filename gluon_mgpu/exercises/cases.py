@@ -1,4 +1,4 @@
-"""What the checks share: the learner's function, comparison with known mistakes, and a recorder."""
+"""What the checks share: comparison with known mistakes, and a recorder of copies and waits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,8 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises.report import Mistake
 
+Answer = Callable[..., Any]  # the learner's function
 Numbers = list[np.ndarray]  # one array per device
-
-
-class Answer:
-    """The learner's function. Remembers what it returned last."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.returned: Any = None
-
-    def __call__(self, *args: Any) -> Any:
-        self.returned = self.function(*args)
-        return self.returned
 
 
 def contexts(k: int) -> list[Context]:

@@ -36,7 +36,7 @@ def timing(answer: Answer) -> None:
         with recording(devices.on_wait):
             found = float(answer(devices.work, devices.clock))
         right = QUEUE + max(seconds)
-        mistakes = {
+        mistakes: dict[float, str] = {
             QUEUE: "times-queue",
             EARLIER + seconds[0]: "earlier-work",
             QUEUE + min(seconds): "waits-for-one",

@@ -9,13 +9,12 @@ a step of the whole batch:
 `forward_backward` does forward and backward for one part. Parts may differ in size.
 """
 
-from mxnet import Context, autograd
-from mxnet.ndarray import NDArray
+from mxnet import autograd
 
 from gluon_mgpu.scratch import allreduce, sgd, split_and_load
 
 
-def forward_backward(X: NDArray, y: NDArray, device_params: list[list[NDArray]], ctx: list[Context]) -> None:
+def forward_backward(X, y, device_params, ctx):
     """Add the gradients of a part to the gradients on each device: X (n, 2), y (n,)."""
     with autograd.record():
         shards = zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
@@ -24,10 +23,8 @@ def forward_backward(X: NDArray, y: NDArray, device_params: list[list[NDArray]],
         shard_loss.backward()
 
 
-def train_batch(
-    parts: list[tuple[NDArray, NDArray]], device_params: list[list[NDArray]], ctx: list[Context], lr: float
-) -> None:
-    """One step on a batch in parts: X (n, 2), y (n,) each. It leaves the parameters equal on all devices."""
+def train_batch(parts, device_params, ctx, lr):
+    """One step on a batch. parts: a list of pairs X (n, 2), y (n,). device_params: a list of parameters per device."""
     for params in device_params:
         for p in params:
             p.grad[:] = 0

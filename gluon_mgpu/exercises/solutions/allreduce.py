@@ -5,11 +5,9 @@ parameters. So write into them, and return nothing. Copy an array to a device (c
 there: CPU contexts share one memory and accept any array, but GPUs do not.
 """
 
-from mxnet.ndarray import NDArray
 
-
-def allreduce(data: list[NDArray]) -> None:
-    """Sum arrays of one shape, one per device, in place."""
+def allreduce(data):
+    """Sum arrays in place. data: a list of arrays of one shape, one per device."""
     total = data[0]
     for array in data[1:]:
         total[:] += array.as_in_context(total.context)

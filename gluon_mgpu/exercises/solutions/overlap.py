@@ -4,16 +4,13 @@ A GPU can copy one result to the host and compute the next one at the same time,
 Write a loop that never makes the device wait for a copy.
 """
 
-from collections.abc import Callable
-
-from mxnet import Context, nd
-from mxnet.ndarray import NDArray
+from mxnet import nd
 
 
-def run_and_copy(parts: list[NDArray], compute: Callable[[NDArray], NDArray], host: Context) -> list[NDArray]:
-    """Compute each part on its device. Returns the results, copied to host one by one. All copies are then complete.
+def run_and_copy(parts, compute, host):
+    """Compute all parts on their device. Returns the results, each copied to the context host, when they are there.
 
-    compute: queues the work for one part. Returns the result, on the part's device.
+    parts: a list of arrays. compute: a function that queues the work for one part, and returns its result.
     """
     results = [compute(part).copyto(host) for part in parts]
     nd.waitall()

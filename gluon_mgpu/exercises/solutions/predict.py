@@ -4,18 +4,15 @@ This is an exercise of the notebook: use several devices for prediction too. No 
 there is nothing to sum, and all devices can work at the same time. The batch may not divide evenly.
 """
 
-from collections.abc import Callable
-
-from mxnet import Context, nd
-from mxnet.ndarray import NDArray
+from mxnet import nd
 
 from gluon_mgpu.scratch import split_and_load
 
 
-def predict(X: NDArray, net: Callable[[NDArray], NDArray], ctx: list[Context]) -> NDArray:
+def predict(X, net, ctx):
     """Classify a batch X (n, ...). Returns the class of each example (n,), on ctx[0], in the order of X.
 
-    net: computes scores (m, classes) for m examples, on the device that they are on.
+    net: a function that computes the scores (m, classes) of m examples, on their device.
     """
     scores = [net(shard) for shard in split_and_load(X, ctx)]
     classes = [shard.argmax(axis=1).as_in_context(ctx[0]) for shard in scores]

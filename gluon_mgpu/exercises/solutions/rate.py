@@ -7,6 +7,6 @@ trains a small network with it.
 """
 
 
-def learning_rate(lr: float, batch_size: int, new_batch_size: int) -> float:
+def learning_rate(lr, batch_size, new_batch_size):
     """The learning rate for new_batch_size, if lr is good for batch_size."""
     return lr * new_batch_size / batch_size

@@ -5,10 +5,10 @@ the replicas equal, because every device makes the same update. Any other change
 Write one: limit the size of all parameters. (Some kinds of generative networks do this after each step.)
 """
 
-from mxnet import gluon, nd
+from mxnet import nd
 
 
-def clip(net: gluon.Block, limit: float) -> None:
+def clip(net, limit):
     """Set numbers above limit to limit, and numbers below -limit to -limit, in all parameters on all devices."""
     for parameter in net.collect_params().values():
         for replica in parameter.list_data():

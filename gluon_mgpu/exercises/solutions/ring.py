@@ -6,14 +6,12 @@ on one device. In k - 1 more steps, the complete chunks go around the ring and r
 receives only 2 (k - 1) chunks, however many devices there are.
 """
 
-from mxnet.ndarray import NDArray
 
-
-def ring_allreduce(data: list[NDArray]) -> None:
-    """Sum vectors of n numbers, one per device, in place. n is at least k, and need not be a multiple of k."""
+def ring_allreduce(data):
+    """Sum vectors in place. data: a list of k vectors of n numbers, one per device; n is at least k."""
     k, n = len(data), len(data[0])
 
-    def chunk(device: int, index: int) -> NDArray:
+    def chunk(device, index):
         index %= k
         return data[device % k][n * index // k : n * (index + 1) // k]
 

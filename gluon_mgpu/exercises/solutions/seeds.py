@@ -1,20 +1,19 @@
 """Exercise seeds: draw the right random numbers on every device.
 
-Two kinds of random numbers: initial weights must be equal on all devices, or the replicas are different networks.
-Dropout masks must differ, or the devices drop the same positions and the batch has fewer independent masks. Both must
-be the same again if the program runs again with the same seed.
+Initial weights must be equal on all devices, or the replicas are different networks. Dropout masks must differ between
+devices: otherwise the examples of different shards share masks, which adds noise. Both must be the same again if the
+program runs again with the same seed.
 """
 
 import mxnet as mx
-from mxnet import Context, nd
-from mxnet.ndarray import NDArray
+from mxnet import nd
 
 
-def prepare(ctx: list[Context], seed: int) -> tuple[list[NDArray], list[NDArray]]:
-    """Draw from a seed. Returns (weights, masks), with one array per device of ctx in each of the two lists.
+def prepare(ctx, seed):
+    """Draw from a seed. Returns two lists, weights and masks, with one array per device of ctx in each.
 
-    A weight is (4, 3), drawn from the standard normal distribution. A mask is (100,), each element 0 or 1 with equal
-    probability.
+    A weight has shape (4, 3), and is drawn from the standard normal distribution. A mask has shape (100,): each element
+    is 0 or 1 with equal probability.
     """
     mx.random.seed(seed)  # all devices, which then draw different numbers
     weight = nd.random.normal(shape=(4, 3))

@@ -5,12 +5,9 @@ any batch with at least one example per device. Each example goes to exactly one
 one example, because a step takes as long as its largest shard.
 """
 
-from mxnet import Context
-from mxnet.ndarray import NDArray
 
-
-def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
-    """Split a batch (n, ...) along its first axis. Returns one shard per device of ctx, on that device."""
+def split_and_load(data, ctx):
+    """Split a batch (n, ...) along its first axis. Returns a list of shards: shard i is on ctx[i]."""
     n, k = len(data), len(ctx)
     bounds = [n * i // k for i in range(k + 1)]
     return [data[start:end].as_in_context(c) for start, end, c in zip(bounds, bounds[1:], ctx)]

@@ -5,10 +5,10 @@ each device updates its own from its own shards, and no allreduce sums them. So 
 predictions depend on the device. Write a function that makes them equal again: every device gets their average.
 """
 
-from mxnet import gluon, nd
+from mxnet import nd
 
 
-def average_running_stats(net: gluon.Block) -> None:
+def average_running_stats(net):
     """Set each running_mean and running_var, on every device, to its mean over the devices."""
     for parameter in net.collect_params(".*running_(mean|var)").values():
         replicas = parameter.list_data()

@@ -5,11 +5,9 @@ their arrays at the same time: 0 += 1 and 2 += 3, then 0 += 2. The sum then goes
 of rounds grows with log2(k). Write an allreduce that does this for any number of devices, not only for powers of 2.
 """
 
-from mxnet.ndarray import NDArray
 
-
-def tree_allreduce(data: list[NDArray]) -> None:
-    """Sum arrays of one shape, one per device, in place. Copy each array to the device that adds it."""
+def tree_allreduce(data):
+    """Sum arrays in place. data: a list of arrays of one shape, one per device."""
     pairs, distance = [], 1
     while distance < len(data):
         pairs += [(i, i + distance) for i in range(0, len(data) - distance, 2 * distance)]
