@@ -298,6 +298,12 @@ WRONG = {
                 return nd.concat(*[net(x).argmax(axis=1).as_in_context(ctx[0]) for x in shards], dim=0)
             """
         ),
+        "no-copy": answers(
+            """
+            def predict(X, net, ctx):
+                return nd.concat(*[net(x).argmax(axis=1) for x in split_and_load(X, ctx)], dim=0)
+            """
+        ),
         "takes-turns": answers(
             """
             def predict(X, net, ctx):
@@ -541,6 +547,13 @@ WRONG = {
                 for parameter in net.collect_params(".*running.*").values():
                     replicas = parameter.list_data()
                     replicas[0][:] = sum(r.as_in_context(replicas[0].context) for r in replicas) / len(replicas)
+            """
+        ),
+        "no-copy": answers(
+            """
+            def average_running_stats(net):
+                for parameter in net.collect_params(".*running.*").values():
+                    parameter.set_data(sum(parameter.list_data()) / len(parameter.list_data()))
             """
         ),
         "first-device": answers(

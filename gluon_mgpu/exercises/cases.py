@@ -87,3 +87,12 @@ def recording(on_wait: Callable[[Context | None], object] = lambda context: None
     finally:
         NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copyto, asnumpy, wait_to_read
         library.MXNDArrayWaitAll = wait_all
+
+
+def copies(case: str, events: list[Any], needed: int) -> list[Copy]:
+    """The copies between devices. Raises Mistake if there are fewer than needed."""
+    found = [event for event in events if isinstance(event, Copy)]
+    if len(found) < needed:
+        name = "through-host" if any(isinstance(event, Wait) for event in events) else "no-copy"
+        raise Mistake(name, f"{case}; copies between devices: {len(found)}, and at least {needed} are needed")
+    return found

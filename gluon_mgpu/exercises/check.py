@@ -47,7 +47,7 @@ def failure(error: BaseException, path: str, wanted: str, returned: list[Any]) -
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
-    what = traceback.format_exception_only(type(error), error)[-1].strip()
+    what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[-1]
     if lines:
         return Mistake("error", f"line {lines[-1]}: {what}")
     if isinstance(error, mx.MXNetError):

@@ -10,7 +10,19 @@ import numpy as np
 from mxnet import nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, recording, same, shown, values
+from gluon_mgpu.exercises.cases import (
+    Answer,
+    Copy,
+    Numbers,
+    Wait,
+    compare,
+    contexts,
+    copies,
+    recording,
+    same,
+    shown,
+    values,
+)
 from gluon_mgpu.exercises.report import Mistake
 
 
@@ -42,15 +54,6 @@ def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list
     return case, before, values(arrays), events
 
 
-def _copies(case: str, events: list[Any], k: int) -> list[Copy]:
-    """The copies between devices, of which there must be enough for a sum over k devices."""
-    copies, needed = [event for event in events if isinstance(event, Copy)], 2 * (k - 1)
-    if len(copies) < needed:
-        name = "through-host" if any(isinstance(event, Wait) for event in events) else "no-copy"
-        raise Mistake(name, f"{case}; copies between devices: {len(copies)}, and at least {needed} are needed")
-    return copies
-
-
 def allreduce(answer: Answer) -> None:
     for k in (2, 3, 4, 1):
         case, before, found, events = _reduce(answer, k, 2)
@@ -65,7 +68,7 @@ def allreduce(answer: Answer) -> None:
             "mean": [[total / k] * k],
         }
         compare(case, found, [total] * k, mistakes)
-        _copies(case, events, k)
+        copies(case, events, 2 * (k - 1))
 
 
 def tree(answer: Answer) -> None:
@@ -79,7 +82,7 @@ def tree(answer: Answer) -> None:
         }
         compare(case, found, right, mistakes)
         busy: Counter[Any] = Counter()  # the round of a device's last copy, if it takes part in one copy per round
-        for copy in _copies(case, events, k):
+        for copy in copies(case, events, 2 * (k - 1)):
             busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
         rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))
         if k == 16 and rounds > most:
@@ -98,7 +101,7 @@ def ring(answer: Answer) -> None:
         }
         compare(case, found, [total] * k, mistakes)
         received: Counter[Any] = Counter()
-        for copy in _copies(case, events, k):
+        for copy in copies(case, events, 2 * (k - 1)):
             received[copy.target] += copy.size
             if (copy.target.device_id - copy.source.device_id) % k not in (1, k - 1):
                 raise Mistake("not-a-ring", f"{k} devices: {copy.source} sends to {copy.target}")
@@ -188,3 +191,5 @@ def predict(answer: Answer) -> None:
         compare(case, found, right, {"wrong-order": [found] if Counter(found[0]) == Counter(right[0]) else []})
         if any(isinstance(event, Wait) for event in events[calls[0] : calls[-1]]):
             raise Mistake("takes-turns", case)
+        if sum(isinstance(event, (Copy, Wait)) for event in events) < 2 * (k - 1):  # shards there, classes back
+            raise Mistake("no-copy", case)

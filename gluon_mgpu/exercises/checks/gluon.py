@@ -7,7 +7,7 @@ import numpy as np
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from gluon_mgpu.exercises.cases import Answer, Numbers, compare, contexts, shown, values
+from gluon_mgpu.exercises.cases import Answer, Numbers, compare, contexts, copies, recording, shown, values
 from gluon_mgpu.exercises.report import Mistake
 
 K = 3
@@ -40,7 +40,8 @@ def stats(answer: Answer) -> None:
         for replica in parameter.list_data():
             replica[:] = K * random.randint(1, 30)
     before = _numbers(net, running)  # mean and variance of the first layer, then of the second
-    answer(net)
+    with recording() as events:
+        answer(net)
     mean = np.mean(before, axis=0)
     mistakes = {
         "not-in-place": [before],
@@ -51,6 +52,7 @@ def stats(answer: Answer) -> None:
     }
     case = f"{K} devices with mean, variance, mean, variance of 2 layers: {shown(before)}"
     compare(case, _numbers(net, running), [mean] * K, mistakes)
+    copies(case, events, len(mean) * 2 * (K - 1))
 
 
 def seeds(answer: Answer) -> None:
