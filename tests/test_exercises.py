@@ -11,7 +11,7 @@ import pytest
 from wrong_answers import RIGHT, WRONG
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises import check, report
+from gluon_mgpu.exercises import check
 
 PROGRAM = [sys.executable, "-m", "gluon_mgpu", "exercise"]
 PLANTED = [(name, mistake, code) for name, found in WRONG.items() for mistake, codes in found.items() for code in codes]
@@ -21,7 +21,7 @@ CORRECT = [(name, code) for name in exercises.NAMES for code in ["", *RIGHT.get(
 def diagnosed(name, code):
     """The name of the mistake, or None, in code that follows our solution. Its report must be possible."""
     mistake = check.check(name, f"{exercises.solution(name)}\n{code}", "answer.py")
-    report.report("answer.py", name, mistake)
+    check.report("answer.py", name, mistake)
     return mistake and mistake.name
 
 
@@ -42,7 +42,7 @@ def test_what_start_writes_is_an_unfinished_answer(name):
 
 def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     texts = configparser.ConfigParser(interpolation=None)
-    texts.read(Path(report.__file__).with_name("mistakes.ini"))
+    texts.read(Path(check.__file__).with_name("mistakes.ini"))
     own = {name: set(texts._sections[name]) for name in texts.sections()}
     assert list(own) == list(exercises.NAMES)
     for name, mistakes in own.items():
@@ -89,7 +89,7 @@ def test_start_edit_check_and_correct(tmp_path):
 def test_an_answer_that_hangs_is_ended_with_one_clear_line(tmp_path, capfd):
     file = tmp_path / "rate.py"
     file.write_text(exercises.skeleton("rate").replace("    raise", "    while True: pass\n    raise"))
-    assert not report.check_file(str(file), seconds=5)
+    assert not check.run(str(file), seconds=5)
     out = capfd.readouterr().out
     assert "Mistake: time-limit" in out and "5 seconds" in out
 
@@ -130,4 +130,4 @@ def test_the_page_shows_what_start_and_check_print():
     assert written == exercises.skeleton("allreduce") and len(attempts) == len(printed) == 2
     for code, text in zip(attempts, printed):
         mistake = check.check("allreduce", code, "allreduce.py")
-        assert report.report("allreduce.py", "allreduce", mistake) + "\n" == text
+        assert check.report("allreduce.py", "allreduce", mistake) + "\n" == text

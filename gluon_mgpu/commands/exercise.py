@@ -8,7 +8,7 @@ import click
 
 from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
-from gluon_mgpu.exercises import report
+from gluon_mgpu.exercises import check as checker
 from gluon_mgpu.runtime.errors import UsageError
 
 
@@ -60,7 +60,7 @@ def start(context: click.Context, name: str, out: str | None) -> None:
 def check(context: click.Context, file: str, solution: bool) -> None:
     """Check an answer. Runs FILE on hidden cases, in a new process. If a case fails, names the mistake and explains it.
     The exit status is 0 if the answer is correct, and 1 if it is not."""
-    name, correct = exercises.name_of(file), report.check_file(file)
+    name, correct = exercises.name_of(file), checker.run(file)
     following = exercises.NAMES[exercises.NAMES.index(name) + 1 :]
     if correct and following:
         text = f"next: `gluon-mgpu exercise start {following[0]}`"

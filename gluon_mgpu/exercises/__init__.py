@@ -1,4 +1,4 @@
-"""Self-checking exercises. `solutions` has each task with our answer, `checks` its hidden cases; `check` runs them.
+"""Exercises that check themselves. `solutions` has each task with our answer, `checks` its hidden cases.
 
 A learner's file begins with the exercise's docstring, which names it. A check calls the last function of the solution,
 by name, in the learner's file. It recognizes known mistakes by what they compute, not by reading the code.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gluon_mgpu.runtime.errors import UsageError
 
-# {lesson page, and module of `checks`: its exercises}, in the order of the course
+# {lesson page: its exercises}, in the order of the course
 LESSONS = {
     "from-scratch": ("split", "allreduce", "step", "predict", "accumulate", "tree", "ring"),
     "gluon": ("replicas", "stats", "seeds"),
@@ -21,6 +21,14 @@ LESSONS = {
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)
+
+
+class Mistake(Exception):
+    """A mistake in an answer. name: its entry in mistakes.ini. case: what was computed, with numbers."""
+
+    def __init__(self, name: str, case: str) -> None:
+        super().__init__(f"{name}: {case}")
+        self.name, self.case = name, case
 
 
 def solution(name: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from mxnet import Context
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.exercises.report import Mistake
+from gluon_mgpu.exercises import Mistake
 
 Answer = Callable[..., Any]  # the learner's function
 Numbers = list[np.ndarray]  # one array per device

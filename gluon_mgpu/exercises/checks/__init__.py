@@ -1,1 +1,0 @@
-"""The hidden cases: one module per lesson page, with one function per exercise, named like it."""
