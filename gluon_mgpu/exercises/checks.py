@@ -310,14 +310,14 @@ def overlap(answer: Answer) -> None:
         results = answer(parts, compute, host)
     done = [event if event == "compute" else "copy" if isinstance(event, Copy) else "wait" for event in events]
     case = f"{len(parts)} parts; what the function did: {', '.join(done) or 'nothing'}"
-    waits, last = "wait" in done, len(done) - 1 - done[::-1].index("wait") if "wait" in done else -1
-    if "compute" in done[done.index("wait") if waits else len(done) :]:
+    first_wait = done.index("wait") if "wait" in done else len(done)
+    if "compute" in done[first_wait:]:
         raise Mistake("waits-in-loop", case)
-    if "copy" in done[done.index("wait") if waits else len(done) :]:
+    if "copy" in done[first_wait:]:
         raise Mistake("waits-before-copies", case)
     if done.count("copy") < len(parts) or {result.context for result in results} != {host}:
         raise Mistake("copies-missing", case)
-    if not waits or "copy" in done[last:]:
+    if first_wait == len(done):
         raise Mistake("returns-early", case)
     compare(case, values(results), values([part * 10 for part in parts]), {})
 
