@@ -203,6 +203,19 @@ WRONG = {
                     sgd(params, lr, 1)
             """,
         ),
+        "mean-of-means": answers(
+            """
+            def train_batch(X, y, device_params, ctx, lr):
+                shards = zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
+                with autograd.record():
+                    losses = [loss(*shard).mean() for shard in shards]
+                autograd.backward(losses)
+                for grads in zip(*([p.grad for p in params] for params in device_params)):
+                    allreduce(grads)
+                for params in device_params:
+                    sgd(params, lr, len(ctx))
+            """
+        ),
         "no-division": answers(
             """
             def train_batch(X, y, device_params, ctx, lr):
@@ -215,6 +228,17 @@ WRONG = {
                 for params in device_params:
                     for p in params:
                         p[:] -= lr * p.grad
+            """
+        ),
+        "idle-devices": answers(
+            """
+            def train_batch(X, y, device_params, ctx, lr):
+                with autograd.record():
+                    losses = loss(X, y, device_params[0])
+                losses.backward()
+                sgd(device_params[0], lr, len(X))
+                for params in device_params[1:]:
+                    device_params[0][0].copyto(params[0])
             """
         ),
         "one-replica": answers(
@@ -366,6 +390,17 @@ WRONG = {
                     sgd(params, lr, sum(len(X) for X, _ in parts))
             """
         ),
+        "no-allreduce": answers(
+            """
+            def train_batch(parts, device_params, ctx, lr):
+                for params in device_params:
+                    params[0].grad[:] = 0
+                for X, y in parts:
+                    forward_backward(X, y, device_params, ctx)
+                for params in device_params:
+                    sgd(params, lr, sum(len(X) for X, _ in parts))
+            """
+        ),
         "step-per-part": answers(
             """
             def train_batch(parts, device_params, ctx, lr):
@@ -463,6 +498,17 @@ WRONG = {
                 for step in range(k - 1):
                     for i in range(k):
                         chunk(i, i + 1 - step).copyto(chunk(i + 1, i + 1 - step))
+            """
+        ),
+        "sums-twice": answers(
+            """
+            def ring_allreduce(data):
+                k, n = len(data), len(data[0])
+                for step in range(2 * k - 2):
+                    for i in range(k):
+                        index, to = (i - step) % k, data[(i + 1) % k]
+                        part = slice(n * index // k, n * (index + 1) // k)
+                        to[part][:] += data[i][part].copyto(to.context)
             """
         ),
         "no-gather": answers(
@@ -733,6 +779,14 @@ WRONG = {
                 return copies
             """,
         ),
+        "wrong-device": answers(
+            """
+            def run_and_copy(parts, compute, host):
+                results = [compute(part.copyto(host)) for part in parts]
+                nd.waitall()
+                return results
+            """
+        ),
         "copies-missing": answers(
             """
             def run_and_copy(parts, compute, host):
@@ -765,6 +819,12 @@ WRONG = {
             """
             def learning_rate(lr, batch_size, new_batch_size):
                 return lr * (new_batch_size / batch_size) ** 0.5
+            """
+        ),
+        "wrong-result": answers(
+            """
+            def learning_rate(lr, batch_size, new_batch_size):
+                return 2 * lr
             """
         ),
         "too-large": answers(
@@ -890,11 +950,18 @@ RIGHT = {
     "stats": answers(
         """
         def average_running_stats(net):
+            for parameter in net.collect_params(".*running.*").values():
+                mean = sum(replica.asnumpy() for replica in parameter.list_data()) / len(parameter.list_data())
+                for replica in parameter.list_data():
+                    replica[:] = mean
+        """,
+        """
+        def average_running_stats(net):
             for layer in net:
                 for parameter in (layer.running_mean, layer.running_var):
                     replicas = parameter.list_data()
                     parameter.set_data(sum(r.as_in_context(replicas[0].context) for r in replicas) / len(replicas))
-        """
+        """,
     ),
     "seeds": answers(
         """

@@ -1,7 +1,7 @@
 """Exercise predict: classify a batch on several devices.
 
-This is an exercise of the notebook: use several devices for prediction too. No device needs another one's result, so
-there is nothing to sum, and all devices can work at the same time. The batch may not divide evenly.
+This is an exercise of the notebook: use several devices for prediction too. There is nothing to sum, so no device has
+to wait for another device. The batch may not divide evenly.
 """
 
 from mxnet import nd

@@ -1,8 +1,8 @@
 """Exercise rate: choose the learning rate for a larger batch.
 
-This is an exercise of the notebook: on two devices, the batch can be twice as large in the same time. Which learning
-rate does it need? The gradient is a mean over the batch, so a larger batch makes it less noisy but not larger. But an
-epoch has fewer steps. Choose the rate with which one epoch gets as far as before, as long as steps are small. The check
+This is an exercise of the notebook: on two devices, a batch can be twice as large and still take the same time. Which
+learning rate does it need? The gradient is a mean over the batch, so a larger batch makes it less noisy, but not
+larger, and an epoch has fewer steps. Choose the rate with which an epoch reduces the loss as much as before. The check
 trains a small network with it.
 """
 

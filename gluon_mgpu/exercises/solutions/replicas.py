@@ -2,7 +2,7 @@
 
 A Gluon network that was initialized on several devices has a replica of each parameter on each of them. Training keeps
 the replicas equal, because every device makes the same update. Any other change has to be made on all devices too.
-Write one: limit the size of all parameters. (Some kinds of generative networks do this after each step.)
+Write one: limit the size of all parameters, which some generative networks do after each step.
 """
 
 from mxnet import nd
