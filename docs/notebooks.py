@@ -64,7 +64,7 @@ def remove_merged(cell):
 
 
 def make_standalone(cell, docs, pages):
-    """Attach a cell's pictures. Keep its links to the web and to other notebooks; replace all others by their words."""
+    """Include a cell's pictures. Keep links to the web and to other notebooks; replace all others by their words."""
 
     def replace(match):
         if match["code"] or "://" in match["target"]:
@@ -72,8 +72,8 @@ def make_standalone(cell, docs, pages):
         target, words = Path(match["target"].split("#")[0]), match["words"]
         if match["image"]:
             content = base64.b64encode((docs / target).read_bytes()).decode()
-            cell.setdefault("attachments", {})[target.name] = {mimetypes.guess_type(target)[0]: content}
-            new = f"![{words}](attachment:{target.name})"
+            # not an attachment, because JupyterLab shows none that is an SVG
+            new = f'<img alt="{words}" src="data:{mimetypes.guess_type(target)[0]};base64,{content}">'
         elif target.suffix == ".md" and target.stem in pages:
             new = f"[{words}]({target.stem}.ipynb)"
         else:

@@ -45,8 +45,8 @@ def test_the_markdown_of_a_notebook_needs_neither_sphinx_nor_other_files(name):
             text = re.sub(FENCES, "", cell.source, flags=re.MULTILINE | re.DOTALL)
             assert not re.findall(r"^(?:```|:::)\{.*|^\(.*\)=$|\{[a-z:-]+\}`.*", cell.source, re.MULTILINE)
             for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]+`", "", text)):
-                attached = target.removeprefix("attachment:") in cell.get("attachments", {})
-                assert attached or target.startswith("https://") or (FOLDER / target).is_file(), target
+                assert target.startswith("https://") or (FOLDER / target).is_file(), target
+            assert set(re.findall(r'<img alt="[^"]+" src="(.{5})|<img', text)) <= {"data:"}
 
 
 @each_lesson
