@@ -18,7 +18,8 @@ IMPORT = """try:
     import gluon_mgpu
 except ImportError:
     raise ImportError(
-        "gluon_mgpu is not installed: run `make install` in a checkout, and select the kernel .venv/bin/python"
+        "gluon_mgpu is not installed: run `make install` in a checkout, "
+        "and select the kernel .venv/bin/python"
     ) from None
 """
 MARKDOWN = re.compile(

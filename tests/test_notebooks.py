@@ -59,7 +59,7 @@ def test_the_first_cell_sets_up_or_says_how_to_install_the_package(name):
 
 
 def test_a_downloaded_notebook_runs_in_an_empty_folder(tmp_path):
-    downloaded = notebook("gluon")
+    downloaded = notebook("from-scratch")
     for cell in downloaded.cells:
         cell.source = cell.source.replace("limit = None", "limit = 2000")
     client = nbclient.NotebookClient(downloaded, timeout=300, resources={"metadata": {"path": tmp_path}})
