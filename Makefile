@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-processors test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick lint install clean help
+.PHONY: train demo test test-processors test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint install clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -71,9 +71,12 @@ docs: install  ## the website, in build/docs; runs every code cell
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	rm -rf build/docs docs/api
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(BIN)/python -m pytest -m notebooks tests/test_notebooks.py
 
 docs-quick: export GLUON_MGPU_DOCS_QUICK = 1
-docs-quick: docs  ## the same, without running the long cells
+docs-quick: docs  ## the same, trained on few examples and without the long cells
+
+notebooks: docs  ## the lessons as executed notebooks, in build/docs/notebooks
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,8 @@ gluon_mgpu.configure()  # before autodoc imports the modules, which import mxnet
 project = "gluon_mgpu"
 version = release = gluon_mgpu.__version__
 copyright = "the gluon_mgpu authors, Apache-2.0"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode"]
+sys.path.insert(0, str(Path(__file__).parent))  # for the extension notebooks
+extensions = ["myst_nb", "notebooks", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode"]
 exclude_patterns = []
 templates_path = ["_templates"]
 nitpicky = True
@@ -44,7 +46,7 @@ ipython = tempfile.TemporaryDirectory()  # keeps the user's IPython settings out
 os.environ["IPYTHONDIR"] = ipython.name
 (Path(ipython.name) / "profile_default").mkdir()
 (Path(ipython.name) / "profile_default/ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 40")
-QUICK = "GLUON_MGPU_DOCS_QUICK" in os.environ  # cells with the tag "long" are shown but not run
+QUICK = "GLUON_MGPU_DOCS_QUICK" in os.environ  # few training examples; cells with the tag "long" are not run
 
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 150  # longer ones have one line per argument
@@ -126,6 +128,7 @@ def before_parsing(app, docname, source):
         source[0] += "".join(commands(cli))
     if QUICK:
         source[0] = re.sub(r"```\{code-cell\}[^\n]*\n:tags: \[long\]\n", "```python\n", source[0])
+        source[0] = re.sub(r"^limit = None", "limit = 2000", source[0], flags=re.MULTILINE)
 
 
 def readable(app, pagename, templatename, context, doctree):

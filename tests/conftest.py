@@ -5,7 +5,7 @@ import pytest
 
 import gluon_mgpu
 
-OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels")  # markers: run only where -m names them
+OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
 
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 

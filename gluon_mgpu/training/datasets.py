@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 import zlib
 from contextlib import suppress
 from functools import partial
@@ -20,11 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pooch
 import requests
 
 from gluon_mgpu.runtime import log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # in Jupyter without ipywidgets, tqdm warns that it falls back to text
+    import pooch
 
 NAMES = ("fashion-mnist", "mnist", "synthetic")
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")

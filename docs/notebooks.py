@@ -1,0 +1,89 @@
+"""A Sphinx extension: writes each page with code cells as an executed notebook too, in notebooks/, and links to it.
+
+myst_nb has executed the cells. The notebooks must also read well in Jupyter and VS Code, and on their own.
+"""
+
+import base64
+import mimetypes
+import re
+from pathlib import Path
+
+import nbformat
+
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+IMPORT = """try:
+    import gluon_mgpu
+except ImportError:
+    raise ImportError(
+        "gluon_mgpu is not installed: run `make install` in a checkout, "
+        "and select the kernel .venv/bin/python"
+    ) from None
+"""
+MARKDOWN = re.compile(
+    r"(?P<code>^```.*?^```|`[^`]+`)|(?P<bracket>\s\()?(?P<image>!?)\[(?P<words>[^]]*)\]\((?P<target>[^()\s]+)\)(?(bracket)\))",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def is_notebook(app, page):
+    return "kernelspec" in app.env.metadata.get(page, {})
+
+
+def add_link(app, page, template, context, doctree):
+    if is_notebook(app, page):
+        link = f'<p><a href="notebooks/{page}.ipynb" download>Download this page as a notebook</a></p>'
+        context["body"] = context["body"].replace("</h1>", f"</h1>\n{link}", 1)
+
+
+def write(app, exception):
+    if exception or app.builder.name != "html":
+        return
+    folder = Path(app.outdir, "notebooks")
+    folder.mkdir(exist_ok=True)
+    pages = [page for page in app.env.found_docs if is_notebook(app, page)]
+    for page in pages:
+        notebook = nbformat.read(Path(app.env.mystnb_config.output_folder, f"{page}.ipynb"), as_version=4)
+        notebook.metadata = nbformat.from_dict(METADATA)
+        set_up = next(cell for cell in notebook.cells if cell.cell_type == "code")
+        set_up.source = set_up.source.replace("import gluon_mgpu\n", IMPORT, 1)
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                make_standalone(cell, Path(app.srcdir), pages)
+            else:
+                remove_merged(cell)
+        nbformat.write(notebook, folder / f"{page}.ipynb")
+
+
+def remove_merged(cell):
+    """Keep one output per stream: nb_merge_streams has appended the text of later ones to it."""
+    streams = [output for output in cell.outputs if output.output_type == "stream"]
+    first = {output.name: output for output in reversed(streams)}
+    cell.outputs = [output for output in cell.outputs if output is first.get(output.get("name"), output)]
+
+
+def make_standalone(cell, docs, pages):
+    """Include a cell's pictures. Keep links to the web and to other notebooks; replace all others by their words."""
+
+    def replace(match):
+        if match["code"] or "://" in match["target"]:
+            return match[0]
+        target, words = Path(match["target"].split("#")[0]), match["words"]
+        if match["image"]:
+            content = base64.b64encode((docs / target).read_bytes()).decode()
+            # not an attachment, because JupyterLab shows none that is an SVG
+            new = f'<img alt="{words}" src="data:{mimetypes.guess_type(target)[0]};base64,{content}">'
+        elif target.suffix == ".md" and target.stem in pages:
+            new = f"[{words}]({target.stem}.ipynb)"
+        else:
+            new = "" if match["bracket"] else words  # "(why)" says nothing without its link
+        return f"{match['bracket']}{new})" if match["bracket"] and new else new
+
+    cell.source = re.sub(r"^</?div.*>\n*", "", MARKDOWN.sub(replace, cell.source), flags=re.MULTILINE)
+
+
+def setup(app):
+    app.connect("html-page-context", add_link, priority=900)  # after conf.py
+    app.connect("build-finished", write)
