@@ -51,9 +51,9 @@ LAYERS: tuple[Layer, ...] = (
 def stages(devices: int) -> list[slice]:
     """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last.
 
-    With 2 devices, the first device has only the first convolution. The second device then has nine tenths of the
-    arithmetic, but the ReLU and pooling on the first device are slow too: the ReLU has 13,520 outputs per example. A
-    cut after the second convolution would send a quarter of the bytes but leave almost no work for the last device.
+    With 2 devices, the first device has only the first convolution. The second device has more than nine tenths of the
+    arithmetic, but the first device's ReLU and pooling are slow too: they read 13,520 numbers per example. A cut after
+    the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
     """
     layers = len(LAYERS)
     if devices > layers:
@@ -124,17 +124,16 @@ def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
 
 
 def gather(parts: list[NDArray], device: Context) -> NDArray:
-    """Join the channels (n, some, ...) of all devices on one device: (n, all, ...), with a gradient attached."""
+    """Concatenate all devices' channels (n, some, ...) on one device: (n, all, ...), with a gradient attached."""
     whole = nd.concat(*[part.as_in_context(device) for part in parts], dim=1)
     whole.attach_grad()
     return whole
 
 
 def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """For each of `parts` (n, some, ...), returns the gradient of the part's channels, on the part's device.
+    """For each of `parts` (n, some, ...), the gradient of its channels, on its device.
 
-    gradients: one array (n, all, ...) per device, for all channels. The arrays are summed, because each device used all
-    channels.
+    gradients: one array (n, all, ...) per device. They are summed, because every device used every channel.
     """
     reduced, start = [], 0
     for part in parts:

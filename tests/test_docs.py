@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import asynchrony, highlevel, partition, scratch
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.parity import notebook
 from gluon_mgpu.training import datasets, recipes
@@ -96,12 +96,16 @@ def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
 
 
 def functions(code):
-    """{name: syntax tree} of the functions in a piece of code, without docstrings and type hints."""
-    found = {node.name: node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
-    for node in found.values():
-        node.body, node.returns = node.body[bool(ast.get_docstring(node)) :], None
-        for arg in [*node.args.args, *node.args.kwonlyargs]:
-            arg.annotation = None
+    """{name: syntax tree} of the functions and classes in a piece of code, without docstrings and type hints."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    found = {node.name: node for node in ast.parse(code).body if isinstance(node, kinds)}
+    for node in [part for tree in found.values() for part in ast.walk(tree)]:
+        if isinstance(node, kinds):
+            node.body = node.body[bool(ast.get_docstring(node)) :]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
     return {name: ast.dump(node) for name, node in found.items()}
 
 
@@ -109,12 +113,12 @@ def of(module):
     return functions(Path(module.__file__).read_text()).items()
 
 
-def step(module):
-    """The functions of a lesson's step: train_batch, and all functions of the module that it calls."""
-    code, names = dict(of(module)), {"train_batch"}
+def with_callees(module, names):
+    """The names, and the names of all functions of the module that these functions call."""
+    code = dict(of(module))
     for _ in code:
-        names |= {name for name in code if any(f"Name(id='{name}'" in code[caller] for caller in names)}
-    return {name: code[name] for name in names}
+        names = names | {name for name in code if any(f"Name(id='{name}'" in code[caller] for caller in names)}
+    return names
 
 
 def blocks(page, language="python"):
@@ -125,9 +129,10 @@ def cells(page):
     return "\n".join(blocks(page, r"{code-cell} ipython3(?:\n:tags: .*)?"))
 
 
-TWINS = blocks("pytorch.md")[:-1:2]  # on the left; the last block is not in a table
+GLUON = "".join(block for block in blocks("pytorch.md") if block.startswith("# Gluon"))
 DIFF = blocks("from-scratch.md", "diff")[0]
-OWN = {"train", "mlp", "trainer_of"}  # functions that pages define for themselves; train is the notebook's short loop
+# Functions that pages define for themselves; train is a short loop.
+OWN = {"train", "mlp", "trainer_of", "epoch", "show", "counted"}
 
 
 @pytest.mark.parametrize(
@@ -137,24 +142,29 @@ OWN = {"train", "mlp", "trainer_of"}  # functions that pages define for themselv
         (cells("from-scratch.md"), scratch),
         (cells("gluon.md"), highlevel),
         ("\n".join(blocks("gluon.md")), scratch),
-        ("\n".join(TWINS[:-1]), scratch),
-        (TWINS[-1], highlevel),
+        (cells("asynchrony.md"), asynchrony),
+        (cells("partition.md"), partition),
+        (cells("pytorch.md"), scratch),
+        (GLUON, highlevel),
         (re.sub(r"^\+.*\n|^.", "", DIFF, flags=re.MULTILINE), notebook),
         (re.sub(r"^-.*\n|^.", "", DIFF, flags=re.MULTILINE), scratch),
     ],
 )
 def test_functions_on_the_pages_are_those_of_the_modules(code, module):
     shown = {name: tree for name, tree in functions(code).items() if name not in OWN}
-    assert "train_batch" in shown and shown.items() <= of(module)
+    assert shown and shown.items() <= of(module)
 
 
 @pytest.mark.parametrize(
-    "code, module, replica",
+    "code, module, names",
     [
-        (cells("from-scratch.md"), scratch, "get_params"),
-        (cells("gluon.md"), highlevel, "initialize"),
-        ("\n".join(blocks("gluon.md")), scratch, "get_params"),
+        (cells("from-scratch.md"), scratch, "get_params train_batch"),
+        (cells("gluon.md"), highlevel, "initialize train_batch"),
+        ("\n".join(blocks("gluon.md")), scratch, "get_params train_batch"),
+        (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
+        (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
+        (cells("pytorch.md"), scratch, "init_params get_params train_batch"),
     ],
 )
-def test_a_lesson_shows_every_function_of_its_step(code, module, replica):
-    assert {replica, *step(module)} <= functions(code).keys()
+def test_a_lesson_shows_every_function_that_it_teaches(code, module, names):
+    assert with_callees(module, {*names.split()}) <= functions(code).keys()

@@ -1,6 +1,7 @@
-"""The twins in docs/pytorch.md take the same steps as scratch."""
+"""The twins in docs/pytorch.md take the same steps as scratch, and a checkpoint carries over as the page shows."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from gluon_mgpu import scratch
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import batches, datasets
 
-PAGE = (Path(__file__).parents[1] / "docs/pytorch.md").read_text()
-TWINS = re.findall(r"^PyTorch\n\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/pytorch.md").read_text()
+TWINS = re.findall(r"^```python\n(# PyTorch\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+TRAIN = re.findall(r"^python (scripts/train.py .*)", PAGE, re.MULTILINE)[0].split()
+CARRY_OVER = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[-1]
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: bench")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: bench")
+@needs_torch
 def test_the_twins_in_pytorch_take_the_same_steps(tmp_path):
     """From scratch on two replicas, and as two processes of DistributedDataParallel."""
     mx.random.seed(1)
@@ -63,3 +68,24 @@ for params in (*replicas, list(net.parameters())):
         assert (p - given[f"end{i}"]).abs().max() < 1e-3 * moved, i
 dist.destroy_process_group()
 """
+
+
+@pytest.mark.slow
+@needs_torch
+def test_a_carried_over_checkpoint_has_its_accuracy_in_pytorch(tmp_path):
+    """The page's command and program, with synthetic images."""
+    script, *options = TRAIN
+    command = [sys.executable, ROOT / script, *options, "--dataset", "synthetic", "--device", "cpu"]
+    (tmp_path / "runs").mkdir()
+    subprocess.run(command, cwd=tmp_path, env=engine.users_environment(), check=True, timeout=300)
+    load = 'datasets.load("fashion-mnist", limit=6000)'
+    assert load in CARRY_OVER
+    program = "\n".join([*TWINS, CARRY_OVER.replace(load, 'datasets.load("synthetic", limit=6000, seed=1)')])
+    (tmp_path / "carry_over.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "carry_over.py"], cwd=tmp_path, env=engine.users_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    last = json.loads((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()[-1])
+    assert abs(float(done.stdout.split()[-1]) - last["test_accuracy"]) <= 1e-3  # one of 1000 images
+    assert last["test_accuracy"] > 0.2
