@@ -50,8 +50,8 @@ SIZES, FACTORS = (128, 256, 512, 1024), (0.5, 1, 2, 4, 8)  # of the sweep: batch
 
 class Result(NamedTuple):
     run: Run
-    config: dict[str, Any]  # config.json
-    epochs: list[Epoch]  # empty for a run of the sweep that failed
+    config: dict[str, Any]  # config.json; empty, like epochs, for a run of the sweep that failed
+    epochs: list[Epoch]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -93,7 +93,7 @@ def train_all(
 ) -> list[Result]:
     """Train all runs, each in its own folder in `out`.
 
-    may_fail: if a run fails, print its error and continue. impl, device, data_dir: as for `train`. seed, settings:
+    may_fail: if a run fails, print its error and continue, unless all runs fail. impl, device, data_dir: as for `train`. seed, settings:
     fields of `Settings` for all runs; with one seed, all runs start from the same parameters. On CPU, each context gets
     one OpenMP thread, even if it is the only context. Finished runs are skipped, and interrupted runs continue.
     Raises UsageError, before any training, if settings or devices are invalid or if `out` holds runs with different
@@ -114,16 +114,18 @@ def train_all(
         for r, of_it in varied.items():
             bar.set_description(str(r))
             folder = Path(out) / r.folder
-            config = folder / "config.json"
             try:
                 epochs = finish(str(r), folder, {**common, **of_it, "gpus": r.devices}, bar.update, env)
             except Error as error:
-                if isinstance(error, UsageError) or not (may_fail and config.exists()):
+                if isinstance(error, UsageError) or not may_fail:
                     raise
                 bar.clear()
                 log.say(str(error))
-                epochs = []
-            results.append(Result(r, json.loads(config.read_text()), epochs))
+                results.append(Result(r, {}, []))
+            else:
+                results.append(Result(r, json.loads((folder / "config.json").read_text()), epochs))
+    if not any(result.epochs for result in results):
+        raise Error("no run finished; try a smaller lr")
     return results
 
 
@@ -183,7 +185,7 @@ def table(results: Sequence[Result]) -> str:
 
 def sweep_table(results: Sequence[Result]) -> str:
     """Format the last test accuracy of each batch size and learning rate, and the best learning rate."""
-    epochs = results[0].config["epochs"]
+    epochs = max(len(result.epochs) for result in results)
     lrs = sorted({result.run.lr for result in results})
     head = "".join(f"{f'lr {lr:g}':>9}" for lr in lrs)
     lines = [f"{_title(results)}: test accuracy after {epochs} epochs", f"batch    steps{head}  best lr"]
@@ -236,7 +238,7 @@ def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 6.5), layout="constrained")
-    figure.suptitle(f"{_title(results)},\n{results[0].config['epochs']} epochs", fontsize="medium")
+    figure.suptitle(f"{_title(results)},\n{max(len(r.epochs) for r in results)} epochs", fontsize="medium")
     by_lr, by_scaled = figure.subplots(2, 1, sharey=True)
     looks = zip(("#e69f00", "#000000", "#0072b2", "#cc79a7"), "osD^")  # Okabe and Ito's palette
     for (size, of_size), (color, marker) in zip(_by_size(results).items(), looks):
@@ -278,4 +280,4 @@ def _write(out: str | Path, name: str, results: Sequence[Result], draw: Callable
 
 
 def _title(results: Sequence[Result]) -> str:
-    return "{model} on {dataset}, {impl}, seed {seed}".format(**results[0].config)
+    return "{model} on {dataset}, {impl}, seed {seed}".format(**next(r.config for r in results if r.config))
