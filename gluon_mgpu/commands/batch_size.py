@@ -22,7 +22,7 @@ from gluon_mgpu.training import datasets
 @common.option(
     "--sweep",
     is_flag=True,
-    help="Instead, train batches of 128 to 1024 with 0.5 to 8 times the learning rate, on 2 devices (20 runs).",
+    help="Instead, train batches of 128, 256 and 512 with 0.5 to 4 times the learning rate, on 2 devices (15 runs).",
 )
 @common.impl
 @common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")

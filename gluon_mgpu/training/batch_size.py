@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 RUNS = (Run(1, 256), Run(2, 256), Run(1, 512), Run(2, 512), Run(2, 512, scale_lr=True))
-SIZES, FACTORS = (128, 256, 512, 1024), (0.5, 1, 2, 4, 8)  # of the sweep: batch sizes; multiples of the learning rate
+SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # of the sweep: batch sizes; multiples of the learning rate
 
 
 class Result(NamedTuple):
@@ -74,7 +74,7 @@ def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result
 
     A run that fails, because its learning rate is too high, is part of the result. options: see `train_all`.
     """
-    runs = [Run(2, size, lr=lr * factor) for size in SIZES for factor in FACTORS]
+    runs = [Run(2, size, lr=float(f"{lr * factor:g}")) for size in SIZES for factor in FACTORS]
     results = train_all(out, runs, may_fail=True, lr=lr, **options)
     _write(out, SWEEP, results, draw_sweep)
     return results
@@ -93,9 +93,10 @@ def train_all(
 ) -> list[Result]:
     """Train all runs, each in its own folder in `out`.
 
-    may_fail: if a run fails, print its error and continue, unless all runs fail. impl, device, data_dir: as for `train`. seed, settings:
-    fields of `Settings` for all runs; with one seed, all runs start from the same parameters. On CPU, each context gets
-    one OpenMP thread, even if it is the only context. Finished runs are skipped, and interrupted runs continue.
+    may_fail: if a run fails, print its error and continue, unless all runs fail. impl, device, data_dir: as for
+    `train`. seed, settings: fields of `Settings` for all runs; with one seed, all runs start from the same parameters.
+    On CPU, each context gets one OpenMP thread, even if it is the only context. Finished runs are skipped, and
+    interrupted runs continue.
     Raises UsageError, before any training, if settings or devices are invalid or if `out` holds runs with different
     options; Error if the data is not available or a run fails.
     """
@@ -240,16 +241,17 @@ def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     figure = Figure(figsize=(4.8, 6.5), layout="constrained")
     figure.suptitle(f"{_title(results)},\n{max(len(r.epochs) for r in results)} epochs", fontsize="medium")
     by_lr, by_scaled = figure.subplots(2, 1, sharey=True)
-    looks = zip(("#e69f00", "#000000", "#0072b2", "#cc79a7"), "osD^")  # Okabe and Ito's palette
+    looks = zip(("#e69f00", "#000000", "#0072b2"), "osD")  # Okabe and Ito's palette
     for (size, of_size), (color, marker) in zip(_by_size(results).items(), looks):
         lrs = np.array([r.run.lr for r in of_size if r.epochs])
         accuracies = [r.epochs[-1].test_accuracy for r in of_size if r.epochs]
         for axes, x in ((by_lr, lrs), (by_scaled, lrs * 256 / size)):
             axes.plot(x, accuracies, color=color, marker=marker, label=f"batch {size}")
     for axes, label in ((by_lr, "learning rate"), (by_scaled, "learning rate x 256 / batch size")):
-        ticks = [line.get_xdata() for line in axes.lines]
+        x = np.concatenate([line.get_xdata() for line in axes.lines])
+        ticks = min(x) * 2 ** np.arange(1 + np.log2(max(x) / min(x)))
         axes.set_xscale("log", base=2)
-        axes.set_xticks(found := np.unique(np.concatenate(ticks)), [f"{lr:g}" for lr in found])
+        axes.set_xticks(ticks, [f"{lr:g}" for lr in ticks])
         axes.set(xlabel=label, ylabel="test accuracy")
         axes.grid(alpha=0.3)
     figure.legend(*by_lr.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
