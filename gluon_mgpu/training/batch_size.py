@@ -7,8 +7,6 @@ contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from gluon_mgpu.runtime import devices, log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import checkpoint, datasets, records
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.settings import SGD, Settings
@@ -50,19 +48,19 @@ SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # of the sweep: batch sizes
 
 class Result(NamedTuple):
     run: Run
-    config: dict[str, Any]  # config.json; empty, like epochs, for a run of the sweep that failed
+    config: dict[str, Any]  # config.json
     epochs: list[Epoch]
 
-    @property
-    def steps_per_epoch(self) -> int:
-        examples = round(self.epochs[0].samples_per_second * self.epochs[0].train_seconds)
-        return -(-examples // self.run.batch_size)
+    def step(self, epoch: Epoch) -> int:
+        """The number of steps until the end of an epoch."""
+        examples = round(epoch.samples_per_second * epoch.train_seconds)
+        return epoch.epoch * -(-examples // self.run.batch_size)
 
 
 def run(out: str | Path, **options: Any) -> list[Result]:
     """Train all of RUNS, each in its own folder in `out`, and write a picture and a table there.
 
-    options: see `train_all`. Raises what it raises; Error if a run fails.
+    options: see `train_all`. Raises what it raises.
     """
     results = train_all(out, RUNS, **options)
     _write(out, NAME, results, draw)
@@ -72,10 +70,10 @@ def run(out: str | Path, **options: Any) -> list[Result]:
 def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result]:
     """Train on 2 devices with each of SIZES and of FACTORS times lr; write a picture and a table to `out`.
 
-    A run that fails, because its learning rate is too high, is part of the result. options: see `train_all`.
+    options: see `train_all`. Raises what it raises.
     """
     runs = [Run(2, size, lr=float(f"{lr * factor:g}")) for size in SIZES for factor in FACTORS]
-    results = train_all(out, runs, may_fail=True, lr=lr, **options)
+    results = train_all(out, runs, lr=lr, **options)
     _write(out, SWEEP, results, draw_sweep)
     return results
 
@@ -84,7 +82,6 @@ def train_all(
     out: str | Path,
     runs: Sequence[Run],
     *,
-    may_fail: bool = False,
     impl: str = "scratch",
     device: str = "auto",
     data_dir: str | Path | None = None,
@@ -93,10 +90,9 @@ def train_all(
 ) -> list[Result]:
     """Train all runs, each in its own folder in `out`.
 
-    may_fail: if a run fails, print its error and continue, unless all runs fail. impl, device, data_dir: as for
-    `train`. seed, settings: fields of `Settings` for all runs; with one seed, all runs start from the same parameters.
-    On CPU, each context gets one OpenMP thread, even if it is the only context. Finished runs are skipped, and
-    interrupted runs continue.
+    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings` for all runs; with one seed, all runs
+    start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context.
+    Finished runs are skipped, and interrupted runs continue.
     Raises UsageError, before any training, if settings or devices are invalid or if `out` holds runs with different
     options; Error if the data is not available or a run fails.
     """
@@ -115,18 +111,8 @@ def train_all(
         for r, of_it in varied.items():
             bar.set_description(str(r))
             folder = Path(out) / r.folder
-            try:
-                epochs = finish(str(r), folder, {**common, **of_it, "gpus": r.devices}, bar.update, env)
-            except Error as error:
-                if isinstance(error, UsageError) or not may_fail:
-                    raise
-                bar.clear()
-                log.say(str(error))
-                results.append(Result(r, {}, []))
-            else:
-                results.append(Result(r, json.loads((folder / "config.json").read_text()), epochs))
-    if not any(result.epochs for result in results):
-        raise Error("no run finished; try a smaller lr")
+            epochs = finish(str(r), folder, {**common, **of_it, "gpus": r.devices}, bar.update, env)
+            results.append(Result(r, json.loads((folder / "config.json").read_text()), epochs))
     return results
 
 
@@ -186,14 +172,14 @@ def table(results: Sequence[Result]) -> str:
 
 def sweep_table(results: Sequence[Result]) -> str:
     """Format the last test accuracy of each batch size and learning rate, and the best learning rate."""
-    epochs = max(len(result.epochs) for result in results)
+    epochs = results[0].config["epochs"]
     lrs = sorted({result.run.lr for result in results})
     head = "".join(f"{f'lr {lr:g}':>9}" for lr in lrs)
     lines = [f"{_title(results)}: test accuracy after {epochs} epochs", f"batch    steps{head}  best lr"]
     for size, of_size in _by_size(results).items():
-        steps = max((r.steps_per_epoch * epochs for r in of_size if r.epochs), default=0)
-        cells = "".join(f"{f'{r.epochs[-1].test_accuracy:.3f}' if r.epochs else 'failed':>9}" for r in of_size)
-        best = max(of_size, key=lambda r: r.epochs[-1].test_accuracy if r.epochs else 0).run.lr
+        accuracies = [r.epochs[-1].test_accuracy for r in of_size]
+        cells = "".join(f"{accuracy:9.3f}" for accuracy in accuracies)
+        steps, best = of_size[0].step(of_size[0].epochs[-1]), lrs[int(np.argmax(accuracies))]
         lines.append(f"{size:<9}{steps:5}{cells}{best:9g}")
     return "\n".join(lines)
 
@@ -213,18 +199,12 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     figure.suptitle(_title(results), fontsize="medium")
     by_epoch, by_step, by_time = figure.subplots(3, 1, sharey=True)
     # Runs with the same batch size are equal up to rounding: a thin line lies on a wide one.
-    looks = (
-        ("0.7", "o", 4),
-        ("black", ".", 1.2),
-        ("#ffd0a0", "D", 4),
-        ("tab:orange", ".", 1.2),
-        ("tab:blue", "^", 1.8),
-    )
-    for result, (color, marker, width) in zip(results, looks):
-        epochs = np.array([e.epoch for e in result.epochs])
+    colors = ("0.7", "black", "#ffd0a0", "tab:orange", "tab:blue")
+    for result, color, marker, width in zip(results, colors, "o.D.^", (4, 1.2, 4, 1.2, 1.8)):
+        epochs, steps = [e.epoch for e in result.epochs], [result.step(e) for e in result.epochs]
         seconds = np.cumsum([e.train_seconds for e in result.epochs])
         look = {"color": color, "marker": marker, "linewidth": width, "label": str(result.run)}
-        for axes, x in ((by_epoch, epochs), (by_step, epochs * result.steps_per_epoch), (by_time, seconds)):
+        for axes, x in ((by_epoch, epochs), (by_step, steps), (by_time, seconds)):
             axes.plot(x, [e.test_accuracy for e in result.epochs], **look)
     for axes, label in ((by_epoch, "epoch"), (by_step, "step"), (by_time, "seconds of training")):
         axes.set(xlabel=label, ylabel="test accuracy", xlim=(0, None))
@@ -239,12 +219,12 @@ def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 6.5), layout="constrained")
-    figure.suptitle(f"{_title(results)},\n{max(len(r.epochs) for r in results)} epochs", fontsize="medium")
+    figure.suptitle(f"{_title(results)},\n{results[0].config['epochs']} epochs", fontsize="medium")
     by_lr, by_scaled = figure.subplots(2, 1, sharey=True)
     looks = zip(("#e69f00", "#000000", "#0072b2"), "osD")  # Okabe and Ito's palette
     for (size, of_size), (color, marker) in zip(_by_size(results).items(), looks):
-        lrs = np.array([r.run.lr for r in of_size if r.epochs])
-        accuracies = [r.epochs[-1].test_accuracy for r in of_size if r.epochs]
+        lrs = np.array([r.run.lr for r in of_size])
+        accuracies = [r.epochs[-1].test_accuracy for r in of_size]
         for axes, x in ((by_lr, lrs), (by_scaled, lrs * 256 / size)):
             axes.plot(x, accuracies, color=color, marker=marker, label=f"batch {size}")
     for axes, label in ((by_lr, "learning rate"), (by_scaled, "learning rate x 256 / batch size")):
@@ -260,26 +240,16 @@ def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 def _write(out: str | Path, name: str, results: Sequence[Result], draw: Callable[..., None]) -> None:
     """Write NAME.png, and NAME.csv with one row per epoch of each run."""
-    columns = (
-        "devices",
-        "batch_size",
-        "learning_rate",
-        "epoch",
-        "step",
-        "train_seconds",
-        "train_loss",
-        "test_accuracy",
-    )
-    text = io.StringIO()
-    rows = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    rows.writeheader()
+    rows = [["devices", "batch_size", "lr", "epoch", "step", "train_seconds", "train_loss", "test_accuracy"]]
     for result in results:
+        r = result.run
         for e in result.epochs:
-            step = e.epoch * result.steps_per_epoch
-            rows.writerow({**result.run._asdict(), **e._asdict(), "step": step})
-    checkpoint.write_whole(Path(out) / f"{name}.csv", lambda file: file.write(text.getvalue().encode()))
+            learned = [e.train_seconds, e.train_loss, e.test_accuracy]
+            rows.append([r.devices, r.batch_size, e.learning_rate, e.epoch, result.step(e), *learned])
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    checkpoint.write_whole(Path(out) / f"{name}.csv", lambda file: file.write(text.encode()))
     checkpoint.write_whole(Path(out) / f"{name}.png", lambda file: draw(results, file))
 
 
 def _title(results: Sequence[Result]) -> str:
-    return "{model} on {dataset}, {impl}, seed {seed}".format(**next(r.config for r in results if r.config))
+    return "{model} on {dataset}, {impl}, seed {seed}".format(**results[0].config)
