@@ -29,7 +29,7 @@ from gluon_mgpu.runtime.errors import Error
 # {heading in --help: parameter names of its options, in order}; "General options" lists the rest.
 GROUPS = {
     "Network and data": "recipe list_recipes impl model dataset limit data_dir images hybridize tune",
-    "Training": "quick batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
+    "Training": "quick sweep batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
     "max_grad_norm grad_accum_steps epochs seed seeds",
     "Devices": "gpus device shares",
     "Several processes": "kvstore compress workers servers port",

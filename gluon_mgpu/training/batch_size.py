@@ -1,6 +1,7 @@
-"""The lecture's experiment: how much time a second device saves, and how a larger batch changes the accuracy.
+"""The lecture's experiment: how much time a second device saves, and how batch size and learning rate change what a
+network learns.
 
-Runs `train` four times, each time in a new process, because the engine's settings depend on the number of
+Runs `train` several times, each time in a new process, because the engine's settings depend on the number of
 contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
 """
 
@@ -18,9 +19,9 @@ from gluon_mgpu.runtime import devices, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import checkpoint, datasets, records
 from gluon_mgpu.training.records import Epoch
-from gluon_mgpu.training.settings import Settings
+from gluon_mgpu.training.settings import SGD, Settings
 
-PICTURE = "batch-size.png"
+NAME, SWEEP = "batch-size", "batch-size-sweep"  # each writes NAME.png and NAME.csv
 
 
 class Run(NamedTuple):
@@ -29,17 +30,20 @@ class Run(NamedTuple):
     devices: int
     batch_size: int  # over all devices
     scale_lr: bool = False  # scale the learning rate with the batch size
+    lr: float = 0.0  # 0: the learning rate of the experiment
 
     def __str__(self) -> str:
         device = "1 device" if self.devices == 1 else f"{self.devices} devices"
-        return f"{device}, batch {self.batch_size}{', lr scaled' if self.scale_lr else ''}"
+        lr = ", lr scaled" if self.scale_lr else f", lr {self.lr:g}" if self.lr else ""
+        return f"{device}, batch {self.batch_size}{lr}"
 
     @property
     def folder(self) -> str:
         return str(self).replace(",", "").replace(" ", "-")
 
 
-RUNS = (Run(1, 256), Run(2, 256), Run(2, 512), Run(2, 512, scale_lr=True))
+RUNS = (Run(1, 256), Run(2, 256), Run(1, 512), Run(2, 512), Run(2, 512, scale_lr=True))
+SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # of the sweep: batch sizes; multiples of the learning rate
 
 
 class Result(NamedTuple):
@@ -47,9 +51,36 @@ class Result(NamedTuple):
     config: dict[str, Any]  # config.json
     epochs: list[Epoch]
 
+    def step(self, epoch: Epoch) -> int:
+        """The number of steps until the end of an epoch."""
+        examples = round(epoch.samples_per_second * epoch.train_seconds)
+        return epoch.epoch * -(-examples // self.run.batch_size)
 
-def run(
+
+def run(out: str | Path, **options: Any) -> list[Result]:
+    """Train all of RUNS, each in its own folder in `out`, and write a picture and a table there.
+
+    options: see `train_all`. Raises what it raises.
+    """
+    results = train_all(out, RUNS, **options)
+    _write(out, NAME, results, draw)
+    return results
+
+
+def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result]:
+    """Train on 2 devices with each of SIZES and of FACTORS times lr; write a picture and a table to `out`.
+
+    options: see `train_all`. Raises what it raises.
+    """
+    runs = [Run(2, size, lr=float(f"{lr * factor:g}")) for size in SIZES for factor in FACTORS]
+    results = train_all(out, runs, lr=lr, **options)
+    _write(out, SWEEP, results, draw_sweep)
+    return results
+
+
+def train_all(
     out: str | Path,
+    runs: Sequence[Run],
     *,
     impl: str = "scratch",
     device: str = "auto",
@@ -57,7 +88,7 @@ def run(
     seed: int = 1,
     **settings: Any,
 ) -> list[Result]:
-    """Train each of RUNS in its own subfolder of `out`, and draw PICTURE in `out`.
+    """Train all runs, each in its own folder in `out`.
 
     impl, device, data_dir: as for `train`. seed, settings: fields of `Settings`. All runs have the same seed, so they
     start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context.
@@ -65,22 +96,23 @@ def run(
     Raises UsageError if settings or devices are invalid, or if `out` holds runs with different options; Error if the
     data is not available or a run fails.
     """
-    checked, *_ = [Settings(r.batch_size, scale_lr=r.scale_lr, seed=seed, **settings) for r in RUNS]
-    ctx = devices.contexts(max(r.devices for r in RUNS), device)
+    varied: dict[Run, dict[str, Any]] = {
+        r: {"batch_size": r.batch_size, "scale_lr": r.scale_lr, **({"lr": r.lr} if r.lr else {})} for r in runs
+    }
+    checked, *_ = [Settings(**{**settings, **of_it, "seed": seed}) for of_it in varied.values()]
+    ctx = devices.contexts(max(r.devices for r in runs), device)
     devices.say_if_no_gpu(ctx, device)
     datasets.load(checked.dataset, data_dir, checked.limit, seed)  # downloads the data set if necessary
     kind = ctx[0].device_type
     env = {"OMP_NUM_THREADS": "1"} if kind == "cpu" else {}
     common = {"impl": impl, "device": kind, "data_dir": data_dir, "seed": seed, "epochs": checked.epochs, **settings}
     results = []
-    with log.progress(total=len(RUNS) * checked.epochs, unit="epoch") as bar:
-        for r in RUNS:
+    with log.progress(total=len(runs) * checked.epochs, unit="epoch") as bar:
+        for r, of_it in varied.items():
             bar.set_description(str(r))
             folder = Path(out) / r.folder
-            options = {**common, "gpus": r.devices, "batch_size": r.batch_size, "scale_lr": r.scale_lr}
-            epochs = finish(str(r), folder, options, bar.update, env)
+            epochs = finish(str(r), folder, {**common, **of_it, "gpus": r.devices}, bar.update, env)
             results.append(Result(r, json.loads((folder / "config.json").read_text()), epochs))
-    checkpoint.write_whole(Path(out) / PICTURE, lambda file: draw(results, file))
     return results
 
 
@@ -138,28 +170,85 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def sweep_table(results: Sequence[Result]) -> str:
+    """Format the last test accuracy of each batch size and learning rate, and the best learning rate."""
+    epochs = results[0].config["epochs"]
+    lrs = sorted({result.run.lr for result in results})
+    head = "".join(f"{f'lr {lr:g}':>9}" for lr in lrs)
+    lines = [f"{_title(results)}: test accuracy after {epochs} epochs", f"batch    steps{head}  best lr"]
+    for size, of_size in _by_size(results).items():
+        accuracies = [r.epochs[-1].test_accuracy for r in of_size]
+        cells = "".join(f"{accuracy:9.3f}" for accuracy in accuracies)
+        steps, best = of_size[0].step(of_size[0].epochs[-1]), lrs[int(np.argmax(accuracies))]
+        lines.append(f"{size:<9}{steps:5}{cells}{best:9g}")
+    return "\n".join(lines)
+
+
+def _by_size(results: Sequence[Result]) -> dict[int, list[Result]]:
+    """Group the results of a sweep: {batch size: results, by increasing learning rate}."""
+    return {size: [r for r in results if r.run.batch_size == size] for size in SIZES}
+
+
 def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Draw accuracy by epoch and by seconds of training, as a PNG image. file: an open binary file or a path."""
+    """Draw accuracy by epoch, by step and by seconds of training, as a PNG image. file: an open binary file or a
+    path."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure = Figure(figsize=(4.8, 8.5), layout="constrained")  # narrow, so that text is readable on a phone
     figure.suptitle(_title(results), fontsize="medium")
-    by_epoch, by_time = figure.subplots(1, 2, sharey=True)
-    # The first two runs differ only by rounding, so the second line is thin and lies on the wide first line.
-    looks = (("0.7", "o", 4), ("black", ".", 1.2), ("tab:orange", "s", 1.8), ("tab:blue", "^", 1.8))
-    for (r, _, epochs), (color, marker, width) in zip(results, looks):
-        accuracies = [e.test_accuracy for e in epochs]
-        look = {"color": color, "marker": marker, "linewidth": width, "label": str(r)}
-        by_epoch.plot([e.epoch for e in epochs], accuracies, **look)
-        by_time.plot(np.cumsum([e.train_seconds for e in epochs]), accuracies, **look)
-    by_epoch.set(xlabel="epoch", ylabel="test accuracy")
-    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    by_epoch.legend()
-    by_time.set(xlabel="seconds of training", xlim=(0, None))
-    for axes in (by_epoch, by_time):
+    by_epoch, by_step, by_time = figure.subplots(3, 1, sharey=True)
+    # Runs with the same batch size are equal up to rounding: a thin line lies on a wide one.
+    colors = ("0.7", "black", "#ffd0a0", "tab:orange", "tab:blue")
+    for result, color, marker, width in zip(results, colors, "o.D.^", (4, 1.2, 4, 1.2, 1.8)):
+        epochs, steps = [e.epoch for e in result.epochs], [result.step(e) for e in result.epochs]
+        seconds = np.cumsum([e.train_seconds for e in result.epochs])
+        look = {"color": color, "marker": marker, "linewidth": width, "label": str(result.run)}
+        for axes, x in ((by_epoch, epochs), (by_step, steps), (by_time, seconds)):
+            axes.plot(x, [e.test_accuracy for e in result.epochs], **look)
+    for axes, label in ((by_epoch, "epoch"), (by_step, "step"), (by_time, "seconds of training")):
+        axes.set(xlabel=label, ylabel="test accuracy", xlim=(0, None))
         axes.grid(alpha=0.3)
+    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    figure.legend(*by_epoch.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(file, format="png", dpi=120)
+
+
+def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
+    """Draw a sweep's last accuracies by learning rate, and by learning rate per 256 examples, as a PNG image."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8, 6.5), layout="constrained")
+    figure.suptitle(f"{_title(results)},\n{results[0].config['epochs']} epochs", fontsize="medium")
+    by_lr, by_scaled = figure.subplots(2, 1, sharey=True)
+    looks = zip(("#e69f00", "#000000", "#0072b2"), "osD")  # Okabe and Ito's palette
+    for (size, of_size), (color, marker) in zip(_by_size(results).items(), looks):
+        lrs = np.array([r.run.lr for r in of_size])
+        accuracies = [r.epochs[-1].test_accuracy for r in of_size]
+        for axes, x in ((by_lr, lrs), (by_scaled, lrs * 256 / size)):
+            axes.plot(x, accuracies, color=color, marker=marker, label=f"batch {size}")
+    for axes, label in ((by_lr, "learning rate"), (by_scaled, "learning rate x 256 / batch size")):
+        x = np.concatenate([line.get_xdata() for line in axes.lines])
+        ticks = min(x) * 2 ** np.arange(1 + np.log2(max(x) / min(x)))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{lr:g}" for lr in ticks])
+        axes.set(xlabel=label, ylabel="test accuracy")
+        axes.grid(alpha=0.3)
+    figure.legend(*by_lr.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.savefig(file, format="png", dpi=120)
+
+
+def _write(out: str | Path, name: str, results: Sequence[Result], draw: Callable[..., None]) -> None:
+    """Write NAME.png, and NAME.csv with one row per epoch of each run."""
+    rows = [["devices", "batch_size", "lr", "epoch", "step", "train_seconds", "train_loss", "test_accuracy"]]
+    for result in results:
+        r = result.run
+        for e in result.epochs:
+            learned = [e.train_seconds, e.train_loss, e.test_accuracy]
+            rows.append([r.devices, r.batch_size, e.learning_rate, e.epoch, result.step(e), *learned])
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    checkpoint.write_whole(Path(out) / f"{name}.csv", lambda file: file.write(text.encode()))
+    checkpoint.write_whole(Path(out) / f"{name}.png", lambda file: draw(results, file))
 
 
 def _title(results: Sequence[Result]) -> str:

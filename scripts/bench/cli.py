@@ -150,6 +150,25 @@ def scaling_command(out: str | None, **options: Any) -> None:
     show("scaling", "scaling", out, **options)
 
 
+@command("batch", "", "--model lenet --rounds 5 --out runs/bench")
+@model
+@rounds(3)
+@steps
+@out("batch.json")
+def batch_command(out: str | None, **options: Any) -> None:
+    """Measure a second device's gain, and memory, by batch size. Splits the time that it does not save by cause."""
+    show("batch", "batch", out, **options)
+
+
+@command("shares", "", "--rounds 5 --out runs/bench")
+@rounds(3)
+@number("--steps", "Steps per run.", 100, least=10)
+@out("shares.json")
+def shares_command(out: str | None, **options: Any) -> None:
+    """Measure equal and unequal shards if one of two cores also runs other programs."""
+    show("shares", "shares", out, **options)
+
+
 @command("distributed", "", "--model lenet --rounds 5 --out runs/bench")
 @model
 @rounds(3)

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -111,13 +112,18 @@ def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
 
 
 def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
-    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet with batch 256."""
+    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet, batch 256.
+
+    "python_ms" is the CPU time of Python's thread per step.
+    """
     steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
     warm_up = WARM_UP_STEPS[model]
     data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
     train(data, np.arange(warm_up * size))
-    loss, seconds = train(data, np.random.default_rng(0).permutation(steps * size))
-    return {"step_ms": 1000 * seconds / steps, "loss": loss, "peak_mb": peak_mb()}
+    order, began = np.random.default_rng(0).permutation(steps * size), time.thread_time()
+    loss, seconds = train(data, order)
+    python_ms = 1000 * (time.thread_time() - began) / steps
+    return {"step_ms": 1000 * seconds / steps, "python_ms": python_ms, "loss": loss, "peak_mb": peak_mb()}
 
 
 def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
@@ -129,9 +135,9 @@ def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     }
 
 
-def replicas(impl: str, model: str, contexts: int, *args: Any, **options: Any) -> Any:
-    """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. args,
-    options: further arguments of Replicas."""
+def replicas(impl: str, model: str, contexts: int, *args: Any, shares: Any = None, **options: Any) -> Any:
+    """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. shares: as
+    in Settings. args, options: further arguments of Replicas."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -140,7 +146,7 @@ def replicas(impl: str, model: str, contexts: int, *args: Any, **options: Any) -
 
     kind = implementation(impl).Replicas
     check_model(kind, model)
-    found = kind([mx.cpu(i) for i in range(contexts)], Settings(model=model), *args, **options)
+    found = kind([mx.cpu(i) for i in range(contexts)], Settings(model=model, shares=shares), *args, **options)
     found.load_state_dict(initial(found.state_dict()))
     return found
 

@@ -12,12 +12,12 @@ import tempfile
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Train, ratios
+from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
 
@@ -39,6 +39,7 @@ class Subject(NamedTuple):
     model: str = "lenet"
     batch_size: int | None = None  # None: the model's in BATCH_SIZE
     tune: bool = True
+    exchange: bool = True  # False: each replica trains on its shard alone, without allreduce
 
     def __str__(self) -> str:
         return ", ".join(filter(None, [self.impl, harness.plural(self.contexts, "context"), self.note]))
@@ -119,12 +120,22 @@ def trainer(subject: Subject) -> Train:
     if subject.impl == "notebook":
         return _notebook(subject)
     options = {} if subject.tune else {"tune": False}
-    replicas = harness.replicas(subject.impl, subject.model, subject.contexts, **options)
-    step = partial(replicas.train_batch, lr=LR[subject.model])
+    replicas, lr = harness.replicas(subject.impl, subject.model, subject.contexts, **options), LR[subject.model]
+
+    def without_exchange(X: Any, y: Any) -> list:
+        losses = replicas.forward_backward(replicas.split(X), replicas.split(y))
+        replicas.update(lr, subject.size)
+        return losses
+
+    return timed(partial(replicas.train_batch, lr=lr) if subject.exchange else without_exchange, subject.size)
+
+
+def timed(step: Step, size: int) -> Train:
+    """Create a function that trains with a step. size: examples per step."""
 
     def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         start = time.perf_counter()
-        return harness.train(step, data, subject.size, order), time.perf_counter() - start
+        return harness.train(step, data, size, order), time.perf_counter() - start
 
     return train
 

@@ -138,7 +138,7 @@ def bench_py(*options):
 
 
 def test_bench_is_a_script_whose_subcommands_have_help():
-    names = ["allreduce", "async", "copy", "distributed", "model", "partition", "peers", "scaling", "steps", "timeline"]
+    names = "allreduce async batch copy distributed model partition peers scaling shares steps timeline".split()
     assert sorted(cli.bench.commands) == names
     for name in names:
         assert CliRunner().invoke(cli.bench, [name, "-h"]).exit_code == 0

@@ -1,5 +1,6 @@
 """The lecture's experiment as a user runs it, on a small synthetic data set."""
 
+import csv
 import json
 import signal
 import subprocess
@@ -15,7 +16,10 @@ from gluon_mgpu.training import batch_size, checkpoint
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "batch_size.py"
 SMALL = ("--dataset", "synthetic", "--limit", "2000", "--epochs", "2", "--device", "cpu")
-FOLDERS = ("1-device-batch-256", *(f"2-devices-batch-{batch}" for batch in ("256", "512", "512-lr-scaled")))
+FOLDERS = (
+    *("1-device-batch-256", "2-devices-batch-256"),
+    *("1-device-batch-512", "2-devices-batch-512", "2-devices-batch-512-lr-scaled"),
+)
 
 
 def command(*options):
@@ -36,31 +40,34 @@ def experiment(tmp_path_factory):
 
 
 def metrics(out):
-    """{name: array}, each (4 runs, 2 epochs)."""
+    """{name: array}, each (5 runs, 2 epochs)."""
     runs = [[json.loads(line) for line in (out / f / "metrics.jsonl").read_text().splitlines()] for f in FOLDERS]
     return {name: np.array([[epoch[name] for epoch in run] for run in runs]) for name in runs[0][0]}
 
 
-def test_the_four_runs_are_those_of_the_lecture_with_one_seed(experiment):
+def test_the_runs_are_those_of_the_lecture_with_one_seed(experiment):
     configs = [json.loads((experiment[0] / f / "config.json").read_text()) for f in FOLDERS]
-    assert [(len(c["devices"]), c["batch_size"]) for c in configs] == [(1, 256), (2, 256), (2, 512), (2, 512)]
-    assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 2000)] * 4
-    np.testing.assert_allclose(metrics(experiment[0])["learning_rate"], np.repeat([[0.2, 0.2, 0.2, 0.4]], 2, 0).T)
+    found = [(len(c["devices"]), c["batch_size"]) for c in configs]
+    assert found == [(1, 256), (2, 256), (1, 512), (2, 512), (2, 512)]
+    assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 2000)] * 5
+    np.testing.assert_allclose(metrics(experiment[0])["learning_rate"], np.repeat([[0.2, 0.2, 0.2, 0.2, 0.4]], 2, 0).T)
 
 
 def test_the_table_has_the_median_seconds_the_speed_up_and_every_accuracy(experiment):
     out, printed = experiment
     found = metrics(out)
     seconds = np.median(found["train_seconds"], axis=1)
-    for row, lr, s, accuracies in zip(printed.splitlines()[2:6], (0.2, 0.2, 0.2, 0.4), seconds, found["test_accuracy"]):
+    lrs = (0.2, 0.2, 0.2, 0.2, 0.4)
+    for row, lr, s, accuracies in zip(printed.splitlines()[2:7], lrs, seconds, found["test_accuracy"]):
         numbers = [f"{s:.2f}", f"{seconds[0] / s:.2f}", *(f"{a:.2f}" for a in accuracies)]
         assert row.split()[-5:] == [str(lr), *numbers]
 
 
 def test_one_and_two_devices_learn_the_same_from_equal_batches_only(experiment):
-    one, two, large, scaled = metrics(experiment[0])["train_loss"]
+    one, two, one_large, large, scaled = metrics(experiment[0])["train_loss"]
     for a, b in ((large, two), (scaled, two), (scaled, large)):
-        assert np.abs(one - two).max() < np.abs(a - b).max() / 100
+        for same in (one - two, one_large - large):
+            assert np.abs(same).max() < np.abs(a - b).max() / 100
 
 
 def test_the_picture_has_every_run_and_nothing_is_cut_off(experiment):
@@ -71,12 +78,17 @@ def test_the_picture_has_every_run_and_nothing_is_cut_off(experiment):
         assert (np.abs(pixels - np.array(color)).max(axis=-1) < 0.01).sum() > 100
 
 
+def test_the_csv_file_has_the_step_of_every_epoch(experiment):
+    rows = csv.DictReader((experiment[0] / "batch-size.csv").open())
+    assert [int(row["step"]) for row in rows] == [8, 16, 8, 16, 4, 8, 4, 8, 4, 8]  # 2000 examples in batches
+
+
 def test_finished_runs_are_shown_again_and_not_trained_again(experiment):
     out, printed = experiment
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     again = run("--out", out)
     assert (again.returncode, again.stdout) == (0, printed), again.stderr
-    assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 4
+    assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 5
 
 
 @pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
@@ -91,6 +103,27 @@ def test_more_epochs_continue_the_runs(experiment, tmp_path):
     first = batch_size.finish("a run", tmp_path / "run", {**options, "epochs": 1}, epochs.append)
     both = batch_size.finish("a run", tmp_path / "run", {**options, "epochs": 2}, epochs.append)
     assert len(both) == 2 and both[:1] == first and sum(epochs) == 1 + 2
+
+
+def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_size, "SIZES", (32, 64))
+    monkeypatch.setattr(batch_size, "FACTORS", (1, 3))
+    results = batch_size.sweep(tmp_path, dataset="synthetic", limit=300, epochs=1, device="cpu")
+    pairs = [(32, 0.2), (32, 0.6), (64, 0.2), (64, 0.6)]
+    assert [(r.config["batch_size"], r.config["lr"], len(r.config["devices"])) for r in results] == [
+        (*pair, 2) for pair in pairs
+    ]
+    found = [r.epochs[-1].test_accuracy for r in results]
+    for row, size, steps, of_size in zip(
+        batch_size.sweep_table(results).splitlines()[2:], (32, 64), (10, 5), (found[:2], found[2:])
+    ):
+        best = "0.6" if of_size[1] > of_size[0] else "0.2"
+        assert row.split() == [str(size), str(steps), *(f"{accuracy:.3f}" for accuracy in of_size), best]
+    rows = csv.DictReader((tmp_path / "batch-size-sweep.csv").open())
+    assert [(int(row["batch_size"]), float(row["lr"]), int(row["step"])) for row in rows] == [
+        (*pair, steps) for pair, steps in zip(pairs, (10, 10, 5, 5))
+    ]
+    assert matplotlib.image.imread(tmp_path / "batch-size-sweep.png").std() > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""`batch`: what a second device gains by batch size, what the rest of its time is lost to, and memory.
+
+Each step is measured by a worker of `steps`, with one OpenMP thread per context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from bench import harness
+from bench.harness import IMPLS, TITLE
+from bench.steps import Subject, measure, one_thread
+
+SIZES = {"lenet": (128, 256, 512, 1024), "resnet18": (32, 64)}
+
+NOTES = """\
+2 devices take half of the time of 1 device, and what they lose. Half: a device with half a batch takes more than half
+the time. Machine: 2 devices without allreduce take longer than 1 device with half a batch, because they share memory,
+cache, and the cores with Python's thread. Allreduce: a step takes longer with it than without. Python: CPU time of
+Python's thread per step on 2 devices."""
+
+
+def compared(model: str, size: int) -> tuple[Subject, ...]:
+    """The steps of a row of the table: 1 device, half a batch on it, 2 devices without allreduce, 2 devices."""
+    two = Subject(IMPLS[model][0], 2, model=model, batch_size=size)
+    one = one_thread(two)
+    return one, one._replace(batch_size=size // 2), two._replace(exchange=False), two
+
+
+def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
+    """Measure the models at SIZES; returns what `table` shows. steps: per run of LeNet with batch size 256."""
+    rows = [(name, size, compared(name, size)) for name in model for size in SIZES[name]]
+    measured = measure(dict.fromkeys(subject for *_, subjects in rows for subject in subjects), rounds, steps)
+    found = [
+        {"model": name, "batch_size": size, "runs": [measured[s] for s in subjects]} for name, size, subjects in rows
+    ]
+    return {"rounds": rounds, "rows": found}
+
+
+def lost(one: Sequence[float], half: Sequence[float], alone: Sequence[float], two: Sequence[float]) -> np.ndarray:
+    """The milliseconds per step that 2 devices lose to shards of half a batch, to sharing the machine, and to the
+    allreduce, in each round: (3, rounds). With half of `one` they sum to `two`. Arguments: step times of `compared`."""
+    return np.diff([np.array(one) / 2, half, alone, two], axis=0)
+
+
+def table(result: dict) -> str:
+    """Format, per model, time, speed-up, lost time and memory by batch size."""
+    lines = [f"Medians of {result['rounds']} rounds (min-max); {harness.machine_line()}", NOTES]
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [["batch", "1 device, ms/step", "2 devices", "speed-up", "half", "machine", "allreduce", "Python"]]
+        memory = [["batch", "1 device, peak MB", "2 devices"]]
+        for row in result["rows"]:
+            if row["model"] == model:
+                one, *_, two = runs = row["runs"]
+                parts = [*lost(*(run["step_ms"] for run in runs)), two["python_ms"]]
+                ms = (harness.spread(run["step_ms"], 1) for run in (one, two))
+                speed_up = harness.spread(harness.ratios(one, two), 2)
+                rows.append([row["batch_size"], *ms, speed_up, *(harness.spread(part, 1) for part in parts)])
+                memory.append([row["batch_size"], *(f"{median(run['peak_mb']):.0f}" for run in (one, two))])
+        lines += ["", f"{TITLE[model]}, {IMPLS[model][0]}", *harness.table(rows), "", *harness.table(memory)]
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""`shares`: equal and unequal shards on two contexts, if the core of one context also runs other programs.
+
+A worker, `python -m bench.shares JOB`, keeps the thread of each context on a core of its own, so that programs on the
+second core slow down only cpu(1).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+from bench import harness
+from bench.harness import BATCH_SIZE, LR, Job
+from bench.steps import timed
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import datasets
+
+SIZE = BATCH_SIZE["lenet"]
+SHARES = {"cpu(0) alone": None, "equal shards": (50, 50), "shares 80,20": (80, 20), "shares auto": "auto"}
+PROGRAMS = (0, 3)  # on the second core; with 3, the context's thread is one of four there
+
+
+def run(rounds: int = 3, steps: int = 100) -> dict:
+    """Measure LeNet with each of SHARES and PROGRAMS; returns what `table` shows. Raises UsageError if this process may
+    use only one core."""
+    if len(os.sched_getaffinity(0)) < 2:
+        raise UsageError("shares: needs 2 cores, and this process may use only 1")
+    env = harness.environment(harness.ONE_THREAD)
+    jobs = {
+        (name, programs): Job("shares", {"shares": shares, "programs": programs, "steps": steps}, env)
+        for name, shares in SHARES.items()
+        for programs in PROGRAMS
+    }
+    measured = harness.measure(jobs, rounds)
+    runs = [{"name": name, "programs": programs, **measured[name, programs]} for name, programs in jobs]
+    return {"rounds": rounds, "runs": runs}
+
+
+def table(result: dict) -> str:
+    """Format ms per step and shares for each of SHARES, without and with other programs."""
+    rows: dict[str, list[str]] = {}
+    for run in result["runs"]:
+        shares = " ".join(dict.fromkeys(f"{a}:{b}" for a, b in filter(None, run["shares"])))
+        rows.setdefault(run["name"], [run["name"]]).extend([harness.spread(run["step_ms"], 1), shares])
+    head = ["", *(text for n in PROGRAMS for text in (f"ms/step, {n} other programs", "shares, by round"))]
+    title = f"LeNet, scratch, batch {SIZE}, medians of {result['rounds']} rounds (min-max);"
+    where = "The other programs run on the core of cpu(1)."
+    return "\n".join([title, harness.machine_line(), where, *harness.table([head, *rows.values()])])
+
+
+def work(shares: list[int] | str | None, programs: int, steps: int) -> dict[str, Any]:
+    """Measure a step. shares: one per device; None: cpu(0) alone. Also returns the shares, for "auto" as measured."""
+    contexts, cores = 2 if shares else 1, sorted(os.sched_getaffinity(0))
+    engine.configure(contexts)
+    import mxnet as mx
+
+    from gluon_mgpu.training import loop
+
+    for i, core in enumerate(cores[:contexts]):
+        os.sched_setaffinity(0, {core})  # inherited by the thread of cpu(i), which starts with its first operator
+        mx.nd.ones(1, ctx=mx.cpu(i)).wait_to_read()
+    os.sched_setaffinity(0, cores)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
+    try:
+        for other in others:
+            os.sched_setaffinity(other.pid, {cores[1]})
+        if shares == "auto":
+            equal = harness.replicas("scratch", "lenet", contexts)
+            shares = list(loop.measured_shares(equal, datasets.synthetic(SIZE, 100, seed=0)))
+        replicas = harness.replicas("scratch", "lenet", contexts, shares=shares)
+        train = timed(partial(replicas.train_batch, lr=LR["lenet"]), SIZE)
+        return {**harness.time_steps(train, "lenet", SIZE, steps), "shares": shares}
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+if __name__ == "__main__":
+    harness.main(work)

@@ -1,0 +1,52 @@
+"""What each row of `batch` compares, its arithmetic, and a step without the allreduce."""
+
+import numpy as np
+import pytest
+from bench import batch, harness, steps
+
+
+def test_every_step_is_measured_once_with_one_thread_on_one_device(monkeypatch):
+    asked = []
+
+    def start(name, job):
+        subject = job.arguments["subject"]
+        asked.append(subject)
+        assert (job.env.get("OMP_NUM_THREADS") == "1") == (subject.contexts == 1)
+        return {"step_ms": subject.size / subject.contexts + subject.exchange, "python_ms": 1.0, "peak_mb": 1.0}
+
+    monkeypatch.setattr(harness, "start", start)
+    rows = batch.run(("lenet", "resnet18"), rounds=2)["rows"]
+    assert len(asked) == 2 * len(set(asked)) == 2 * (5 + 4 + 4 + 3 + 2 + 2)  # 1 device, 2, 2 without allreduce
+    assert [(row["model"], row["batch_size"]) for row in rows] == [
+        *(("lenet", size) for size in (128, 256, 512, 1024)),
+        *(("resnet18", size) for size in (32, 64)),
+    ]
+    for row in rows:
+        n = row["batch_size"]
+        assert [run["step_ms"] for run in row["runs"]] == [[ms] * 2 for ms in (n + 1, n / 2 + 1, n / 2, n / 2 + 1)]
+
+
+def test_half_of_one_devices_time_and_the_lost_parts_are_two_devices_time():
+    one, half, alone, two = np.random.default_rng(0).uniform(1, 9, (4, 3))
+    parts = batch.lost(one, half, alone, two)
+    assert parts.shape == (3, 3)
+    np.testing.assert_allclose(one / 2 + parts.sum(axis=0), two)
+    np.testing.assert_allclose(parts[2], two - alone)
+
+
+def test_the_table_has_the_speed_up_and_the_lost_milliseconds():
+    runs = [
+        {"step_ms": [ms], "python_ms": [3.0], "peak_mb": [mb]} for ms, mb in ((40, 500), (22, 400), (25, 0), (32, 600))
+    ]
+    printed = batch.table({"rounds": 1, "rows": [{"model": "lenet", "batch_size": 256, "runs": runs}]})
+    times, memory = [line.split() for line in printed.splitlines() if line.startswith("256")]
+    assert times[1::2] == ["40.0", "32.0", "1.25", "2.0", "3.0", "7.0", "3.0"] and memory == ["256", "500", "600"]
+
+
+@pytest.mark.slow
+def test_without_the_allreduce_a_replica_trains_on_its_shard_alone():
+    *_, alone, two = batch.compared("lenet", 256)
+    found = [harness.start(str(s), s.job("time", steps=60)) for s in (alone, two, steps.one_thread(two))]
+    assert found[1]["loss"] == pytest.approx(found[2]["loss"], rel=1e-4)
+    assert abs(found[0]["loss"] / found[2]["loss"] - 1) > 1e-3
+    assert all(0 < run["python_ms"] < run["step_ms"] for run in found)
