@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train test test-processors test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick lint install clean help
+.PHONY: train demo test test-processors test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick lint install clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -16,6 +16,9 @@ endif
 
 train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --batch-size 256 --lr 0.2 --epochs 4
+
+demo: install  ## ten seconds: LeNet learns to tell ten synthetic pictures apart, on 2 devices
+	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --dataset synthetic --limit 6000 --batch-size 32 --lr 0.2 --epochs 3
 
 test: install  ## the test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"

@@ -1,5 +1,8 @@
 import signal
 
+import browser
+import pytest
+
 import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels")  # markers: run only where -m names them
@@ -18,3 +21,26 @@ def pytest_collection_modifyitems(config, items):
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    with browser.chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(chromium, tmp_path):
+    """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `browser.Page`.
+
+    The test fails if the page writes an error to the console.
+    """
+
+    def opened(fragment_name, width=1280, dark=False):
+        fragment = (browser.INTERACTIVE / fragment_name).read_text()
+        path = tmp_path / fragment_name
+        path.write_text(browser.DOCUMENT.format(title=fragment_name, fragment=fragment))
+        return browser.Page(chromium, path, width, dark)
+
+    yield opened
+    assert not browser.errors(chromium)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "convert"]
-LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "parity", "commands"]  # from the bottom
+# from the bottom
+LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "parity", "exercises", "commands"]
 
 
 def modules():

@@ -9,7 +9,19 @@ import click
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 
-COMMANDS = ("train", "walkthrough", "batch-size", "evaluate", "convert", "parity", "run", "kernel", "launch", "doctor")
+COMMANDS = (
+    "train",
+    "walkthrough",
+    "exercise",
+    "batch-size",
+    "evaluate",
+    "convert",
+    "parity",
+    "run",
+    "kernel",
+    "launch",
+    "doctor",
+)
 
 
 class Commands(common.Group):

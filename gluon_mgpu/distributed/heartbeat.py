@@ -139,7 +139,7 @@ class Coordinator:
     def _welcome(self, connection: _Connection, message: dict[str, Any]) -> None:
         name, counts = str(message.get("name")), message.get("of")
         own_counts = [self.here.workers, self.here.servers]
-        if not hmac.compare_digest(str(message.get("secret")).encode(), self.here.secret.encode()):
+        if not hmac.compare_digest(str(message.get("secret", "")).encode(), self.here.secret.encode()):
             refusal = f"{SECRET} differs from {self.here}'s: set the same value in all processes"
         elif counts != own_counts:
             refusal = (

@@ -11,22 +11,26 @@ from statistics import median
 from typing import BinaryIO
 
 from bench import harness
-from bench.harness import IMPLS, TITLE
+from bench.harness import BATCH_SIZE, IMPLS, TITLE
 from bench.steps import Subject, measure, one_thread
 
 CONTEXTS = (1, 2, 4, 8)
 
 
 def run(
-    model: Sequence[str] = tuple(TITLE), contexts: Sequence[int] = CONTEXTS, rounds: int = 3, steps: int = 100
+    model: Sequence[str] = tuple(TITLE),
+    contexts: Sequence[int] = CONTEXTS,
+    batch_size: int | None = None,
+    rounds: int = 3,
+    steps: int = 100,
 ) -> dict:
     """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
     Strong scaling: all contexts together share the batch; weak scaling: each context has a whole batch. contexts: 1 is
-    always measured, for comparison. steps: per run of LeNet with batch size 256.
+    always measured, for comparison. batch_size: default: BATCH_SIZE. steps: per run of LeNet with batch size 256.
     """
     subjects = {
-        (impl, name, kind, k): subject(impl, name, kind, k)
+        (impl, name, kind, k): subject(impl, name, kind, k, batch_size or BATCH_SIZE[name])
         for name in model
         for impl in IMPLS[name]
         for kind in ("strong", "weak")
@@ -40,9 +44,9 @@ def run(
     return {"rounds": rounds, "cores": len(os.sched_getaffinity(0)), "runs": runs}
 
 
-def subject(impl: str, model: str, kind: str, k: int) -> Subject:
+def subject(impl: str, model: str, kind: str, k: int, batch_size: int) -> Subject:
     """The Subject that a worker of `steps` measures. With one context, strong and weak scaling are the same."""
-    found = Subject(impl, k, model=model, batches=k if kind == "weak" else 1)
+    found = Subject(impl, k, model=model, batch_size=batch_size * (k if kind == "weak" else 1))
     return one_thread(found) if k == 1 else found
 
 

@@ -37,7 +37,7 @@ class Subject(NamedTuple):
     note: str = ""  # describes the changed settings
     settings: tuple[tuple[str, str], ...] = ()  # environment variables
     model: str = "lenet"
-    batches: int = 1  # multiplies the batch size
+    batch_size: int | None = None  # None: the model's in BATCH_SIZE
     tune: bool = True
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Subject(NamedTuple):
 
     @property
     def size(self) -> int:
-        return BATCH_SIZE[self.model] * self.batches
+        return self.batch_size or BATCH_SIZE[self.model]
 
     def job(self, mode: str, steps: int) -> Job:
         """Create the job of a worker that measures the subject. mode: a key of MODES."""

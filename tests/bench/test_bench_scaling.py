@@ -47,7 +47,8 @@ def test_the_picture_is_a_png():
     assert picture.getvalue().startswith(b"\x89PNG")
 
 
-def test_weak_scaling_trains_k_times_the_batch_and_one_context_is_measured_once(monkeypatch):
+@pytest.mark.parametrize("batch_size", [None, 32])
+def test_weak_scaling_trains_k_times_the_batch_and_one_context_is_measured_once(monkeypatch, batch_size):
     asked = []
 
     def start(name, job):
@@ -57,8 +58,9 @@ def test_weak_scaling_trains_k_times_the_batch_and_one_context_is_measured_once(
         return {"step_ms": 10.0 * subject.size, "peak_mb": 1.0}
 
     monkeypatch.setattr(harness, "start", start)
-    runs = scaling.run(("lenet", "resnet18"), (2, 4), rounds=2)["runs"]
+    runs = scaling.run(("lenet", "resnet18"), (2, 4), batch_size, rounds=2)["runs"]
     assert len(asked) == 2 * len(set(asked)) == 2 * 3 * 5  # 1, 2 and 4, and 2 and 4 weak, of three networks
     for run in runs:
-        size = {"lenet": 256, "resnet18": 64}[run["model"]] * (run["contexts"] if run["kind"] == "weak" else 1)
+        size = batch_size or {"lenet": 256, "resnet18": 64}[run["model"]]
+        size *= run["contexts"] if run["kind"] == "weak" else 1
         assert run["batch_size"] == size and run["step_ms"] == [10.0 * size] * 2

@@ -1,0 +1,70 @@
+"""`gluon-mgpu exercise`: exercises on data parallelism that check the answer."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from gluon_mgpu import exercises
+from gluon_mgpu.commands import common
+from gluon_mgpu.exercises import check as checker
+from gluon_mgpu.runtime.errors import UsageError
+
+
+@click.group(
+    cls=common.Group,
+    examples="""
+        gluon-mgpu exercise list
+        gluon-mgpu exercise start allreduce
+        gluon-mgpu exercise check allreduce.py
+    """,
+)
+def exercise() -> None:
+    """Exercises that check themselves. Start one, complete the function in its file, and check it."""
+
+
+@exercise.command("list", cls=common.Command, examples="gluon-mgpu exercise list")
+def list_() -> None:
+    """List the exercises, with the lesson page of each."""
+    for number, (name, page) in enumerate(exercises.PAGES.items(), 1):
+        click.echo(f"{number:2}  {name:12}{exercises.title(name):58}docs/{page}.md")
+
+
+@exercise.command(
+    cls=common.Command,
+    examples="gluon-mgpu exercise start allreduce --out answers/allreduce.py",
+)
+@click.argument("name", type=click.Choice(exercises.NAMES), metavar="NAME")
+@common.option("--out", type=common.FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
+@click.pass_context
+def start(context: click.Context, name: str, out: str | None) -> None:
+    """Start an exercise. Writes a file with its task and a function to complete. An existing file is left unchanged."""
+    from gluon_mgpu.training import checkpoint  # imports NumPy
+
+    path = out or f"{name}.py"
+    if os.path.lexists(path):
+        raise UsageError(f"{path} already exists; choose another file with --out FILE")
+    checkpoint.write_whole(path, lambda file: file.write(exercises.skeleton(name).encode()))
+    text = f"wrote {path}: complete the function, then run `gluon-mgpu exercise check {path}`"
+    click.echo(common.as_called(text, context.find_root().info_name or ""))
+
+
+@exercise.command(
+    cls=common.Command,
+    examples="gluon-mgpu exercise check allreduce.py --solution",
+)
+@click.argument("file", type=common.FILE)
+@click.option("--solution", is_flag=True, help="Also show our solution.")
+@click.pass_context
+def check(context: click.Context, file: str, solution: bool) -> None:
+    """Check an answer. Runs FILE on hidden cases, in a new process. If a case fails, names the mistake and explains it.
+    The exit status is 0 if the answer is correct, and 1 if it is not."""
+    name, correct = exercises.name_of(file), checker.run(file)
+    following = exercises.NAMES[exercises.NAMES.index(name) + 1 :]
+    if correct and following:
+        text = f"next: `gluon-mgpu exercise start {following[0]}`"
+        click.echo(common.as_called(text, context.find_root().info_name or ""))
+    if solution:
+        click.echo(f"\n{exercises.solution(name)}", nl=False)
+    context.exit(0 if correct else 1)

@@ -1,0 +1,70 @@
+"""Exercises that check themselves. `solutions` has each task with our answer, `checks` its hidden cases.
+
+A learner's file begins with the exercise's docstring, which names it. A check calls the last function of the solution,
+by name, in the learner's file. It recognizes known mistakes by what they compute, not by reading the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from gluon_mgpu.runtime.errors import UsageError
+
+# {lesson page: its exercises}, in the order of the course
+LESSONS = {
+    "from-scratch": ("split", "allreduce", "step", "predict", "accumulate", "tree", "ring"),
+    "gluon": ("replicas", "stats", "seeds"),
+    "asynchrony": ("timing", "overlap"),
+    "training": ("rate",),
+}
+PAGES = {name: page for page, names in LESSONS.items() for name in names}
+NAMES = tuple(PAGES)
+
+
+class Mistake(Exception):
+    """A mistake in an answer. name: its entry in mistakes.ini. case: what was computed, with numbers."""
+
+    def __init__(self, name: str, case: str) -> None:
+        super().__init__(f"{name}: {case}")
+        self.name, self.case = name, case
+
+
+def solution(name: str) -> str:
+    """The code of our solution."""
+    return (Path(__file__).parent / "solutions" / f"{name}.py").read_text()
+
+
+def title(name: str) -> str:
+    """The task in one line."""
+    text = solution(name)[len(f'"""Exercise {name}: ') :].splitlines()[0].rstrip(".")
+    return text[0].upper() + text[1:]
+
+
+def answer_of(name: str) -> ast.FunctionDef:
+    """The function that a learner has to write: the last one of the solution."""
+    functions = [node for node in ast.parse(solution(name)).body if isinstance(node, ast.FunctionDef)]
+    return functions[-1]
+
+
+def skeleton(name: str) -> str:
+    """The solution without the body of its last function."""
+    docstring = answer_of(name).body[0]
+    kept = solution(name).splitlines()[: docstring.end_lineno]
+    return "\n".join([*kept, '    raise NotImplementedError("write this function")', ""])
+
+
+def name_of(path: str) -> str:
+    """The exercise that a learner's file solves. Raises UsageError if the file cannot be read or does not name one."""
+    try:
+        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
+    if not found or found[1] not in NAMES:
+        names = f"{found[1]}, which is not an exercise" if found else "no exercise"
+        raise UsageError(
+            f'{path}: names {names}; its first line must be """Exercise NAME: ..., as `gluon-mgpu exercise start` '
+            "writes it"
+        )
+    return found[1]

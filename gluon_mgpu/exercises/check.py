@@ -1,0 +1,101 @@
+"""Checks an answer: `check` in this process, which imports MXNet, and `run` in a new process, with a time limit."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gluon_mgpu import exercises
+from gluon_mgpu.exercises import Mistake
+from gluon_mgpu.runtime import subprocesses
+
+SECONDS = 60  # time limit; a check takes 2 seconds, and longer on a busy machine
+WRONG = 3  # exit status of the new process if it found a mistake
+WIDTH = 100
+
+
+def check(name: str, code: str, path: str) -> Mistake | None:
+    """The first mistake in a learner's code, or None if it is correct."""
+    import mxnet as mx
+
+    from gluon_mgpu.exercises import checks
+
+    module, wanted, returned = ModuleType(name), exercises.answer_of(name).name, []
+    mx.random.seed(0)
+    try:
+        exec(compile(code, path, "exec", dont_inherit=True), module.__dict__)
+        if not callable(getattr(module, wanted, None)):
+            return Mistake("missing", f"the file defines no function {wanted}")
+
+        def answer(*args: Any) -> Any:
+            returned.append(getattr(module, wanted)(*args))
+            return returned[-1]
+
+        getattr(checks, name)(answer)
+        mx.nd.waitall()  # raises the errors of operators whose results no case has read
+    except Mistake as mistake:
+        return mistake
+    except NotImplementedError:
+        return Mistake("unfinished", f"{wanted} is not written yet")
+    except (Exception, SystemExit) as error:
+        return failure(error, path, wanted, returned)
+    return None
+
+
+def failure(error: BaseException, path: str, wanted: str, returned: list[Any]) -> Mistake:
+    """The mistake of an answer that raised an error, or that returned what its check cannot use."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[-1]
+    if lines:
+        return Mistake("error", f"line {lines[-1]}: {what}")
+    if type(error).__name__ == "MXNetError":
+        return Mistake("failed-operator", what)
+    value = textwrap.shorten(repr(returned[-1]), WIDTH)
+    return Mistake("wrong-type", f"{wanted} returned {value}, which the check cannot use ({what})")
+
+
+def report(path: str, name: str, mistake: Mistake | None) -> str:
+    """The result of a check, for the learner. path, name: the file and its exercise."""
+    if mistake is None:
+        return f"{path}: correct"
+    texts = configparser.ConfigParser(interpolation=None)
+    texts.read(Path(__file__).with_name("mistakes.ini"))
+    why = textwrap.fill(texts[name][mistake.name], WIDTH)
+    return f"{path}: not correct yet. Mistake: {mistake.name}\n{textwrap.indent(mistake.case, '  ')}\n{why}"
+
+
+def run(path: str, seconds: float = SECONDS) -> bool:
+    """Check a file and print the result. Returns whether it is correct.
+
+    What the file prints is passed on. Raises UsageError as `exercises.name_of` does, Error if the process crashes.
+    """
+    name = exercises.name_of(path)
+    command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path]
+    finished = subprocesses.run(command, seconds=seconds, on_line=lambda line: print(line, end="", flush=True))
+    for line in finished.err.splitlines():
+        if not line.startswith("gluon_mgpu: "):  # a notice, which has been passed on
+            print(line, file=sys.stderr)
+    if finished.status is None:
+        print(report(path, name, Mistake("time-limit", f"no result after {seconds:g} seconds")))
+    elif finished.status != WRONG:
+        subprocesses.check(path, finished)
+    return finished.status == 0
+
+
+def main(path: str) -> None:
+    name = exercises.name_of(path)
+    mistake = check(name, Path(path).read_text(), path)
+    print(report(path, name, mistake), flush=True)
+    os._exit(WRONG if mistake else 0)  # does not wait for what the answer may have left in the engine's queue
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

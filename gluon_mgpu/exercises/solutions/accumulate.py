@@ -1,0 +1,36 @@
+"""Exercise accumulate: compute the gradient of a large batch in parts.
+
+A batch that does not fit in memory is computed in parts, one after the other. Each part is split among the devices. The
+parameters' gradients were attached with attach_grad("add"): backward adds to p.grad, and nothing sets it to zero. Write
+a step of the whole batch:
+
+    p -= lr * (sum of the gradients of all examples in all parts) / (number of examples in all parts)
+
+`forward_backward` does forward and backward for one part. Parts may differ in size.
+"""
+
+from mxnet import autograd
+
+from gluon_mgpu.scratch import allreduce, sgd, split_and_load
+
+
+def forward_backward(X, y, device_params, ctx):
+    """Add the gradients of a part to the gradients on each device: X (n, 2), y (n,)."""
+    with autograd.record():
+        shards = zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
+        losses = [((X * params[0]).sum(axis=1) - y) ** 2 / 2 for X, y, params in shards]
+    for shard_loss in losses:
+        shard_loss.backward()
+
+
+def train_batch(parts, device_params, ctx, lr):
+    """One step on a batch. parts: a list of pairs X (n, 2), y (n,). device_params: a list of parameters per device."""
+    for params in device_params:
+        for p in params:
+            p.grad[:] = 0
+    for X, y in parts:
+        forward_backward(X, y, device_params, ctx)
+    for grads in zip(*([p.grad for p in params] for params in device_params)):
+        allreduce(grads)
+    for params in device_params:
+        sgd(params, lr, sum(len(X) for X, _ in parts))

@@ -1,0 +1,12 @@
+"""Exercise rate: choose the learning rate for a larger batch.
+
+This is an exercise of the notebook: on two devices, a batch can be twice as large and still take the same time. Which
+learning rate does it need? The gradient is a mean over the batch, so a larger batch makes it less noisy, but not
+larger, and an epoch has fewer steps. Choose the rate with which an epoch reduces the loss as much as before. The check
+trains a small network with it.
+"""
+
+
+def learning_rate(lr, batch_size, new_batch_size):
+    """The learning rate for new_batch_size, if lr is good for batch_size."""
+    return lr * new_batch_size / batch_size

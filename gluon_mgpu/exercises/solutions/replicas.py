@@ -1,0 +1,15 @@
+"""Exercise replicas: change the parameters on every device.
+
+A Gluon network that was initialized on several devices has a replica of each parameter on each of them. Training keeps
+the replicas equal, because every device makes the same update. Any other change has to be made on all devices too.
+Write one: limit the size of all parameters, which some generative networks do after each step.
+"""
+
+from mxnet import nd
+
+
+def clip(net, limit):
+    """Set numbers above limit to limit, and numbers below -limit to -limit, in all parameters on all devices."""
+    for parameter in net.collect_params().values():
+        for replica in parameter.list_data():
+            nd.clip(replica, -limit, limit, out=replica)

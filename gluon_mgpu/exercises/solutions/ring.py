@@ -1,0 +1,23 @@
+"""Exercise ring: sum over devices as a ring.
+
+In a ring, device i sends only to device i + 1, and the last device sends to the first. Each array is cut into k chunks.
+In k - 1 steps, every device sends one chunk to the next device, which adds it to its own. Now every chunk is complete
+on one device. In k - 1 more steps, the complete chunks go around the ring and replace the incomplete ones. So each
+device receives 2 (k - 1) chunks of n / k numbers: less than 2 n numbers, however many devices there are.
+"""
+
+
+def ring_allreduce(data):
+    """Sum vectors in place. data: a list of k vectors of n numbers, one per device; n is at least k."""
+    k, n = len(data), len(data[0])
+
+    def chunk(device, index):
+        index %= k
+        return data[device % k][n * index // k : n * (index + 1) // k]
+
+    for step in range(k - 1):  # afterwards chunk i + 1 is complete on device i
+        for i in range(k):
+            chunk(i + 1, i - step)[:] += chunk(i, i - step).copyto(data[(i + 1) % k].context)
+    for step in range(k - 1):
+        for i in range(k):
+            chunk(i, i + 1 - step).copyto(chunk(i + 1, i + 1 - step))

@@ -1,0 +1,18 @@
+"""Exercise stats: average running statistics over devices.
+
+Batch normalization keeps a running mean and a running variance, which it uses for prediction. They are not trained:
+each device updates its own from its own shards, and no allreduce sums them. So they drift apart, and the network's
+predictions depend on the device. Write a function that makes them equal again: every device gets their average.
+net.collect_params(".*running.*") has the parameters that hold them.
+"""
+
+from mxnet import nd
+
+
+def average_running_stats(net):
+    """Set each running_mean and running_var, on every device, to its mean over the devices."""
+    for parameter in net.collect_params(".*running.*").values():
+        replicas = parameter.list_data()
+        mean = nd.add_n(*[replica.as_in_context(replicas[0].context) for replica in replicas]) / len(replicas)
+        for replica in replicas:
+            mean.copyto(replica)

@@ -1,0 +1,31 @@
+"""Exercise step: train one step on several devices.
+
+Each device has a replica of the parameters: a list of arrays, each with a gradient. Write one training step. It changes
+every replica as a single device would, if it computed the whole batch:
+
+    p -= lr * (sum of the gradients of all examples) / (number of examples)
+
+Use the functions imported from gluon_mgpu.scratch, or write your own.
+"""
+
+from mxnet import autograd
+
+from gluon_mgpu.scratch import allreduce, sgd, split_and_load
+
+
+def loss(X, y, params):
+    """The loss of each example for a linear model: X (n, 2), y (n,), params [w (2,)] to losses (n,)."""
+    return ((X * params[0]).sum(axis=1) - y) ** 2 / 2
+
+
+def train_batch(X, y, device_params, ctx, lr):
+    """One step on a batch X (n, 2), y (n,). device_params: a list of parameters per device of ctx."""
+    Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
+    with autograd.record():
+        losses = [loss(X_shard, y_shard, params) for X_shard, y_shard, params in zip(Xs, ys, device_params)]
+    for shard_loss in losses:
+        shard_loss.backward()
+    for grads in zip(*([p.grad for p in params] for params in device_params)):
+        allreduce(grads)
+    for params in device_params:
+        sgd(params, lr, len(X))

@@ -1,0 +1,86 @@
+"""Pages of the site in a headless Chromium: the fixture `page` in conftest.py opens them."""
+
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+INTERACTIVE = Path(__file__).parents[1] / "docs/interactive"
+# A fragment is included by a page of the site. This is the least that surrounds it there.
+DOCUMENT = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+{fragment}
+</html>
+"""
+
+
+@contextmanager
+def chromium():
+    """Start a headless Chromium. Skips the test if the library, the browser or its driver is missing."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: pip install -e '.[browser]'")
+    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
+    if None in programs:
+        pytest.skip("chromium or chromedriver is missing: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location, driver_program = programs
+    for flag in ["headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(driver_program))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+class Page:
+    """One open page.
+
+    driver: Selenium's, for everything that has no method here.
+    """
+
+    def __init__(self, driver, path, width, dark):
+        self.driver = driver
+        screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        driver.get(path.as_uri())
+
+    def value(self, expression, *args):
+        """The value of a JavaScript expression, in which args are arguments[0], arguments[1], ..."""
+        return self.driver.execute_script(f"return {expression}", *args)
+
+    def text(self, selector):
+        """The text that is visible in the first element that matches the selector."""
+        return self.value("document.querySelector(arguments[0]).innerText", selector)
+
+    def click(self, selector):
+        self.driver.find_element("css selector", selector).click()
+
+    def choose(self, selector, value):
+        """Set a form's element to a value, as a reader would."""
+        script = "const e = document.querySelector(arguments[0]); e.value = arguments[1];"
+        events = "for (const type of ['input', 'change']) e.dispatchEvent(new Event(type, {bubbles: true}));"
+        self.driver.execute_script(script + events, selector, str(value))
+
+    def press(self, key):
+        """Press a key, such as selenium's Keys.TAB, wherever the focus is."""
+        self.driver.switch_to.active_element.send_keys(key)
+
+    def focused(self):
+        """The id of the element that has the focus."""
+        return self.value("document.activeElement.id")
+
+    def overflow(self):
+        """By how many pixels the document is wider than the window."""
+        return self.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+def errors(driver):
+    """The errors in the browser's console since the last call, including uncaught exceptions."""
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]

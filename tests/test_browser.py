@@ -1,0 +1,180 @@
+"""The interactive pages in a real browser. Their numbers are compared with NumPy's."""
+
+import math
+
+import browser
+import numpy as np
+import pytest
+
+RUN = "window.stepThrough.run(...arguments)"
+SETTINGS = [(1, 3), (2, 8), (3, 10), (4, 10), (5, 16), (6, 5), (7, 7), (8, 16), (8, 3)]  # devices, batch size
+KINDS = ["star", "ring", "tree"]
+PHASES = ["copy", "split", "forward and backward", "allreduce", "update"]
+
+WIDER_THAN_ITS_CARD = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth)"
+
+
+def shards(array, devices):
+    """Split as split_and_load does: if the array does not divide evenly, the first parts are one larger."""
+    return np.array_split(np.array(array), devices)
+
+
+def gradients(trace, devices):
+    """Each device's gradient of the sum of squared errors / 2: (devices, parameters)."""
+    w = np.array(trace["start"])
+    pairs = zip(shards(trace["X"], devices), shards(trace["y"], devices))
+    return np.array([(x @ w - y) @ x if len(x) else np.zeros(len(w)) for x, y in pairs])
+
+
+def of_phase(trace, phase):
+    return [step for step in trace["steps"] if step["phase"] == phase]
+
+
+def shown(page, row):
+    """The numbers that all devices show in a row, w or g: (devices, parameters)."""
+    cells = f"[...document.querySelectorAll('#step-cards tr.{row}')].map(r => [...r.cells].map(c => c.innerText))"
+    return np.array([[float(text.replace("−", "-")) for text in row[1:]] for row in page.value(cells)])
+
+
+def choose(page, devices, batch, kind):
+    for setting, value in {"devices": devices, "batch": batch, "kind": kind}.items():
+        page.choose(f"#step-{setting}", value)
+
+
+def go(page, steps):
+    """Press Next."""
+    page.value("Array.from({length: arguments[0]}, () => document.getElementById('step-next').click())", steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_through_computes_what_numpy_computes(page, kind):
+    opened = page("step.html")
+    for devices, batch in SETTINGS:
+        trace = opened.value(RUN, devices, batch, kind)
+        local = gradients(trace, devices)
+        updated = np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
+        [backward], [update] = of_phase(trace, "backward"), of_phase(trace, "update")
+        examples = [[row["example"] for row in device["rows"]] for device in backward["devices"]]
+        assert examples == [list(part) for part in shards(range(batch), devices)]
+        assert local.any() and np.array_equal([device["gradient"] for device in backward["devices"]], local)
+        summed = of_phase(trace, "allreduce")[-1]["devices"]
+        assert np.array_equal([device["gradient"] for device in summed], [local.sum(0)] * devices)
+        replicas = np.array([device["params"] for device in update["devices"]])
+        assert (replicas == replicas[0]).all() and np.allclose(replicas[0], updated, rtol=1e-12)
+        assert trace["oneDevice"]["params"] == list(replicas[0]) and trace["loss"][1] < trace["loss"][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_through_shows_the_numbers_of_each_device(page, kind):
+    opened = page("step.html")
+    for devices, batch in SETTINGS[2:7:2]:
+        choose(opened, devices, batch, kind)
+        trace = opened.value(RUN, devices, batch, kind)
+        local = gradients(trace, devices)
+        go(opened, 4)  # copy, split, forward, backward
+        assert np.array_equal(shown(opened, "g"), local)
+        go(opened, trace["rounds"])
+        assert np.array_equal(shown(opened, "g"), [local.sum(0)] * devices)
+        go(opened, 1)
+        updated = np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
+        assert len(shown(opened, "w")) == devices + 1  # and one device with the whole batch, for comparison
+        assert np.abs(shown(opened, "w") - updated).max() <= 0.0005  # three decimals
+
+
+def test_step_through_sends_the_messages_of_each_allreduce(page):
+    opened = page("step.html")
+    for devices, batch in SETTINGS[1:]:
+        gradient = 4 * devices  # bytes: as many parameters as devices, float32
+        expected = {  # rounds, messages, bytes of each
+            "star": (2 * (devices - 1), 2 * (devices - 1), gradient),
+            "ring": (2 * (devices - 1), 2 * (devices - 1) * devices, gradient / devices),
+            "tree": (2 * math.ceil(math.log2(devices)), 2 * (devices - 1), gradient),
+        }
+        for kind, (rounds, messages, size) in expected.items():
+            trace = opened.value(RUN, devices, batch, kind)
+            sent = [step["messages"] for step in of_phase(trace, "allreduce")]
+            assert (trace["rounds"], len(sent), sum(map(len, sent))) == (rounds, rounds, messages)
+            assert {message["bytes"] for round in sent for message in round} == {size}
+            end = trace["steps"][-1]
+            assert end["bytes"]["devices"] == messages * size
+            assert sum(moved for link, moved in end["links"].items() if "host" not in link) == messages * size
+            choose(opened, devices, batch, kind)
+            [row] = opened.value("[...document.querySelectorAll('.chosen')].map(row => row.innerText.split('\\t'))")
+            assert row == [kind, *(f"{value:.0f}" for value in (rounds, messages, messages * size, rounds * size))]
+            go(opened, len(trace["steps"]))
+            labels = opened.value("[...document.querySelectorAll('#step-links > text')].map(text => text.textContent)")
+            assert sum(int(label.removesuffix(" B")) for label in labels) == messages * size
+            for round in sent:  # a device sends and receives at most one message per round
+                assert all(len({message[end] for message in round}) == len(round) for end in ("from", "to"))
+
+
+def test_devices_outside_a_round_wait(page):
+    opened = page("step.html")
+    for kind in KINDS:
+        for step in of_phase(opened.value(RUN, 6, 4, kind), "allreduce"):
+            active = {message[end] for message in step["messages"] for end in ("from", "to")}
+            assert {i for i, device in enumerate(step["devices"]) if device["busy"]} == active
+            assert all((device["doing"] == "waits") != device["busy"] for device in step["devices"])
+    [forward] = of_phase(opened.value(RUN, 6, 4, "star"), "forward")
+    assert [device["busy"] for device in forward["devices"]] == [True] * 4 + [False] * 2  # two have no examples
+
+
+def test_step_through_works_with_the_keyboard(page):
+    from selenium.webdriver.common.keys import Keys
+
+    opened = page("step.html")
+    order = []
+    for _ in range(7):
+        opened.press(Keys.TAB)
+        order.append(opened.focused())
+    names = ["devices", "batch", "kind", "stage", "back", "next", "reset"]
+    assert order == [f"step-{name}" for name in names]
+    assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    steps = opened.value(RUN, 4, 10, "star")["steps"]
+    opened.value("document.getElementById('step-stage').focus()")
+    phases = []
+    for i, step in enumerate(steps):
+        assert opened.text("#step-text").startswith(step["text"])
+        assert opened.text("#step-count") == f"step {i} of {len(steps) - 1}"
+        phases += opened.value("[...document.querySelectorAll('#step-through [aria-current]')].map(e => e.innerText)")
+        opened.press(Keys.ARROW_RIGHT)
+    assert list(dict.fromkeys(phases)) == PHASES
+    for step in reversed(steps):
+        assert opened.text("#step-text").startswith(step["text"])
+        opened.press(Keys.ARROW_LEFT)
+    assert opened.text("#step-count").startswith("step 0 ")
+    opened.value("document.getElementById('step-next').focus()")
+    for _ in range(len(steps) + 2):
+        opened.press(Keys.ENTER)
+    assert opened.text("#step-count").startswith(f"step {len(steps) - 1} ") and opened.focused() == "step-next"
+    opened.click("#step-back")
+    assert opened.text("#step-count").startswith(f"step {len(steps) - 2} ")
+    opened.click("#step-reset")
+    assert opened.text("#step-count").startswith("step 0 ")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_step_through_fits_the_window(page, width):
+    opened = page("step.html", width=width)
+    for devices, batch in [(1, 16), (4, 10), (8, 16)]:
+        for kind in KINDS:
+            choose(opened, devices, batch, kind)
+            for _ in opened.value(RUN, devices, batch, kind)["steps"]:
+                assert opened.overflow() == 0 and not opened.value(WIDER_THAN_ITS_CARD)
+                go(opened, 1)
+
+
+@pytest.mark.parametrize(
+    "picture", sorted(browser.INTERACTIVE.parent.glob("pictures/*.svg")), ids=lambda path: path.stem
+)
+def test_diagrams_are_legible_on_a_phone(chromium, picture):
+    opened = browser.Page(chromium, picture, 1280, False)
+    width = opened.value("document.documentElement.viewBox.baseVal.width")
+    texts = "[...document.querySelectorAll('text:not(defs text)')]"
+    sizes = opened.value(f"{texts}.map(text => parseFloat(getComputedStyle(text).fontSize))")
+    assert len(sizes) > 10 and min(sizes) * 358 / width >= 11  # a window of 390 px leaves 358 px to a picture
+    margins = """(text => {
+        const box = text.getBoundingClientRect(), card = document.documentElement.getBoundingClientRect();
+        return [box.left - card.left, box.top - card.top, card.right - box.right, card.bottom - box.bottom];
+    })"""
+    assert np.min(opened.value(f"{texts}.map({margins})")) >= 5

@@ -1,0 +1,133 @@
+"""The exercises: each planted wrong answer is diagnosed as its mistake, and correct answers pass."""
+
+import configparser
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mxnet as mx
+import pytest
+from wrong_answers import RIGHT, WRONG
+
+from gluon_mgpu import exercises
+from gluon_mgpu.exercises import check
+
+PROGRAM = [sys.executable, "-m", "gluon_mgpu", "exercise"]
+PLANTED = [(name, mistake, code) for name, found in WRONG.items() for mistake, codes in found.items() for code in codes]
+CORRECT = [(name, code) for name in exercises.NAMES for code in ["", *RIGHT.get(name, [])]]
+
+
+def diagnosed(name, code):
+    """The name of the mistake, or None, in code that follows our solution. Its report must be possible."""
+    mistake = check.check(name, f"{exercises.solution(name)}\n{code}", "answer.py")
+    check.report("answer.py", name, mistake)
+    return mistake and mistake.name
+
+
+@pytest.mark.parametrize("name, mistake, code", PLANTED)
+def test_a_wrong_answer_is_diagnosed_as_its_mistake(name, mistake, code):
+    assert diagnosed(name, code) == mistake
+
+
+@pytest.mark.parametrize("name, code", CORRECT)
+def test_a_correct_answer_passes(name, code):
+    assert diagnosed(name, code) is None
+
+
+@pytest.mark.parametrize("name", exercises.NAMES)
+def test_what_start_writes_is_an_unfinished_answer(name):
+    assert check.check(name, exercises.skeleton(name), "answer.py").name == "unfinished"
+
+
+def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
+    texts = configparser.ConfigParser(interpolation=None)
+    texts.read(Path(check.__file__).with_name("mistakes.ini"))
+    own = {name: set(texts._sections[name]) for name in texts.sections()}
+    assert list(own) == list(exercises.NAMES)
+    for name, mistakes in own.items():
+        assert mistakes <= set(WRONG[name]) <= mistakes | texts.defaults().keys()
+    everywhere = {mistake for planted in WRONG.values() for mistake in planted}
+    assert texts.defaults().keys() - everywhere == {"time-limit", "failed-operator"}  # tested below
+
+
+def test_an_operator_that_fails_later_is_reported():
+    code = """
+def split_and_load(data, ctx):
+    from mxnet import nd
+
+    return [nd.take(data, nd.array([99]), mode="raise") for _ in ctx]
+"""
+    assert diagnosed("split", code) == "failed-operator"
+    with pytest.raises(mx.MXNetError):  # the error of the other shard; MXNet would raise it at exit
+        mx.nd.waitall()
+
+
+def run(*words, folder):
+    return subprocess.run([*PROGRAM, *words], cwd=folder, capture_output=True, text=True)
+
+
+def test_start_edit_check_and_correct(tmp_path):
+    file = tmp_path / "allreduce.py"
+    started = run("start", "allreduce", folder=tmp_path)
+    assert (started.returncode, started.stderr) == (0, "") and file.read_text() == exercises.skeleton("allreduce")
+    again = run("start", "allreduce", folder=tmp_path)
+    assert (again.returncode, again.stdout) == (2, "") and "allreduce.py already exists" in again.stderr
+
+    file.write_text(exercises.solution("allreduce").replace("        total.copyto(array)", "        print('here')"))
+    checked = run("check", "allreduce.py", "--solution", folder=tmp_path)
+    assert (checked.returncode, checked.stderr) == (1, "")
+    assert checked.stdout.startswith("here\n") and "Mistake: no-broadcast" in checked.stdout
+    assert checked.stdout.endswith(exercises.solution("allreduce"))
+
+    file.write_text(exercises.solution("allreduce"))
+    checked = run("check", "allreduce.py", folder=tmp_path)
+    assert (checked.returncode, checked.stderr) == (0, "") and "start step" in checked.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["allreduce.py"]
+
+
+def test_an_answer_that_hangs_is_ended_with_one_clear_line(tmp_path, capfd):
+    file = tmp_path / "rate.py"
+    file.write_text(exercises.skeleton("rate").replace("    raise", "    while True: pass\n    raise"))
+    assert not check.run(str(file), seconds=5)
+    out = capfd.readouterr().out
+    assert "Mistake: time-limit" in out and "5 seconds" in out
+
+
+@pytest.mark.parametrize("text", ["", "x = 1\n", '"""Exercise swim: across the lake."""\n', None, b"\xff\xfe"])
+def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text):
+    file = tmp_path / "answer.py"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    checked = run("check", "answer.py", folder=tmp_path)
+    assert (checked.returncode, checked.stdout, checked.stderr.count("\n")) == (2, "", 1)
+    assert "answer.py" in checked.stderr
+
+
+def test_the_file_of_an_answer_may_begin_with_comments(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"#!/usr/bin/env python\n# my answer\n\n{exercises.solution('ring')}")
+    assert exercises.name_of(str(file)) == "ring"
+
+
+def test_list_shows_every_exercise_and_an_existing_page():
+    shown = run("list", folder=".").stdout.splitlines()
+    assert [re.match(r" ?(\d+)  (\w+)", line)[2] for line in shown] == list(exercises.NAMES)
+    for line in shown:
+        assert Path(__file__).parents[1].joinpath(line.split()[-1]).exists()
+
+
+def test_the_page_has_the_table_that_list_shows():
+    page = (Path(__file__).parents[1] / "docs/exercises.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `(\w+)` \| (.*) \| \[.*\]\(([\w-]+)\.md\) \|$", page, re.MULTILINE)
+    assert rows == [(name, exercises.title(name), lesson) for name, lesson in exercises.PAGES.items()]
+
+
+def test_the_page_shows_what_start_and_check_print():
+    page = (Path(__file__).parents[1] / "docs/exercises.md").read_text()
+    written, *attempts = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    printed = re.findall(r"^```text\n(.*?)(?:^next.*?)?^```", page, re.DOTALL | re.MULTILINE)
+    assert written == exercises.skeleton("allreduce") and len(attempts) == len(printed) == 2
+    for code, text in zip(attempts, printed):
+        mistake = check.check("allreduce", code, "allreduce.py")
+        assert check.report("allreduce.py", "allreduce", mistake) + "\n" == text
