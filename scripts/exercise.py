@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Exercises on data parallelism that check the answer: `python scripts/exercise.py --help`."""
+"""Exercises on data parallelism with automatic checks: `python scripts/exercise.py --help`."""
 
 from start import start
 

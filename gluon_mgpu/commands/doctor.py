@@ -158,7 +158,8 @@ def answer(probe: Callable[[], Facts]) -> None:
 
 
 def _in_child(what: str, probe: Callable[[], Facts]) -> Facts:
-    """Call a function of this module in a child process. Returns its result; raises Error if it fails."""
+    """Call a function of this module in a child process. Returns the function's result. Raises Error if the call
+    fails."""
     finished = _run("-c", f"from gluon_mgpu.commands import doctor; doctor.answer(doctor.{probe.__name__})")
     subprocesses.check(what, finished)
     return json.loads(finished.out.splitlines()[-1])

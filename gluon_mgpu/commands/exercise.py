@@ -1,4 +1,4 @@
-"""`gluon-mgpu exercise`: exercises on data parallelism that check the answer."""
+"""`gluon-mgpu exercise`: exercises on data parallelism with automatic checks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from gluon_mgpu.runtime.errors import UsageError
     """,
 )
 def exercise() -> None:
-    """Exercises that check themselves. Start one, complete the function in its file, and check it."""
+    """Exercises that check themselves. Start an exercise, complete the function in its file, and check the file."""
 
 
 @exercise.command("list", cls=common.Command, examples="gluon-mgpu exercise list")
 def list_() -> None:
-    """List the exercises, with the lesson page of each."""
+    """List the exercises and their lesson pages."""
     for number, (name, page) in enumerate(exercises.PAGES.items(), 1):
         click.echo(f"{number:2}  {name:12}{exercises.title(name):58}docs/{page}.md")
 

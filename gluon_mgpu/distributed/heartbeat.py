@@ -28,8 +28,8 @@ SILENCE_LIMIT = 10.0  # a process that is silent for this number of seconds is l
 CONNECT_LIMIT = 300.0  # seconds for all processes to connect
 NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds for servers and the scheduler to end after all workers are done; ps-lite may take 10 s
-MAX_GREETING = 4096  # bytes of a client's first message
-MAX_LINE = 16 << 20  # bytes; enough to send the history of 80,000 epochs when a run is resumed
+MAX_GREETING = 4096  # maximum size of a client's first message, in bytes
+MAX_LINE = 16 << 20  # maximum size of any other message, in bytes: enough for the history of 80,000 epochs
 
 
 class Coordinator:
@@ -44,7 +44,7 @@ class Coordinator:
         self.listener = listen(host, port)
         self.listener.settimeout(BEAT_INTERVAL / 4)
         self.address, self.port = self.listener.getsockname()
-        self.lock = threading.Lock()  # protects the fields below; every connection has a thread
+        self.lock = threading.Lock()  # protects the fields below, because every connection has a thread
         self.clients: dict[str, _Connection] = {}
         self.strangers: set[_Connection] = set()  # connections that have not sent a greeting yet
         self.ended: set[str] = set()  # clients that announced their end, or were lost

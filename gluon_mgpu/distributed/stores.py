@@ -12,7 +12,7 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu.runtime.errors import Error
 
 # {model: milliseconds between Horovod's rounds}. In each round, the workers agree on the arrays that are ready to be
-# summed, which costs each worker about 60 us. Large networks need fewer rounds than Horovod's default of one per ms.
+# summed, in about 60 microseconds. Large networks need fewer rounds than Horovod's default of one per millisecond.
 CYCLES = {"resnet18": "8"}
 FUSION_BYTES = 4 << 20  # smaller arrays are copied and summed together; larger arrays are summed in place
 
@@ -60,7 +60,7 @@ class Horovod:
 class DistSync:
     """Sums arrays with MXNet's parameter servers (ps-lite). Each server only sums its part of the arrays.
 
-    threshold: threshold for 2-bit compression of gradients; None: no compression.
+    threshold: for 2-bit compression of gradients; None: no compression.
     """
 
     def __init__(self, threshold: float | None) -> None:

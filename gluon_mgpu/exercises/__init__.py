@@ -1,7 +1,7 @@
-"""Exercises that check themselves. `solutions` has each task with our answer, `checks` its hidden cases.
+"""Exercises that check themselves. `solutions` has the tasks with our answers, and `checks` has the hidden cases.
 
-A learner's file begins with the exercise's docstring, which names it. A check calls the last function of the solution,
-by name, in the learner's file. It recognizes known mistakes by what they compute, not by reading the code.
+A learner's file begins with the exercise's docstring, which names the exercise. A check calls the function that has the
+name of the solution's last function. It recognizes known mistakes by what they compute, not by reading the code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def title(name: str) -> str:
 
 
 def answer_of(name: str) -> ast.FunctionDef:
-    """The function that a learner has to write: the last one of the solution."""
+    """The function that a learner has to write: the solution's last function."""
     functions = [node for node in ast.parse(solution(name)).body if isinstance(node, ast.FunctionDef)]
     return functions[-1]
 
@@ -56,7 +56,7 @@ def skeleton(name: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The exercise that a learner's file solves. Raises UsageError if the file cannot be read or does not name one."""
+    """The exercise that a learner's file solves. Raises UsageError if the file cannot be read or names none."""
     try:
         found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:

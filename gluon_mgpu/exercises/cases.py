@@ -1,4 +1,4 @@
-"""What the checks share: comparison with known mistakes, and a recorder of copies and waits."""
+"""Code that the checks share: comparison with known mistakes, and a recorder of copies and waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def contexts(k: int) -> list[Context]:
 
 
 def values(arrays: Sequence[Any]) -> Numbers:
-    """Arrays, or lists of arrays, as one flat NumPy array each."""
+    """Convert each array, or list of arrays, to one flat NumPy array."""
     return [np.concatenate([a.asnumpy().ravel() for a in (x if isinstance(x, list) else [x])]) for x in arrays]
 
 
@@ -37,9 +37,9 @@ def shown(arrays: Sequence[np.ndarray]) -> str:
 
 
 def compare(case: str, found: Numbers, right: Numbers, mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]]) -> None:
-    """Raise the Mistake that explains what was found, unless it is right.
+    """Raise the Mistake that explains the result, unless the result is right.
 
-    found, right: one array per device. mistakes: {name: results of this mistake}, in the order in which to compare.
+    found, right: one array per device. mistakes: {name: results of this mistake}, in order of comparison.
     """
     if same(found, right):
         return
@@ -62,7 +62,7 @@ def recording(on_wait: Callable[[Context | None], object] = lambda context: None
     """Record copies between devices and calls that wait, in order. on_wait: called before each wait."""
     events: list[Any] = []
     copyto, asnumpy, wait_to_read = NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read
-    library = mx.base._LIB  # whose function mx.nd.waitall calls, under whatever name it was imported
+    library = mx.base._LIB  # waitall may have been imported under any name, but always calls this library
     wait_all = library.MXNDArrayWaitAll
 
     def copied(array: NDArray, other: NDArray | Context) -> NDArray:
@@ -90,10 +90,11 @@ def recording(on_wait: Callable[[Context | None], object] = lambda context: None
 
 
 def copies(case: str, events: list[Any], needed: int, allow_numpy: bool = False) -> list[Copy]:
-    """The copies between devices. Raises Mistake if there are fewer than needed. allow_numpy: unless asnumpy copied."""
+    """Returns the copies between devices. Raises Mistake if there are fewer than needed. allow_numpy: accept asnumpy
+    too."""
     found = [event for event in events if isinstance(event, Copy)]
     waited = any(isinstance(event, Wait) for event in events)
     if len(found) < needed and not (waited and allow_numpy):
-        case = f"{case}; copies between devices: {len(found)}, and at least {needed} are needed"
+        case = f"{case}; copies between devices: {len(found)}, but at least {needed} are needed"
         raise Mistake("through-host" if waited else "no-copy", case)
     return found

@@ -1,4 +1,4 @@
-"""Checks an answer: `check` in this process, which imports MXNet, and `run` in a new process, with a time limit."""
+"""Checks an answer: `check` works in this process, which imports MXNet; `run` starts a process with a time limit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gluon_mgpu import exercises
 from gluon_mgpu.exercises import Mistake
 from gluon_mgpu.runtime import subprocesses
 
-SECONDS = 60  # time limit; a check takes 2 seconds, and longer on a busy machine
+SECONDS = 60  # time limit; a check takes 2 seconds, or longer on a busy machine
 WRONG = 3  # exit status of the new process if it found a mistake
 WIDTH = 100
 
 
 def check(name: str, code: str, path: str) -> Mistake | None:
-    """The first mistake in a learner's code, or None if it is correct."""
+    """The first mistake in a learner's code, or None if the code is correct."""
     import mxnet as mx
 
     from gluon_mgpu.exercises import checks
@@ -49,7 +49,7 @@ def check(name: str, code: str, path: str) -> Mistake | None:
 
 
 def failure(error: BaseException, path: str, wanted: str, returned: list[Any]) -> Mistake:
-    """The mistake of an answer that raised an error, or that returned what its check cannot use."""
+    """The mistake of an answer that raised an error, or that returned a value that the check cannot use."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
@@ -63,7 +63,7 @@ def failure(error: BaseException, path: str, wanted: str, returned: list[Any]) -
 
 
 def report(path: str, name: str, mistake: Mistake | None) -> str:
-    """The result of a check, for the learner. path, name: the file and its exercise."""
+    """Format the result of a check for the learner. path, name: the file and its exercise."""
     if mistake is None:
         return f"{path}: correct"
     texts = configparser.ConfigParser(interpolation=None)
@@ -75,13 +75,13 @@ def report(path: str, name: str, mistake: Mistake | None) -> str:
 def run(path: str, seconds: float = SECONDS) -> bool:
     """Check a file and print the result. Returns whether it is correct.
 
-    What the file prints is passed on. Raises UsageError as `exercises.name_of` does, Error if the process crashes.
+    Prints the file's own output too. Raises UsageError as `exercises.name_of` does, Error if the process crashes.
     """
     name = exercises.name_of(path)
     command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path]
     finished = subprocesses.run(command, seconds=seconds, on_line=lambda line: print(line, end="", flush=True))
     for line in finished.err.splitlines():
-        if not line.startswith("gluon_mgpu: "):  # a notice, which has been passed on
+        if not line.startswith("gluon_mgpu: "):  # notices were printed at once
             print(line, file=sys.stderr)
     if finished.status is None:
         print(report(path, name, Mistake("time-limit", f"no result after {seconds:g} seconds")))
@@ -94,7 +94,7 @@ def main(path: str) -> None:
     name = exercises.name_of(path)
     mistake = check(name, Path(path).read_text(), path)
     print(report(path, name, mistake), flush=True)
-    os._exit(WRONG if mistake else 0)  # does not wait for what the answer may have left in the engine's queue
+    os._exit(WRONG if mistake else 0)  # does not wait for operators that the answer left in the engine's queue
 
 
 if __name__ == "__main__":

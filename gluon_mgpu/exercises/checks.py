@@ -1,4 +1,4 @@
-"""The hidden cases of each exercise: one function per exercise, with its name. They raise the first mistake."""
+"""The hidden cases of each exercise: one function per exercise, with its name. Each raises the first Mistake."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def split(answer: Answer) -> None:
 
 
 def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any]]:
-    """Sum vectors of n numbers on k devices. Returns the case, the numbers before and after, and what was recorded."""
+    """Sum vectors of n numbers on k devices. Returns the case, the numbers before and after, and the events."""
     before = list(np.random.RandomState(k).randint(1, 100, (k, n)).astype(float))
     arrays = [nd.array(x, ctx=c) for x, c in zip(before, contexts(k))]
     with recording() as events:
@@ -52,7 +52,7 @@ def allreduce(answer: Answer) -> None:
     for k in (2, 3, 4, 1):
         case, before, found, events = _reduce(answer, k, 2)
         total, repeated = np.sum(before, axis=0), list(before)
-        for i in range(k):  # each device adds all arrays, of which some are sums already
+        for i in range(k):  # each device adds all arrays, some of which are already sums
             repeated[i] = np.sum(repeated, axis=0)
         mistakes = {
             "not-in-place": [before],
@@ -75,7 +75,7 @@ def tree(answer: Answer) -> None:
             "no-broadcast": [[right[0], *found[1:]]],
         }
         compare(case, found, right, mistakes)
-        busy: Counter[Any] = Counter()  # the round of a device's last copy, if it takes part in one copy per round
+        busy: Counter[Any] = Counter()  # the round of a device's last copy, with one copy per round
         for copy in copies(case, events, 2 * (k - 1)):
             busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
         rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))
@@ -87,7 +87,7 @@ def ring(answer: Answer) -> None:
     for k, n in ((2, 4), (4, 8), (3, 6), (3, 7), (4, 11)):
         case, before, found, events = _reduce(answer, k, n)
         total, cut = np.sum(before, axis=0), n - n % k
-        holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # how many devices have the sum, per number
+        holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # per number: how many devices have its sum
         mistakes = {
             "not-in-place": [before],
             "drops-remainder": [found] if cut < n and (holders[:cut] == k).all() else [],
@@ -117,7 +117,7 @@ def _gradient(X: np.ndarray, y: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def _shards(X: np.ndarray, y: np.ndarray, w: np.ndarray, k: int) -> Numbers:
-    """The gradients of k shards, as equal in size as possible."""
+    """The gradients of k shards of nearly equal size."""
     return [_gradient(*shard, w) for shard in zip(np.array_split(X, k), np.array_split(y, k))]
 
 
@@ -196,11 +196,11 @@ def predict(answer: Answer) -> None:
         compare(case, found, right, {"wrong-order": [found] if Counter(found[0]) == Counter(right[0]) else []})
         if any(isinstance(event, Wait) for event in events[calls[0] : calls[-1]]):
             raise Mistake("takes-turns", case)
-        copies(case, events, 2 * (k - 1), allow_numpy=True)  # shards there, classes back
+        copies(case, events, 2 * (k - 1), allow_numpy=True)  # copies of shards and of classes
 
 
 def _numbers(net: gluon.Block, pattern: str = ".*") -> Numbers:
-    """All numbers that each device holds."""
+    """For each device, all numbers in its parameters."""
     return values([[p.data(c) for p in net.collect_params(pattern).values()] for c in contexts(K)])
 
 
@@ -225,7 +225,7 @@ def stats(answer: Answer) -> None:
     for parameter in net.collect_params(running).values():
         for replica in parameter.list_data():
             replica[:] = K * random.randint(1, 30)
-    before = _numbers(net, running)  # mean and variance of the first layer, then of the second
+    before = _numbers(net, running)  # mean and variance of the first layer, then of the second layer
     with recording() as events:
         answer(net)
     mean = np.mean(before, axis=0)
@@ -268,7 +268,7 @@ def seeds(answer: Answer) -> None:
 
 
 class Devices:
-    """Two devices with a simulated clock. Queueing advances it by QUEUE, waiting to the end of what is waited for."""
+    """Two devices with a simulated clock. Queueing advances it by QUEUE; waiting advances it to the end of the work."""
 
     def __init__(self, seconds: tuple[int, int]) -> None:
         self.seconds, self.ctx, self.now, self.done, self.reads = seconds, contexts(2), 0, [EARLIER, 0], 0

@@ -220,7 +220,7 @@ def train_batch_ch13(net, features, labels, loss, trainer, devices, split_f=spli
 
 def _train_epoch(net, train_iter, loss, trainer, devices, split_f):
     """Returns the mean loss, the accuracy and the number of examples."""
-    metric = Accumulator(4)  # losses, correct predictions, examples, predictions
+    metric = Accumulator(4)  # losses, correct predictions, examples, all predictions
     for X, y in _batches(train_iter):
         metric.add(*train_batch_ch13(net, X, y, loss, trainer, devices, split_f), y.shape[0], y.size)
     return metric[0] / metric[2], metric[1] / metric[3], metric[2]

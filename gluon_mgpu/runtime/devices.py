@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mxnet import Context
 
 DEVICES = ("auto", "gpu", "cpu")
-MOST = 1024  # MXNet keeps tables indexed by device; a huge index would fill the memory
+MOST = 1024  # limit for indices; MXNet keeps tables indexed by device, and a huge index would fill the memory
 KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 supports (docs/engine.md)
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 

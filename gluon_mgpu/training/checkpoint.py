@@ -65,7 +65,7 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a checkpoint: (arrays, facts). Raises Error if it is missing, truncated or altered."""
+    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing, truncated or altered."""
     try:
         packed = Path(path).read_bytes()
         if hashlib.sha256(packed[:-DIGEST]).hexdigest().encode() != packed[-DIGEST:]:

@@ -279,7 +279,7 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     log.say(f"no mirror has {name}: downloading the package {package} with apt-get")
     (temp / "lists" / "partial").mkdir(parents=True)
     (temp / "cache" / "archives" / "partial").mkdir(parents=True)
-    # apt's own folders belong to root. If root runs apt, it would switch to a user who cannot enter the cache folder.
+    # apt's own folders belong to root. If root runs apt, apt switches by default to a user who cannot enter the cache.
     settings = [f"Dir::State::Lists={temp}/lists", f"Dir::Cache={temp}/cache", "Debug::NoLocking=1"]
     settings += ["APT::Sandbox::User=root", "Acquire::http::Timeout=10", "Acquire::https::Timeout=10"]
     apt = ["apt-get", "-qq", *(f"-o{setting}" for setting in settings)]

@@ -39,7 +39,7 @@ SECONDS_PER_DRAWING = 60  # minimum time between two drawings of curves.png duri
 class Epoch(NamedTuple):
     """One line of metrics.jsonl."""
 
-    epoch: int  # from 1
+    epoch: int  # counted from 1
     train_seconds: float  # time for training, without evaluation
     samples_per_second: float
     train_loss: float  # mean over the examples, each measured in the step that trained on it

@@ -269,8 +269,8 @@ def peak_mb() -> float:
 def write(
     out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None] | None = None
 ) -> None:
-    """Write the result and the machine's facts to NAME.json in `out`, its trace, if any, to NAME.trace.json, and the
-    picture, if `draw` is given, to NAME.png."""
+    """Write the result and the machine's facts to NAME.json in `out`. If there is a trace, write it to NAME.trace.json.
+    If `draw` is given, write its picture to NAME.png."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

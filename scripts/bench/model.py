@@ -33,7 +33,7 @@ GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
 CLUSTER = {
     # one device receives all gradients, then sends the sum to each device
     "star": lambda k: (2 * (k - 1), 2 * (k - 1)),
-    # pairs, then pairs of pairs: log2(k) rounds, rounded up, each way (Thakur et al. 2005)
+    # sums of pairs, then of pairs of pairs: log2(k) rounds, rounded up, each way (Thakur et al. 2005)
     "tree": lambda k: (2 * (k - 1).bit_length(), 2 * (k - 1).bit_length()),
     # k - 1 rounds of reduce-scatter and k - 1 rounds of all-gather, each with 1/k of the bytes (Patarasuk, Yuan 2009)
     "ring": lambda k: (2 * (k - 1), 2 * (k - 1) / k),

@@ -58,7 +58,7 @@ def bytes_moved(way: str, devices: int, n: int) -> tuple[int, int]:
     labels, images, others = n, n * PIXELS, devices - 1
     if way == "data parallelism":  # the others send gradients to the first device and receive the sums
         return 4 * 2 * others * PARAMETERS, 4 * (images + labels)
-    if way == "network partitioning":  # activations at each cut, and their gradients back
+    if way == "network partitioning":  # sends activations at each cut, and their gradients back
         return 4 * 2 * n * sum(ACTIVATIONS[:others]), 4 * (images + labels)
     # Each device sends its channels to every other device and receives their gradient from each. Scores are sent only
     # to the first device, which itself computes 10 / devices of the scores.

@@ -1,12 +1,12 @@
 """Exercise accumulate: compute the gradient of a large batch in parts.
 
-A batch that does not fit in memory is computed in parts, one after the other. Each part is split among the devices. The
+A batch that does not fit in memory is computed in parts, one after another. Each part is split among the devices. The
 parameters' gradients were attached with attach_grad("add"): backward adds to p.grad, and nothing sets it to zero. Write
 a step of the whole batch:
 
     p -= lr * (sum of the gradients of all examples in all parts) / (number of examples in all parts)
 
-`forward_backward` does forward and backward for one part. Parts may differ in size.
+`forward_backward` runs forward and backward for one part. Parts may differ in size.
 """
 
 from mxnet import autograd

@@ -2,8 +2,8 @@
 
 This is an exercise of the notebook: on two devices, a batch can be twice as large and still take the same time. Which
 learning rate does it need? The gradient is a mean over the batch, so a larger batch makes it less noisy, but not
-larger, and an epoch has fewer steps. Choose the rate with which an epoch reduces the loss as much as before. The check
-trains a small network with it.
+larger, and an epoch has fewer steps. Choose the rate that makes an epoch reduce the loss by the same amount as before.
+The check trains a small network with this rate.
 """
 
 

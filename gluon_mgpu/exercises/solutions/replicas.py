@@ -1,8 +1,8 @@
 """Exercise replicas: change the parameters on every device.
 
-A Gluon network that was initialized on several devices has a replica of each parameter on each of them. Training keeps
+A Gluon network that was initialized on several devices has a replica of each parameter on each device. Training keeps
 the replicas equal, because every device makes the same update. Any other change has to be made on all devices too.
-Write one: limit the size of all parameters, which some generative networks do after each step.
+Write such a change: limit the size of all parameters, which some generative networks do after each step.
 """
 
 from mxnet import nd

@@ -1,9 +1,9 @@
 """Exercise stats: average running statistics over devices.
 
 Batch normalization keeps a running mean and a running variance, which it uses for prediction. They are not trained:
-each device updates its own from its own shards, and no allreduce sums them. So they drift apart, and the network's
-predictions depend on the device. Write a function that makes them equal again: every device gets their average.
-net.collect_params(".*running.*") has the parameters that hold them.
+each device updates its statistics from its own shards, and no allreduce sums them. So they drift apart, and the
+network's predictions depend on the device. Write a function that makes them equal again: every device gets their
+average. net.collect_params(".*running.*") returns these parameters.
 """
 
 from mxnet import nd

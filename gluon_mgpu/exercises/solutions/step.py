@@ -1,7 +1,7 @@
 """Exercise step: train one step on several devices.
 
 Each device has a replica of the parameters: a list of arrays, each with a gradient. Write one training step. It changes
-every replica as a single device would, if it computed the whole batch:
+every replica in the same way as a single device with the whole batch:
 
     p -= lr * (sum of the gradients of all examples) / (number of examples)
 
