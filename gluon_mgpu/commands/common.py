@@ -32,7 +32,7 @@ GROUPS = {
     "Training": "quick sweep batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
     "max_grad_norm grad_accum_steps epochs seed seeds",
     "Devices": "gpus device shares",
-    "Several processes": "kvstore compress workers servers port",
+    "Several processes": "kvstore compress workers servers port restarts",
     "Program": "is_module map_gpus strict_numpy",
     "Files": "out resume tensorboard profile export to input",
 }

@@ -240,7 +240,9 @@ def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 def _write(out: str | Path, name: str, results: Sequence[Result], draw: Callable[..., None]) -> None:
     """Write NAME.png, and NAME.csv with one row per epoch of each run."""
-    rows = [["devices", "batch_size", "lr", "epoch", "step", "train_seconds", "train_loss", "test_accuracy"]]
+    rows: list[list[Any]] = [
+        ["devices", "batch_size", "lr", "epoch", "step", "train_seconds", "train_loss", "test_accuracy"]
+    ]
     for result in results:
         r = result.run
         for e in result.epochs:
