@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from gluon_mgpu import asynchrony, highlevel, partition, scratch
+from gluon_mgpu import asynchrony, exercises, highlevel, partition, scratch
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.parity import notebook
 from gluon_mgpu.training import datasets, recipes
@@ -48,6 +48,11 @@ def test_the_commands_and_options_on_the_pages_exist():
                 check_command(script, line.split())
         except AssertionError as error:
             pytest.fail(f"{page}: {script} {line}: {error}")
+
+
+def test_the_exercises_on_the_pages_exist():
+    found = {name for text in PAGES.values() for name in re.findall(r"exercise start ([a-z]+)", text)}
+    assert found == {*exercises.NAMES}
 
 
 def test_the_files_and_make_targets_on_the_pages_exist():

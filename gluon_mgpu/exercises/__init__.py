@@ -17,7 +17,7 @@ LESSONS = {
     "from-scratch": ("split", "allreduce", "step", "predict", "accumulate", "tree", "ring"),
     "gluon": ("replicas", "stats", "seeds"),
     "asynchrony": ("timing", "overlap"),
-    "training": ("rate",),
+    "batch-size": ("rate",),
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)
