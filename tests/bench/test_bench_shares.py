@@ -1,10 +1,11 @@
 """A context that shares its core is slower, and gets less work."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from bench import harness, shares
-from bench.harness import Job
 
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -30,9 +31,19 @@ def test_the_table_has_a_row_per_way_to_split(monkeypatch):
     ]
 
 
-@pytest.mark.slow
+AFFINITIES = """
+import os
+from bench import shares
+
+shares.work([80, 20], programs=0, steps=10)
+print(*({*os.sched_getaffinity(int(thread))} for thread in os.listdir("/proc/self/task")), sep=";")
+"""
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 2 cores")
-def test_programs_on_the_core_of_the_second_context_make_its_share_smaller():
-    job = Job("shares", {"shares": "auto", "programs": 3, "steps": 10}, harness.environment(harness.ONE_THREAD))
-    first, second = harness.start("auto", job)["shares"]
-    assert first > 1.5 * second
+def test_each_context_stays_on_a_core_of_its_own_and_python_on_none():
+    env = harness.environment(harness.ONE_THREAD)
+    done = subprocess.run([sys.executable, "-c", AFFINITIES], capture_output=True, text=True, env=env, check=True)
+    cores, own = os.sched_getaffinity(0), sorted(os.sched_getaffinity(0))[:2]
+    threads = [set(map(int, text.strip("{}").split(","))) for text in done.stdout.strip().split(";")]
+    assert {own[0]} in threads and threads.count({own[1]}) == 1 and cores in threads
