@@ -53,7 +53,7 @@ def contexts(note: str) -> Any:
 
 
 networks = ("lenet", "resnet18")
-model = choice("--model", networks, networks, "lenet has batch size 256; resnet18 has 64.", multiple=True)
+model = choice("--model", networks, networks, "By default with batch size 256 (lenet) or 64 (resnet18).", multiple=True)
 steps = number("--steps", "Steps per run of LeNet; ResNet-18 runs a tenth of this number.", 100, least=10)
 size = common.option(
     "--size",
@@ -156,7 +156,7 @@ def scaling_command(out: str | None, **options: Any) -> None:
 @steps
 @out("batch.json")
 def batch_command(out: str | None, **options: Any) -> None:
-    """Measure a second device's gain, and memory, by batch size. Splits the time that it does not save by cause."""
+    """Measure what a second device gains at several batch sizes, why it gains no more, and memory."""
     show("batch", "batch", out, **options)
 
 
