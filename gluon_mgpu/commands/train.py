@@ -132,8 +132,8 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--profile",
     type=common.FILE,
     metavar="FILE",
-    help="Record what each device does during a few steps, for chrome://tracing or Perfetto, and draw it as .png "
-    "next to FILE.",
+    help="Record what each device does during a few steps, for chrome://tracing or Perfetto, and draw it as a PNG "
+    "image next to FILE.",
 )
 @click.option(
     "--hybridize/--no-hybridize",

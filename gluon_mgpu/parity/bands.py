@@ -41,7 +41,7 @@ def bands(
     """Compute one Band per epoch for the recorded accuracies (epochs,), which were printed with `digits` decimals.
 
     runs, kept_runs: accuracies (runs, epochs). s is at least half of the next epoch's s: while nearly all runs still
-    guess, a few already learn. The band is widened by half a unit in the last printed digit.
+    guess, s would miss the few that already learn. The band is widened by half a unit in the last printed digit.
     """
     errors, kept_errors = (np.log(np.maximum(1 - np.array(group), LEAST_ERROR)) for group in (runs, kept_runs))
     s = kept_errors.std(0, ddof=1)

@@ -159,7 +159,7 @@ def fetch(name: str) -> Path:
                 except Error as error:
                     failures.append(str(error))
     except OSError as error:
-        raise Error(f"{folder}: cannot write there ({error.strerror or error}); change XDG_CACHE_HOME") from error
+        raise Error(f"cannot write to {folder} ({error.strerror or error}); change XDG_CACHE_HOME") from error
     package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
     raise Error(
         f"cannot download {name} ({'; '.join(failures)}); use --data-dir or GLUON_MGPU_DATA for a folder that contains "

@@ -156,7 +156,7 @@ def scaling_command(out: str | None, **options: Any) -> None:
 @steps
 @out("batch.json")
 def batch_command(out: str | None, **options: Any) -> None:
-    """Measure what a second device gains at several batch sizes, why it gains no more, and memory."""
+    """Measure the speed-up from a second device at several batch sizes, what limits it, and peak memory."""
     show("batch", "batch", out, **options)
 
 

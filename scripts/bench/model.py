@@ -119,7 +119,7 @@ def _fitted(points: list[dict]) -> dict[str, Any]:
     rows, ms = np.array([p["row"] for p in points], float), np.array([p["ms"] for p in points], float)
     fitted = np.array([p["contexts"] < CHECKED for p in points])
     if fitted.all() or np.linalg.matrix_rank(rows[fitted]) < 2 or (ms <= 0).any():
-        raise ValueError(f"needs times above 0 on several numbers of contexts below {CHECKED}, and on {CHECKED}")
+        raise ValueError(f"needs positive times for {CHECKED} contexts and for several smaller numbers of contexts")
     terms = fit(rows[fitted], ms[fitted])
     modelled = rows @ terms
     errors = np.abs(modelled / ms - 1)
