@@ -85,7 +85,7 @@ def clock(rng, box):
 def file_size(rng, box):
     """A limit on the size of files, which is reached at some point of a file that is being written."""
     plan, out = draw_plan(rng), box.folder / "runs" / "run"
-    most = int(rng.choice((rng.uniform(0, 1000), rng.uniform(0, 2 * CHECKPOINT_BYTES))))
+    most = int(rng.uniform(4000, 2 * CHECKPOINT_BYTES))  # standard error is a file too
     done = box.train(plan, "--out", out, limits={resource.RLIMIT_FSIZE: most})
     box.require(done.status in (0, 1) and (done.status or most > CHECKPOINT_BYTES // 2), "wrong status", done)
     box.finish(plan, out)
