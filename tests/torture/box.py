@@ -62,25 +62,30 @@ class Box:
             "GLUON_MGPU_MIRROR": "http://127.0.0.1:9",  # nothing is downloaded
             MARK: str(self.folder),
         }
+        self.out = self.folder / "runs" / "run"
         self.log = []  # the commands so far
 
     # Commands
 
-    def train(self, plan, *more, workers=None, **options):
-        """Run train.py with a plan's options (or () to resume), on a plan's number of workers."""
-        workers = plan.get("workers", 1) if workers is None else workers
-        words = [f"--{name}={value}" for name, value in plan.items() if name not in ("workers", "restarts", "kvstore")]
+    def train(self, plan, *more, **options):
+        """Run train.py with a plan's options, on a plan's number of workers."""
+        words = [f"--{name}={value}" for name, value in plan.items() if name not in ("workers", "restarts")]
         command = [sys.executable, str(ROOT / "scripts/train.py"), "--device=cpu", *words, *map(str, more)]
-        if workers > 1:
-            command = self.launched([*command, f"--kvstore={plan['kvstore']}"], workers, plan)
+        workers = plan.get("workers", 1)
+        if plan.get("kvstore") == "horovod":
+            horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+            command = [horovodrun, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *command]
+        elif workers > 1:
+            counts = [f"--workers={workers}", f"--restarts={plan.get('restarts', 0)}"]
+            command = [sys.executable, str(ROOT / "scripts/launch.py"), *counts, "--", *command]
         return self.run(command, **options)
 
-    def launched(self, command, workers, plan):
-        if plan["kvstore"] == "horovod":
-            horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-            return [horovodrun, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *command]
-        restarts = [f"--restarts={plan['restarts']}"] if "restarts" in plan else []
-        return [sys.executable, str(ROOT / "scripts/launch.py"), f"--workers={workers}", *restarts, "--", *command]
+    def go_on(self, plan, **options):
+        """Start the plan's run in the folder `out`, or resume it."""
+        if not any((self.out / name).exists() for name in ("config.json", "checkpoint.npz")):
+            return self.train(plan, "--out", self.out, **options)
+        kept = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
+        return self.train(kept, "--resume", self.out, **options)
 
     def run(self, command, environment=None, faults=(), limits=None, paths=(), seconds=SECONDS, may_crash=False):
         """Run a command until it ends, and check the invariants of every command.
@@ -141,13 +146,11 @@ class Box:
     # Invariants
 
     def require(self, condition, line, done=None):
-        if not condition:
-            tail = (
-                ""
-                if done is None
-                else f"\n  status {done.status}, sent {done.sent}, standard error:\n{done.err[-3000:]}"
-            )
-            raise Violation(line + tail)
+        if condition:
+            return
+        if done:
+            line += f"\n  status {done.status}, sent {done.sent}, standard error:\n{done.err[-3000:]}"
+        raise Violation(line)
 
     def _check_end(self, done, left, command, may_crash):
         self.require(done.status is not None, "did not end in time", done)
@@ -171,35 +174,49 @@ class Box:
             crash = None  # the signal arrived while Python itself was starting
         self.require(not crash, f"shows {crash and crash[0]!r}", done)
 
-    def check_checkpoint(self, out):
+    def check_checkpoint(self, out=None):
         """A checkpoint is complete or absent. Returns (arrays, facts), or None."""
-        path = out / "checkpoint.npz"
-        if not path.exists():
-            return None
+        path = (out or self.out) / "checkpoint.npz"
         try:
-            return checkpoint.load(path)
+            return checkpoint.load(path) if path.exists() else None
         except Exception as error:
             raise Violation(f"the checkpoint is not complete: {error!r}") from error
 
-    def finish(self, plan, out, undisturbed=None):
-        """Without faults, the run in a folder can be finished, with the bits of an undisturbed run."""
-        self.check_checkpoint(out)
-        begun = any((out / name).exists() for name in ("config.json", "checkpoint.npz"))
-        more = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
-        done = self.train(more, "--resume", out) if begun else self.train({**plan, "restarts": 0}, "--out", out)
+    def finish(self, plan):
+        """Without faults, the run in the folder `out` can be finished, with the bits of an undisturbed run."""
+        self.check_checkpoint()
+        done = self.go_on({**plan, "restarts": 0} if "restarts" in plan else plan)
         self.require(done.status == 0, "the run cannot be finished", done)
-        self.require({path.name for path in out.iterdir()} == FILES, f"has the files {sorted(os.listdir(out))}", done)
+        self.require(set(os.listdir(self.out)) == FILES, f"has the files {sorted(os.listdir(self.out))}", done)
         if plan.get("workers", 1) <= 2:  # the order in which more workers' gradients arrive changes the rounding
-            self.same_bits(out, undisturbed or self.undisturbed(plan), done)
+            self.same_bits(self.out, self.undisturbed(plan), done)
 
     def same_bits(self, out, expected, done=None):
-        (a, found), (b, wanted) = self.check_checkpoint(out), checkpoint.load(Path(expected) / "checkpoint.npz")
+        """Two runs have equal parameters and histories."""
+        (a, found), (b, wanted) = self.check_checkpoint(out), self.check_checkpoint(expected)
         differ = [name for name in {**a, **b} if name not in a or name not in b or not np.array_equal(a[name], b[name])]
         self.require(not differ, f"parameters differ from those of an undisturbed run: {sorted(differ)}", done)
         names = ("epoch", "train_loss", "test_accuracy", "learning_rate")
-        for old, new in zip(wanted["history"], found["history"]):
-            self.require(all(old[n] == new[n] for n in names), f"the history differs: {old} and {new}", done)
-        self.require(len(found["history"]) == len(wanted["history"]), "the number of epochs differs", done)
+        histories = [[[epoch[name] for name in names] for epoch in facts["history"]] for facts in (found, wanted)]
+        self.require(histories[0] == histories[1], f"the histories differ: {histories}", done)
+
+    def plan(self, workers=1):
+        """Draw options of a short training. There are few plans, so that undisturbed runs are shared."""
+        rng = random.Random(f"{self.rng.randrange(12)} {workers}")
+        plan = {
+            "dataset": "synthetic",
+            "impl": rng.choice(("scratch", "highlevel")),
+            "gpus": rng.choice((1, 2, 2, 3, 8)) if workers == 1 else rng.choice((1, 2)),
+            "limit": rng.choice((200, 400, 600)),
+            "batch-size": rng.choice((16, 32, 50)),
+            "epochs": rng.choice((2, 3)),
+            "seed": rng.randrange(3),
+            **rng.choice(({}, {"momentum": 0.9, "schedule": "cosine"}, {"accumulate": 3, "weight-decay": 0.001})),
+            **rng.choice(({}, {}, {"clip-norm": 0.5, "warmup-epochs": 0.5})),
+        }
+        if plan["impl"] == "highlevel":
+            plan["model"] = rng.choice(("lenet", "lenet-max"))
+        return plan if workers == 1 else {**plan, "workers": workers, "kvstore": "dist_sync"}
 
     def undisturbed(self, plan):
         """The folder of an undisturbed run of a plan, which is run once and kept in the cache."""
@@ -209,7 +226,8 @@ class Box:
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "seconds").exists():
-                done = self.train({**plan, "restarts": 0}, "--out", folder / "run")
+                plan = {name: value for name, value in plan.items() if name != "restarts"}
+                done = self.train(plan, "--out", folder / "run")
                 self.require(done.status == 0, "an undisturbed run fails", done)
                 (folder / "seconds").write_text(json.dumps(done.seconds))
         return folder / "run"
@@ -255,26 +273,6 @@ class Box:
         folder.mkdir(parents=True, exist_ok=True)
         kind = ["-o", f"remount,{options}"] if again else ["-t", "tmpfs", "-o", options, "none"]
         return subprocess.run(["mount", *kind, str(folder)], capture_output=True).returncode == 0
-
-
-def draw_plan(rng, workers=1):
-    """Options of a short training. There are few plans, so that undisturbed runs are shared."""
-    rng = random.Random(f"{rng.randrange(12)} {workers}")
-    epochs = rng.choice((2, 3))
-    plan = {
-        "dataset": "synthetic",
-        "impl": rng.choice(("scratch", "highlevel")),
-        "gpus": rng.choice((1, 2, 2, 3, 8)) if workers == 1 else rng.choice((1, 2)),
-        "limit": rng.choice((200, 400, 600)),
-        "batch-size": rng.choice((16, 32, 50)),
-        "epochs": epochs,
-        "seed": rng.randrange(3),
-        **rng.choice(({}, {"momentum": 0.9, "schedule": "cosine"}, {"accumulate": 3, "weight-decay": 0.001})),
-        **rng.choice(({}, {}, {"clip-norm": 0.5, "warmup-epochs": 0.5})),
-    }
-    if plan["impl"] == "highlevel":
-        plan["model"] = rng.choice(("lenet", "lenet-max"))
-    return plan if workers == 1 else {**plan, "workers": workers, "kvstore": "dist_sync"}
 
 
 def _prepare_child(limits):

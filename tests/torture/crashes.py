@@ -1,19 +1,19 @@
-"""Scenarios in which processes are lost: signals, restarts, two runs in one folder, too little memory."""
+"""Scenarios with processes: signals, restarts, networks, two runs in one folder, too little memory."""
 
 import importlib.util
 import os
 import re
 import resource
+import shutil
 import signal
-import threading
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from box import Skipped, Violation, draw_plan
+from box import Box, Skipped, Violation
 
-GENTLE = (signal.SIGTERM, signal.SIGINT)
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, *GENTLE, signal.SIGSTOP, signal.SIGHUP, signal.SIGPIPE)
+SIGNALS = [signal.Signals[f"SIG{name}"] for name in "KILL KILL TERM INT STOP HUP PIPE".split()]
 SHORT = 2.0  # seconds that a process may be stopped; after 10, a run counts it as lost
 
 
@@ -62,90 +62,104 @@ def _ignores(pid, which):
     return int(mask, 16) >> (which - 1) & 1
 
 
+def disturb(rng, box, plan, which=SIGNALS):
+    seconds = box.usual_seconds(plan)
+    for _ in range(rng.randint(1, 3)):
+        faults = [Send(rng, seconds, which, plan.get("workers", 1)) for _ in range(rng.randint(1, 3))]
+        done = box.go_on(plan, faults=faults)
+        box.check_checkpoint()
+        if {fault.which for fault in faults} <= {signal.SIGSTOP, signal.SIGPIPE}:  # Python ignores SIGPIPE
+            box.require(done.status == 0, "a short stop or SIGPIPE ends the run", done)
+    box.finish(plan)
+
+
 def signals(rng, box):
     """Up to 3 signals for one process, up to 3 times; then the run is finished with the bits of an undisturbed run."""
-    disturb(rng, box, draw_plan(rng))
+    disturb(rng, box, box.plan())
 
 
 def workers(rng, box):
-    """The same for a random process of a run of 2 to 4 workers."""
-    plan = draw_plan(rng, rng.choice((2, 2, 3, 4)))
-    disturb(rng, box, plan)
+    """The same for random processes of a run of 2 to 4 workers."""
+    disturb(rng, box, box.plan(rng.choice((2, 2, 3, 4))))
 
 
 def horovod(rng, box):
-    """The same for a worker of a run with Horovod; a worker that is stopped for a short time is not lost."""
+    """The same for runs with Horovod, whose launcher has its own way to end: processes are only killed."""
     if not importlib.util.find_spec("horovod"):
         raise Skipped("Horovod is not installed")
-    plan = {**draw_plan(rng, 2), "kvstore": "horovod"}
-    disturb(rng, box, plan, (signal.SIGKILL,))
-
-
-def disturb(rng, box, plan, which=SIGNALS):
-    out, seconds = box.folder / "runs" / "run", box.usual_seconds(plan)
-    for _ in range(rng.randint(1, 3)):
-        faults = [Send(rng, seconds, which, plan.get("workers", 1)) for _ in range(rng.randint(1, 3))]
-        begun = any((out / name).exists() for name in ("config.json", "checkpoint.npz"))
-        more = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
-        done = box.train(more if begun else plan, "--resume" if begun else "--out", out, faults=faults)
-        box.check_checkpoint(out)
-        harmless = {signal.SIGSTOP, signal.SIGPIPE}  # Python ignores SIGPIPE
-        if {fault.which for fault in faults} <= harmless:
-            box.require(done.status == 0, "a short stop or SIGPIPE ends the run", done)
-    box.finish(plan, out)
+    disturb(rng, box, {**box.plan(2), "kvstore": "horovod"}, (signal.SIGKILL,))
 
 
 def restarts(rng, box):
     """`launch --restarts`: a run that loses processes again and again ends with the bits of an undisturbed run."""
-    plan = {**draw_plan(rng, 2), "restarts": 9}
-    out, kills = box.folder / "runs" / "run", rng.randint(1, 3)
-    seconds = [rng.uniform(0.1, 1) * box.usual_seconds(plan) for _ in range(kills)]
+    plan = {**box.plan(2), "restarts": 9}
+    seconds = box.usual_seconds(plan)
+    delays = [rng.uniform(0.1, 1) * seconds for _ in range(rng.randint(1, 3))]
 
     def kill_some(box, process, sent):
-        for delay, draw in zip(seconds, [rng.random() for _ in seconds]):
-            time.sleep(delay)
+        for delay in delays:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(delay)
             others = [pid for pid in box.processes() if pid != process.pid]
             if process.poll() is None and others:
                 with suppress(ProcessLookupError):
-                    os.kill(others[int(draw * len(others))], signal.SIGKILL)
+                    os.kill(rng.choice(others), signal.SIGKILL)
 
-    done = box.train(plan, "--out", out, faults=[kill_some], seconds=600)
+    done = box.train(plan, "--out", box.out, faults=[kill_some], seconds=600)
     box.require(done.status == 0, "the run is not restarted", done)
-    box.finish(plan, out)
+    box.finish(plan)
+
+
+def network(rng, box):
+    """Workers on a slow network, or one that is cut for less time than a run waits: the bits are the same."""
+    if not box.isolated or not shutil.which("tc"):
+        raise Skipped("needs namespaces, ip and tc")
+    plan, cut = box.plan(2), rng.uniform(0.1, 3)
+    delay, rate = rng.uniform(0, box.usual_seconds(plan)), f"{rng.randint(10, 200)}mbit"
+
+    def spoil(box, process, sent):
+        if rng.random() < 0.5:
+            subprocess.run(f"tc qdisc add dev lo root tbf rate {rate} burst 200kb latency 400ms".split(), check=True)
+            return
+        time.sleep(delay)
+        subprocess.run("ip link set lo down".split(), check=True)
+        time.sleep(cut)
+        subprocess.run("ip link set lo up".split(), check=True)
+
+    done = box.train(plan, "--out", box.out, faults=[spoil])
+    box.require(done.status == 0, "fails on a network that is slow or cut for a short time", done)
+    box.finish(plan)
 
 
 def two_runs(rng, box):
     """Two runs in one folder: one writes, the other is refused."""
-    plan = draw_plan(rng)
-    out, seconds = box.folder / "runs" / "run", box.usual_seconds(plan)
-    second = []
+    plan = box.plan()
+    delay = rng.choice((0, rng.uniform(0, box.usual_seconds(plan))))
+    (box.folder / "second").mkdir()
+    other, ends = Box(rng, box.folder / "second", box.cache, box.isolated), []
 
     def start(box, process, sent):
         time.sleep(delay)
-        other = type(box)(rng, box.folder / "second", box.cache, box.isolated)
         try:
-            second.append(other.train(plan, "--out", out))
+            ends.append(other.train(plan, "--out", box.out))
         except Violation as violation:
-            second.append(violation)
+            ends.append(violation)
 
-    delay = rng.choice((0, rng.uniform(0, seconds)))
-    (box.folder / "second").mkdir()
-    first = box.train(plan, "--out", out, faults=[start])
-    while threading.active_count() > 1:
+    ends.append(box.train(plan, "--out", box.out, faults=[start]))
+    while len(ends) < 2:
         time.sleep(0.05)
-    box.require(not isinstance(second[0], Violation), f"the second run: {second[0]}", first)
-    statuses = sorted((first.status, second[0].status))
-    box.require(statuses == [0, 2], f"two runs in one folder end with {statuses}: {second[0].err}", first)
-    box.finish(plan, out)
+    for end in ends:
+        box.require(not isinstance(end, Violation), f"of two runs in one folder: {end}")
+    statuses = sorted(end.status for end in ends)
+    box.require(statuses == [0, 2], f"two runs in one folder end with {statuses}", ends[0])
+    box.finish(plan)
 
 
 def memory(rng, box):
     """Too little address space. MXNet's library may then abort; what it leaves is complete."""
-    plan = draw_plan(rng)
-    out = box.folder / "runs" / "run"
-    most = int(2 ** rng.uniform(27, 33))
-    box.train(plan, "--out", out, limits={resource.RLIMIT_AS: most}, may_crash=True)
-    box.finish(plan, out)
+    plan = box.plan()
+    box.train(plan, "--out", box.out, limits={resource.RLIMIT_AS: int(2 ** rng.uniform(27, 33))}, may_crash=True)
+    box.finish(plan)
 
 
 SCENARIOS = {
@@ -153,6 +167,7 @@ SCENARIOS = {
     "workers": (workers, 3),
     "horovod": (horovod, 1),
     "restarts": (restarts, 2),
+    "network": (network, 1),
     "two runs": (two_runs, 1),
     "memory": (memory, 1),
 }

@@ -131,8 +131,7 @@ class Runner:
         elif status == SKIPPED:
             self.counts[kind, "skipped"] += 1
             self.skips[kind] = out.strip()
-            if not self.counts[kind, "runs"] and self.counts[kind, "skipped"] == 3:
-                del self.busy[kind]
+            self.busy[kind] += 20  # so that it is not drawn at once again
         elif self.until and not out.startswith("time is up"):
             self.counts[kind, "runs"] += 1
             self.counts[kind, "violations"] += 1
