@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-processors test-slow test-faults test-network test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint install clean help
+.PHONY: train demo test test-processors test-slow test-faults test-network torture test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint install clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -44,6 +44,11 @@ test-faults: install  ## kill the processes of a run, one by one, and show what 
 test-network: install  ## workers in separate network namespaces: needs root, ip and tc
 	@cd tests/distributed && ../../$(BIN)/python -c "import machines, sys; sys.exit(machines.missing())"
 	$(BIN)/python -m pytest -m network -rs
+
+MINUTES := 30
+SEED := 1
+torture: install  ## random runs with random faults, and the fuzzing of all readers: MINUTES=30 SEED=1
+	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --seed $(SEED)
 
 test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in a separate environment: downloads 2.1 GB
 	$(BIN)/python -m pytest -m cuda_wheels

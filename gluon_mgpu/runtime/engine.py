@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 
 TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait. Each grows to the largest size that a step needs.
 SPINS = "20000"  # how often an OpenMP thread checks for work before it sleeps; libgomp's default slows a busy machine
-# Variables that MXNet reads as numbers or booleans, some at startup. Any other value makes MXNet abort or hang.
+# Variables that MXNet reads as booleans or numbers, some at startup. Any other value makes MXNet abort or hang.
+BOOLEAN = re.compile(
+    "MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"
+    "KVSTORE_LOGTREE|ENGINE_INFO|ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|VERBOSE_TUNING_INFO|\\w+_VERBOSE_LOGGING|"
+    "SAFE_ACCUMULATION|USE_FUSION)"
+)
 NUMERIC = re.compile(
-    "MXNET_((CPU|GPU|EXEC|KVSTORE|MKLDNN|DISABLE_MKLDNN|MP|PROFILER)_\\w+|USE_\\w+|ENABLE_GPU_P2P|ENGINE_INFO|"
-    "ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|SAFE_ACCUMULATION|\\w+_VERBOSE_LOGGING)"
+    "MXNET_((CPU|GPU|EXEC|KVSTORE|MKLDNN|DISABLE_MKLDNN|MP|PROFILER)_\\w+|USE_(NUM_CORES_OPERATOR_TUNING|MKLDNN_RNN)|"
+    "OMP_MAX_THREADS|ENABLE_GPU_P2P|UPDATE_ON_KVSTORE|TUNING_WEIGHT_SCALE)"
 )
 AT_LEAST_1 = re.compile(
     "MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)"
@@ -144,13 +149,17 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
 def check_environment() -> None:
     """Raise UsageError if an environment variable would make MXNet hang or abort at startup."""
     for name, value in os.environ.items():
-        if not value or name in TEXT or not NUMERIC.fullmatch(name):
+        if not value or name in TEXT:
             continue
-        least = 1 if AT_LEAST_1.fullmatch(name) else 0
-        number = value.removeprefix("-") if name in NEGATIVE else value
-        most = MOST if least else 2**31 - 1
-        if not (number.isdecimal() and least <= int(number) <= most) and (least or value not in ("true", "false")):
-            raise UsageError(f"{name}={value}: must be from {least} to {most}; unset it to use MXNet's default")
+        if BOOLEAN.fullmatch(name):
+            if value not in ("0", "1", "true", "false"):
+                raise UsageError(f"{name}={value}: must be 0 or 1; unset it to use MXNet's default")
+        elif NUMERIC.fullmatch(name):
+            least = 1 if AT_LEAST_1.fullmatch(name) else 0
+            number = value.removeprefix("-") if name in NEGATIVE else value
+            most = MOST if least else 2**31 - 1
+            if not (re.fullmatch("[0-9]{1,10}", number) and least <= int(number) <= most):
+                raise UsageError(f"{name}={value}: must be from {least} to {most}; unset it to use MXNet's default")
     value = os.environ.get("MXNET_ENGINE_TYPE", ENGINES[0])
     if value not in ENGINES:
         raise UsageError(

@@ -21,6 +21,7 @@ from gluon_mgpu.runtime.errors import Error
 
 FACTS = "facts.json"
 PART = ".part"  # suffix of a file that is being written
+LONGEST_HEADER = 1000  # bytes, of an array's header; np.save writes about 120
 DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 
 
@@ -64,16 +65,42 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
     write_whole(path, lambda file: file.write(content + digest))
 
 
+def read(path: str | Path) -> bytes:
+    """Read a file. Raises ValueError for a pipe, for example, which would block, OSError if it cannot be read."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("not a regular file")
+    return Path(path).read_bytes()
+
+
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing, truncated or altered."""
+    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing, truncated or altered.
+
+    The memory used is in proportion to the size of the file, whatever the file claims to contain.
+    """
     try:
-        packed = Path(path).read_bytes()
+        packed = read(path)
         if hashlib.sha256(packed[:-DIGEST]).hexdigest().encode() != packed[-DIGEST:]:
             raise ValueError("wrong SHA-256: truncated or altered")
-        with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            members = archive.infolist()
+            if any(m.compress_type for m in members) or sum(m.file_size for m in members) > len(packed):
+                raise ValueError("its arrays are larger than the file")
+            arrays = {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
         return arrays, json.loads(arrays.pop(FACTS).tobytes())
     except FileNotFoundError:
         raise Error(f"{path} does not exist") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
         raise Error(f"{path} is damaged ({error}): start the run again in another folder") from None
+
+
+def _array(content: bytes) -> np.ndarray:
+    """Parse a .npy file. np.load would allocate any size that the header claims, and parse a header of any length."""
+    file = io.BytesIO(content)
+    if np.lib.format.read_magic(file) != (1, 0) or int.from_bytes(content[8:10], "little") > LONGEST_HEADER:
+        raise ValueError("unknown array format")
+    shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"contains {dtype}, not numbers")
+    return np.ndarray(shape, dtype, file.read(), order="F" if by_columns else "C").copy()

@@ -273,16 +273,17 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
     Raises UsageError if the folder holds no run, Error if a file is damaged or from an unknown version.
     """
     path = Path(folder) / CHECKPOINT
-    arrays, position = None, Position()
-    if path.exists():
+    arrays, facts, position = None, None, Position()
+    if os.path.lexists(path):
         arrays, facts = checkpoint.load(path)
-        if facts.get("format") != FORMAT:
-            raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
-        config, position = facts["config"], Position.from_json(facts)
     else:
         path = Path(folder) / CONFIG
         config = _read_config(path)
     try:
+        if arrays is not None:
+            if facts.get("format") != FORMAT:
+                raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
+            config, position = facts["config"], Position.from_json(facts)
         config = {RENAMED.get(name, name): value for name, value in config.items()}
         settings = Settings(**{name: config[name] for name in NAMES})
         if config["impl"] not in IMPLS:
@@ -300,12 +301,12 @@ def _read_config(path: Path) -> Any:
     if folder.is_file():
         raise UsageError(f"{folder} is a file; pass the run's folder, such as {folder.parent}")
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(checkpoint.read(path))
     except FileNotFoundError:
         runs = sorted(config.parent for config in folder.glob(f"*/{CONFIG}"))
         hint = f"did you mean {runs[0]}?" if runs else f"`gluon-mgpu train --out {folder}` starts one"
         raise UsageError(f"{folder} is not a run; {hint}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Error(f"cannot read {path} ({error}): start the run again in another folder") from None
 
 

@@ -171,6 +171,7 @@ def test_a_missing_mxnet_is_an_error_that_says_how_to_install_it(monkeypatch):
 
 
 BAD = ["CPU_WORKER_NTHREADS=0", "CPU_PRIORITY_NTHREADS=-1", "CPU_TEMP_COPY=x", "ENGINE_TYPE=", "USE_FUSION=-1"]
+BAD += ["MKLDNN_ENABLED=2", "OMP_MAX_THREADS=x", "EXEC_BULK_EXEC_MAX_NODE_TRAIN=true", "CPU_PARALLEL_SIZE=٣"]
 
 
 @pytest.mark.parametrize("setting", BAD)

@@ -1,7 +1,11 @@
 """Checkpoints: what is saved is loaded, and a file that is damaged or only partly written is never used."""
 
 import errno
+import hashlib
+import io
 import os
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -47,6 +51,51 @@ def test_a_missing_truncated_or_altered_file_is_an_error_in_one_line_with_its_pa
 
 def test_nothing_is_unpickled(path):
     checkpoint.save(path, {"W": np.array([print], dtype=object)}, FACTS)
+    assert refused(path)
+
+
+def sealed(path, compression=zipfile.ZIP_STORED, **arrays):
+    """Write an archive that only someone who knows the format can write. arrays: content of .npy files."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", compression) as archive:
+        for name, content in arrays.items():
+            archive.writestr(f"{name}.npy", content)
+    path.write_bytes(packed.getvalue() + hashlib.sha256(packed.getvalue()).hexdigest().encode())
+
+
+def npy(header, content=b""):
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + content
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296,)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1" + "0" * 30 + ",)}",
+        "{'descr': '<U1000000000', 'fortran_order': False, 'shape': (4, 4)}",
+        "-" * 9000 + "1",
+    ],
+)
+def test_an_array_whose_header_claims_any_size_is_refused_without_allocating_it(header, path):
+    sealed(path, W=npy(header, bytes(64)))
+    tracemalloc.start()
+    assert refused(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_small_file_that_decompresses_to_a_large_one_is_refused_without_decompressing_it(path):
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (4194304,)}"
+    sealed(path, zipfile.ZIP_DEFLATED, W=npy(header, bytes(16 << 20)))
+    tracemalloc.start()
+    assert refused(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_pipe_is_refused_instead_of_waiting_for_a_writer(path):
+    path.unlink()
+    os.mkfifo(path)
     assert refused(path)
 
 

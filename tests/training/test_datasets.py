@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,16 @@ def test_a_file_with_one_altered_byte_is_refused_with_both_sums_wherever_it_is(t
     assert not isinstance(caught.value, UsageError) and "\n" not in str(caught.value)
     for part in (str(path), SUMS[IMAGES], hashlib.sha256(raw).hexdigest()):
         assert part in str(caught.value)
+
+
+def test_a_small_gzip_file_that_decompresses_to_a_large_one_is_refused_without_decompressing_all_of_it(tmp_path):
+    content = gzip.compress(bytes(1 << 20)) * 256
+    folder = put(tmp_path / NAME, {**GZIPPED, f"{IMAGES}.gz": content})
+    tracemalloc.start()
+    with pytest.raises(Error):
+        datasets.read(folder, NAME)
+    assert tracemalloc.get_traced_memory()[1] < 3 * datasets.MOST
+    tracemalloc.stop()
 
 
 def test_a_truncated_or_corrupt_gzip_file_is_named(tmp_path):

@@ -270,10 +270,12 @@ def resave(folder, arrays=None, **facts):
     [
         truncate,
         lambda folder: resave(folder, format=99),  # of a later version
+        lambda folder: resave(folder, history=[{}]),
+        lambda folder: resave(folder, config=[]),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids=["truncated", "version", "shape", "array"],
+    ids=["truncated", "version", "history", "config", "shape", "array"],
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)

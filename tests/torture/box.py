@@ -1,0 +1,292 @@
+"""A box: the folders in which one scenario runs commands, and the invariants that every command must keep."""
+
+import ctypes
+import fcntl
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from gluon_mgpu.training import checkpoint
+
+ROOT = Path(__file__).parents[2]
+FILES = {"checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"}  # of a finished run
+MARK = "TORTURE_BOX"  # environment variable of every process of a scenario
+SECONDS = 240  # time limit for one command, on a busy machine
+SECONDS_TO_END = 15  # for the other processes, after the command has ended
+MAX_MEMORY = 6 << 30  # bytes, of all processes of a command together
+OWN_STATUS = {0, 1, 2, 130}
+CRASH = re.compile(
+    "Traceback|core dumped|terminate called|Assertion|Check failed|Segmentation fault|Fatal Python|Exception ignored|"
+    "Stack trace|stack smashing|double free|corrupted"
+)
+CACHES = re.compile(r"home/(\.(cache|config)(/(matplotlib|gluon_mgpu)(/.*)?)?|\.horovod(/cache.bin)?)$")
+
+Finished = namedtuple("Finished", "status out err seconds sent")
+
+
+class Violation(Exception):
+    """A broken invariant; ends the scenario."""
+
+
+class Skipped(Exception):
+    """This machine cannot run the scenario."""
+
+
+class Box:
+    """folder: the scenario's own folder. cache: holds results of undisturbed runs. isolated: own mounts and network."""
+
+    def __init__(self, rng, folder, cache, isolated):
+        self.rng, self.folder, self.cache, self.isolated = rng, Path(folder), Path(cache), isolated
+        for name in ("home", "tmp", "cwd", "runs"):
+            (self.folder / name).mkdir()
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(self.folder / "home"),
+            "TMPDIR": str(self.folder / "tmp"),
+            "MPLCONFIGDIR": str(self.cache / "matplotlib"),
+            "GLUON_MGPU_MIRROR": "http://127.0.0.1:9",  # nothing is downloaded
+            MARK: str(self.folder),
+        }
+        self.out = self.folder / "runs" / "run"
+        self.log = []  # the commands so far
+
+    # Commands
+
+    def train(self, plan, *more, **options):
+        """Run train.py with a plan's options, on a plan's number of workers."""
+        words = [f"--{name}={value}" for name, value in plan.items() if name not in ("workers", "restarts")]
+        command = [sys.executable, str(ROOT / "scripts/train.py"), "--device=cpu", *words, *map(str, more)]
+        workers = plan.get("workers", 1)
+        if plan.get("kvstore") == "horovod":
+            horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+            command = [horovodrun, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *command]
+        elif workers > 1:
+            counts = [f"--workers={workers}", f"--restarts={plan.get('restarts', 0)}"]
+            command = [sys.executable, str(ROOT / "scripts/launch.py"), *counts, "--", *command]
+        return self.run(command, **options)
+
+    def go_on(self, plan, **options):
+        """Start the plan's run in the folder `out`, or resume it."""
+        if not any((self.out / name).exists() for name in ("config.json", "checkpoint.npz")):
+            return self.train(plan, "--out", self.out, **options)
+        kept = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
+        return self.train(kept, "--resume", self.out, **options)
+
+    def run(self, command, environment=None, faults=(), limits=None, paths=(), seconds=SECONDS, may_crash=False):
+        """Run a command until it ends, and check the invariants of every command.
+
+        environment: added to the box's. faults: functions fault(box, process, sent), each called in a thread when the
+        command starts. limits: {resource: bytes}. paths: folders that the command may change, besides runs/. may_crash:
+        whether MXNet's library may abort.
+        """
+        command = [str(word) for word in command]
+        self.log.append(shlex.join([*(f"{n}={v}" for n, v in (environment or {}).items()), *command])[:2000])
+        before = self.files(paths)
+        began, sent = time.monotonic(), []
+        with open(self.folder / "out", "w+b") as out, open(self.folder / "err", "w+b") as err:
+            process = subprocess.Popen(
+                command,
+                env={**self.environment, **(environment or {})},
+                cwd=self.folder / "cwd",
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                preexec_fn=lambda: _prepare_child(limits or {}),
+            )
+            threads = [threading.Thread(target=fault, args=(self, process, sent), daemon=True) for fault in faults]
+            for thread in threads:
+                thread.start()
+            try:
+                status = self._wait(process, began + seconds)
+                for thread in threads:
+                    thread.join(SECONDS_TO_END)
+                left = self._left_processes()
+            finally:
+                self.kill()
+                process.wait()
+        texts = [(self.folder / name).read_bytes().decode(errors="replace") for name in ("out", "err")]
+        done = Finished(status, *texts, time.monotonic() - began, sent)
+        self._check_end(done, left, command, may_crash)
+        changed = {path for path, what in self.files(paths).items() ^ before.items()}
+        self.require(not changed, f"files outside the run's folder changed: {sorted(changed)[:5]}", done)
+        return done
+
+    def _wait(self, process, until):
+        while process.poll() is None:
+            if time.monotonic() > until:
+                return None
+            memory = sum(_resident(pid) for pid in self.processes())
+            self.require(memory < MAX_MEMORY, f"uses {memory >> 20} MiB of memory")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        return process.returncode
+
+    def _left_processes(self):
+        until = time.monotonic() + SECONDS_TO_END
+        while (left := self.processes()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[-200:] for pid in left]
+
+    # Invariants
+
+    def require(self, condition, line, done=None):
+        if condition:
+            return
+        if done:
+            line += f"\n  status {done.status}, sent {done.sent}, standard error:\n{done.err[-3000:]}"
+        raise Violation(line)
+
+    def _check_end(self, done, left, command, may_crash):
+        self.require(done.status is not None, "did not end in time", done)
+        self.require(not left, f"processes are left: {left}", done)
+        if may_crash:
+            return
+        lines = done.err.splitlines()
+        by_horovodrun, doctor = "horovodrun" in command[0], "doctor" in command[1]
+        if by_horovodrun:  # whose own lines and statuses are not this project's
+            lines = [line.partition(":")[2] for line in lines if re.match(r"\[\d+\]<std", line)]
+        else:
+            signals = {-number for number in done.sent}
+            self.require(done.status in OWN_STATUS | signals, "unexpected exit status", done)
+        errors = [line for line in lines if line.startswith("error: ")]
+        runs = 1 + sum("restarting all processes" in line for line in lines)
+        self.require(len(errors) <= runs, f"{len(errors)} error lines", done)
+        if done.status in (1, 2) and not (done.sent or by_horovodrun):
+            self.require(errors or (doctor and "problem" in done.out), "failed without an error line", done)
+        crash = CRASH.search("\n".join(lines))
+        if crash and done.sent and crash[0] == "Traceback" and str(ROOT) not in done.err:
+            crash = None  # the signal arrived while Python itself was starting
+        self.require(not crash, f"shows {crash and crash[0]!r}", done)
+
+    def check_checkpoint(self, out=None):
+        """A checkpoint is complete or absent. Returns (arrays, facts), or None."""
+        path = (out or self.out) / "checkpoint.npz"
+        try:
+            return checkpoint.load(path) if path.exists() else None
+        except Exception as error:
+            raise Violation(f"the checkpoint is not complete: {error!r}") from error
+
+    def finish(self, plan):
+        """Without faults, the run in the folder `out` can be finished, with the bits of an undisturbed run."""
+        self.check_checkpoint()
+        done = self.go_on({**plan, "restarts": 0} if "restarts" in plan else plan)
+        self.require(done.status == 0, "the run cannot be finished", done)
+        self.require(set(os.listdir(self.out)) == FILES, f"has the files {sorted(os.listdir(self.out))}", done)
+        if plan.get("workers", 1) <= 2:  # the order in which more workers' gradients arrive changes the rounding
+            self.same_bits(self.out, self.undisturbed(plan), done)
+
+    def same_bits(self, out, expected, done=None):
+        """Two runs have equal parameters and histories."""
+        (a, found), (b, wanted) = self.check_checkpoint(out), self.check_checkpoint(expected)
+        differ = [name for name in {**a, **b} if name not in a or name not in b or not np.array_equal(a[name], b[name])]
+        self.require(not differ, f"parameters differ from those of an undisturbed run: {sorted(differ)}", done)
+        names = ("epoch", "train_loss", "test_accuracy", "learning_rate")
+        histories = [[[epoch[name] for name in names] for epoch in facts["history"]] for facts in (found, wanted)]
+        self.require(histories[0] == histories[1], f"the histories differ: {histories}", done)
+
+    def plan(self, workers=1):
+        """Draw options of a short training. There are few plans, so that undisturbed runs are shared."""
+        rng = random.Random(f"{self.rng.randrange(12)} {workers}")
+        plan = {
+            "dataset": "synthetic",
+            "impl": rng.choice(("scratch", "highlevel")),
+            "gpus": rng.choice((1, 2, 2, 3, 8)) if workers == 1 else rng.choice((1, 2)),
+            "limit": rng.choice((200, 400, 600)),
+            "batch-size": rng.choice((16, 32, 50)),
+            "epochs": rng.choice((2, 3)),
+            "seed": rng.randrange(3),
+            **rng.choice(({}, {"momentum": 0.9, "schedule": "cosine"}, {"accumulate": 3, "weight-decay": 0.001})),
+            **rng.choice(({}, {}, {"clip-norm": 0.5, "warmup-epochs": 0.5})),
+        }
+        if plan["impl"] == "highlevel":
+            plan["model"] = rng.choice(("lenet", "lenet-max"))
+        return plan if workers == 1 else {**plan, "workers": workers, "kvstore": "dist_sync"}
+
+    def undisturbed(self, plan):
+        """The folder of an undisturbed run of a plan, which is run once and kept in the cache."""
+        name = "-".join(str(value) for key, value in sorted(plan.items()) if key != "restarts")
+        folder = self.cache / re.sub(r"\W", "_", name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "seconds").exists():
+                plan = {name: value for name, value in plan.items() if name != "restarts"}
+                done = self.train(plan, "--out", folder / "run")
+                self.require(done.status == 0, "an undisturbed run fails", done)
+                (folder / "seconds").write_text(json.dumps(done.seconds))
+        return folder / "run"
+
+    def usual_seconds(self, plan):
+        return json.loads((self.undisturbed(plan).parent / "seconds").read_text())
+
+    def files(self, paths=()):
+        """{path: (size, time of the last change)} of everything that a command must not change."""
+        found = {}
+        for top in (self.folder / "home", self.folder / "tmp", self.folder / "cwd", Path("/dev/shm")):
+            if top in paths or (top == Path("/dev/shm") and not self.isolated):
+                continue
+            for path in top.rglob("*"):
+                name = os.path.relpath(path, self.folder)
+                if not CACHES.match(name):
+                    stat = path.lstat()
+                    found[name] = (stat.st_size, 0 if path.is_dir() else stat.st_mtime_ns)
+        return found
+
+    # Processes
+
+    def processes(self):
+        """Process ids of everything that the box's commands started and that has not ended."""
+        mark, found = f"{MARK}={self.folder}\0".encode(), []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                state = (folder / "stat").read_bytes().rsplit(b")", 1)[1].split()[0]
+                if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes() and state not in b"ZX":
+                    found.append(int(folder.name))
+        return sorted(found)
+
+    def kill(self):
+        while left := self.processes():
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    def mount(self, folder, options, again=False):
+        if not self.isolated:
+            raise Skipped("needs root, or a user who may create namespaces")
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = ["-o", f"remount,{options}"] if again else ["-t", "tmpfs", "-o", options, "none"]
+        return subprocess.run(["mount", *kind, str(folder)], capture_output=True).returncode == 0
+
+
+def _prepare_child(limits):
+    os.nice(5)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the command ends with this program
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for which, most in {resource.RLIMIT_AS: 64 << 30, resource.RLIMIT_FSIZE: 1 << 30, **limits}.items():
+        resource.setrlimit(which, (most, most))
+
+
+def _resident(pid):
+    """Bytes of a process's own memory."""
+    with suppress(OSError, ValueError):
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+        return (int(resident) - int(shared)) * resource.getpagesize()
+    return 0

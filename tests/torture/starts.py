@@ -1,0 +1,132 @@
+"""Scenarios in which a run starts: environment variables and command lines, valid and invalid."""
+
+import functools
+import importlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+from box import ROOT, Skipped
+
+NUMBERS = ("1", "2", "3", "0", "-1", "", " ", "x", "1.5", "true", "9" * 20, "٣", "1;2", "x" * 5000, "\udcff")
+# Variables that must neither stop a run nor change its parameters, with their values. RUNS stands for a folder.
+HARMLESS = """
+LANG LC_ALL LC_CTYPE LC_NUMERIC LANGUAGE: C POSIX C.UTF-8 en_US.UTF-8 de_DE@euro nonsense ''
+HOME TMPDIR XDG_CACHE_HOME XDG_CONFIG_HOME MXNET_HOME MPLCONFIGDIR: /nowhere /dev/null RUNS/é雪 ''
+TERM TZ COLUMNS: dumb xterm-256color Asia/Tokyo 0 100000 nonsense ''
+NO_COLOR TQDM_DISABLE PYTHONDEVMODE PYTHONFAULTHANDLER PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONNOUSERSITE: 1
+MALLOC_ARENA_MAX MALLOC_CHECK_ MALLOC_PERTURB_: 0 1 8 165 x
+MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ MALLOC_TOP_PAD_: 0 -1 4096 99999999999999 x
+OMP_WAIT_POLICY OMP_STACKSIZE OMP_PROC_BIND OMP_PLACES OMP_DISPLAY_ENV: active passive 1M true false close cores {0} x
+GOMP_SPINCOUNT GOMP_CPU_AFFINITY KMP_AFFINITY KMP_BLOCKTIME: 0 100 infinity 0-1 compact nonsense
+MXNET_ENGINE_TYPE: ThreadedEnginePerDevice NaiveEngine
+MXNET_CPU_TEMP_COPY MXNET_CPU_PRIORITY_NTHREADS: 1 4 100
+MXNET_EXEC_BULK_EXEC_TRAIN MXNET_EXEC_BULK_EXEC_INFERENCE: 0 1 true false
+PYTHONHASHSEED: 0 1 4294967295 random
+PYTHONOPTIMIZE: 1 2
+PYTHONUTF8 PYTHONCOERCECLOCALE: 0 1
+PYTHONIOENCODING: ascii latin-1 utf-8:strict utf-16
+PYTHONMALLOC: malloc debug pymalloc_debug
+PYTHONWARNINGS: ignore default always nonsense
+PYTHONPYCACHEPREFIX: /nowhere /dev/null
+PYTHONINTMAXSTRDIGITS: 640 0
+MPLBACKEND: agg nonsense
+"""
+# Variables that may choose other instructions, libraries or numbers of threads, or that must be refused if invalid.
+LIBRARIES = re.compile(rb"\b(?:MXNET|DMLC|PS|MKLDNN|DNNL|OPENBLAS|GOTO|OMP|GOMP)_[A-Z][A-Z0-9_]{2,40}")
+
+
+@functools.cache
+def names_in_libraries():
+    """The environment variables that libmxnet.so mentions."""
+    spec = importlib.util.find_spec("mxnet")
+    library = Path(spec.origin).with_name("libmxnet.so").read_bytes()
+    return sorted({name.decode() for name in LIBRARIES.findall(library)})
+
+
+def harmless_values():
+    """{name: values} from HARMLESS."""
+    lines = [line.split(": ") for line in HARMLESS.strip().splitlines()]
+    return {name: [v.strip("'") for v in values.split()] for names, values in lines for name in names.split()}
+
+
+def environment(rng, box):
+    """Up to 8 variables. Harmless ones change nothing; with any others, a run works or is refused."""
+    plan, harmless, values = box.plan(), rng.random() < 0.5, harmless_values()
+    others = {name: NUMBERS for name in [*names_in_libraries(), "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]}
+    drawn = {}
+    for _ in range(rng.randint(1, 8)):
+        table = values if harmless or rng.random() < 0.3 else others
+        name = rng.choice(list(table))
+        drawn[name] = rng.choice(table[name]).replace("RUNS", str(box.folder / "runs"))
+    starts = [sys.executable, "-c", "import numpy, matplotlib.figure"]
+    if subprocess.run(starts, env={**box.environment, **drawn}, capture_output=True).returncode:
+        raise Skipped("Python, NumPy or Matplotlib does not start in this environment")
+    allowed = [] if harmless else [box.folder / "cwd"]  # MXNet's profiler writes there
+    done = box.train(plan, "--out", box.out, environment=drawn, paths=allowed)
+    if harmless:
+        box.require(done.status == 0, "fails in a harmless environment", done)
+        box.same_bits(box.out, box.undisturbed(plan), done)
+    else:
+        box.check_checkpoint()
+
+
+# Values for options whose cost grows with them; every other option gets any value.
+CHEAP = {
+    "epochs": "1 2 0 -1 x 1.0",
+    "limit": "1 99 200 300 0 -5 x",
+    "gpus": "1 2 3 8 0 -1 0,1 1,0 0,0 2, , 1025 x 0,2,5 1.5",
+    "workers": "1 2 0 129 x",
+    "servers": "1 2 0 129 x",
+    "restarts": "0 1 -1 1001 x",
+    "kvstore": "local horovod dist_sync x",
+    "batch_size": "1000000000000 200 64 7 1 0 -1 x",
+    "grad_accum_steps": "1 2 7 64 0 x",
+}
+TEXTS = "0 -0 1 -1 0.1 0.99999999999999999999 1e-37 1e-38 1e37 1e39 nan inf -inf 2147483647 2147483648 0x10 1_0 ٣ ½ abc"
+TEXTS += " --epochs -x é🔥 1,2 2,1 1,1 , nan,nan 80,20 auto fp16 2bit:0.5 2bit: \udcff " + "9" * 400 + " " + "x" * 5000
+PATHS = "new é雪\u202e🔥 \udcff - a/b/c/d run/ ~ /dev/null /dev/full /proc/nothing /dev/null/x file folder RUN"
+PATHS += " RUN/config.json RUN/checkpoint.npz " + " ".join(["x" * 255, "x" * 256, "/".join(["y" * 200] * 30)])
+BLANKS = ["", " ", "a\nb", "\x1b[1m"]
+
+
+def value(rng, option, run):
+    """A value for an option, which may be invalid."""
+    if isinstance(option.type, click.Choice) and rng.random() < 0.9:
+        return rng.choice(option.type.choices)
+    texts = CHEAP.get(option.name) or (PATHS if isinstance(option.type, click.Path) else TEXTS)
+    return rng.choice(BLANKS + texts.split() * 3).replace("RUN", str(run))
+
+
+def command_line(rng, box):
+    """Any options with any values: the command works, or it is refused with one line and has written nothing."""
+    name = rng.choice(["train"] * 6 + ["evaluate", "evaluate", "convert", "launch", "doctor"])
+    command = getattr(importlib.import_module(f"gluon_mgpu.commands.{name}"), name)
+    run = box.folder / "cwd" / "run"
+    shutil.copytree(box.undisturbed(box.plan()), run)
+    (box.folder / "cwd" / "file").write_text("a file")
+    (box.folder / "cwd" / "folder").mkdir()
+    options = [p for p in command.params if isinstance(p, click.Option) and p.name not in ("debug", "version")]
+    words = []
+    for option in rng.sample(options, min(len(options), rng.choice((1, 2, 3, 5, 8)))):
+        flag = rng.choice(option.opts + option.secondary_opts)
+        words.append(flag if option.is_flag else f"{flag}={value(rng, option, run)}")
+    if name == "train":  # what is not drawn is small
+        words = ["--dataset=synthetic", "--epochs=1", "--limit=200", "--batch-size=50", *words]
+    arguments = {"evaluate": [str(run)], "convert": ["--to=gluon", str(run), "net"], "launch": ["--", "true"]}.get(name)
+    if arguments and rng.random() < 0.3:
+        arguments[-1] = rng.choice(PATHS.split()).replace("RUN", str(run))
+    before = box.files()
+    done = box.run(
+        [sys.executable, ROOT / f"scripts/{name}.py", *words, *(arguments or [])], paths=[box.folder / "cwd"]
+    )
+    if done.status == 2:
+        changed = sorted(path for path, _ in box.files().items() ^ before.items())
+        box.require(not changed, f"refuses the command, but changed {changed}", done)
+
+
+SCENARIOS = {"environment": (environment, 3), "command line": (command_line, 3)}

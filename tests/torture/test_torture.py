@@ -1,0 +1,65 @@
+"""A box finds each kind of broken invariant; scenarios repeat from their seed."""
+
+import random
+import sys
+
+import box
+import fuzz
+import numpy as np
+import pytest
+
+from gluon_mgpu.training import checkpoint
+
+
+@pytest.fixture
+def empty(tmp_path):
+    (tmp_path / "box").mkdir()
+    return box.Box(random.Random(1), tmp_path / "box", tmp_path, isolated=False)
+
+
+BROKEN = {
+    "did not end in time": "import time; time.sleep(60)",
+    "processes are left": "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)",
+    "unexpected exit status": "import os; os._exit(3)",
+    "failed without an error line": "import os; os._exit(1)",
+    "2 error lines": "import sys; sys.exit('error: x\\nerror: y')",
+    "shows 'Traceback'": "import sys; sys.exit('error: x\\nTraceback (most recent call last):')",
+    "files outside the run's folder changed": "open('new', 'w')",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_box_finds_what_breaks_an_invariant_and_ends_all_its_processes(line, empty, monkeypatch):
+    monkeypatch.setattr(box, "SECONDS_TO_END", 0.5)
+    seconds = 2 if "in time" in line else 60
+    with pytest.raises(box.Violation, match=line):
+        empty.run([sys.executable, "-c", BROKEN[line]], seconds=seconds)
+    assert not empty.processes()
+
+
+def test_a_box_accepts_a_refused_command_and_a_changed_cache(empty):
+    code = "import os, sys; os.makedirs(os.environ['HOME'] + '/.cache/matplotlib'); sys.exit('error: x')"
+    assert empty.run([sys.executable, "-c", code]).status == 1
+
+
+def test_a_box_finds_other_bits_and_an_incomplete_checkpoint(empty):
+    for name, number in (("a", 1), ("b", 1), ("c", 2)):
+        (empty.folder / name).mkdir()
+        array = np.full(3, number, np.float32)
+        checkpoint.save(empty.folder / name / "checkpoint.npz", {"W": array}, {"history": []})
+    empty.same_bits(empty.folder / "a", empty.folder / "b")
+    with pytest.raises(box.Violation, match="parameters differ"):
+        empty.same_bits(empty.folder / "a", empty.folder / "c")
+    path = empty.folder / "a" / "checkpoint.npz"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(box.Violation, match="not complete"):
+        empty.check_checkpoint(empty.folder / "a")
+
+
+@pytest.mark.parametrize("reader", fuzz.READERS)
+def test_inputs_repeat_from_their_seed_and_readers_refuse_them(reader):
+    make, read = fuzz.READERS[reader]
+    for n in range(20):
+        content = make(random.Random(n))
+        assert content == make(random.Random(n))
+        fuzz.check(read, content)

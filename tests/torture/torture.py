@@ -1,0 +1,185 @@
+"""Tortures training runs: draws random scenarios from a seed, runs them, and checks the invariants in box.py.
+
+`make torture MINUTES=30 SEED=1`. Each scenario runs in its own process and, if this user may create namespaces, with
+its own mounts, network and process ids on a read-only file system, so that nothing is left of it. docs/reliability.md
+"""
+
+import argparse
+import ctypes
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ISOLATED = "TORTURE_ISOLATED"  # environment variable: this process has its own namespaces
+UNSHARE = "unshare --mount --pid --net --ipc --fork --kill-child --mount-proc".split()
+SETUP = 'ip link set lo up; mount --bind "$1" "$1"; mount -t tmpfs -o size=1g none "$2"; mount -t tmpfs none /dev/shm; '
+SETUP += 'mount -o remount,bind,ro /; shift 2; exec "$@"'
+SECONDS = 900  # time limit for one scenario
+JOBS = 2  # scenarios at a time
+SKIPPED = 3  # exit status
+
+
+def scenarios():
+    """{kind: (function(rng, box), share of the time)}"""
+    import crashes
+    import fuzz
+    import starts
+    import storage
+
+    return {**starts.SCENARIOS, **crashes.SCENARIOS, **storage.SCENARIOS, **fuzz.SCENARIOS}
+
+
+def one(kind, seed, folder, cache):
+    """Run one scenario. Returns the exit status."""
+    from box import Box, Skipped, Violation
+
+    box = Box(random.Random(seed), folder, cache, ISOLATED in os.environ)
+    try:
+        scenarios()[kind][0](box.rng, box)
+    except Skipped as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    except Violation as violation:
+        print(f"violation: {violation}\n  commands:", *box.log, sep="\n    ")
+        return 1
+    finally:
+        box.kill()
+    return 0
+
+
+def isolation():
+    """The program and arguments that give a process its own namespaces, or []."""
+    for user in ([], ["--user", "--map-root-user"]):
+        command = [*UNSHARE, *user, "sh", "-c", "mount -t tmpfs none /mnt && ip link set lo up"]
+        if shutil.which("unshare") and subprocess.run(command, capture_output=True).returncode == 0:
+            return [*UNSHARE, *user]
+    return []
+
+
+def end_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def isolated(arguments, cache, prefix):
+    """Run this program in its own namespaces. Returns its exit status."""
+    with tempfile.TemporaryDirectory(prefix="torture-") as folder:
+        (Path(folder) / "box").mkdir()
+        command = [sys.executable, __file__, *arguments, "--cache", cache, "--folder", f"{folder}/box"]
+        if prefix:
+            command = [*prefix, "sh", "-c", SETUP, "sh", cache, f"{folder}/box", *command]
+        environment = {**os.environ, **({ISOLATED: "1"} if prefix else {})}
+        return subprocess.run(command, env=environment, preexec_fn=end_with_parent).returncode
+
+
+class Runner:
+    """Runs scenarios until the time is up."""
+
+    def __init__(self, minutes, seed, kinds):
+        self.rng, self.until = random.Random(seed), time.monotonic() + 60 * minutes
+        self.shares = {kind: share for kind, (_, share) in scenarios().items() if not kinds or kind in kinds}
+        self.lock, self.busy = threading.Lock(), dict.fromkeys(self.shares, 0.0)
+        self.counts, self.running, self.skips = Counter(), set(), {}
+
+    def run(self, cache):
+        threads = [threading.Thread(target=self._work, args=(cache,)) for _ in range(JOBS)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            self.until = 0
+            for process in list(self.running):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _work(self, cache):
+        while time.monotonic() < self.until:
+            with self.lock:
+                kind = min(self.busy, key=lambda kind: (self.busy[kind] / self.shares[kind], kind))
+                seed = self.rng.randrange(10**6)
+                began = time.monotonic()
+                self.busy[kind] += 10  # until it is known how long this takes
+            command = [sys.executable, __file__, "--scenario", kind, "--seed", str(seed), "--cache", cache]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+            environment = {**os.environ, "TMPDIR": cache}
+            process = subprocess.Popen(command, start_new_session=True, env=environment, **streams)
+            self.running.add(process)
+            try:
+                out, _ = process.communicate(timeout=max(60, min(SECONDS, self.until + 60 - began)))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                out, _ = process.communicate()
+                out = f"{'violation: did not end in time' if time.monotonic() < self.until else 'time is up'}\n{out}"
+            self.running.discard(process)
+            with self.lock:
+                self.busy[kind] += time.monotonic() - began - 10
+                self._count(kind, seed, process.returncode, out)
+
+    def _count(self, kind, seed, status, out):
+        if status == 0:
+            self.counts[kind, "runs"] += 1
+        elif status == SKIPPED:
+            self.counts[kind, "skipped"] += 1
+            self.skips[kind] = out.strip()
+            self.busy[kind] += 20  # so that it is not drawn at once again
+        elif self.until and not out.startswith("time is up"):
+            self.counts[kind, "runs"] += 1
+            self.counts[kind, "violations"] += 1
+            print(f"{out}\n  again: python tests/torture/torture.py --scenario '{kind}' --seed {seed}\n", flush=True)
+
+    def table(self):
+        """Print the table. Returns the number of violations."""
+        row = "{:16} {:>6} {:>8} {:>11} {:>8}"
+        print(row.format("scenario", "runs", "skipped", "violations", "minutes"))
+        for kind in [*self.shares, "all"]:
+            cells = [
+                sum(n for (k, what), n in self.counts.items() if kind in (k, "all") and what == column)
+                for column in ("runs", "skipped", "violations")
+            ]
+            seconds = sum(seconds for k, seconds in self.busy.items() if kind in (k, "all"))
+            print(row.format(kind, *cells, f"{seconds / 60:.1f}"), self.skips.get(kind, "") if not cells[0] else "")
+        return cells[2]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", help="kinds of scenarios")
+    parser.add_argument("--scenario", help="run only one scenario, with --seed")
+    parser.add_argument("--cache", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    end_with_parent()
+    if options.folder:
+        sys.path.insert(0, str(HERE.parents[1]))
+        try:
+            sys.exit(one(options.scenario, options.seed, options.folder, options.cache))
+        except Exception:
+            traceback.print_exc()
+            sys.exit(4)
+    prefix = isolation()
+    with tempfile.TemporaryDirectory(prefix="torture-") as folder:
+        cache = options.cache or folder
+        if options.scenario:
+            sys.exit(isolated(["--scenario", options.scenario, "--seed", str(options.seed)], cache, prefix))
+        if not prefix:
+            print("this user may not create namespaces: scenarios that mount a disk are skipped")
+        print(f"{options.minutes:g} minutes from seed {options.seed}", flush=True)
+        runner = Runner(options.minutes, options.seed, options.only)
+        runner.run(cache)
+    sys.exit(1 if runner.table() else 0)
+
+
+if __name__ == "__main__":
+    main()
