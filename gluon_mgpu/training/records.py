@@ -273,7 +273,8 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
     Raises UsageError if the folder holds no run, Error if a file is damaged or from an unknown version.
     """
     path = Path(folder) / CHECKPOINT
-    arrays, facts, position = None, None, Position()
+    arrays, position = None, Position()
+    facts: dict[str, Any] = {}
     if os.path.lexists(path):
         arrays, facts = checkpoint.load(path)
     else:
