@@ -187,6 +187,7 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_parity_trains_once_and_reports_what_it_found(tmp_path):
     status, lines, errors = run(tmp_path)
     assert status == 0, (lines, errors)
