@@ -109,7 +109,7 @@ class Replicas(replicas.Replicas):
     def __init__(self, *args: Any, hybridize: bool = True, tune: bool = True) -> None:
         super().__init__(*args)
         settings = self.settings
-        if settings.model not in networks.NETWORKS:  # scratch.train accepts a network without registering it
+        if settings.model not in networks.NETWORKS:  # scratch.train accepts a network that is not registered
             raise UsageError(f"model={settings.model}: not registered; see networks.register")
         network = networks.NETWORKS[settings.model]
         self.net = network.build()

@@ -23,7 +23,7 @@ OPTIONS = (
         "Default: any number; CPU contexts take turns.",
     ),
     click.option(
-        "--map/--no-map", "map_gpus", default=True, help="Without GPUs, run mx.gpu(i) on CPU context i, or fail."
+        "--map/--no-map", "map_gpus", default=True, help="Without GPUs, run mx.gpu(i) on CPU context i; --no-map: fail."
     ),
     click.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
     common.data_dir,

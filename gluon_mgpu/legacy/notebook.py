@@ -80,7 +80,7 @@ def _pass_on_interrupts(client: Any) -> None:
 
 
 def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
-    """Install a Jupyter kernel that runs this Python, prepared by `prepare`. Returns its folder.
+    """Install a Jupyter kernel that runs this Python in a process prepared by `prepare`. Returns its folder.
 
     prefix: an environment's folder, such as sys.prefix; None: the user's folder.
     """

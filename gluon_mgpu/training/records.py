@@ -262,7 +262,7 @@ def _tensorboard_writer(required: bool) -> type[Writer] | None:
         line = "needs a package; run `pip install tensorboard`"
         if required:
             raise UsageError(f"tensorboard=True: {line}") from None
-        log.say(f"not writing TensorBoard logs, although the run has some: TensorBoard {line}")
+        log.say(f"the run has TensorBoard logs, but new epochs are not logged: TensorBoard {line}")
         return None
     return Writer
 

@@ -87,7 +87,7 @@ def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def run(folder: str | Path) -> dict[str, Any]:
-    """Fit to a folder's scaling.json. Returns the input of `table` and `draw`. Raises UsageError if it is
+    """Fit to a folder's scaling.json. Returns the input of `table` and `draw`. Raises UsageError if the file is
     incomplete."""
     path = Path(folder) / "scaling.json"
     measure = f"run `bench.py scaling --out {folder}`, with all models and all contexts"

@@ -37,7 +37,7 @@ class Subject(NamedTuple):
     note: str = ""  # describes the changed settings
     settings: tuple[tuple[str, str], ...] = ()  # environment variables
     model: str = "lenet"
-    batch_size: int | None = None  # None: the model's in BATCH_SIZE
+    batch_size: int | None = None  # None: BATCH_SIZE[model]
     tune: bool = True
     exchange: bool = True  # False: each replica trains on its shard alone, without allreduce
 
@@ -131,7 +131,7 @@ def trainer(subject: Subject) -> Train:
 
 
 def timed(step: Step, size: int) -> Train:
-    """Create a function that trains with a step. size: examples per step."""
+    """Create a function that trains by calling `step`, and times the training. size: examples per step."""
 
     def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         start = time.perf_counter()

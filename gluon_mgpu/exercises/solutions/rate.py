@@ -2,7 +2,7 @@
 
 This is an exercise of the notebook: on two devices, a batch can be twice as large and still take the same time. Which
 learning rate does it need? The gradient is a mean over the batch, so a larger batch makes it less noisy, but not
-larger, and an epoch has fewer steps. Choose the rate that makes an epoch reduce the loss by the same amount as before.
+larger. An epoch also has fewer steps. Choose the rate that makes an epoch reduce the loss by the same amount as before.
 The check trains a small network with this rate.
 """
 
