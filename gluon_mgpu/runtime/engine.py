@@ -128,6 +128,8 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
     global _configured, _changed
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
+    if sys.flags.optimize > 1:
+        raise UsageError("Python runs with -OO or PYTHONOPTIMIZE=2, but MXNet needs docstrings: use -O, or omit it")
     check_environment()
     users = users_environment()
     for name in _changed:  # undo what an earlier call changed

@@ -181,6 +181,12 @@ def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused_before_it_loads(
     assert done.returncode == 1 and f"UsageError: {name}={value}: " in done.stderr.splitlines()[-1]
 
 
+def test_python_without_docstrings_which_mxnet_needs_is_refused():
+    done = python("import gluon_mgpu; gluon_mgpu.configure(2)", PYTHONOPTIMIZE="2")
+    assert done.returncode == 1 and "UsageError" in done.stderr.splitlines()[-1]
+    assert python(CONFIGURE.format(2) + PRODUCTS, PYTHONOPTIMIZE="1").stdout == "1.0 1.0\n"
+
+
 @pytest.mark.parametrize(
     "setting", ["MKLDNN_CACHE_NUM=-1", "USE_FUSION=false", "CPU_WORKER_NTHREADS=2", "KVSTORE_USETREE="]
 )

@@ -156,9 +156,9 @@ def two_runs(rng, box):
 
 
 def memory(rng, box):
-    """Too little address space. MXNet's library may then abort; what it leaves is complete."""
-    plan = box.plan()
-    box.train(plan, "--out", box.out, limits={resource.RLIMIT_AS: int(2 ** rng.uniform(27, 33))}, may_crash=True)
+    """Too little address space. MXNet's and NumPy's libraries may then abort or hang; what is left is complete."""
+    plan, limits = box.plan(), {resource.RLIMIT_AS: int(2 ** rng.uniform(27, 33))}
+    box.train(plan, "--out", box.out, limits=limits, seconds=60, may_crash=True)
     box.finish(plan)
 
 

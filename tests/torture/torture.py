@@ -98,6 +98,7 @@ class Runner:
             for thread in threads:
                 thread.join()
         except KeyboardInterrupt:
+            print("interrupted")
             self.until = 0
             for process in list(self.running):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -132,7 +133,7 @@ class Runner:
             self.counts[kind, "skipped"] += 1
             self.skips[kind] = out.strip()
             self.busy[kind] += 20  # so that it is not drawn at once again
-        elif self.until and not out.startswith("time is up"):
+        elif status != -signal.SIGINT and self.until and not out.startswith("time is up"):  # else it was ended
             self.counts[kind, "runs"] += 1
             self.counts[kind, "violations"] += 1
             print(f"{out}\n  again: python tests/torture/torture.py --scenario '{kind}' --seed {seed}\n", flush=True)
