@@ -272,14 +272,14 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
     Raises UsageError if the folder holds no run, Error if a file is damaged or from an unknown version.
     """
     path = Path(folder) / CHECKPOINT
-    arrays, facts, position = None, None, Position()
+    arrays, position = None, Position()
     if os.path.lexists(path):
         arrays, facts = checkpoint.load(path)
     else:
         path = Path(folder) / CONFIG
         config = _read_config(path)
     try:
-        if arrays is not None:
+        if arrays is not None:  # config.json was not read
             if facts.get("format") != FORMAT:
                 raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
             config, position = facts["config"], Position.from_json(facts)
