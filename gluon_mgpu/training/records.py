@@ -274,14 +274,17 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
     """
     path = Path(folder) / CHECKPOINT
     arrays, position = None, Position()
+<<<<<<< HEAD
     facts: dict[str, Any] = {}
+=======
+>>>>>>> h-torture
     if os.path.lexists(path):
         arrays, facts = checkpoint.load(path)
     else:
         path = Path(folder) / CONFIG
         config = _read_config(path)
     try:
-        if arrays is not None:
+        if arrays is not None:  # config.json was not read
             if facts.get("format") != FORMAT:
                 raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
             config, position = facts["config"], Position.from_json(facts)
