@@ -274,10 +274,6 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
     """
     path = Path(folder) / CHECKPOINT
     arrays, position = None, Position()
-<<<<<<< HEAD
-    facts: dict[str, Any] = {}
-=======
->>>>>>> h-torture
     if os.path.lexists(path):
         arrays, facts = checkpoint.load(path)
     else:
