@@ -1,7 +1,8 @@
-"""Exercises that check themselves. `solutions` has the tasks with our answers, and `checks` has the hidden cases.
+"""Exercises with automatic checks. `solutions` has the tasks with our answers, and `checks` has the hidden cases.
 
-A learner's file begins with the exercise's docstring, which names the exercise. A check calls the function that has the
-name of the solution's last function. It recognizes known mistakes by what they compute, not by reading the code.
+A learner's file begins with the exercise's docstring, which names the exercise. A check calls the learner's function
+with the same name as the solution's last function. It recognizes known mistakes by what the function computes, not by
+reading the code.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def skeleton(name: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The exercise that a learner's file solves. Raises UsageError if the file cannot be read or names none."""
+    """The exercise that a learner's file solves. Raises UsageError if the file is unreadable or names no exercise."""
     try:
         found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -90,8 +90,10 @@ def recording(on_wait: Callable[[Context | None], object] = lambda context: None
 
 
 def copies(case: str, events: list[Any], needed: int, allow_numpy: bool = False) -> list[Copy]:
-    """Returns the copies between devices. Raises Mistake if there are fewer than needed. allow_numpy: accept asnumpy
-    too."""
+    """Returns the copies between devices. Raises Mistake if there are fewer than needed.
+
+    allow_numpy: accept copies through NumPy too.
+    """
     found = [event for event in events if isinstance(event, Copy)]
     waited = any(isinstance(event, Wait) for event in events)
     if len(found) < needed and not (waited and allow_numpy):

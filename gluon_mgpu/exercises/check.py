@@ -49,7 +49,7 @@ def check(name: str, code: str, path: str) -> Mistake | None:
 
 
 def failure(error: BaseException, path: str, wanted: str, returned: list[Any]) -> Mistake:
-    """The mistake of an answer that raised an error, or that returned a value that the check cannot use."""
+    """The Mistake for an answer that raised an error or returned a value that the check cannot use."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
@@ -75,13 +75,13 @@ def report(path: str, name: str, mistake: Mistake | None) -> str:
 def run(path: str, seconds: float = SECONDS) -> bool:
     """Check a file and print the result. Returns whether it is correct.
 
-    Prints the file's own output too. Raises UsageError as `exercises.name_of` does, Error if the process crashes.
+    Prints the file's own output too. Raises UsageError as `exercises.name_of` does, and Error if the process crashes.
     """
     name = exercises.name_of(path)
     command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path]
     finished = subprocesses.run(command, seconds=seconds, on_line=lambda line: print(line, end="", flush=True))
     for line in finished.err.splitlines():
-        if not line.startswith("gluon_mgpu: "):  # notices were printed at once
+        if not line.startswith("gluon_mgpu: "):  # notices have already been printed
             print(line, file=sys.stderr)
     if finished.status is None:
         print(report(path, name, Mistake("time-limit", f"no result after {seconds:g} seconds")))

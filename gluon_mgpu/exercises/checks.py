@@ -1,4 +1,4 @@
-"""The hidden cases of each exercise: one function per exercise, with its name. Each raises the first Mistake."""
+"""The hidden cases: one function per exercise, named after it, which raises the first Mistake that it finds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def split(answer: Answer) -> None:
         if max(sizes) - min(sizes) > 1:
             raise Mistake("unbalanced", case)
         if len(rows) != n:
-            raise Mistake("wrong-result", f"{case}; more examples than there are")
+            raise Mistake("wrong-result", f"{case}; some examples occur more than once")
 
 
 def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any]]:
@@ -75,7 +75,7 @@ def tree(answer: Answer) -> None:
             "no-broadcast": [[right[0], *found[1:]]],
         }
         compare(case, found, right, mistakes)
-        busy: Counter[Any] = Counter()  # the round of a device's last copy, with one copy per round
+        busy: Counter[Any] = Counter()  # the round of a device's last copy, if a device makes one copy per round
         for copy in copies(case, events, 2 * (k - 1)):
             busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
         rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))

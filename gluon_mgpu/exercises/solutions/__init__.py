@@ -1,1 +1,1 @@
-"""Our solutions. Each module is an example of a learner's file: the task, and one function that solves it."""
+"""Our solutions. Each module looks like a learner's file: the task, and a function that solves it."""

@@ -2,7 +2,7 @@
 
 A batch that does not fit in memory is computed in parts, one after another. Each part is split among the devices. The
 parameters' gradients were attached with attach_grad("add"): backward adds to p.grad, and nothing sets it to zero. Write
-a step of the whole batch:
+a step on the whole batch:
 
     p -= lr * (sum of the gradients of all examples in all parts) / (number of examples in all parts)
 
@@ -15,7 +15,7 @@ from gluon_mgpu.scratch import allreduce, sgd, split_and_load
 
 
 def forward_backward(X, y, device_params, ctx):
-    """Add the gradients of a part to the gradients on each device: X (n, 2), y (n,)."""
+    """Add the gradients of a part, X (n, 2) and y (n,), to the gradients on the devices."""
     with autograd.record():
         shards = zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
         losses = [((X * params[0]).sum(axis=1) - y) ** 2 / 2 for X, y, params in shards]
@@ -24,7 +24,7 @@ def forward_backward(X, y, device_params, ctx):
 
 
 def train_batch(parts, device_params, ctx, lr):
-    """One step on a batch. parts: a list of pairs X (n, 2), y (n,). device_params: a list of parameters per device."""
+    """Train one step. parts: a list of pairs X (n, 2), y (n,). device_params: one list of parameters per device."""
     for params in device_params:
         for p in params:
             p.grad[:] = 0

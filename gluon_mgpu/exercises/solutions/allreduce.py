@@ -1,6 +1,6 @@
 """Exercise allreduce: sum the arrays of all devices, in place.
 
-After the call, the array of every device holds the sum of all arrays. They are gradients of
+After the call, each device's array holds the sum of all arrays. The arrays are gradients of
 the caller's parameters: write into them, and return nothing. Copy an array to a device
 (copyto, as_in_context) before you use it there. CPU contexts share one memory and accept any
 array, but GPUs do not.

@@ -1,14 +1,14 @@
 """Exercise overlap: copy results while the device computes the next ones.
 
-A GPU can copy one result to the host and compute the next one at the same time, but only if Python has queued both.
-Copy each result as soon as it is computed, but never make the device wait for a copy.
+A GPU can compute one result while it copies the previous one to the host, but only if Python has queued both. Start
+each copy as soon as the result is computed, but never make the device wait for a copy.
 """
 
 from mxnet import nd
 
 
 def run_and_copy(parts, compute, host):
-    """Compute all parts on their device. Returns copies of the results on the context host, once they are complete.
+    """Compute all parts on their device. Returns copies of the results on the context host, once all are complete.
 
     parts: a list of arrays. compute: a function that queues the work for one part, and returns its result.
     """

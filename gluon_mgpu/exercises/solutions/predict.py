@@ -1,7 +1,7 @@
 """Exercise predict: classify a batch on several devices.
 
-This is an exercise of the notebook: use several devices for prediction too. There is nothing to sum, so no device has
-to wait for another device. The batch may not divide evenly.
+This is an exercise from the notebook: use several devices for prediction too. There is nothing to sum, so no device has
+to wait for another device. The number of examples need not be a multiple of the number of devices.
 """
 
 from mxnet import nd

@@ -1,9 +1,9 @@
-"""Exercise ring: sum over devices as a ring.
+"""Exercise ring: sum over devices in a ring.
 
 In a ring, device i sends only to device i + 1, and the last device sends to the first. Each array is cut into k chunks.
-In k - 1 steps, every device sends one chunk to the next device, which adds it to its own chunk. Now every chunk is
+In k - 1 steps, every device sends one chunk to the next device, which adds it to its own chunk. Then every chunk is
 complete on one device. In k - 1 more steps, the complete chunks go around the ring and replace the incomplete ones. So
-each device receives 2 (k - 1) chunks of n / k numbers: less than 2 n numbers, for any number of devices.
+each device receives 2 (k - 1) chunks of n / k numbers: fewer than 2 n numbers, for any number of devices.
 """
 
 

@@ -1,7 +1,7 @@
 """Exercise step: train one step on several devices.
 
 Each device has a replica of the parameters: a list of arrays, each with a gradient. Write one training step. It changes
-every replica in the same way as a single device with the whole batch:
+every replica as if a single device had trained on the whole batch:
 
     p -= lr * (sum of the gradients of all examples) / (number of examples)
 
@@ -19,7 +19,7 @@ def loss(X, y, params):
 
 
 def train_batch(X, y, device_params, ctx, lr):
-    """One step on a batch X (n, 2), y (n,). device_params: a list of parameters per device of ctx."""
+    """Train one step on a batch X (n, 2), y (n,). device_params: one list of parameters per device in ctx."""
     Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
     with autograd.record():
         losses = [loss(X_shard, y_shard, params) for X_shard, y_shard, params in zip(Xs, ys, device_params)]

@@ -1,8 +1,8 @@
 """Exercise timing: measure the work, not the queue.
 
 An MXNet call puts an operator into the queue of a device and returns. So a clock that is read right after the call
-measures only the time to fill the queue. Write a function that measures how long the devices need for some work, and
-for nothing else: they may still be busy with earlier work when the function is called.
+measures only the time to fill the queue. Write a function that measures how long the devices need for some work. Do not
+measure anything else: the devices may still be busy with earlier work when the function is called.
 """
 
 from mxnet import nd

@@ -1,8 +1,8 @@
-"""Exercise tree: sum over devices as a tree.
+"""Exercise tree: sum over devices in a tree.
 
 If all arrays go through the first device, k devices need 2 (k - 1) copies in a row. In a tree, pairs of devices add
 their arrays at the same time: 0 += 1 and 2 += 3, then 0 += 2. The sum then goes back down the same way. So the number
-of rounds grows with log2(k). Write an allreduce that does this for any number of devices, not only for powers of 2.
+of rounds grows only with log2(k). Write such an allreduce for any number of devices, not only for powers of 2.
 """
 
 
