@@ -1,7 +1,7 @@
 """Lesson 4: asynchronous calls, parallel work on all devices, and copies, shown with matrix products.
 
 A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a Python
-loop over devices computes on all of them at once. Each function is one cell of the notebook and prints the same lines.
+loop over devices keeps all of them busy at once. Each function is one cell of the notebook and prints the same lines.
 Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
@@ -20,8 +20,8 @@ SIZE, PRODUCTS = 4000, 50  # as in the notebook
 def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
     """Multiply a matrix (n, n) by itself `products` times, on its device. Returns without waiting for the results.
 
-    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If the queue holds more
-    products than that, contexts wait for each other (docs/engine.md).
+    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If more products are queued
+    than there are spaces, contexts wait for each other (docs/engine.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 
@@ -93,7 +93,7 @@ def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArra
 
 
 def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
-    """Copy the products once all of them are done. Returns the seconds for products and for copies."""
+    """Copy the products once all of them are done. Returns the seconds for the products and for the copies."""
     with BenchMark(f"Run on {x.context}") as on_device:
         y = run(x, products)
         nd.waitall()

@@ -124,7 +124,7 @@ class Replicas(replicas.Replicas):
         self.arrays = [{name: p.data(c) for name, p in named.items()} for c in self.ctx]
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
         store = tuning.kvstore_for(self.ctx) if tune else "device"
-        # With update_on_kvstore, one device would update for all; in the lesson, each device updates its own replica.
+        # With update_on_kvstore, one device would compute all updates; in the lesson, each device updates its replica.
         self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore=store, update_on_kvstore=False)
         if settings.momentum:  # Trainer would create the velocities in the first step
             for c, updater in zip(self.ctx, self.trainer._updaters):
@@ -163,7 +163,7 @@ class Replicas(replicas.Replicas):
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
     """Run the notebook's experiment (its function `run`), and print time and accuracy per epoch.
 
-    num_gpus: number of devices, or their indices ([0, 2]). batch_size: over all devices. options: see `loop.train`;
-    also hybridize=False runs the network operator by operator, and tune=False runs it exactly as written.
+    num_gpus: number of devices, or their indices ([0, 2]). batch_size: over all devices. options: see `loop.train`; in
+    addition, hybridize=False runs the network operator by operator, and tune=False runs it exactly as written.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

@@ -2,7 +2,7 @@
 
 Each device records and differentiates its own part. Copies between devices are made outside `autograd.record`, so the
 recorded graph ends there, and the code passes the gradient back with `output.backward(gradient)`. Every exchange is
-visible. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
+visible in the code. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def train_batch_network(
     """Train one step with network partitioning: X (n, 1, 28, 28), y (n,). Returns the losses of each micro-batch.
 
     With one micro-batch, only one device works at a time. With more, the first device computes the second micro-batch
-    while the next device computes the first. No code here arranges that: each device starts as soon as its inputs
+    while the next device computes the first. No code here schedules this: each device starts as soon as its inputs
     arrive.
     """
     if micro_batches > 1:

@@ -1,7 +1,8 @@
 """Lesson 1: LeNet on several devices with NDArray alone. Each step of data parallelism is one function.
 
-Copy the parameters to each device, split a batch, compute gradients, sum them, update. `highlevel` uses Gluon instead.
-Source and function names: the notebook "Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019).
+The steps: copy the parameters to each device, split a batch, compute and sum the gradients, and update the parameters.
+`highlevel` uses Gluon instead. Source and function names: the notebook "Multi-GPU Computation with Data Parallelism"
+(Dive into Deep Learning, 2019).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notebooks' inspection cells on real data: what each device has at each stage of a training step.
+"""The notebooks' inspection cells on real data: what each device holds at each stage of a training step.
 
 Each function prints one cell. `Scratch` and `Gluon` implement the differences between the lessons. Sources: the
 notebooks of `scratch` and `highlevel`, and the lecture, which requests parameters on a context without a replica.
@@ -63,8 +63,8 @@ class Scratch:
     summing = "allreduce(data) adds all arrays on the first device and copies the sum back to the other devices."
     missing = (
         "An NDArray is on exactly one context. For an operator's inputs, MXNet only checks that all are on CPUs or all "
-        "on GPUs, and scratch adds no check. lenet with the first device's parameters, and images on a context without "
-        "a replica,"
+        "on GPUs, and scratch adds no check. This calls lenet with the first device's parameters and with images on a "
+        "context without a replica"
     )
 
     def __init__(self, ctx: list[Context]) -> None:
@@ -100,7 +100,7 @@ class Gluon:
     summing = 'Trainer.step uses a KVStore of type "device": pushpull(key, data) leaves the sum on each device.'
     missing = (
         "The parameters are on the contexts that the network was initialized on, and Gluon rejects any other context. "
-        "weight.data(context) of the first convolution,"
+        "This calls weight.data(context) of the first convolution for a context without a replica"
     )
 
     def __init__(self, ctx: list[Context]) -> None:
@@ -162,7 +162,7 @@ def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
     compare("channel 0", channels)
     net.lesson.forward_backward(net.replicas, *(net.lesson.split_and_load(data, net.ctx) for data in (X, y)))
     grads = [W1.grad[0] for W1, *_ in arrays]
-    show("Its gradient after forward and backward, which each device computes from the images of its shard:", *grads)
+    show("Its gradient, which each device computes from the images of its shard:", *grads)
     compare("its gradient", grads)
     net.lesson.train_batch(X, y, net.replicas, net.ctx, net.rule)
     step = f"train_batch with learning rate {LR} sums the gradients, and every device updates its replica."
@@ -173,8 +173,8 @@ def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
 
 def missing_context(net: Scratch | Gluon, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
-    show(f"6. {net.missing} on {other}:")
-    nd.waitall()  # a single context uses all OpenMP threads, so no other may compute (docs/engine.md)
+    show(f"6. {net.missing}, {other}:")
+    nd.waitall()  # a single context uses all OpenMP threads, so no other context may compute now (docs/engine.md)
     print(textwrap.fill(net.ask(other, X), WIDTH))
 
 

@@ -1,8 +1,8 @@
-"""Tracks which processes of a run are alive, and lets workers exchange values. Messages are lines of JSON over TCP.
+"""Tracks which processes of a run are alive, and lets workers exchange values. Messages are JSON lines sent over TCP.
 
 The Coordinator runs in the scheduler or, with Horovod, in worker 0. Every worker and every server runs a Client. A
 process is lost if its connection ends or it is silent for SILENCE_LIMIT seconds. Then all other processes end and one
-of them reports the loss, because MXNet's parameter servers and Horovod would wait for the lost process forever.
+of them reports the loss, because MXNet's parameter servers and Horovod would wait forever for the lost process.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
-SILENCE_LIMIT = 10.0  # a process that is silent for this number of seconds is lost; no worker holds the GIL that long
+SILENCE_LIMIT = 10.0  # seconds; a process that is silent for longer is lost; no worker holds the GIL that long
 CONNECT_LIMIT = 300.0  # seconds for all processes to connect
 NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
-GRACE_PERIOD = 3.0  # seconds for servers and the scheduler to end after all workers are done; ps-lite may take 10 s
+GRACE_PERIOD = 3.0  # seconds from the end of the workers until servers and the scheduler exit; ps-lite may take 10 s
 MAX_GREETING = 4096  # maximum size of a client's first message, in bytes
 MAX_LINE = 16 << 20  # maximum size of any other message, in bytes: enough for the history of 80,000 epochs
 
 
 class Coordinator:
-    """Listens for the clients of a run on (host, port); port 0 chooses a free port. here: its own process.
+    """Listens for the clients of a run on (host, port); port 0 chooses a free port. here: this process.
 
     Raises Error if the port is in use or the host is not this machine.
     """
@@ -44,7 +44,7 @@ class Coordinator:
         self.listener = listen(host, port)
         self.listener.settimeout(BEAT_INTERVAL / 4)
         self.address, self.port = self.listener.getsockname()
-        self.lock = threading.Lock()  # protects the fields below, because every connection has a thread
+        self.lock = threading.Lock()  # protects the fields below, because every connection has its own thread
         self.clients: dict[str, _Connection] = {}
         self.strangers: set[_Connection] = set()  # connections that have not sent a greeting yet
         self.ended: set[str] = set()  # clients that announced their end, or were lost
@@ -75,7 +75,7 @@ class Coordinator:
             try:
                 connection = _Connection(self.listener.accept()[0])
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # no new connection, or strangers use up all file descriptors or threads
+            except (OSError, RuntimeError):  # no new connection, or strangers use all file descriptors or threads
                 time.sleep(BEAT_INTERVAL / 100)
             if time.monotonic() - last_beat > BEAT_INTERVAL:
                 last_beat = time.monotonic()
@@ -91,7 +91,7 @@ class Coordinator:
                 connection.close()
         if missing and seconds > CONNECT_LIMIT:
             late = ", ".join(missing)
-            self._end(f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that it is running and can connect")
+            self._end(f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that each runs and can connect")
 
     def _read(self, connection: _Connection) -> None:
         def handle(message: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Coordinator:
             if len(self.gathering) == len(self.workers):
                 self._send_all({"gathered": [self.gathering.pop(worker) for worker in self.workers]})
         elif "stop" in message:
-            # Ask every worker how many steps it has issued. Workers then wait until they know where to stop.
+            # Ask every worker how many steps it has issued. Workers then wait until they are told the last step.
             self._send_all({"hold": True})
         elif "issued" in message and name in self.workers:
             self.issued[name] = int(message["issued"])
@@ -132,7 +132,7 @@ class Coordinator:
             self.ended.add(name)
             if self.ended.issuperset(self.workers):
                 self._send_all({"finished": True})
-                self.ended.update(self.expected)  # a server that ends now is not lost
+                self.ended.update(self.expected)  # a server that ends from now on is not reported as lost
                 if self.here.role == "scheduler":
                     after(GRACE_PERIOD, os._exit, 0)
 
@@ -169,7 +169,7 @@ class Coordinator:
         for name in remaining:
             reports = report and name == remaining[0]
             self.clients[name].send({"end": line, "status": status, "undo": undo, "report": reports})
-        self.finished = True  # set last, because `close` then returns and the process may end
+        self.finished = True  # set last, because `close` returns once this is set, and the process may then end
         if self.here.role == "scheduler":
             end_process(None if remaining else f"{self.here}: {line}", 1, BEAT_INTERVAL)
 
@@ -180,7 +180,7 @@ class Coordinator:
 
 
 class _Connection:
-    """Sends and receives lines of JSON over a socket. name: the client's name, "" until the client sends it."""
+    """Sends and receives lines of JSON over a socket. name: the client's name, "" until the client has sent it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.name, self.about, self.since = sock, "", "", time.monotonic()
@@ -211,7 +211,7 @@ class _Connection:
                         raise ValueError("not a message")
                     handle(message)
         except socket.timeout:
-            return f"no sign of life for {SILENCE_LIMIT:.0f} s"
+            return f"no message for {SILENCE_LIMIT:.0f} s"
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             pass  # the connection was reset, or a stranger sent something that is not a message
         return "its connection ended"
@@ -221,7 +221,7 @@ class Client:
     """A process's connection to the Coordinator at (host, port). The constructor waits until all clients are connected.
 
     If another process fails or is lost, this process ends, whatever its main thread is doing; if the failed process
-    asked for it, `undo` is called first.
+    requested it, `undo` is called first.
     Raises Error if the host does not resolve or does not answer within CONNECT_LIMIT seconds.
     """
 
@@ -246,7 +246,7 @@ class Client:
             self.complete.wait()  # the coordinator ends this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: waits for all workers, and returns their values in rank order. value: any JSON value."""
+        """Collect one value from every worker, in rank order. Waits for all workers. value: any JSON value."""
         self.connection.send({"gather": value})
         return self.gathered.get()
 
@@ -258,7 +258,7 @@ class Client:
     def may_step(self, step: int) -> bool:
         """Whether this worker may issue step number `step`, counted from 0.
 
-        Once a worker has asked to stop, all workers continue to the last step that any worker has issued. That step
+        Once a worker has asked to stop, all workers continue up to the last step that any worker has issued. That step
         cannot complete without all workers, because it sums their gradients.
         """
         with self.stepping:
@@ -269,12 +269,12 @@ class Client:
         return step < self.stop_at
 
     def failed(self, line: str, status: int, undo: bool) -> None:
-        """Tell the other processes why this process ends, and whether they should call their `undo`."""
+        """Tell the other processes why this process is ending, and whether they should call their `undo`."""
         self.finished = True
         self.connection.send({"failed": line, "status": status, "undo": undo})
 
     def close(self) -> None:
-        """Tell the coordinator that this process ends as planned."""
+        """Tell the coordinator that this process is ending normally."""
         self.finished = True
         self.connection.send({"done": True})
 
@@ -371,7 +371,7 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
                 raise Error(line) from None
             if waited > NOTICE_DELAY and not noticed:
                 noticed = True
-                notice(f"{name}: {line}; trying again for up to {CONNECT_LIMIT:.0f} s")
+                notice(f"{name}: {line}; retrying for up to {CONNECT_LIMIT:.0f} s")
             time.sleep(BEAT_INTERVAL / 4)
 
 

@@ -1,8 +1,8 @@
 """Starts all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
-Each process runs the same command and reads its role from DMLC_ROLE. The command can be any MXNet program, because
-`import mxnet` runs a scheduler or server if that is the role. If a process fails, the launcher ends all others. Nothing
-here imports mxnet.
+Each process runs the same command and reads its role from DMLC_ROLE. The command can be any MXNet program, because in a
+scheduler or server process, `import mxnet` itself runs the scheduler or server. If a process fails, the launcher ends
+all other processes. Nothing here imports mxnet.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 HOST = "127.0.0.1"  # other machines cannot connect
-MAX_PROCESSES = 128  # limit for the number of workers, and for the number of servers
+MAX_PROCESSES = 128  # limit on the number of workers, and on the number of servers
 MAX_RESTARTS = 1000
-MAX_PORT = 65534  # the scheduler needs the next port too
-PORTS = range(10000, 32767)  # below Linux's ephemeral ports, so a free port stays free until it is used
+MAX_PORT = 65534  # the scheduler also needs the next port
+PORTS = range(10000, 32767)  # below Linux's ephemeral ports, which outgoing connections may take
 POLL_INTERVAL = 0.02  # seconds
 SECONDS_TO_NOTICE = 5  # seconds for the remaining processes to end by themselves after a process has failed
 SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to end after the last worker
@@ -39,7 +39,8 @@ SECONDS_TO_TERMINATE = 3  # seconds between SIGTERM and SIGKILL
 LONGEST_DELAY = 60  # seconds before a restart: 1, 2, 4, ..., 60
 RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable: makes `train --out DIR` continue the run in DIR
 
-# Variables that would make ps-lite listen on the same port in every process, on no port, or on every interface.
+# The first three would make ps-lite listen on the same port in every process, on no port, or on every interface. Each
+# worker and each server gets its own DMLC_TASK_ID.
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
 
 # Each process runs this before the command, to make Linux kill the process when its parent, argv[1], ends for any
@@ -65,7 +66,7 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
 
     The status is 0 if all processes exit with 0. If a process fails, one line on standard error says why, or at least
     names the process, and the remaining processes are ended. The status is then 1, or the status of the failed worker
-    if that is 2 or 130. Ctrl-C and SIGTERM reach the workers as SIGINT, and the status is 130.
+    if that is 2 or 130. Ctrl-C and SIGTERM are sent to the workers as SIGINT, and the status is 130.
     Raises UsageError for invalid arguments, before anything is started.
     """
     limits = {
@@ -78,7 +79,7 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
         if number is not None and not least <= number <= most:
             raise UsageError(f"{name}={number}: must be {least} to {most}")
     if not command:
-        raise UsageError("no command to run: add it at the end, such as -- gluon-mgpu train --kvstore dist_sync")
+        raise UsageError("no command to run: add one at the end, such as -- gluon-mgpu train --kvstore dist_sync")
     users = engine.users_environment()
     if shutil.which(command[0], path=users.get("PATH")) is None:
         raise UsageError(f"{command[0]}: not found, or not an executable program")
@@ -143,7 +144,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         if failed:
             events.wait(lambda: _ended(processes), SECONDS_TO_NOTICE)
         elif not _ended(processes):
-            _say(f"gluon_mgpu: ending {_running(processes)}: still running {SECONDS_TO_FINISH} s after the workers")
+            _say(f"gluon_mgpu: ending {_running(processes)}: still running {SECONDS_TO_FINISH} s after the last worker")
         _terminate(processes, events)
     if not failed:
         return 0

@@ -81,7 +81,7 @@ def expect(kvstore: str) -> Process:
 
 
 def check_compress(compress: str | None, here: Process) -> None:
-    """Raise UsageError unless the kvstore supports this compression: "fp16" or "2bit:THRESHOLD"."""
+    """Raise UsageError unless `compress` is None or the kvstore supports it. Kinds: "fp16" and "2bit:THRESHOLD"."""
     if compress is None or (compress, here.kvstore) == ("fp16", "horovod"):
         return
     kind, _, threshold = compress.partition(":")
@@ -110,8 +110,8 @@ def horovod_address() -> str:
             found = fcntl.ioctl(query, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR, netdevice(7)
         except OSError as error:
             raise UsageError(
-                f"HOROVOD_GLOO_IFACE is {interface!r}: this machine has no interface of this name with an IPv4 address "
-                f"({error.strerror}); use the interface that connects it to the other machines"
+                f"HOROVOD_GLOO_IFACE is {interface!r}: no such interface on this machine, or the interface has no IPv4 "
+                f"address ({error.strerror}); use the interface that connects this machine to the other machines"
             ) from None
     return socket.inet_ntoa(found[20:24])
 

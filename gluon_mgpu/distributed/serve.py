@@ -17,7 +17,8 @@ def serve(here: Process) -> None:
     """Serve until all workers are done. here: this process, a server or the scheduler."""
     engine.configure(1)
     # Import MXNet before the heartbeat starts, because loading libmxnet from a slow disk blocks Python for a long time.
-    # Import it as a worker: in a server, the import itself serves, and unpickles any optimizer that a worker sends.
+    # Import it as a worker: in a server, the import would run MXNet's own server, which unpickles any optimizer that a
+    # worker sends.
     os.environ["DMLC_ROLE"] = "worker"
     import mxnet as mx
     from mxnet.base import _LIB, check_call
@@ -47,7 +48,7 @@ def _scheduler(here: Process) -> heartbeat.Coordinator:
     address = coordinator.address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
         heartbeat.notice(
-            f"{here}: DMLC_PS_ROOT_URI={here.root} is {address} on this machine, which other machines cannot reach; "
+            f"{here}: DMLC_PS_ROOT_URI={here.root} resolves to {address}, which other machines cannot reach; "
             "use the machine's network address"
         )
     process.prepare_ps_lite(address, address)

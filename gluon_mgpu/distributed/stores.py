@@ -12,7 +12,8 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu.runtime.errors import Error
 
 # {model: milliseconds between Horovod's rounds}. In each round, the workers agree on the arrays that are ready to be
-# summed, in about 60 microseconds. Large networks need fewer rounds than Horovod's default of one per millisecond.
+# summed, which takes about 60 microseconds. Large networks need fewer rounds than Horovod's default of one per
+# millisecond.
 CYCLES = {"resnet18": "8"}
 FUSION_BYTES = 4 << 20  # smaller arrays are copied and summed together; larger arrays are summed in place
 
@@ -34,7 +35,7 @@ class Horovod:
         hvd.init()
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
-        """Sum an array over all workers, in place. key: an int for a gradient, else a str."""
+        """Sum an array over all workers, in place. key: an int for a gradient, a str for any other array."""
         is_gradient = isinstance(key, int)
         sent = array
         if array.context.device_type == "gpu":  # `make horovod` builds Horovod without CUDA
@@ -58,7 +59,7 @@ class Horovod:
 
 
 class DistSync:
-    """Sums arrays with MXNet's parameter servers (ps-lite). Each server only sums its part of the arrays.
+    """Sums arrays with MXNet's parameter servers (ps-lite). Each server only sums its own part of the arrays.
 
     threshold: for 2-bit compression of gradients; None: no compression.
     """
@@ -69,12 +70,12 @@ class DistSync:
         self.keys: set[str] = set()
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
-        """Sum an array over all workers, in place. key: an int for a gradient, else a str."""
+        """Sum an array over all workers, in place. key: an int for a gradient, a str for any other array."""
         is_gradient = isinstance(key, int)
         name, priority = str(key), -int(key) if is_gradient else 0
         if name not in self.keys:
             if self.threshold and is_gradient and not self.compressing:
-                # Enabled only now, because it applies to every array, even the parameters that worker 0 broadcasts.
+                # Not enabled earlier, because it would also compress the parameters that worker 0 broadcasts.
                 self.kv.set_gradient_compression({"type": "2bit", "threshold": self.threshold})
                 self.compressing = True
             self.keys.add(name)

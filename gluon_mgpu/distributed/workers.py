@@ -1,6 +1,6 @@
 """Lets the workers of a run sum arrays and agree on values.
 
-Arrays travel through Horovod or MXNet's parameter servers (`stores`), all other values through the heartbeat's
+Arrays are sent through Horovod or MXNet's parameter servers (`stores`), and all other values through the heartbeat's
 connection (`heartbeat`).
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gluon_mgpu.distributed.stores import DistSync, Horovod
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine; containers on one machine share it
-SECONDS_TO_BLAME = 5.0  # after an unexpected error, time for the coordinator to report a lost process as the cause
+SECONDS_TO_BLAME = 5.0  # how long a worker waits after an unexpected error, because a lost process may be the cause
 
 
 class Workers:
@@ -45,11 +45,11 @@ class Workers:
 
     @property
     def stopping(self) -> bool:
-        """Whether a worker has asked to stop."""
+        """Whether any worker has asked to stop."""
         return False
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange values: waits for all workers, and returns their values in rank order. value: any JSON value."""
+        """Collect one value from every worker, in rank order. Waits for all workers. value: any JSON value."""
         return [value]
 
     def exchange_device_counts(self, devices: int) -> Sequence[int]:
@@ -78,7 +78,7 @@ class Workers:
     def allreduce(self, array: NDArray, key: int | str) -> None:
         """Sum an array over all workers, in place and asynchronously, like MXNet's operators.
 
-        key: the same in all workers, and unique; an int for a gradient (lower keys are sent first), a str for any other
+        key: identifies the array in all workers; an int for a gradient (lower keys are sent first), a str for any other
         array.
         """
 
@@ -93,7 +93,7 @@ class Workers:
         return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """Register undo(). If another worker raises an Error, it is called before this process ends."""
+        """Register undo(). If another worker raises an Error, undo() is called before this process ends."""
 
     def ask_to_stop(self) -> bool:
         """Ask all workers to stop at the same step. Returns False if there are no other workers."""
@@ -145,9 +145,9 @@ class Group(Workers):
         return self.client.may_step(step)
 
     def leave(self) -> None:
-        """End this worker's part in the run, after all workers have finished or stopped."""
+        """Leave the run, once all workers have finished or stopped."""
         with _one_signal_ignored():  # a cluster signals every process, and this process may get the signal late
-            self.all_gather(None)  # worker 0 may still be writing, and a launcher ends all workers when one ends
+            self.all_gather(None)  # worker 0 may still be writing, and a launcher ends all workers when one worker ends
             self.store.close()
             self.client.close()
             if self.coordinator:
@@ -159,10 +159,10 @@ class Group(Workers):
         if isinstance(error, KeyboardInterrupt):
             line, status = "interrupted", 130
         elif not isinstance(error, Error):
-            time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat ends this process now
+            time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat ends this process meanwhile
         self.client.failed(line, status, undo=isinstance(error, Error))
         if self.coordinator:
-            self.coordinator.close()  # waits until the remaining processes know
+            self.coordinator.close()  # waits until the remaining processes have been told
         self.store.abandon()
 
 
@@ -173,7 +173,7 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     kvstore: "local", "horovod" or "dist_sync". model: the network's name. compress: "fp16" sends gradients as float16
     (horovod); "2bit:T" sends T, -T or 0 for each number and adds the remainder to the next step's gradient (dist_sync).
     If a process of the run is lost later, this process ends and an error message names the lost process.
-    Raises UsageError if this process was not started for the kvstore, Error if Horovod is missing or connecting fails.
+    Raises UsageError if this process was not started for this kvstore, Error if Horovod is missing or connecting fails.
     """
     here = process.expect(kvstore)
     process.check_compress(compress, here)
@@ -225,8 +225,8 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
 def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
     """Pin each worker on this machine to its own subset of the cores, if there are enough cores.
 
-    If they are not pinned, the kernel may run the Horovod threads of all workers on one core, and every sum then waits
-    for that core. Workers that already have different cores keep them.
+    Otherwise, the kernel may run the Horovod threads of all workers on one core, and every sum then waits for that
+    core. Workers that are already limited to different cores keep them.
     """
     cores = sorted(os.sched_getaffinity(0))
     here = [BOOT_ID.read_text(), cores]

@@ -1,6 +1,6 @@
 """Lets mxnet-cu112 run without a CUDA installation: opens the libraries in NVIDIA's wheels before MXNet needs them.
 
-The machine needs only NVIDIA's driver. This module imports neither mxnet nor NumPy. docs/engine.md says more.
+The machine needs only NVIDIA's driver. This module imports neither mxnet nor NumPy. See docs/engine.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DRIVER = "libcuda.so.1"
 # cuDNN opens these at the first convolution, and could find other versions in LD_LIBRARY_PATH.
 CUDNN_PARTS = [f"libcudnn_{part}_{use}.so.8" for part in ("ops", "cnn", "adv") for use in ("infer", "train")]
 # Libraries that mxnet-cu112 needs, directly or indirectly: (pip requirement, library, ...). Each library comes after
-# its own dependencies, so that it finds them already open.
+# its own dependencies, which are then already open.
 LIBRARIES = (
     ("nvidia-cuda-runtime-cu11", "libcudart.so.11.0"),
     ("nvidia-cuda-nvrtc-cu11", "libnvrtc.so.11.2"),
@@ -89,7 +89,7 @@ def _open_libraries() -> None:
 
 def _libraries_of(wheel: str) -> dict[str, str]:
     """{name: path} of the libraries in a wheel; empty if the wheel is not installed."""
-    from importlib import metadata  # imported here, because it imports many modules
+    from importlib import metadata  # imported only if needed, because it imports many modules
 
     try:
         files = metadata.distribution(wheel.partition("<")[0]).files or ()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mxnet import Context
 
 DEVICES = ("auto", "gpu", "cpu")
-MOST = 1024  # limit for indices; MXNet keeps tables indexed by device, and a huge index would fill the memory
+MOST = 1024  # limit on indices; MXNet keeps tables indexed by device, and a huge index would exhaust the memory
 KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 supports (docs/engine.md)
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
@@ -35,7 +35,7 @@ def parse(gpus: int | str | Sequence[int]) -> list[int]:
 def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int = MOST) -> list[int]:
     """Parse a count or a list of distinct numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
 
-    Raises ValueError for anything else, if there are more than 1024 numbers, or if one is not in range(below).
+    Raises ValueError for anything else, if there are more than 1024 numbers, or if a number is not in range(below).
     """
     text = str(given)
     if isinstance(given, (list, tuple)):
@@ -121,8 +121,8 @@ def gpu(index: int) -> tuple[str, int, int]:
 def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
     """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
 
-    shares: the devices' relative shard sizes; None: equal sizes, or one more example on the first devices. Each device
-    gets at least one example; if there are fewer examples than devices, the last devices get none.
+    shares: the devices' relative shard sizes; None: sizes as equal as possible, larger ones first. Each device gets at
+    least one example; if there are fewer examples than devices, the last devices get none.
     """
     if examples <= parts:
         return [int(i < examples) for i in range(parts)]

@@ -1,4 +1,4 @@
-"""Prepares a process for MXNet 1.9.1 before libmxnet loads. docs/engine.md gives the reasons and measurements.
+"""Prepares a process for MXNet 1.9.1 before libmxnet is loaded. docs/engine.md gives the reasons and measurements.
 
 The first `import mxnet` after `import gluon_mgpu` sets the number of OpenMP threads, the engine's temporary spaces and
 the allocator, and lends MXNet names that NumPy has removed. This module itself imports neither mxnet nor NumPy, because
@@ -25,9 +25,9 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 if TYPE_CHECKING:
     from mxnet import Context
 
-TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait. Each grows to the largest size that a step needs.
-SPINS = "20000"  # how often an OpenMP thread checks for work before it sleeps; libgomp's default slows a busy machine
-# Variables that MXNet reads as booleans or numbers, some at startup. Any other value makes MXNet abort or hang.
+TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait for a free one. Each grows to the largest size needed.
+SPINS = "20000"  # how many times OpenMP threads check for work before they sleep; the default slows down busy cores
+# Variables that MXNet reads as booleans or numbers, some at startup. An invalid value makes MXNet abort or hang.
 BOOLEAN = re.compile(
     "MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"
     "KVSTORE_LOGTREE|ENGINE_INFO|ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|VERBOSE_TUNING_INFO|\\w+_VERBOSE_LOGGING|"
@@ -40,7 +40,7 @@ NUMERIC = re.compile(
 AT_LEAST_1 = re.compile(
     "MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)"
 )
-MOST = 1024  # limit for threads and for temporary spaces
+MOST = 1024  # limit on threads and on temporary spaces
 NEGATIVE = ("MXNET_MKLDNN_CACHE_NUM",)  # -1 means no limit
 TEXT = ("MXNET_GPU_MEM_POOL_TYPE",)
 ENGINES = ("ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine")
@@ -51,9 +51,9 @@ ALLOCATOR = (
     # Allocate arrays of up to 32 MiB, glibc's largest threshold, on the heap. Larger arrays are mapped, and unmapped
     # when freed, because they would fragment the heap, which never shrinks.
     ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20),
-    ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory, because the next operator needs it
+    ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory for the next operator
     ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes added each time the heap grows
-    ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker reuses memory that another worker freed
+    ("MALLOC_ARENA_MAX", -8, 1),  # one heap, so that a worker can reuse memory that another worker freed
 )
 
 # If one of these is set, libgomp may start fewer threads than oneDNN expects, which makes results wrong.
@@ -62,7 +62,7 @@ FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 _configured = _stock = False
-_expected: int | None = None  # number of contexts if nothing calls `configure` before mxnet is imported
+_expected: int | None = None  # number of contexts to prepare for if nothing calls `configure` before mxnet is imported
 _changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (user's value, new value)}; None: not set
 
 
@@ -79,7 +79,7 @@ class Finder:
 
 
 def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    importlib.import_module("numpy")  # imported first, because `legacy` may use numpy_names then
+    importlib.import_module("numpy")  # imported first: an import hook of `legacy` may then import numpy_names
     from gluon_mgpu.runtime import numpy_names
 
     if not (_configured or _stock):
@@ -104,7 +104,7 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
     """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
     import prepares for several contexts.
 
-    contexts: number of contexts that compute at the same time; None: the number from an earlier call, or several.
+    contexts: number of contexts that compute at the same time; None: the number from an earlier call, or else several.
     processes: number of processes that share this machine's cores. Settings from the user's environment are kept if
     they are safe; a notice names each setting that is ignored. Raises Error if MXNet is missing, if mxnet was imported
     earlier with settings that can make this number of CPU contexts hang, or if `cuda.prepare` fails.
@@ -136,7 +136,7 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
         os.environ.pop(name, None)
     os.environ.update(users)
     _set_threads(contexts, processes)
-    cuda.prepare()  # called after `_set_threads`, because a system library may load libgomp
+    cuda.prepare()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
     if contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
     _changed = {
@@ -170,7 +170,7 @@ def check_environment() -> None:
 
 
 def check(ctx: list[Context]) -> None:
-    """Raise Error if training on these contexts could hang. GPU contexts never hang."""
+    """Raise Error if these contexts could hang: several CPU contexts with more than one OpenMP thread each."""
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
 
 

@@ -1,4 +1,4 @@
-"""Errors for the user: one line that says what is wrong, the value, and what to do."""
+"""Errors for the user. Each message is one line that names the problem and the value, and says what to do."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ LIBRARIES = {
     "libgcc_s.so.1": "libgcc-s1",
 }
 
-# Modules whose package has a different name.
+# {module: arguments of `pip install`}, if they differ from the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
 
 

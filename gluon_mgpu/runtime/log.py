@@ -1,6 +1,6 @@
 """Prints notices, errors and progress bars on standard error. Only worker 0 prints notices and progress bars.
 
-A process finds its role in the environment variables that a launcher sets.
+A process reads its role from the environment variables that a launcher sets.
 """
 
 from __future__ import annotations

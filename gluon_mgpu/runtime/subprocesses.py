@@ -1,4 +1,4 @@
-"""Runs a program in a child process. When the call returns or raises, no process that it started is left running."""
+"""Runs a program in a child process. When `run` returns or raises, no process that it started is left running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
-LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker
+LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker's output
 
 
 class Finished(NamedTuple):
@@ -39,9 +39,9 @@ def run(
     """Run a program until it ends.
 
     command: program and arguments. env: its whole environment; None: the user's (`engine.users_environment`). folder:
-    its working directory. seconds: time limit. on_line: called with each line of standard output as it
-    arrives. Notices, which are lines of standard error that begin with "gluon_mgpu: ", are printed at once. On Ctrl-C,
-    the program receives SIGINT and has SECONDS_TO_STOP seconds to end. Raises OSError if the program cannot be started.
+    its working directory. seconds: time limit. on_line: called with each line of standard output as it arrives.
+    Notices, which are lines of standard error that begin with "gluon_mgpu: ", are printed at once. On Ctrl-C, the
+    program receives SIGINT and has SECONDS_TO_STOP seconds to end. Raises OSError if the program cannot be started.
     """
     process = subprocess.Popen(
         command,
@@ -92,7 +92,7 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
         raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
     kind = UsageError if finished.status == 2 else Error
     lines = finished.err.strip().splitlines()
-    for line in reversed(lines):  # searched from the end; a launcher may have added lines
+    for line in reversed(lines):  # searched from the end, where the error usually is; a launcher may have added lines
         own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
         if own:
             raise (UsageError if own["kind"] == "UsageError" else kind)(f"{name}: {own['text']}")

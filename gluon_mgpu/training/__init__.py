@@ -1,1 +1,1 @@
-"""Code for real training that both lessons share."""
+"""Training code that both lessons share."""

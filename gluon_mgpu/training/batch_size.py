@@ -1,4 +1,4 @@
-"""The lecture's experiment: how much time a second device saves, and how batch size and learning rate change what a
+"""The lecture's experiment: how much time a second device saves, and how batch size and learning rate affect what a
 network learns.
 
 Runs `train` several times, each time in a new process, because the engine's settings depend on the number of
@@ -21,7 +21,7 @@ from gluon_mgpu.training import checkpoint, datasets, records
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.settings import SGD, Settings
 
-NAME, SWEEP = "batch-size", "batch-size-sweep"  # each writes NAME.png and NAME.csv
+NAME, SWEEP = "batch-size", "batch-size-sweep"  # the experiments' files: NAME.png and NAME.csv
 
 
 class Run(NamedTuple):
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 RUNS = (Run(1, 256), Run(2, 256), Run(1, 512), Run(2, 512), Run(2, 512, scale_lr=True))
-SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # of the sweep: batch sizes; multiples of the learning rate
+SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # the sweep's batch sizes, and its multiples of the learning rate
 
 
 class Result(NamedTuple):
@@ -52,7 +52,7 @@ class Result(NamedTuple):
     epochs: list[Epoch]
 
     def step(self, epoch: Epoch) -> int:
-        """The number of steps until the end of an epoch."""
+        """The number of steps from the start of the run to the end of an epoch."""
         examples = round(epoch.samples_per_second * epoch.train_seconds)
         return epoch.epoch * -(-examples // self.run.batch_size)
 
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 def run(out: str | Path, **options: Any) -> list[Result]:
     """Train all of RUNS, each in its own folder in `out`, and write a picture and a table there.
 
-    options: see `train_all`. Raises what it raises.
+    options, exceptions: see `train_all`.
     """
     results = train_all(out, RUNS, **options)
     _write(out, NAME, results, draw)
@@ -68,9 +68,9 @@ def run(out: str | Path, **options: Any) -> list[Result]:
 
 
 def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result]:
-    """Train on 2 devices with each of SIZES and of FACTORS times lr; write a picture and a table to `out`.
+    """Train on 2 devices with every batch size in SIZES and every learning rate in FACTORS times lr.
 
-    options: see `train_all`. Raises what it raises.
+    Writes a picture and a table to `out`. options, exceptions: see `train_all`.
     """
     runs = [Run(2, size, lr=float(f"{lr * factor:g}")) for size in SIZES for factor in FACTORS]
     results = train_all(out, runs, lr=lr, **options)
@@ -148,7 +148,7 @@ def finish(
 
 
 def _check_same(folder: Path, options: dict[str, Any]) -> None:
-    """Raise UsageError if the run in `folder` has different options. It may have fewer epochs, and then continues."""
+    """Raise UsageError if the run in `folder` has different options. It may have fewer epochs."""
     found, wanted = records.options(folder), {**options, "gpus": devices.parse(options["gpus"])}
     if found["epochs"] < wanted["epochs"]:
         del wanted["epochs"]
@@ -171,7 +171,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def sweep_table(results: Sequence[Result]) -> str:
-    """Format the last test accuracy of each batch size and learning rate, and the best learning rate."""
+    """Format the final test accuracies, and the best learning rate for each batch size."""
     epochs = results[0].config["epochs"]
     lrs = sorted({result.run.lr for result in results})
     head = "".join(f"{f'lr {lr:g}':>9}" for lr in lrs)
@@ -198,7 +198,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     figure = Figure(figsize=(4.8, 8.5), layout="constrained")  # narrow, so that text is readable on a phone
     figure.suptitle(_title(results), fontsize="medium")
     by_epoch, by_step, by_time = figure.subplots(3, 1, sharey=True)
-    # Runs with the same batch size are equal up to rounding: a thin line lies on a wide one.
+    # Runs with the same batch size are equal up to rounding, so one line is thin and lies on a wide line.
     colors = ("0.7", "black", "#ffd0a0", "tab:orange", "tab:blue")
     for result, color, marker, width in zip(results, colors, "o.D.^", (4, 1.2, 4, 1.2, 1.8)):
         epochs, steps = [e.epoch for e in result.epochs], [result.step(e) for e in result.epochs]
@@ -215,7 +215,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 
 def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Draw a sweep's last accuracies by learning rate, and by learning rate per 256 examples, as a PNG image."""
+    """Draw a sweep's final accuracies by learning rate, and by learning rate per 256 examples, as a PNG image."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 6.5), layout="constrained")

@@ -37,7 +37,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
 
-    images, labels: uint8 arrays. order: indices of the examples, in order; None: all examples. part: maps a batch's
+    images, labels: uint8 arrays. order: the examples' indices, in the order to use; None: all. part: maps a batch's
     size to the slice that this worker takes; if the slice is empty, yields (None, None).
     """
     order = np.arange(len(labels)) if order is None else order

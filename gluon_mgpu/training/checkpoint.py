@@ -21,8 +21,8 @@ from gluon_mgpu.runtime.errors import Error
 
 FACTS = "facts.json"
 PART = ".part"  # suffix of a file that is being written
-LONGEST_HEADER = 1000  # bytes, of an array's header; np.save writes about 120
-DIGEST = 64  # bytes of a SHA-256 in hexadecimal
+LONGEST_HEADER = 1000  # limit on the size of an array's header, in bytes; np.save writes about 120
+DIGEST = 64  # length of a SHA-256 in hexadecimal
 
 
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -43,7 +43,7 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     except OSError as error:
         raise Error(f"cannot write {path} ({error.strerror}): free some space, or use another folder") from None
     finally:
-        with suppress(OSError):  # the file has replaced `path`, or was never created
+        with suppress(OSError):  # the temporary file has replaced `path`, or was never created
             temporary.unlink()
 
 
@@ -66,7 +66,7 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
 
 
 def read(path: str | Path) -> bytes:
-    """Read a file. Raises ValueError for a pipe, for example, which would block, OSError if it cannot be read."""
+    """Read a file. Raises ValueError if it is not a regular file (a pipe would block), OSError if reading fails."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError("not a regular file")
     return Path(path).read_bytes()
@@ -75,7 +75,7 @@ def read(path: str | Path) -> bytes:
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing, truncated or altered.
 
-    The memory used is in proportion to the size of the file, whatever the file claims to contain.
+    Memory use is proportional to the size of the file, whatever the file claims to contain.
     """
     try:
         packed = read(path)

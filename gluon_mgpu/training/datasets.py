@@ -62,7 +62,7 @@ MIRRORS = {
         "https://apache-mxnet.s3-accelerate.dualstack.amazonaws.com/gluon/dataset/mnist/",
     ),
 }
-MOST = 64 << 20  # bytes to read of a decompressed file; the largest of these files has 47 MB
+MOST = 64 << 20  # maximum number of bytes to read from a file; the largest of these files has 47 MB
 TIMEOUT = (4, 8)  # maximum seconds for connecting, and for a pause in the data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # in Debian and Ubuntu
@@ -142,7 +142,7 @@ def fetch(name: str) -> Path:
     """Download data set `name` into the user's cache, or unpack it there from Debian's package; returns the folder.
 
     If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears whole or not at all, so
-    several processes may call this at the same time. Raises Error with the reason for each source's failure.
+    several processes may call this at the same time. Raises Error if all sources fail, with each reason.
     """
     folder = cache_folder(name)
     own = os.environ.get("GLUON_MGPU_MIRROR")
@@ -163,8 +163,8 @@ def fetch(name: str) -> Path:
         raise Error(f"cannot write to {folder} ({error.strerror or error}); change XDG_CACHE_HOME") from error
     package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
     raise Error(
-        f"cannot download {name} ({'; '.join(failures)}); use --data-dir or GLUON_MGPU_DATA for a folder that contains "
-        f"it{package}"
+        f"cannot download {name} ({'; '.join(failures)}); use --data-dir or GLUON_MGPU_DATA to name a folder that "
+        f"contains it{package}"
     )
 
 
@@ -187,10 +187,10 @@ def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:
 
 
 def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
-    """Generate a data set of any size, determined by the seed, with ten equally frequent classes.
+    """Generate a data set of any size with ten equally frequent classes. The seed determines its content.
 
-    Each class is a smooth random picture. Its examples show the picture shifted by up to 2 pixels, brighter or darker,
-    with noise. Brightness and contrast match Fashion-MNIST, so LeNet learns it with the same learning rate.
+    Each class has a smooth random picture. Its examples show the picture shifted by up to 2 pixels, brighter or darker,
+    with noise. Brightness and contrast match Fashion-MNIST, so the same learning rate works for LeNet.
     """
     rng = np.random.default_rng(seed)
     waves = np.cos(np.pi * np.outer(np.arange(5), np.arange(32) + 0.5) / 32)
@@ -277,10 +277,10 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     """Unpack the missing files from a Debian package into folder, without root. Raises Error if that fails."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise Error("apt-get: not installed")
-    log.say(f"no mirror has {name}: downloading the package {package} with apt-get")
+    log.say(f"could not download {name} from any mirror: downloading the package {package} with apt-get")
     (temp / "lists" / "partial").mkdir(parents=True)
     (temp / "cache" / "archives" / "partial").mkdir(parents=True)
-    # apt's own folders belong to root. If root runs apt, apt switches by default to a user who cannot enter the cache.
+    # apt's own folders belong to root. If root runs apt, apt switches by default to a user who cannot access the cache.
     settings = [f"Dir::State::Lists={temp}/lists", f"Dir::Cache={temp}/cache", "Debug::NoLocking=1"]
     settings += ["APT::Sandbox::User=root", "Acquire::http::Timeout=10", "Acquire::https::Timeout=10"]
     apt = ["apt-get", "-qq", *(f"-o{setting}" for setting in settings)]

@@ -56,7 +56,7 @@ def load(
     check_model(kind, settings.model)
     ctx = devices.contexts(gpus, device)
     options = {name: config[name] for name in kind.own_options if name in config}
-    settings = replace(settings, shares=None, momentum=0.0)  # shares are for other devices; velocities are not needed
+    settings = replace(settings, shares=None, momentum=0.0)  # shares are for the training devices; momentum is unused
     replicas = kind(ctx, settings, **options)
     parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
     records.restore(replicas, parameters, folder)

@@ -22,11 +22,12 @@ class CtrlC:
     """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
 
     A second Ctrl-C takes effect at once. If no step is left, the run ends as usual. Python delivers signals only to the
-    main thread; in any other thread, this class does nothing. If a worker is interrupted, all stop at the same step.
+    main thread; in any other thread, this class does nothing. If a worker is interrupted, all workers stop at the same
+    step.
     """
 
     def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
-        """checkpoint: whether the run will save a checkpoint; the notice says so."""
+        """checkpoint: whether the run saves a checkpoint when it stops; the notice says so."""
         self.workers, self.checkpoint = workers, checkpoint
 
     def __enter__(self) -> CtrlC:

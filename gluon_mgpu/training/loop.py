@@ -109,7 +109,7 @@ def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> st
         raise UsageError("net: needs params, its initial parameters")
     name = getattr(net, "__name__", "net")
     if name in BUILT_IN:
-        raise UsageError(f"net={name}: this package already has a network of this name; rename the function")
+        raise UsageError(f"net={name}: this package already has a network with this name; rename the function")
     add_model(name)
     return name
 
@@ -158,7 +158,7 @@ class Training:
     def _train_epoch(self) -> None:
         """Train the rest of an epoch. Raises Interrupted on Ctrl-C, Error if a loss or parameter is not finite."""
         position, settings, workers = self.position, self.settings, self.workers
-        assert settings.seed is not None  # `train` drew one
+        assert settings.seed is not None  # `train` has drawn one
         size, title = settings.batch_size, f"epoch {len(position.history) + 1}"
         order = shuffled(self.examples, settings.seed, len(position.history) + 1)[position.steps * size :]
         train_iter = batches(self.data.train_images, self.data.train_labels, size, order, workers.part)
@@ -240,7 +240,7 @@ def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3,
     """Measure each device's speed, and return proportional shares, which sum to max(100, 10 * number of devices).
 
     All devices compute the gradients of their shards at the same time, and each device is timed. The next round uses
-    the new shares. The first step of each round is a warm-up and is not counted.
+    the new shares. The first step of each round is a warm-up, and its time is ignored.
     """
     ctx, settings = replicas.ctx, replicas.settings
     n = max(len(ctx), -(-settings.batch_size // settings.grad_accum_steps))

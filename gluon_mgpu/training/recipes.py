@@ -1,6 +1,6 @@
 """The notebooks' experiments as options for train.py, and the values that the notebooks printed.
 
-The times were measured on GPUs in 2019 and are not targets. The lecture's claims are in `parity.claims`.
+The times were measured on the authors' GPUs and are not targets. The lecture's claims are in `parity.claims`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # ara
 SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # arange(20) split over 4 devices
 COPIED_BIAS = [0] * 20  # b1 and its gradient, after b1 is copied to a device
 
-# Seconds for 50 products of 4000 x 4000 float32 matrices per device, as PYTORCH prints them for 4 GPUs.
+# Seconds for 50 products of 4000 x 4000 float32 matrices per device, as printed in PYTORCH for 4 GPUs.
 ASYNCHRONOUS = {
     "one device, until the calls return": 0.240,
     "one device, until they are done": 0.493,

@@ -219,7 +219,7 @@ class Run:
         self.save(replicas, position)
         if position.history:
             self._draw(position)
-        return f"interrupted after {position}; checkpoint saved, continue with --resume {self.folder}"
+        return f"interrupted after {position}; checkpoint saved; continue with --resume {self.folder}"
 
     def _write_metrics(self, position: Position) -> None:
         self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))

@@ -1,7 +1,7 @@
-"""The interface between the training loop and the lessons, and all features that the notebooks' step does not have.
+"""The interface between the training loop and the lessons, and all features that the notebooks' training step lacks.
 
 `scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are written once. With all extras off,
-a step is the lesson's `train_batch`; otherwise `Replicas.extended_step` composes the same functions of the lesson.
+a step is the lesson's `train_batch`; otherwise, `Replicas.extended_step` calls the same functions of the lesson.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Replicas(ABC):
 
     @property
     def extras(self) -> bool:
-        """Whether the settings require more than the lesson's step."""
+        """Whether a step needs more than the lesson's train_batch."""
         s = self.settings
         return bool(s.grad_accum_steps > 1 or s.max_grad_norm or s.shares or self.workers.count > 1)
 
@@ -145,7 +145,7 @@ class Replicas(ABC):
             for array in arrays.values():
                 if array.grad is not None:
                     array.grad[:] = 0
-                    array._fresh_grad = True  # otherwise, Trainer rejects an array that backward has not reached
+                    array._fresh_grad = True  # otherwise, Trainer rejects a gradient that no backward pass has computed
 
     def _sum_over_workers(self) -> None:
         """Sum the gradients over all workers. All devices of this worker get the sums."""
@@ -158,7 +158,7 @@ class Replicas(ABC):
 
     @property
     def running_stats(self) -> list[str]:
-        """The names of batch normalization's arrays, which are accumulated on each device and not trained."""
+        """The names of batch normalization's statistics, which each device accumulates and which are not trained."""
         return [name for name in self.arrays[0] if name.endswith(RUNNING_STATS)]
 
     def _average_running_stats(self, losses: list[NDArray], n: int) -> None:
@@ -168,7 +168,7 @@ class Replicas(ABC):
         for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
             weight = sum(x.shape[0] for x in losses if x.context == c) / n
             # A hybridized network's backward pass writes the statistics without telling the engine. Reading one number
-            # of the gradient that it computes last makes the engine wait for the backward pass.
+            # of the gradient that this pass computes last makes the engine wait for the backward pass.
             last = next(iter(grads.values())).reshape(-1)[:1]
             flat.append(nd.concat(*[arrays[name] for name in self.running_stats], last, dim=0) * weight)
         self._set_running_stats(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in flat]))
@@ -176,8 +176,8 @@ class Replicas(ABC):
     def sync_running_stats(self) -> None:
         """Average the running statistics over the workers, weighted by examples. All workers call this.
 
-        A step's update of the statistics is linear, so they can be averaged after several steps. The update does not
-        tell the engine, so the sum has to wait for every earlier step, and every later step has to wait for the sum.
+        A step's update of the statistics is linear, so they can be averaged after several steps. The engine does not
+        know about the update, so the sum has to wait for every earlier step, and every later step for the sum.
         """
         if self.workers.count == 1 or not self.running_stats or not self._batch_size:
             return
@@ -216,7 +216,7 @@ class Replicas(ABC):
         """Set all replicas to a `state_dict`. Raises Error if its names or shapes do not fit this network."""
         expected = self.state_dict()
         if {name: a.shape for name, a in state.items()} != {name: a.shape for name, a in expected.items()}:
-            raise Error("the checkpoint holds the parameters of another network")
+            raise Error("the checkpoint holds the parameters of a different network")
         for device, arrays in enumerate(self.arrays):
             velocities = {VELOCITY + name: array for name, array in self.velocities(device).items()}
             for name, array in {**arrays, **velocities}.items():

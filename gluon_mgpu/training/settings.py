@@ -31,7 +31,7 @@ RENAMED = {  # names in version 0.1.0, which callers and old config.json files s
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises UsageError, with a one-line message naming the setting and its value, if a setting is invalid."""
+    """The settings of a run. Raises UsageError if one is invalid; the message names the setting and its value."""
 
     batch_size: int = 256  # examples per update, over all devices together
     lr: float = 0.2  # learning rate
@@ -42,8 +42,8 @@ class Settings:
     seed: int | None = None  # for the parameters, shuffling and synthetic data; None: a random seed
     momentum: float = 0.0
     weight_decay: float = 0.0  # applied to every parameter, as in Gluon and PyTorch
-    max_grad_norm: float | None = None  # limit for the norm of the gradient (mean over the batch, all parameters)
-    grad_accum_steps: int = 1  # number of parts of a batch; their gradients are added
+    max_grad_norm: float | None = None  # limit on the norm of the batch's mean gradient, over all parameters
+    grad_accum_steps: int = 1  # number of parts that a batch is split into; their gradients are added
     schedule: str = "constant"
     milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
     gamma: float = 0.1
@@ -52,7 +52,7 @@ class Settings:
     shares: tuple[float, ...] | str | None = None  # one per device, such as (80, 20), "auto", or None: equal
 
     def __post_init__(self) -> None:
-        for name in ("milestones", "shares"):  # JSON and callers pass lists
+        for name in ("milestones", "shares"):  # JSON has no tuples, and callers may pass lists
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for field in fields(self):
@@ -79,7 +79,7 @@ class Settings:
 
     def _check_values(self) -> None:
         self._require("batch_size", self.batch_size >= 1, "must be at least 1")
-        # The limits are the range of float32. nan is rejected, because comparisons with nan are false.
+        # The limits lie just within the range of float32. nan is rejected, because comparisons with nan are false.
         self._require("lr", 1e-37 < self.lr < 1e38, "must be a number above 0, such as 0.2")
         self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range after scaling to the batch size")
         self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")

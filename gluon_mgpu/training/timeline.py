@@ -42,14 +42,14 @@ MEANING = {
 }
 ONE_BY_ONE = "During recording, imperative operators run one by one, not in bulk"
 
-# {phase: operators}. Also, names with `_backward_` are backward, names that end with `_update` are update, and names
-# that begin with `Copy` are allreduce. All other operators are forward: the network and the loss.
+# {phase: operators}. In addition, names with `_backward_` belong to backward, names that end with `_update` to update,
+# and names that begin with `Copy` to allreduce. All other operators belong to forward: the network and the loss.
 OPERATORS = {
-    "backward": ("SetValueOp", "_full", "zeros_like"),  # these set the initial ones and zeros of gradients
+    "backward": ("SetValueOp", "_full", "zeros_like"),  # these initialize gradients to ones or zeros
     "allreduce": ("add_n", "broadcast_add", "ElementwiseSum"),  # sums in scratch, in tuning and in Gluon's store
     # Gradient clipping uses these operators.
     "update": ("square", "sum", "stack", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "broadcast_mul"),
-    # These free memory or a network, wake Python when it waits for an array, or change a layout for oneDNN.
+    # These free memory or a network, wake Python when an array is ready, or change a layout for oneDNN.
     "other": ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default"),
 }
 
@@ -178,7 +178,7 @@ def _lanes(ctx: list[Context]) -> dict[int, str]:
 
 
 def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, about: str = "") -> dict[str, Any]:
-    """Convert a profile to a Chrome trace (dict). Each lane is a process, and an event's category is its phase.
+    """Convert a profile to a Chrome trace (dict). Each lane becomes a process, and an event's category is its phase.
 
     raw: MXNet's traceEvents. lanes: {lane number: name} of the training contexts. steps: number of recorded steps,
     including one before and one after the shown steps. A step ends with its last update on any context.
@@ -215,9 +215,9 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
 def summary(trace: dict[str, Any]) -> dict[str, Any]:
     """Seconds that each context spent in each phase during the recorded steps, as a JSON-serializable dict.
 
-    {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
-    operators overlap on a context, the overlap counts for the earlier operator. trace: a `Recorder`'s trace, or the
-    content of its file.
+    Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
+    operators overlap on a context, the overlap is attributed to the earlier operator. trace: a `Recorder`'s trace, or
+    the content of its file.
     """
     steps = _steps(trace)
     window = steps[-1][1] - steps[0][0]
@@ -234,7 +234,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def lanes(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, in order and without overlaps."""
+    """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, sorted and without overlaps."""
     steps = _steps(trace)
     found: dict[str, list[tuple[str, float, float]]] = {}
     for context, pid in trace["otherData"]["contexts"].items():

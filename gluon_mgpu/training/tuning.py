@@ -1,8 +1,8 @@
 """Faster training on CPU contexts without changes to a network's code: `tune` returns a faster equivalent network.
 
 Channels are padded to multiples of 16, because oneDNN's direct convolutions support no other numbers; without padding,
-LeNet's 20 and 50 channels use matrix products, at half the speed. The added channels are zeros, and are dropped before
-the dense layers. Batches are computed in pieces of 64 examples, so that a layer's output is in the cache when the next
+LeNet's 20 and 50 channels use matrix products, at half the speed. The added channels are zero and are dropped before
+the dense layers. Batches are computed in pieces of 64 examples, so a layer's output is still in the cache when the next
 layer reads it. Gradients are summed in the memory that CPU contexts share. docs/performance.md has the measurements.
 """
 
@@ -58,7 +58,7 @@ def _is_plain(layer: nn.Conv2D) -> bool:
 def tuned(net: nn.HybridSequential) -> InPieces:
     """Transform a network, as `tune` describes."""
     fast = InPieces(prefix=f"{net.prefix}tuned_")
-    channels = padded = 0  # numbers of channels after the last convolution, without and with padding
+    channels = padded = 0  # numbers of output channels of the last convolution so far, without and with padding
     for layer in net:
         if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
             fast.add(FirstChannels(channels))
@@ -81,8 +81,8 @@ def padded_channels(channels: int) -> int:
 
 
 class PaddedConv2D(HybridBlock):
-    """A convolution with the parameters of `layer`. It pads the weights with zeros for `inputs` input channels, which
-    include padding, and for padded output channels."""
+    """A convolution with the parameters of `layer`. The weights are padded with zeros to `inputs` input channels, which
+    include padding, and to a padded number of output channels."""
 
     def __init__(self, layer: nn.Conv2D, inputs: int) -> None:
         super().__init__(prefix=layer.prefix, params=layer.params)
@@ -158,8 +158,8 @@ def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
 class SharedMemoryStore(kvstore.KVStoreBase):
     """Sums gradients on CPU contexts, where each context can read the arrays of all contexts.
 
-    On k contexts, this moves (3k - 1) times the size of an array, and MXNet's KVStore moves (5k + 1) times that size.
-    The contexts share the work: each context sums some of the arrays.
+    On k contexts, this moves (3k - 1) times the size of an array, whereas MXNet's KVStore moves (5k + 1) times that
+    size. The contexts share the work: each context sums some of the arrays.
     """
 
     type, rank, num_workers = "shared_memory", 0, 1
