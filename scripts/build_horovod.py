@@ -1,7 +1,7 @@
 """`make horovod`: build Horovod for this environment's MXNet, install it, and check it.
 
-The wheel is kept in the user's cache, so it is built once per Python and MXNet version. It is a release of Horovod
-with PATCHES applied.
+The wheel is kept in the user's cache, so it is built once per Python and MXNet version. It is a release of Horovod with
+PATCHES applied.
 """
 
 import importlib.metadata
@@ -107,7 +107,7 @@ def is_whole(path):
 
 
 def build(path):
-    """Build the wheel, and write the whole file or nothing. Raises Error, with the log's path, if the build fails."""
+    """Build and write the wheel, completely or not at all. Raises Error, with the log's path, if the build fails."""
     compiler = os.environ.get("CXX")
     missing = [] if any(map(shutil.which, [compiler] if compiler else COMPILERS)) else ["g++"]
     missing += [] if shutil.which("make") else ["make"]

@@ -42,7 +42,7 @@ COLUMN = 30  # width of the column of option names in --help
 class Command(click.Command):
     """A command with grouped options, and examples at the end of --help.
 
-    On an error, it prints one line, after a traceback if --debug is set, and exits with the right status. The line
+    On error, it prints one line (after a traceback, if --debug is set) and exits with the matching status. The line
     names options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
     `gluon-mgpu train` becomes `python scripts/train.py` if the user called that script.
     """

@@ -32,7 +32,7 @@ Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 OLDEST_CUDA = 11000  # cuDriverGetVersion returns this for CUDA 11.0, which the driver must support
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-SECONDS = 120  # time limit for a process that imports MXNet, on a busy machine
+SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
 DATA_SIZE = 31 << 20  # bytes; the size of the largest download
 
 

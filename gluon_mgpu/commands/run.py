@@ -68,7 +68,7 @@ def run(
 ) -> None:
     """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, restores names that Python
     and NumPy have removed, runs GPU contexts on CPU contexts if there are no GPUs, and replaces the dead downloads of
-    MNIST and Fashion-MNIST. Otherwise, it works like `python PROGRAM`."""
+    MNIST and Fashion-MNIST. Otherwise, this is the same as `python PROGRAM`."""
     settings = settings_of(**options)
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:

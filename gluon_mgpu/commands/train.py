@@ -25,7 +25,7 @@ FACTOR = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
 def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
-    """Create an option type: comma-separated numbers, parsed as a tuple, or one of the given words."""
+    """Create an option type that accepts comma-separated numbers, returned as a tuple, or one of the given words."""
 
     def parse(value: Any) -> Any:
         if isinstance(value, tuple) or value in words:  # a default is already a tuple

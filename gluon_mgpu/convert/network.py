@@ -62,7 +62,7 @@ class Network:
 
 
 def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
-    """The error for an operator that cannot be converted. repr keeps a name from the file on one line."""
+    """The error for an operator that cannot be converted. repr keeps it on one line even if a name has line breaks."""
     return UsageError(f"{node['op']!r} layer {node['name']!r} cannot be converted to {target}{why and ': '}{why}")
 
 
@@ -84,7 +84,7 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
-    """Load a network that HybridBlock.export wrote, with random images in [0, 1) of a shape such as (1, 28, 28).
+    """Load a network that HybridBlock.export wrote, with random images in [0, 1). shape: of one image: (1, 28, 28).
 
     Raises UsageError if the files do not contain such a network, or if it does not accept images of this shape.
     """

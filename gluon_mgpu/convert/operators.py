@@ -1,7 +1,8 @@
 """PyTorch code for MXNet's operators: one function for each kind of operator.
 
 The graph comes from a file, and the generated code is executed. So the code contains nothing from the file except
-identifiers and numbers: `call` writes numbers with repr, and all strings passed to it come from this package.
+identifiers and numbers: `call` writes numbers with repr, and all strings passed to it are identifiers or come from this
+package.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def evaluate_accuracy(data_iter, net, ctx=None, split_f=split_batch):
     metric = Accumulator(2)  # correct predictions, all predictions
     for X, y in _batches(data_iter):
         Xs, ys = split_f(X, y, ctx)
-        y_hats = [net(X) for X in Xs]  # start all devices before the first result is read
+        y_hats = [net(X) for X in Xs]  # start work on all devices before reading a result
         metric.add(sum(map(_correct, y_hats, ys)), y.size)
     return metric[0] / metric[1]
 

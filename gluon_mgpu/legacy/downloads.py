@@ -62,7 +62,7 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
             path = Path(options.setdefault(kind, default))
             known = known_file(str(path).replace(".idx", "-idx"))
             if known and not path.exists():
-                write(path, datasets.content(*known, data_dir), f"{known[0]}, as {path}")
+                write(path, datasets.content(*known, data_dir), f"{known[0]} data for {path}")
         return iterate(*args, **options)
 
     mx.io.MNISTIter = mx.io.io.MNISTIter = MNISTIter
@@ -76,9 +76,9 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
         with suppress(OSError, EOFError, zlib.error):  # missing or damaged
             if gzip.decompress(target.read_bytes()) == content:
                 return str(target)
-        return write(target, gzip.compress(content, compresslevel=1), f"{known[0]}, as {target}")
+        return write(target, gzip.compress(content, compresslevel=1), f"{known[0]} data for {target}")
     if url.endswith("/mnist.zip"):
-        return write(target, mnist_zip(data_dir), f"mnist, as {target}")
+        return write(target, mnist_zip(data_dir), f"mnist data for {target}")
     place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
     if place != target and place.exists():
         return str(shutil.copy(place, target))

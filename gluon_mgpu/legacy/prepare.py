@@ -47,7 +47,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """If VARIABLE is set, prepare this process as it requests. mxnet and numpy are patched when they are imported."""
+    """If VARIABLE is set, prepare this process accordingly. mxnet and numpy are patched when they are imported."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return

@@ -41,8 +41,9 @@ def bands(
 ) -> list[Band]:
     """Compute one Band per epoch for the recorded accuracies (epochs,), which were printed with `digits` decimals.
 
-    runs, kept_runs: accuracies (runs, epochs). s is at least half of the next epoch's s, because s is too small
-    while nearly all runs still guess. The band is widened by half a unit in the last printed digit.
+    runs, kept_runs: accuracies (runs, epochs). s is raised to at least half of the next epoch's s, because it
+    underestimates the spread while nearly all runs still guess. The band is widened by half a unit in the last printed
+    digit.
     """
     errors, kept_errors = (np.log(np.maximum(1 - np.array(group), LEAST_ERROR)) for group in (runs, kept_runs))
     s = kept_errors.std(0, ddof=1)

@@ -35,7 +35,7 @@ OF_BATCH_SIZE = (
 
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
-    """Check that ResNet-18's parameters are only on the contexts that it was initialized on."""
+    """Check that ResNet-18's parameters are only on the contexts that they were initialized on."""
     params = list(highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values())
     right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")

@@ -1,8 +1,8 @@
 """Measures how far scratch and highlevel drift from the notebook's own code over many steps.
 
-The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Each
-implementation trains on the same batches twice: once with every step starting from the reference's parameters, and once
-with only the first step starting from them. `limits` computes the largest distance that rounding can explain.
+The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Each implementation
+trains on the same batches twice: once with every step starting from the reference's parameters, and once with only the
+first step starting from them. `limits` computes the largest distance that rounding can explain.
 """
 
 from __future__ import annotations

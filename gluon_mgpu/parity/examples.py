@@ -1,7 +1,7 @@
 """Checks the notebooks' printed values, the initial parameters, the equality of replicas, and the loop's batches.
 
-Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks
-that `scratch` and `highlevel` port and, for scattering, the PyTorch notebook.
+Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks that
+`scratch` and `highlevel` port and, for scattering, the PyTorch notebook.
 """
 
 from __future__ import annotations

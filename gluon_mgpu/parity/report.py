@@ -24,8 +24,8 @@ img {{ max-width: 100%; }}
 </style>
 <h1>Parity with the notebooks</h1>
 <p class="verdict">{verdict}</p>
-<p>The blue bands show the accuracies that one more run could have. The notebook's accuracies must be within
-them. The last two panels show the distance from the notebook's code in float64.</p>
+<p>The blue bands show the accuracies that one more run could have. The notebook's accuracies must be within them. The
+last two panels show the distance from the notebook's code in float64.</p>
 <img alt="test accuracy by epoch for each recipe, and drift by step" src="data:image/png;base64,{picture}">
 {tables}
 </html>

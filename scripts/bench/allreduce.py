@@ -1,4 +1,4 @@
-"""`allreduce`: sums arrays over CPU contexts in several ways, and counts the bytes that each way moves.
+"""`allreduce`: measures ways to sum arrays over CPU contexts, and computes the bytes that each way moves.
 
 A worker, `python -m bench.allreduce JOB`, measures all ways, in turn, for one number of contexts.
 """

@@ -39,7 +39,7 @@ receives per step, as counted by the kernel. Without the exchange, the 2 process
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
     """Train the models with each implementation in each setup, in turn. Returns the input of `table`.
 
-    steps: for LeNet. result["skipped"]: one line for each kvstore that cannot be measured here.
+    steps: per run of LeNet. result["skipped"]: one line for each kvstore that cannot be measured here.
     """
     kvstores, skipped = installed()
     ways = {"1 process of 2 contexts": {"kvstore": "local", "exchange": True}}

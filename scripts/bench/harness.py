@@ -112,7 +112,7 @@ def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
 
 
 def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
-    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet, batch 256.
+    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet with batch size 256.
 
     "python_ms" is the CPU time of Python's thread per step.
     """

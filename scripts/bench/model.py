@@ -1,7 +1,7 @@
 """`model`: a cost model of a data-parallel step, fitted to the result of `scaling` on this machine.
 
 It is fitted to measurements on fewer than CHECKED contexts, and checked against the rest. Then it predicts step times
-on clusters, which were not measured: every such number is called predicted. This module does not import mxnet.
+on clusters, which were not measured: every such number is labelled as predicted. This module does not import mxnet.
 """
 
 from __future__ import annotations

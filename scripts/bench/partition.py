@@ -41,7 +41,7 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
     For each way, the result has "step_ms" and "idle" (each device's idle share) per round, and the bytes from
     `bytes_moved`. "idle" comes from additional steps with the engine's profiler.
     """
-    env = harness.environment(harness.ONE_THREAD)  # even for one context, which could use more threads
+    env = harness.environment(harness.ONE_THREAD)  # otherwise, one context would use more threads
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
     ways = []
     for name, run in harness.measure(jobs, rounds).items():

@@ -94,9 +94,7 @@ def table(result: dict) -> str:
         against = {name: ratios(run, runs[HIGHLEVEL]) for name, run in runs.items() if name.startswith((PYTORCH, DDP))}
         fastest = min(against, key=lambda name: median(against[name]))
         lines += ["", *harness.speed_table(title, rows)]
-        lines.append(
-            f"{fastest}, the fastest PyTorch run, takes {spread(against[fastest], 2)} times as long as {HIGHLEVEL}"
-        )
+        lines.append(f"{fastest}, the fastest PyTorch run: {spread(against[fastest], 2)} times as long as {HIGHLEVEL}")
     return "\n".join(lines)
 
 
