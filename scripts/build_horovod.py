@@ -1,6 +1,7 @@
-"""`make horovod`: build Horovod for the MXNet of this environment, install it, and check it.
+"""`make horovod`: build Horovod for this environment's MXNet, install it, and check it.
 
-The wheel is kept in the user's cache, so it is built once per Python. It is a release of Horovod with PATCHES applied.
+The wheel is kept in the user's cache, so it is built once per Python and MXNet version. It is a release of Horovod with
+PATCHES applied.
 """
 
 import importlib.metadata
@@ -32,13 +33,13 @@ CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
 PATCHES = (  # (source file, a string in it, the line to insert after that string)
     # Without this, neither workers nor horovodrun can import MXNet with a current NumPy.
     ("horovod/mxnet/__init__.py", "=====\n", CONFIGURE),
-    # Without this, workers listen at the address of their host name, which is 127.0.1.1 in Debian's /etc/hosts.
+    # Without this, workers listen on the address of their host name, which is 127.0.1.1 in Debian's /etc/hosts.
     (
         "horovod/common/gloo/gloo_context.cc",
         "assert(global_context.IsEnabled());\n",
         "  gloo_iface_ = global_context.gloo_iface_;\n",
     ),
-    # Without this, the thread that serves the sockets spins on the core that the thread with the lock needs.
+    # Without this, the thread that serves the sockets spins on the core that the thread holding the lock needs.
     (
         "third_party/gloo/gloo/transport/tcp/pair.cc",
         "std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n",
@@ -69,7 +70,7 @@ assert hvd.size() == 2 and (x.asnumpy() == 3 * np.arange(1000)).all(), x
 
 @click.command(cls=common.Command, examples="make horovod")
 def build_horovod():
-    """Build Horovod for the MXNet of this environment, install it, and sum an array over two processes."""
+    """Build Horovod for this environment's MXNet, install it, and sum an array over two processes."""
     if version("horovod") != f"{HOROVOD}+{MARK}":
         install(wheel())
     click.echo(check())
@@ -106,7 +107,7 @@ def is_whole(path):
 
 
 def build(path):
-    """Build the wheel, and write it completely or not at all. Raises Error, with the log's path, if the build fails."""
+    """Build and write the wheel, completely or not at all. Raises Error, with the log's path, if the build fails."""
     compiler = os.environ.get("CXX")
     missing = [] if any(map(shutil.which, [compiler] if compiler else COMPILERS)) else ["g++"]
     missing += [] if shutil.which("make") else ["make"]

@@ -4,7 +4,7 @@ import sys
 
 
 def start(command, module=None):
-    """Run a command. module: the module that defines it; None: the command's module in gluon_mgpu.commands."""
+    """Run a command. module: the module that defines the command; None: gluon_mgpu.commands.COMMAND."""
     try:
         from gluon_mgpu.__main__ import run
     except KeyboardInterrupt:

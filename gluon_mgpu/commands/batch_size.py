@@ -22,7 +22,8 @@ from gluon_mgpu.training import datasets
 @common.option(
     "--sweep",
     is_flag=True,
-    help="Instead, train batches of 128, 256 and 512 with 0.5 to 4 times the learning rate, on 2 devices (15 runs).",
+    help="Run a sweep instead: batch sizes 128, 256 and 512 with 0.5 to 4 times the learning rate, on 2 devices "
+    "(15 runs).",
 )
 @common.impl
 @common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
@@ -34,23 +35,23 @@ from gluon_mgpu.training import datasets
     type=common.SEED,
     metavar="N",
     default=1,
-    help="Seed of all runs. Accuracies of the first epochs vary a lot between seeds.",
+    help="Seed for all runs. Accuracies in the first epochs vary widely between seeds.",
 )
 @common.limit
 @common.data_dir
 @common.out(
-    "Write a picture, a CSV file, and one folder per run to this folder; finished runs are skipped.",
+    "Write a plot, a CSV file, and one folder per run to this folder; finished runs are skipped.",
     default="runs/batch-size",
 )
 def batch_size(sweep: bool, out: str, **options: Any) -> None:
     """Compare batch sizes on one and two devices. Runs the lecture's experiment: 1 and 2 devices with batch sizes 256
     and 512, and 2 devices with 512 and a scaled learning rate. Shows times and test accuracies as a table and a
-    picture. With --sweep, compares learning rates."""
+    plot. With --sweep, compares learning rates."""
     from gluon_mgpu.training import batch_size as experiment
 
     if sweep:
         click.echo(experiment.sweep_table(experiment.sweep(out, **options)))
-        click.echo(f"see {out}/{experiment.SWEEP}.png, and {experiment.SWEEP}.csv for each epoch")
+        click.echo(f"see {out}/{experiment.SWEEP}.png, and {experiment.SWEEP}.csv for the results of each epoch")
     else:
         click.echo(experiment.table(experiment.run(out, **options)))
         click.echo(f"see {out}/{experiment.NAME}.png for the accuracy by epoch, by step and by time")

@@ -40,9 +40,9 @@ COLUMN = 30  # width of the column of option names in --help
 
 
 class Command(click.Command):
-    """A command with grouped options and with examples at the end of --help.
+    """A command with grouped options, and examples at the end of --help.
 
-    On an error, it prints one line, after a traceback if --debug is set, and exits with the right status. The line
+    On error, it prints one line (after a traceback, if --debug is set) and exits with the matching status. The line
     names options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
     `gluon-mgpu train` becomes `python scripts/train.py` if the user called that script.
     """
@@ -63,9 +63,9 @@ class Command(click.Command):
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        in_main_thread = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
+        in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that can set handlers
         if in_main_thread:
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # makes SIGTERM end child processes
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then ends child processes too
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:
@@ -134,7 +134,7 @@ def _suggest(words: Sequence[str] | None) -> str:
 
 
 def as_called(text: str, program: str) -> str:
-    """Write each `gluon-mgpu COMMAND` in text as the user calls it. program: such as "python scripts/train.py"."""
+    """Write each `gluon-mgpu COMMAND` in text as the user calls it. program: for example, "python scripts/train.py"."""
     script = re.fullmatch(r"(python (?:.*/)?)\w+\.py", program)
     if not script:
         return text
@@ -165,7 +165,7 @@ def _usage(error: click.UsageError) -> str:
         line = f"{name}: {error.message}"
     line = re.sub("not a valid integer( range)?", "not a whole number", line)
     line = re.sub("not a valid float( range)?", "not a number", line)
-    more = f" ({error.ctx.command_path} --help shows more)" if error.ctx else ""
+    more = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
     return " ".join(line.removesuffix(".").splitlines()) + more
 
 
@@ -176,7 +176,7 @@ def _report(error: BaseException, program: str) -> int:
         log.say(as_called(str(error), program) or "interrupted", prefix=new_line)
         return 130
     if isinstance(error, click.UsageError):
-        if log.speaks():  # every process of a run has the same command line
+        if log.speaks():  # one process reports, because all have the same command line
             log.error(_usage(error))
         return error.exit_code
     line = str(error) if isinstance(error, Error) else errors.line_of(error)
@@ -188,7 +188,7 @@ option = functools.partial(click.option, cls=Option)
 
 
 def setting(*names: str, **kwargs: Any) -> Any:
-    """Create an option for a field of Settings, with its default. The last name is the field's name."""
+    """Create an option for a field of Settings, with the field's default. The last of `names` is the field's name."""
     from gluon_mgpu.training.settings import SGD
 
     field = names[-1].removeprefix("--").replace("-", "_")

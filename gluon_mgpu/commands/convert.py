@@ -10,14 +10,14 @@ from gluon_mgpu.runtime.errors import UsageError
 
 
 class Shape(click.ParamType):
-    """The sizes of one image: 1,28,28."""
+    """The shape of one image, such as 1,28,28."""
 
     name = "sizes"
 
     def convert(self, value: str, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
         words = value.split(",")
         if not all(word.isdecimal() and int(word) for word in words):
-            self.fail(f"{value!r} is not a list of sizes such as 1,28,28", param, context)
+            self.fail(f"{value!r} is not a shape such as 1,28,28", param, context)
         return tuple(map(int, words))
 
 
@@ -42,7 +42,7 @@ class Shape(click.ParamType):
     "--input",
     type=Shape(),
     metavar="C,H,W",
-    help="Shape of one image for NET, without the batch size, such as 1,28,28.",
+    help="Shape of one input image of NET, without the batch dimension, such as 1,28,28.",
 )
 @common.data_dir
 def convert(
@@ -50,8 +50,8 @@ def convert(
 ) -> None:
     """Convert the network of a run, or any network that Gluon exported.
 
-    RUN is the folder that train --out wrote. The files are loaded back before they are put in place: their scores for
-    the run's test images, or for random images, must agree with MXNet's scores to 1e-5.
+    RUN is the folder that train --out wrote. Before the files are put in place, they are loaded back and checked: the
+    scores for the run's test images, or for random images, must match MXNet's scores within a relative error of 1e-5.
     """
     if len(sources) not in (1, 2):
         raise UsageError("convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")

@@ -1,7 +1,7 @@
 """`gluon-mgpu doctor`: shows what this machine can run, one line per finding, and how to fix problems.
 
-It must start even if NumPy or MXNet is missing or broken. So it first imports only the standard library and click, and
-runs everything that could fail, crash or hang in a separate process with a time limit.
+It must start even if NumPy or MXNet is missing or broken. At startup it therefore imports only the standard library and
+click, and it runs everything that could crash or hang in a separate process with a time limit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 OLDEST_CUDA = 11000  # cuDriverGetVersion returns this for CUDA 11.0, which the driver must support
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-SECONDS = 120  # time limit for a process that imports MXNet, on a busy machine
-DATA_SIZE = 31 << 20  # bytes, the size of the largest download
+SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
+DATA_SIZE = 31 << 20  # bytes; the size of the largest download
 
 
 @click.command(
@@ -58,7 +58,7 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
 
 
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
-    """Yields each finding as soon as it is known. If there is no problem, ends with a trial of the main job."""
+    """Yields each finding as soon as it is known. If there are no problems, ends with a trial run of the main job."""
     yield _python()
     numpy, _ = _package("NumPy", import_numpy, "problem", "`pip install 'numpy>=1.22'`")
     yield numpy
@@ -69,7 +69,7 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     if numpy[0] == "ok":
         data = list(_data(data_dir))
     else:
-        data = [("note", "the data sets were not checked, because that needs NumPy")]
+        data = [("note", "the data sets were not checked, because the check needs NumPy")]
     yield from data
     yield _space(Path.cwd(), "the current folder", "choose another folder with --out", "note")
     horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod`, for --kvstore horovod", needs=mxnet)
@@ -134,8 +134,8 @@ def import_horovod() -> Facts:
 
 
 def ask_driver() -> Facts:
-    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040 is 11.4, 0 is no driver) and for its
-    GPUs: (name, major, minor compute capability)."""
+    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040 is 11.4; 0 means no driver) and for its
+    GPUs, as (name, major, minor); major and minor are the compute capability."""
     try:
         driver = ctypes.CDLL(cuda.DRIVER)
     except OSError:
@@ -189,7 +189,7 @@ def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
     quotas: list[float] = []
     with suppress(OSError):
         group = own.read_text().rpartition("::/")[2].strip()
-        # In a container, `group` may be the host's; the root of `mount` is then this process's own group.
+        # In a container, `group` may be the host's path; the root of `mount` is then this process's own group.
         for folder in (mount / group, *(mount / group).parents):
             with suppress(OSError, ValueError):
                 quota, period = (folder / "cpu.max").read_text().split()  # "150000 100000" or "max 100000"
@@ -228,7 +228,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
     try:
         from gluon_mgpu.training import datasets
     except Exception as error:  # a library that `datasets` needs is missing or broken
-        yield "problem", f"data sets cannot be read ({errors.reason(error)}): install gluon_mgpu again"
+        yield "problem", f"data sets cannot be read ({errors.reason(error)}): reinstall gluon_mgpu"
         return
     cache_mark = "note"
     for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first data set
@@ -236,7 +236,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
             folder = datasets.find(name, data_dir)
             if folder:
                 datasets.read(folder, name)
-                yield "ok", f"{name} is in {folder}, with the expected SHA-256"
+                yield "ok", f"{name} is in {folder}, with the expected SHA-256 checksums"
             else:
                 yield "note", f"{name} is not on this machine: it will be downloaded when needed"
                 if mark == "problem":
@@ -248,7 +248,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
 
 
 def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
-    """Check the free space of a folder. mark: used if the folder is not writable or lacks space for a data set."""
+    """Check the free space in a folder. mark: used if the folder is not writable or lacks space for a data set."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         with tempfile.TemporaryFile(dir=existing):

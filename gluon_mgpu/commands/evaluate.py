@@ -25,8 +25,8 @@ from gluon_mgpu.runtime.errors import UsageError
     multiple=True,
     type=common.FILE,
     metavar="FILE...",
-    help="Print these images' top classes instead of the accuracy. As in the data set, the object should be bright on "
-    "a dark background. Images are converted to 28x28 grayscale pixels.",
+    help="Print the top classes of these images instead of the accuracy. As in the data set, the object should be "
+    "bright on a dark background. Images are converted to 28x28 grayscale.",
 )
 @common.option(
     "--export",
@@ -36,7 +36,7 @@ from gluon_mgpu.runtime.errors import UsageError
     "a batch of images (n, 1, 28, 28) in [0, 1].",
 )
 @common.option(
-    "--impl", type=common.IMPLS, help="NDArray alone, or Gluon. Default: the run's implementation. Both can read lenet."
+    "--impl", type=common.IMPLS, help="Default: the run's implementation. Both implementations can load a run of lenet."
 )
 @common.gpus()
 @common.device

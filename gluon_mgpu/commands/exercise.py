@@ -21,7 +21,7 @@ from gluon_mgpu.runtime.errors import UsageError
     """,
 )
 def exercise() -> None:
-    """Exercises that check themselves. Start an exercise, complete the function in its file, and check the file."""
+    """Solve exercises with automatic checks. Start an exercise, complete the function in its file, and check it."""
 
 
 @exercise.command("list", cls=common.Command, examples="gluon-mgpu exercise list")
@@ -39,7 +39,7 @@ def list_() -> None:
 @common.option("--out", type=common.FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
 @click.pass_context
 def start(context: click.Context, name: str, out: str | None) -> None:
-    """Start an exercise. Writes a file with its task and a function to complete. An existing file is left unchanged."""
+    """Start an exercise. Writes a file with the task and a function to complete. An existing file is left unchanged."""
     from gluon_mgpu.training import checkpoint  # imports NumPy
 
     path = out or f"{name}.py"
@@ -59,7 +59,7 @@ def start(context: click.Context, name: str, out: str | None) -> None:
 @click.pass_context
 def check(context: click.Context, file: str, solution: bool) -> None:
     """Check an answer. Runs FILE on hidden cases, in a new process. If a case fails, names the mistake and explains it.
-    The exit status is 0 if the answer is correct, and 1 if it is not."""
+    The exit status is 0 if the answer is correct, and 1 otherwise."""
     name, correct = exercises.name_of(file), checker.run(file)
     following = exercises.NAMES[exercises.NAMES.index(name) + 1 :]
     if correct and following:

@@ -1,4 +1,4 @@
-"""`gluon-mgpu kernel`: a Jupyter kernel that does the same as `gluon-mgpu run`."""
+"""`gluon-mgpu kernel`: a Jupyter kernel that runs notebooks as `gluon-mgpu run` does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kernel() -> None:
 
 @kernel.command(cls=common.Command, examples="gluon-mgpu kernel install --gpus 2")
 @preparation
-@click.option("--sys-prefix", is_flag=True, help="Install for this Python's environment, not for the user.")
+@click.option("--sys-prefix", is_flag=True, help="Install for this Python environment instead of for the user.")
 def install(sys_prefix: bool, **options: Any) -> None:
     """Install the kernel. The options apply to all notebooks that use it."""
     folder = notebook.install_kernel(settings_of(**options), sys.prefix if sys_prefix else None)

@@ -34,7 +34,7 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
     type=click.IntRange(0, launcher.MAX_RESTARTS),
     default=0,
     metavar="N",
-    help="If a process fails, start all processes again, at most N times. train --out DIR then continues from its last "
+    help="If a process fails, restart all processes, at most N times. train --out DIR then continues from its last "
     "checkpoint.",
 )
 @click.argument("command", nargs=-1, type=click.Path(readable=False), metavar="-- COMMAND...")

@@ -28,7 +28,9 @@ def parse_seeds(text: str) -> list[int]:
     """,
 )
 @click.option(
-    "--quick", is_flag=True, help="Take about 3 minutes: train two recipes once, and skip the batch-size experiment."
+    "--quick",
+    is_flag=True,
+    help="Train only two recipes, once each, and skip the batch-size experiment. This takes about 3 minutes.",
 )
 @common.option(
     "--seeds",
@@ -49,7 +51,7 @@ def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **op
     exit status is 0 if everything agrees; otherwise it is 1, and the first line names a difference."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick uses one seed: omit --seeds")
-    engine.configure(4)  # the largest recipe has 4 contexts; call this before mxnet is imported
+    engine.configure(4)  # the largest recipe uses 4 contexts; must run before mxnet is imported
     from gluon_mgpu.parity import report
     from gluon_mgpu.parity import run as comparison
 

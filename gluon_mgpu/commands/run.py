@@ -19,11 +19,14 @@ OPTIONS = (
         "--gpus",
         type=click.IntRange(1, prepare.MOST_GPUS),
         metavar="N",
-        help="Number of GPUs that the program sees. Without GPUs, N CPU contexts then compute at the same time. "
-        "Default: any number; CPU contexts take turns.",
+        help="Number of GPUs that the program sees. Without GPUs, N CPU contexts compute at the same time. By "
+        "default, the program can use any number of CPU contexts, but they take turns.",
     ),
     click.option(
-        "--map/--no-map", "map_gpus", default=True, help="Without GPUs, run mx.gpu(i) on CPU context i; --no-map: fail."
+        "--map/--no-map",
+        "map_gpus",
+        default=True,
+        help="Without GPUs, run mx.gpu(i) on CPU context i, or fail with --no-map.",
     ),
     click.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
     common.data_dir,
@@ -54,7 +57,9 @@ def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
 @preparation
-@common.option("--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE, not to NOTEBOOK.")
+@common.option(
+    "--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE instead of NOTEBOOK."
+)
 @click.argument("program", metavar="PROGRAM|NOTEBOOK")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
 @click.pass_context
@@ -63,7 +68,7 @@ def run(
 ) -> None:
     """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, restores names that Python
     and NumPy have removed, runs GPU contexts on CPU contexts if there are no GPUs, and replaces the dead downloads of
-    MNIST and Fashion-MNIST. Otherwise, it works like `python PROGRAM`."""
+    MNIST and Fashion-MNIST. Otherwise, this is the same as `python PROGRAM`."""
     settings = settings_of(**options)
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:
@@ -74,6 +79,6 @@ def run(
         raise UsageError(f"--out {out}: only for notebooks; omit it")
     if not is_module and program != "-" and not os.path.exists(program):
         raise UsageError(f"{program} does not exist")
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # passed on, such as -W error
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
     os.execve(sys.executable, command, prepare.environment(settings))

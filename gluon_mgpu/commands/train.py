@@ -25,10 +25,10 @@ FACTOR = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
 def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
-    """Create an option type: comma-separated numbers, parsed as a tuple, or one of the given words."""
+    """Create an option type that accepts comma-separated numbers, returned as a tuple, or one of the given words."""
 
     def parse(value: Any) -> Any:
-        if isinstance(value, tuple) or value in words:  # the default is a tuple
+        if isinstance(value, tuple) or value in words:  # a default is already a tuple
             return value
         try:
             return tuple(kind(part) for part in value.split(","))
@@ -58,7 +58,9 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
 )
 @click.option("--list-recipes", is_flag=True, help="Print the recipes with their options and sources.")
 @common.impl
-@common.setting("--model", type=click.Choice(settings.MODELS), help="scratch: lenet only. lenet-max uses max pooling.")
+@common.setting(
+    "--model", type=click.Choice(settings.MODELS), help="scratch supports only lenet. lenet-max uses max pooling."
+)
 @common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.gpus()
 @common.device
@@ -75,15 +77,15 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     shell_complete=lambda *args: [word for word in ("fp16", "2bit:0.5") if word.startswith(args[-1])],
     help="Send gradients as 16-bit numbers (horovod), or as 2-bit numbers with threshold T (dist_sync).",
 )
-@common.setting("--batch-size", type=common.COUNT, metavar="N", help="Examples per step, over all devices together.")
+@common.setting("--batch-size", type=common.COUNT, metavar="N", help="Examples per step, in total over all devices.")
 @common.setting(
     "--shares",
     type=numbers(float, "auto"),
     metavar="A,B,...|auto",
-    help="Divide each batch in this proportion between unequal devices, such as 80,20. auto measures the devices.",
+    help="Split each batch between unequal devices in this ratio, such as 80,20. auto measures how fast they are.",
 )
 @common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate.")
-@common.setting("--scale-lr", is_flag=True, help="Multiply --lr by the batch size / 256.")
+@common.setting("--scale-lr", is_flag=True, help="Multiply --lr by batch size / 256.")
 @common.setting(
     "--schedule",
     type=click.Choice(settings.SCHEDULES),
@@ -96,10 +98,10 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--warmup-epochs",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Increase the learning rate from 0 during the first X epochs. Must be less than --epochs.",
+    help="Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
 )
 @common.setting("--momentum", type=FRACTION, metavar="X", help="Momentum of SGD, such as 0.9.")
-@common.setting("--weight-decay", type=FRACTION, metavar="X", help="Weight decay of all parameters, such as 0.0005.")
+@common.setting("--weight-decay", type=FRACTION, metavar="X", help="Weight decay for all parameters, such as 0.0005.")
 @common.setting(
     "--clip-norm", "max_grad_norm", type=common.POSITIVE, metavar="X", help="Limit the norm of the gradient to X."
 )
@@ -108,7 +110,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "grad_accum_steps",
     type=common.COUNT,
     metavar="K",
-    help="Compute the gradient of each batch in K parts, which needs less memory.",
+    help="Compute the gradient of each batch in K parts, to save memory.",
 )
 @common.setting("--epochs", type=common.COUNT, metavar="N", help="Number of passes through the training set.")
 @common.setting(
@@ -124,7 +126,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--resume",
     type=common.FOLDER,
     metavar="DIR",
-    help="Continue the run in this folder with its own settings. Only --epochs (except with a cosine schedule), "
+    help="Continue the run in this folder with its saved settings. Only --epochs (except with a cosine schedule), "
     "--shares, and options for devices and implementations may differ.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write logs for TensorBoard to the run's folder.")
@@ -132,8 +134,8 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--profile",
     type=common.FILE,
     metavar="FILE",
-    help="Record what each device does during a few steps, for chrome://tracing or Perfetto, and draw it as a PNG "
-    "image next to FILE.",
+    help="Record what each device does during a few steps, for chrome://tracing or Perfetto. Also draw the "
+    "recording as a PNG image next to FILE.",
 )
 @click.option(
     "--hybridize/--no-hybridize",
@@ -180,7 +182,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
 
 
 def of_resumed_run(options: dict[str, Any], given: set[str], here: process.Process) -> dict[str, Any]:
-    """The options of the run in the folder options["resume"], except options that the command line sets."""
+    """The options of the run in the folder options["resume"], except those set on the command line."""
     of_run = records.options(options["resume"])
     kept = {name: value for name, value in of_run.items() if name not in given}
     gpus = kept.get("gpus", options["gpus"])

@@ -21,9 +21,9 @@ from gluon_mgpu.training import datasets
 )
 @common.impl
 @common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
-@common.gpus("4", "Number of devices, or a list of indices. GPUs that this machine does not have are omitted.")
+@common.gpus("4", "Number of devices, or a list of indices. Missing GPUs are skipped.")
 @common.device
-@common.option("--seed", type=common.SEED, metavar="N", default=0, help="Seed of the parameters.")
+@common.option("--seed", type=common.SEED, metavar="N", default=0, help="Seed for the initial parameters.")
 @common.data_dir
 def walkthrough(impl: str, gpus: str, **options: Any) -> None:
     """Run the notebooks' inspection cells. Shows what each device has at each stage of a training step."""

@@ -22,14 +22,14 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
 TARGETS = {"gluon": gluon, "pytorch": pytorch, "onnx": onnx}
-TOLERANCE = 1e-5  # largest relative error allowed for an image's scores
+TOLERANCE = 1e-5  # largest allowed relative error of an image's scores
 
 
 def check_prefix(to: str, prefix: str) -> list[Path]:
     """Returns the paths of the files that `save` will write.
 
-    Raises UsageError if one of the files exists, if the prefix does not end with a name, if its folder does not exist,
-    or if a package is missing.
+    Raises UsageError if one of the files exists, if the prefix does not end with a valid name, if its folder does not
+    exist, or if a required package is missing.
     """
     path, packages = Path(prefix), TARGETS[to].PACKAGES
     if os.path.basename(prefix) in ("", ".", ".."):
@@ -61,7 +61,7 @@ def save(network: Network, to: str, prefix: str) -> str:
             base = os.path.join(folder, Path(prefix).name)
             target.write(network, base)
             error = network.relative_error(target.scores(network, base))
-            if not error <= TOLERANCE:  # also true for nan
+            if not error <= TOLERANCE:  # also true for NaN
                 raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative error); files removed")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)

@@ -37,11 +37,11 @@ class Network:
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
-        """The graph: operators, parameters and the input, each after its own inputs."""
+        """The graph's nodes, in topological order: operators, parameters and the input."""
         return json.loads(self.symbol.tojson())["nodes"]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of the input, the parameters and the operators with one output, for a batch of 1."""
+        """{name: shape} for the input, the parameters and the operators with one output, for a batch of 1."""
         internals = self.symbol.get_internals()
         _, shapes, _ = internals.infer_shape(**{self.input: (1, *self.images.shape[1:])})
         return {name.removesuffix("_output"): shape for name, shape in zip(internals.list_outputs(), shapes)}
@@ -53,7 +53,7 @@ class Network:
             yield self.images[start : start + BATCH_SIZE]
 
     def relative_error(self, found: np.ndarray) -> float:
-        """The largest |found - expected| / |expected| of any image, with Euclidean norms."""
+        """The largest |found - expected| / |expected| over all images, with Euclidean norms."""
         if found.shape != self.expected.shape:
             raise Error(f"scores have shape {found.shape} instead of {self.expected.shape}; files removed")
         expected = self.expected.reshape(len(found), -1).astype(np.float64)
@@ -62,7 +62,7 @@ class Network:
 
 
 def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
-    """The error for an operator that cannot be converted. repr keeps names from a file on one line."""
+    """The error for an operator that cannot be converted. repr keeps it on one line even if a name has line breaks."""
     return UsageError(f"{node['op']!r} layer {node['name']!r} cannot be converted to {target}{why and ': '}{why}")
 
 
@@ -84,16 +84,16 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
-    """Load a network that HybridBlock.export wrote, with random images in [0, 1) of this shape, such as (1, 28, 28).
+    """Load a network that HybridBlock.export wrote, with random images in [0, 1). shape: of one image: (1, 28, 28).
 
-    Raises UsageError if the files do not hold such a network, or if it does not accept images of this shape.
+    Raises UsageError if the files do not contain such a network, or if it does not accept images of this shape.
     """
     symbol, params = _read(symbol_file, params_file)
     inputs = [name for name in symbol.list_inputs() if name not in params]
     if len(inputs) != 1 or len(symbol.list_outputs()) != 1:
         raise UsageError(
             f"{symbol_file}: only networks with one input and one output can be converted; this network has "
-            f"{len(symbol.list_outputs())} outputs, and {params_file} lacks {len(inputs)} of its inputs: "
+            f"{len(symbol.list_outputs())} outputs and {len(inputs)} inputs that are not in {params_file}: "
             f"{', '.join(map(repr, inputs[:3]))}"
         )
     images = np.random.default_rng(0).random((RANDOM_IMAGES, *shape), np.float32)

@@ -1,6 +1,6 @@
-"""Writes a network as ONNX, with MXNet's own exporter.
+"""Writes a network as ONNX with MXNet's own exporter.
 
-The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset, although it writes
+The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset although it writes
 operators of opset 13. `_as_in_2021` fixes both during the export; onnx's own converter then updates the model to OPSET.
 """
 
@@ -56,7 +56,7 @@ def write(network: Network, base: str) -> None:
 
 @contextlib.contextmanager
 def _as_in_2021() -> Iterator[None]:
-    """Change onnx, temporarily, to what the exporter expects."""
+    """Temporarily patch onnx to match what the exporter expects."""
     import onnx
 
     numbers = {np.dtype(name): onnx.helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in DTYPES}

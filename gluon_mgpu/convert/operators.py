@@ -1,7 +1,8 @@
 """PyTorch code for MXNet's operators: one function for each kind of operator.
 
 The graph comes from a file, and the generated code is executed. So the code contains nothing from the file except
-identifiers and numbers: `call` writes numbers with repr, and all strings passed to it come from this package.
+identifiers and numbers: `call` writes numbers with repr, and all strings passed to it are identifiers or come from this
+package.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Sizes = tuple[int, ...]
 
 
 def call(function: str, *args: Any, **options: Any) -> str:
-    """The code `function(*args, **options)`. Options that are None are omitted; strings are code."""
+    """Generate the code `function(*args, **options)`. Options that are None are omitted; strings are used as code."""
     words = [*map(_code, args), *(f"{name}={_code(value)}" for name, value in options.items() if value is not None)]
     return f"{function}({', '.join(words)})"
 
@@ -68,14 +69,14 @@ class Node:
         return self.facts["op"]
 
     def code(self, *inputs: str) -> str:
-        """The expression that computes the operator from variables. Raises UsageError if it cannot be converted."""
+        """The code that applies the operator to variables. Raises UsageError if the operator cannot be converted."""
         try:
             return OPERATORS[self.op](self, *inputs)
         except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
             raise refuse(self.facts, "PyTorch", " ".join(str(error).split())) from None
 
     def create(self, layer: str, *names: str) -> str:
-        """Set the code that creates the layer. Returns the layer's expression. names: its parameters in PyTorch."""
+        """Set the code and the state of the layer. Returns the layer's expression. names: its parameters in PyTorch."""
         self.layer = layer
         self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
         return f"self.{self.name}"

@@ -108,7 +108,7 @@ def _operators(network: Network) -> Iterator[Node]:
     shapes = network.shapes()
     params = {i: node["name"] for i, node in enumerate(graph) if node["op"] == "null" and node["name"] != network.input}
     owners = [node["name"] for node in graph if params.keys() & {i for i, *_ in node["inputs"]}]
-    prefix = os.path.commonprefix(owners)  # the name of the whole network
+    prefix = os.path.commonprefix(owners)  # the network's name, which all of these names begin with
     prefix = prefix[: prefix.rfind("_") + 1]
     taken, owned = set(TAKEN), set[str]()
     for step, facts in enumerate(graph):

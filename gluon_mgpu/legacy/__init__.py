@@ -1,1 +1,1 @@
-"""Runs old MXNet 1.x programs unchanged, with current Python and NumPy, and without GPUs if there are none."""
+"""Runs old MXNet 1.x programs unchanged, with current Python and NumPy, even on machines without GPUs."""

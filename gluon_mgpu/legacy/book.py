@@ -1,6 +1,6 @@
 """The functions that the MXNet chapters of "Dive into Deep Learning" import from the book's package.
 
-`names` provides this module as gluonbook and d2lzh (2018, NDArray) and as d2l (2019 to 2022, mxnet.np), if the
+`names` provides this module as gluonbook and d2lzh (2018, NDArray) and as d2l (2019 to 2022, mxnet.np) if the
 book's own package is not installed. The functions accept both kinds of arrays. `figures` has timers, sums and plots.
 """
 # mypy: allow-untyped-defs
@@ -79,7 +79,7 @@ def load_data_fashion_mnist(batch_size, resize=None, root=FASHION_MNIST):
 
     def load(train):
         data = ArrayDataset(*map(to_numpy, FashionMNIST(root, train)[:]))
-        # Transforming whole batches is faster than worker processes, which take cores from training.
+        # Transforming whole batches is faster than using worker processes, which take cores from training.
         return DataLoader(data, batch_size, shuffle=train, batchify_fn=batchify)
 
     return load(train=True), load(train=False)
@@ -183,10 +183,10 @@ def evaluate_accuracy(data_iter, net, ctx=None, split_f=split_batch):
         data_iter, net = net, data_iter
     if ctx is None and isinstance(net, gluon.Block):
         ctx = next(iter(net.collect_params().values())).list_ctx()
-    metric = Accumulator(2)  # correct predictions, predictions
+    metric = Accumulator(2)  # correct predictions, all predictions
     for X, y in _batches(data_iter):
         Xs, ys = split_f(X, y, ctx)
-        y_hats = [net(X) for X in Xs]  # all devices compute before the first result is read
+        y_hats = [net(X) for X in Xs]  # start work on all devices before reading a result
         metric.add(sum(map(_correct, y_hats, ys)), y.size)
     return metric[0] / metric[1]
 

@@ -1,6 +1,6 @@
 """Runs a program's GPU contexts on CPU contexts if there are no GPUs, and keeps several CPU contexts from hanging.
 
-mx.gpu(i) is then CPU context i, so its arrays are printed with @cpu(i).
+Without GPUs, mx.gpu(i) is CPU context i, so its arrays are printed with @cpu(i).
 """
 
 from __future__ import annotations

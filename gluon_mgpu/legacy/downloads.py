@@ -1,4 +1,4 @@
-"""Replaces MXNet's own downloads with the verified files of `datasets`, because MXNet 1.9.1's URLs may be dead.
+"""Replaces MXNet's own downloads with verified files from `datasets`, because MXNet 1.9.1's URLs may be dead.
 
 Any other download is tried once. If it fails, the error names the file and where the program expects it.
 """
@@ -25,7 +25,7 @@ import requests
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training import checkpoint, datasets
 
-SECONDS = 20  # limit for a pause in a download
+SECONDS = 20  # time limit for a stalled download
 
 
 def replace(mx: ModuleType, data_dir: str | None) -> None:
@@ -62,23 +62,23 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
             path = Path(options.setdefault(kind, default))
             known = known_file(str(path).replace(".idx", "-idx"))
             if known and not path.exists():
-                write(path, datasets.content(*known, data_dir), f"{known[0]}, as {path}")
+                write(path, datasets.content(*known, data_dir), f"{known[0]} data for {path}")
         return iterate(*args, **options)
 
     mx.io.MNISTIter = mx.io.io.MNISTIter = MNISTIter
 
 
 def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:
-    """Write a known file to target, or call download(). Returns the path. On failure, raises OSError with one line."""
+    """Write a known file to target, or call download(). Returns the path. On failure, raises OSError."""
     known = known_file(url)
     if known:
         content = datasets.content(*known, data_dir)
         with suppress(OSError, EOFError, zlib.error):  # missing or damaged
             if gzip.decompress(target.read_bytes()) == content:
                 return str(target)
-        return write(target, gzip.compress(content, compresslevel=1), f"{known[0]}, as {target}")
+        return write(target, gzip.compress(content, compresslevel=1), f"{known[0]} data for {target}")
     if url.endswith("/mnist.zip"):
-        return write(target, mnist_zip(data_dir), f"mnist, as {target}")
+        return write(target, mnist_zip(data_dir), f"mnist data for {target}")
     place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
     if place != target and place.exists():
         return str(shutil.copy(place, target))
@@ -90,7 +90,7 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
 
 
 def known_file(address: str) -> tuple[str, str] | None:
-    """(data set, file) that a URL or path names, or None."""
+    """The (data set, file) that a URL or path names, or None."""
     name = "fashion-mnist" if "fashion" in address.lower() else "mnist"
     file = os.path.basename(address).removesuffix(".gz")
     return (name, file) if file in datasets.SHA256[name] else None

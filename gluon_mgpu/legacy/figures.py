@@ -44,7 +44,7 @@ class Timer:
 
 
 class Accumulator:
-    """n sums."""
+    """n running sums."""
 
     def __init__(self, n):
         self.data = [0.0] * n
@@ -103,7 +103,7 @@ def semilogy(x_vals, y_vals, x_label, y_label, x2_vals=None, y2_vals=None, legen
 
 
 class Animator:
-    """A plot that grows point by point; a notebook shows it again after each call of add."""
+    """A plot that grows point by point; a notebook redraws it after each call to add."""
 
     def __init__(
         self, xlabel=None, ylabel=None, legend=None, xlim=None, ylim=None, xscale="linear", yscale="linear",

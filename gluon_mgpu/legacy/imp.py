@@ -12,7 +12,7 @@ new_module = ModuleType
 
 
 def load_source(name: str, pathname: str, file: object = None) -> ModuleType:
-    """Import a file as a module with this name."""
+    """Import a file as a module with the given name."""
     spec = importlib.util.spec_from_file_location(name, pathname)
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -30,7 +30,7 @@ def load_module(name: str, file: object, pathname: str, description: object) -> 
 
 
 def find_module(name: str, path: list[str] | None = None) -> tuple[None, str, tuple[str, str, int]]:
-    """Find a module. Returns the last three arguments of `load_module`. Raises ImportError if there is none."""
+    """Find a module. Returns the last three arguments of `load_module`. Raises ImportError if it does not exist."""
     spec = importlib.machinery.PathFinder.find_spec(name, path)
     if spec is None:
         raise ImportError(f"No module named {name!r}", name=name)

@@ -1,4 +1,4 @@
-"""Restores names and modules that programs from 2016 to 2022 use but Python and NumPy have removed.
+"""Restores names and modules that programs from 2016 to 2022 use but that Python and NumPy have removed.
 
 A name that still exists is never replaced. All changes are made in this process only.
 """
@@ -127,7 +127,7 @@ def add_to_numpy(np: ModuleType) -> None:
     constants = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str}
     kinds = {"int": "bhilq", "uint": "BHILQ", "float": "efdg", "complex": "FDG", "others": "?OSUV"}
     sctypes = {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()}
-    if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library reads printed numbers
+    if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library parses printed numbers
         np.set_printoptions(legacy="1.25")
     for name, value in {
         **numpy_names.REMOVED,
@@ -142,7 +142,7 @@ def add_to_numpy(np: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Replace two calls of ndarray.tostring, which NumPy 2.3 removed, in mx.recordio."""
+    """Replace the two functions of mx.recordio that call ndarray.tostring, which NumPy 2.3 removed."""
     import numpy as np
 
     if hasattr(np.ndarray, "tostring"):
@@ -173,6 +173,6 @@ def add_to_mxnet(mx: ModuleType) -> None:
 
 def _add(owner: Any, name: str, value: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a deprecated name still exists
+        warnings.simplefilter("ignore")  # hasattr may warn that a name is deprecated
         if not hasattr(owner, name):
             setattr(owner, name, value)

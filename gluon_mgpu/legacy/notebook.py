@@ -1,4 +1,4 @@
-"""Runs Jupyter notebooks in a prepared process (`prepare`), and installs a prepared kernel. Needs
+"""Runs Jupyter notebooks in processes prepared by `prepare`, and installs a kernel that does the same. Needs
 gluon_mgpu[jupyter]."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
-    """Execute all cells, in the notebook's folder, and write the notebook with its outputs. Stops at the first cell
+    """Execute all cells in the notebook's folder, and write the notebook with its outputs. Stops at the first cell
     that fails; returns whether all cells succeeded.
 
     path: the notebook. out: the file to write; None: path. Raises UsageError if path is not a notebook, Error if
@@ -73,7 +73,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
 
 
 def _pass_on_interrupts(client: Any) -> None:
-    """Make Ctrl-C interrupt the cell. nbclient itself would end the kernel, and outputs would be lost."""
+    """Make Ctrl-C interrupt the cell. By default, nbclient would end the kernel, and outputs would be lost."""
     loop = asyncio.get_running_loop()
     for which in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(which, lambda: asyncio.ensure_future(client.km.interrupt_kernel()))

@@ -1,7 +1,7 @@
 """Prepares a Python process for an old MXNet program, and passes the settings on to its child processes.
 
-The process that starts the program calls `environment`. The program's own process calls `prepare` before the first line
-of the program (see `startup`).
+The process that starts the program calls `environment`. The program's own process calls `prepare` before the program's
+first line (see `startup`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """If VARIABLE is set, prepare this process as it says. mxnet and numpy are changed when they are imported."""
+    """If VARIABLE is set, prepare this process accordingly. mxnet and numpy are patched when they are imported."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return

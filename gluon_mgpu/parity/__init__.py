@@ -1,5 +1,5 @@
 """Checks that this project reproduces the accuracies, values and claims in the notebooks and the lecture.
 
 `run` calls all checks: `examples` (printed values), `drift` (training steps), `bands` (accuracies) and `claims` (the
-lecture). `report` shows the result. docs/parity.md explains the rules and the errors that they find.
+lecture). `report` formats the result. docs/parity.md explains the criteria and which errors they detect.
 """

@@ -1,8 +1,9 @@
 """Bands of test accuracy per epoch, to decide whether a run of this project could have printed a notebook's accuracies.
 
-A notebook's run is treated as one more sample from the distribution of these runs. Its log error, log(1 - accuracy),
-must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of today's n runs. s is the standard deviation between the runs
-in spread.json, so that broken runs cannot widen the band. docs/parity.md has reasons and the false-alarm rate.
+A notebook's run is treated as one more sample from the distribution of this project's runs. Its log error,
+log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of the n new runs. s is the standard deviation
+of the kept runs in spread.json, so broken new runs cannot widen the band. docs/parity.md explains these choices and
+gives the false-alarm rate.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Band(NamedTuple):
 
 
 def kept(recipe: str) -> dict[str, list[float]]:
-    """Read {seed: accuracy by epoch} of a recipe's runs from spread.json."""
+    """Read {seed: accuracy by epoch} for the kept runs of a recipe."""
     return json.loads(Path(__file__).with_name("spread.json").read_text())["test_accuracy"][recipe]
 
 
@@ -40,8 +41,9 @@ def bands(
 ) -> list[Band]:
     """Compute one Band per epoch for the recorded accuracies (epochs,), which were printed with `digits` decimals.
 
-    runs, kept_runs: accuracies (runs, epochs). s is at least half of the next epoch's s: while nearly all runs still
-    guess, s would miss the few that already learn. The band is widened by half a unit in the last printed digit.
+    runs, kept_runs: accuracies (runs, epochs). s is raised to at least half of the next epoch's s, because it
+    underestimates the spread while nearly all runs still guess. The band is widened by half a unit in the last printed
+    digit.
     """
     errors, kept_errors = (np.log(np.maximum(1 - np.array(group), LEAST_ERROR)) for group in (runs, kept_runs))
     s = kept_errors.std(0, ddof=1)
@@ -59,12 +61,12 @@ def decimals(printed: Sequence[float]) -> int:
 
 
 def of_recipe(recipe: str, runs: Sequence[Sequence[float]]) -> list[Band]:
-    """Compute one Band per epoch for the accuracies that the notebook printed, around the mean of today's runs."""
+    """Compute one Band per epoch for the accuracies that the notebook printed, around the mean of the new runs."""
     recorded = RECIPES[recipe].test_accuracy
     return bands(runs, recorded, list(kept(recipe).values()), decimals(recorded))
 
 
 def among_kept(recipe: str, accuracies: Sequence[float]) -> list[Band]:
-    """Compute one Band per epoch for one of today's runs, around the mean of the kept runs."""
+    """Compute one Band per epoch for a new run, around the mean of the kept runs."""
     kept_runs = list(kept(recipe).values())
     return bands(kept_runs, accuracies, kept_runs, digits=4)

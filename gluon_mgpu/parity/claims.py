@@ -24,7 +24,7 @@ from gluon_mgpu.training.settings import Settings
 CHECK = "the lecture's claims"
 RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
 EXAMPLES, SHARES = 100, (80, 20)
-ENOUGH = 3  # number of seeds that must agree; two seeds could agree by chance
+ENOUGH = 3  # fewest seeds for a verdict; two seeds could agree by chance
 OF_BATCH_SIZE = (
     "a batch of 256 learns about as well on 2 devices as on 1",
     "a batch of 256 takes about as long on 2 devices as on 1",
@@ -35,7 +35,7 @@ OF_BATCH_SIZE = (
 
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
-    """Check that ResNet-18's parameters are only on the contexts that it was initialized on."""
+    """Check that ResNet-18's parameters are only on the contexts that they were initialized on."""
     params = list(highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values())
     right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
@@ -45,7 +45,7 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
         refused, evidence = False, "no error"
     except RuntimeError as error:
         refused, evidence = True, str(error).splitlines()[0]
-    yield Finding(CHECK, f"reading them on {other} raises RuntimeError", refused, evidence)
+    yield Finding(CHECK, f"reading them from {other} raises RuntimeError", refused, evidence)
 
 
 def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
@@ -62,14 +62,19 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         after = one.parameters()
         limit = drift.rounding(before, after, EXAMPLES * drift.POSITIONS)
         error = drift.distance(shared.parameters(), after) / drift.distance(before, after)
-        claim = f"{impl}: the faster device gets {SHARES[0]} of {EXAMPLES} examples; the update is as on 1 device"
+        claim = (
+            f"{impl}: the faster device gets {SHARES[0]} of {EXAMPLES} examples; the update is the same as on 1 device"
+        )
         holds = sizes == list(SHARES) and error <= limit
         yield Finding(CHECK, claim, holds, f"shards of {sizes}; updates differ by {error:.1e}, limit {limit:.1e}")
     yield Finding(CHECK, "uneven shards save time on unequal devices", None, "the devices are assumed to be equal")
 
 
 def batch_size(experiments: list[list[Result]], cpu: bool) -> Iterator[Finding]:
-    """Check the claims about a second device and a larger batch. experiments: results of `batch_size.run`, per seed."""
+    """Check the claims about a second device and a larger batch.
+
+    experiments: one result of `batch_size.run` per seed.
+    """
     accuracy, seconds = (  # (seeds, runs, epochs), in the order of RUNS
         np.array([[[getattr(epoch, name) for epoch in result.epochs] for result in results] for results in experiments])
         for name in ("test_accuracy", "train_seconds")

@@ -1,8 +1,8 @@
 """Measures how far scratch and highlevel drift from the notebook's own code over many steps.
 
-The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Implementations
-train on the same batches twice: once with every step starting from the reference's parameters, once with only the first
-step starting from them. `limits` computes the largest distance that rounding explains.
+The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Each implementation
+trains on the same batches twice: once with every step starting from the reference's parameters, and once with only the
+first step starting from them. `limits` computes the largest distance that rounding can explain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTEBOOK = "the notebook's code in float32"
 EPSILON = 2.0**-23  # of float32
 POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients of the first convolution
 # Rounding may move the input of a ReLU to the other side of 0, which changes the gradient of one example. The mean
-# contains n such gradients; each is about sqrt(n) times longer than the mean, because they point in many directions.
+# is over n such gradients; each is about sqrt(n) times longer than the mean, because they point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
 FACTOR = 20  # limit for the ratio of two correct implementations' path errors; the ratio is at most 9 for seeds 1 to 6
 
@@ -107,8 +107,8 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
     """Compute (step_limit, path_limit) from the reference's path and the errors of the notebook's code in float32.
 
     step_limit: `rounding`, or twice the notebook's error if that is larger, as on GPUs that round to TF32. path_limit:
-    FACTOR times the notebook's error, plus RELU_FLIP in one step. Rounding errors grow along a path, because each flip
-    changes all later steps. The growth depends on the data and the processor, so it is measured.
+    FACTOR times the notebook's error, plus one ReLU flip in the longest step. Rounding errors grow along a path,
+    because each flip changes all later steps. The growth depends on the data and the processor, so it is measured.
     """
     expected = [rounding(before, after, BATCH_SIZE * POSITIONS) for before, after in zip(path, path[1:])]
     longest = max(distance(before, after) for before, after in zip(path, path[1:]))
@@ -117,7 +117,7 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
 
 
 def rounding(before: State, after: State, additions: int) -> float:
-    """The largest distance between correct float32 steps, relative to the step's length.
+    """The largest distance between two correct float32 steps, relative to the step's length.
 
     Sums of n terms have an error of about EPSILON * sqrt(n). Parameters rounded to float32 differ by at most EPSILON
     times their length.
@@ -137,7 +137,7 @@ def check(drift: Drift) -> Iterator[Finding]:
         yield Finding(CHECK, f"{name}: each step matches the notebook's", holds, figures)
         steps, apart = len(drift.path_errors[name]), max(drift.path_errors[name])
         figures = f"distance {apart:.1e}, limit {drift.path_limit:.1e}; the parameters moved {drift.moved:.1e}"
-        yield Finding(CHECK, f"{name}: {steps} steps lead to the same place", apart <= drift.path_limit, figures)
+        yield Finding(CHECK, f"{name}: {steps} steps lead to the same parameters", apart <= drift.path_limit, figures)
 
 
 def length(state: State) -> float:

@@ -1,7 +1,7 @@
-"""Checks values that the notebooks print, initial parameters, equal arrays on all devices, and the loop's batches.
+"""Checks the notebooks' printed values, the initial parameters, the equality of replicas, and the loop's batches.
 
-Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks of
-`scratch` and `highlevel`, and the PyTorch notebook for scattering.
+Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks that
+`scratch` and `highlevel` port and, for scattering, the PyTorch notebook.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check(ctx: list[Context], mnist: datasets.Dataset, data_dir: str | Path | No
 
 
 def printed(impl: str, ctx: list[Context], mnist: datasets.Dataset) -> Iterator[Finding]:
-    """Check the values that the notebooks print on 2 and on 4 contexts."""
+    """Check, on 2 and on 4 contexts, the values that the notebooks print."""
 
     def finding(claim: str, holds: object, evidence: object) -> Finding:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), str(evidence))
@@ -83,13 +83,15 @@ def printed(impl: str, ctx: list[Context], mnist: datasets.Dataset) -> Iterator[
     yield finding(f"the parameters on all {len(ctx)} devices are equal", *_all_equal(replicas))
     replicas.forward_backward(Xs, ys)
     W1 = {replicas.gradients(device)["W1"].tobytes() for device in range(len(ctx))}
-    yield finding("the gradients of their shards differ", len(W1) == len(ctx), f"{len(W1)} different arrays W1")
+    yield finding(
+        "the gradients of the devices' shards differ", len(W1) == len(ctx), f"{len(W1)} different gradients of W1"
+    )
     for _ in range(3):
         replicas.train_batch(X, y, 0.2)
     changed = sum(not np.array_equal(array, start[name]) for name, array in replicas.parameters().items())
     equal, evidence = _all_equal(replicas)
     right = equal and changed == len(start)
-    yield finding("after 3 steps all parameters have changed and are equal", right, f"{changed} changed; {evidence}")
+    yield finding("after 3 steps, all parameters have changed and are equal", right, f"{changed} changed; {evidence}")
 
 
 def initial(impl: str, ctx: list[Context]) -> Iterator[Finding]:
@@ -105,7 +107,7 @@ def initial(impl: str, ctx: list[Context]) -> Iterator[Finding]:
 
 
 def _distance(array: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> float:
-    """The Kolmogorov distance of n numbers from a distribution, times sqrt(n)."""
+    """The Kolmogorov-Smirnov distance between n numbers and a distribution, times sqrt(n)."""
     expected = cdf(np.sort(array.ravel()))
     steps = np.arange(array.size + 1) / array.size
     apart = np.maximum(steps[1:] - expected, expected - steps[:-1])
@@ -135,7 +137,8 @@ class Listener(scratch.Replicas):
 
 
 def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
-    """Check that the loop uses the recipe's settings, and each image with its label once per epoch, in a new order."""
+    """Check that the loop uses the recipe's settings, and that each epoch has each image once, with its label, in a new
+    order."""
     recipe = recipes.RECIPES["scratch-lenet-fashion-mnist-2gpu"].options
     batch_size, lr, dataset = recipe["batch_size"], recipe["lr"], recipe["dataset"]
     data = datasets.load(dataset, data_dir)
@@ -160,7 +163,7 @@ def fed(ctx: list[Context], data_dir: str | Path | None) -> Iterator[Finding]:
 
     largest = np.abs(np.triu(np.corrcoef(orders), 1)).max() if once else 1.0
     limit = 5 / np.sqrt(n)
-    evidence = f"correlation with the file and with each other {largest:.4f}, limit {limit:.4f}"
+    evidence = f"largest correlation between orders, including the file's: {largest:.4f}, limit {limit:.4f}"
     yield Finding(FEED, "a new order in each epoch", bool(largest <= limit), evidence)
     all_tested = listener.evaluated == len(data.test_labels)
     yield Finding(FEED, "the whole test set is evaluated", all_tested, f"{listener.evaluated} images")
@@ -171,7 +174,7 @@ def _rows(images: np.ndarray, labels: np.ndarray) -> list[tuple[bytes, int]]:
 
 
 def _all_equal(replicas: Replicas) -> tuple[bool, str]:
-    """Whether the parameters on all devices are bit-for-bit equal, and a sentence that says so."""
+    """Whether the parameters on all devices are bit-for-bit equal, and the evidence."""
     first, *others = [replicas.parameters(device) for device in range(len(replicas.ctx))]
     unequal = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
     return not unequal, f"{', '.join(sorted(unequal))} differ" if unequal else f"all {len(first)} arrays are equal"

@@ -8,5 +8,5 @@ from typing import NamedTuple
 class Finding(NamedTuple):
     check: str  # the group of claims
     claim: str
-    holds: bool | None  # None: this machine cannot decide it
+    holds: bool | None  # None: it cannot be decided on this machine
     evidence: str

@@ -1,7 +1,7 @@
 """The notebook's own code, cell by cell: the reference for `drift` and for the benchmarks.
 
-This code does not use this project's engine settings. Source: "Multi-GPU Computation with Data Parallelism" (Dive into
-Deep Learning, 2019), and `sgd` from the book's helper package.
+This module does not configure the engine; its callers do. Source: "Multi-GPU Computation with Data Parallelism" (Dive
+into Deep Learning, 2019), and `sgd` from the book's helper package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats the result of `run` as text, and as a web page with the same tables and a picture."""
+"""Formats the result of `run` as text, and as a web page with the same tables and with plots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ img {{ max-width: 100%; }}
 </style>
 <h1>Parity with the notebooks</h1>
 <p class="verdict">{verdict}</p>
-<p>The blue bands show the accuracies that one more run could have. Parity holds if the notebook's accuracies are within
-them. The last two panels show the distance from the notebook's code in float64.</p>
+<p>The blue bands show the accuracies that one more run could have. The notebook's accuracies must be within them. The
+last two panels show the distance from the notebook's code in float64.</p>
 <img alt="test accuracy by epoch for each recipe, and drift by step" src="data:image/png;base64,{picture}">
 {tables}
 </html>
@@ -33,7 +33,7 @@ them. The last two panels show the distance from the notebook's code in float64.
 
 
 def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yields (title, rows) per table: each recipe's accuracies, each check's findings, and the versions used."""
+    """Yields (title, rows) per table: each recipe's accuracies, each check's findings, versions and settings."""
     for recipe, facts in result["accuracy"].items():
         header = ["", *(f"epoch {epoch}" for epoch in range(1, len(facts["notebook"]) + 1))]
         rows = [header, ["the notebook", *map(str, facts["notebook"])]]
@@ -43,7 +43,7 @@ def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
         yield f"{recipe}, recorded in {facts['source']}", rows
     for check, findings in itertools.groupby(result["findings"], lambda finding: finding["check"]):
         yield check, [[WORDS[f["holds"]], f"{f['claim']}: {f['evidence']}"] for f in findings]
-    yield "made by", [[name, str(value)] for name, value in result["made_by"].items()]
+    yield "versions and settings", [[name, str(value)] for name, value in result["made_by"].items()]
 
 
 def text(result: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """Format the verdict, a picture and the tables as one self-contained HTML file."""
+    """Format the verdict, the plots and the tables as one self-contained HTML file."""
     parts = []
     for title, rows in tables(result):
         parts.append(f"<h2>{escape(title)}</h2>\n<table>")
@@ -69,7 +69,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any]) -> bytes:
-    """Draw a PNG image with one panel per recipe and two panels for the drift."""
+    """Draw a PNG image with one panel per recipe and two panels for drift."""
     from matplotlib.figure import Figure
 
     recipes, drift = result["accuracy"], result["drift"]
@@ -83,7 +83,7 @@ def draw(result: dict[str, Any]) -> bytes:
             axes.plot(epochs, accuracies, marker=".", label=f"seed {seed}")
         axes.plot(epochs, facts["notebook"], "ko", label="the notebook")
         axes.set(title=name, xlabel="epoch", ylabel="test accuracy", xticks=epochs)
-    for axes, kind, title in zip(panels[-1], ("step", "path"), ("each step by itself", "on a path")):
+    for axes, kind, title in zip(panels[-1], ("step", "path"), ("each step by itself", "along the path")):
         for name, errors in drift[f"{kind}_errors"].items():
             axes.semilogy(range(1, len(errors) + 1), errors, linewidth=1, label=name)
         axes.axhline(drift[f"{kind}_limit"], color="black", linestyle="--", label="limit")

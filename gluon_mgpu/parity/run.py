@@ -120,7 +120,9 @@ def _locked(out: str | Path) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UsageError(f"out={out}: another process is writing there; wait until it ends") from None
+        raise UsageError(
+            f"out={out}: another process is writing to this folder; wait until that process ends"
+        ) from None
     finally:
         os.close(folder)
 
@@ -158,7 +160,9 @@ def _train_all(
                 findings.append(Finding(ACCURACY, f"{name}: learns like the kept runs", *within))
             if runs:
                 held = bands.of_recipe(recipe, list(runs.values()))
-                findings.append(Finding(ACCURACY, f"{recipe}: the notebook's accuracies fit the bands", *_within(held)))
+                findings.append(
+                    Finding(ACCURACY, f"{recipe}: the notebook's accuracies are within the bands", *_within(held))
+                )
                 low, high, printed = zip(*held)
                 about = {"source": RECIPES[recipe].source, "notebook": printed}
                 accuracy[recipe] = {**about, "runs": runs, "low": low, "high": high}
@@ -166,7 +170,7 @@ def _train_all(
 
 
 def _within(held: list[bands.Band]) -> tuple[bool, str]:
-    """Whether all epochs are within their bands, and a sentence that says so."""
+    """Whether all epochs are within their bands, and the evidence."""
     outside = [
         f"epoch {epoch}: {band.recorded:.4g} is not within {band.low:.4f} to {band.high:.4f}"
         for epoch, band in enumerate(held, 1)
@@ -176,7 +180,7 @@ def _within(held: list[bands.Band]) -> tuple[bool, str]:
 
 
 def _version() -> str:
-    """8 hexadecimal digits that identify the versions of this project's code and the libraries."""
+    """8 hexadecimal digits that identify the versions of this project's code and of the libraries."""
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""`allreduce`: sums arrays over CPU contexts in several ways, and counts the bytes that each way moves.
+"""`allreduce`: measures ways to sum arrays over CPU contexts, and computes the bytes that each way moves.
 
 A worker, `python -m bench.allreduce JOB`, measures all ways, in turn, for one number of contexts.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mxnet.ndarray import NDArray
 
 CONTEXTS = (1, 2, 4, 8)
-SECONDS = 0.02  # each way sums for at least this time in each round
+SECONDS = 0.02  # each way runs for at least this long in each round
 
 # {way: (bytes it reads and writes on k contexts, what it does)}. (a, b) means a * k + b times the array's size. A copy
 # moves 2 times the size, an addition 3 times, and a sum of k arrays k + 1 times.
@@ -37,7 +37,7 @@ WAYS = {
 
 
 def tree(data: list[NDArray]) -> None:
-    """Sum arrays of one shape, one per device, in place, in log2(k) rounds of pairs, then copy in the reverse order."""
+    """Sum arrays of one shape, one per device, in place: add pairs in log2(k) rounds, then copy in reverse order."""
     distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -71,7 +71,7 @@ def slices(data: list[NDArray], copy: bool = True) -> None:
     k = len(data)
     if k == 1:
         return
-    flat = [x.reshape(-1) for x in data]  # shares the memory
+    flat = [x.reshape(-1) for x in data]  # views that share the memory
     start, parts, sums = 0, [], []
     for i, size in enumerate(devices.shard_sizes(flat[0].size, k)):
         if not size:  # there are fewer elements than devices

@@ -1,4 +1,5 @@
-"""`async` and `copy`: measures gluon_mgpu.asynchrony in rounds. The tables can also show the notebook's times.
+"""`async` and `copy`: times the functions of gluon_mgpu.asynchrony in rounds. The tables can also show the
+notebook's times.
 
 A worker, `python -m bench.asynchrony JOB`, measures one round.
 """
@@ -18,7 +19,7 @@ NOTEBOOK = (4000, 50)  # (size, products); also the defaults on GPUs
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
 BASE = "one device, until they are done"  # all rows are compared with this row
-ROWS = {  # {what is timed: what its rate counts}; names as in recipes.ASYNCHRONOUS
+ROWS = {  # {what is timed: the operations in its rate}; names as in recipes.ASYNCHRONOUS
     "async": {
         "one device, until the calls return": "",
         BASE: "products",
@@ -49,7 +50,7 @@ def run(
     the notebook's values on GPUs, smaller values on CPU contexts. CPU contexts get one OpenMP thread each.
     """
     arguments = {"what": what, "gpus": gpus, "device": device, "size": size, "products": products}
-    # nd.dot takes one temporary space per product; with too few spaces, products wait for another device's products
+    # each nd.dot takes one temporary space; with too few spaces, products wait for products of another device
     spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * (products or ON_CPU[1]))
     env = harness.environment({**harness.ONE_THREAD, "MXNET_CPU_TEMP_COPY": str(spaces)})
     job = Job("asynchrony", arguments, env, advice="use a smaller --size or fewer --products")
@@ -61,7 +62,7 @@ def run(
 def table(result: dict) -> str:
     """Format each row's seconds, rate, and time relative to BASE.
 
-    If size and products are as in the notebook, the table also shows the notebook's seconds.
+    If size and products are as in the notebook, the table also shows the notebook's times.
     """
     n, count = result["size"], result["products"]
     base = result["rows"][BASE]

@@ -1,4 +1,4 @@
-"""`batch`: what a second device gains by batch size, what the rest of its time is lost to, and memory.
+"""`batch`: measures the speed-up from a second device at several batch sizes, what limits it, and peak memory.
 
 Each step is measured by a worker of `steps`, with one OpenMP thread per context.
 """
@@ -17,21 +17,21 @@ from bench.steps import Subject, measure, one_thread
 SIZES = {"lenet": (128, 256, 512, 1024), "resnet18": (32, 64)}
 
 NOTES = """\
-2 devices take half of the time of 1 device, and what they lose. Half: a device with half a batch takes more than half
-the time. Machine: 2 devices without allreduce take longer than 1 device with half a batch, because they share memory,
-cache, and the cores with Python's thread. Allreduce: a step takes longer with it than without. Python: CPU time of
-Python's thread per step on 2 devices."""
+The time on 2 devices is half the time on 1 device plus three losses, in ms/step. half: half a batch takes more than
+half the time. machine: 2 devices without allreduce take longer than 1 device with half a batch, because they share
+memory and cache, and share the cores with Python's thread. allreduce: the time that allreduce adds. Python is not a
+loss: it is the CPU time of Python's thread per step on 2 devices."""
 
 
 def compared(model: str, size: int) -> tuple[Subject, ...]:
-    """The steps of a row of the table: 1 device, half a batch on it, 2 devices without allreduce, 2 devices."""
+    """The subjects of a table row: 1 device, 1 device with half a batch, 2 devices without allreduce, 2 devices."""
     two = Subject(IMPLS[model][0], 2, model=model, batch_size=size)
     one = one_thread(two)
     return one, one._replace(batch_size=size // 2), two._replace(exchange=False), two
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
-    """Measure the models at SIZES; returns what `table` shows. steps: per run of LeNet with batch size 256."""
+    """Measure the models at SIZES. Returns the input of `table`. steps: per run of LeNet with batch size 256."""
     rows = [(name, size, compared(name, size)) for name in model for size in SIZES[name]]
     measured = measure(dict.fromkeys(subject for *_, subjects in rows for subject in subjects), rounds, steps)
     found = [
@@ -41,8 +41,8 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
 
 
 def lost(one: Sequence[float], half: Sequence[float], alone: Sequence[float], two: Sequence[float]) -> np.ndarray:
-    """The milliseconds per step that 2 devices lose to shards of half a batch, to sharing the machine, and to the
-    allreduce, in each round: (3, rounds). With half of `one` they sum to `two`. Arguments: step times of `compared`."""
+    """The milliseconds per step that 2 devices lose to shards of half a batch, to sharing the machine, and to
+    allreduce, in each round: (3, rounds). `two` is half of `one` plus these. Arguments: step times of `compared`."""
     return np.diff([np.array(one) / 2, half, alone, two], axis=0)
 
 

@@ -53,8 +53,14 @@ def contexts(note: str) -> Any:
 
 
 networks = ("lenet", "resnet18")
-model = choice("--model", networks, networks, "By default with batch size 256 (lenet) or 64 (resnet18).", multiple=True)
-steps = number("--steps", "Steps per run of LeNet; ResNet-18 runs a tenth of this number.", 100, least=10)
+model = choice(
+    "--model",
+    networks,
+    networks,
+    "Network. The batch size is 256 (lenet) or 64 (resnet18) unless it is varied.",
+    multiple=True,
+)
+steps = number("--steps", "Steps per run of LeNet; ResNet-18 takes a tenth of this number.", 100, least=10)
 size = common.option(
     "--size",
     type=click.IntRange(min=1, max=46340),
@@ -66,7 +72,7 @@ products = number("--products", "Number of products per device. Default: 50 on G
 
 
 def show(name: str, module: str, out: str | None, **options: Any) -> None:
-    """Run a measurement and print its table. With --out, write its result and its picture, if any."""
+    """Run a measurement and print its table. With --out, write its result and its plot, if any."""
     from bench import harness
 
     benchmark = import_module(f"bench.{module}")
@@ -89,7 +95,7 @@ def show(name: str, module: str, out: str | None, **options: Any) -> None:
 @rounds(3)
 @steps
 def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
-    """Measure the time and memory of a training step and of the notebook's step. Each has its own process."""
+    """Measure the time and memory of a training step and of the notebook's step, each in its own process."""
     from bench import steps as benchmark
 
     for name in what:
@@ -104,19 +110,19 @@ def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
 @rounds(5)
 @out("async.json")
 def async_command(out: str | None, **options: Any) -> None:
-    """Measure when calls return and when their work is done. Multiplies matrices on devices in turn or at once."""
+    """Measure when calls return and when their work is done. Multiplies matrices on the devices in turn and at once."""
     show("async", "asynchrony", out, what="async", **options)
 
 
 @command("copy", "", "--size 2000 --out runs/bench")
-@common.gpus("1", "Measure the first of these devices.")
+@common.gpus("1", "Number of devices, or their indices. Only the first device is measured.")
 @common.device
 @size
 @products
 @rounds(5)
 @out("copy.json")
 def copy_command(out: str | None, **options: Any) -> None:
-    """Measure matrix products and their copies to the host. Copies after all products, or as early as possible."""
+    """Measure matrix products and copies to the host. Copies results after all products, or as early as possible."""
     show("copy", "asynchrony", out, what="copy", **options)
 
 
@@ -141,7 +147,7 @@ def partition_command(out: str | None, **options: Any) -> None:
 @command("scaling", "", "--model lenet --contexts 2 --contexts 16 --out runs/bench", "--contexts 2 --batch-size 32")
 @model
 @contexts("1 is always measured.")
-@number("--batch-size", "Batch size; with weak scaling, of each context. Default: 256, or 64 for ResNet-18.")
+@number("--batch-size", "Batch size (with weak scaling, per context). Default: 256, or 64 for ResNet-18.")
 @rounds(3)
 @steps
 @out("scaling.json and scaling.png")
@@ -165,7 +171,7 @@ def batch_command(out: str | None, **options: Any) -> None:
 @number("--steps", "Steps per run.", 100, least=10)
 @out("shares.json")
 def shares_command(out: str | None, **options: Any) -> None:
-    """Measure equal and unequal shards if one of two cores also runs other programs."""
+    """Compare equal and unequal shards while one of two cores also runs other programs."""
     show("shares", "shares", out, **options)
 
 
@@ -175,7 +181,7 @@ def shares_command(out: str | None, **options: Any) -> None:
 @steps
 @out("distributed.json")
 def distributed_command(out: str | None, **options: Any) -> None:
-    """Compare 2 processes of 1 context each with 1 process of 2 contexts. Uses Horovod and MXNet's servers."""
+    """Compare 2 processes with 1 context each to 1 process with 2 contexts. Uses Horovod and parameter servers."""
     show("distributed", "distributed", out, **options)
 
 
@@ -189,7 +195,7 @@ def model_command(out: str | None, **options: Any) -> None:
 
 @command("timeline", "", "--impl highlevel --model resnet18 --out runs/bench")
 @common.impl
-@common.setting("--model", type=click.Choice(MODELS), help="scratch has only lenet.")
+@common.setting("--model", type=click.Choice(MODELS), help="scratch supports only lenet.")
 @number("--contexts", "Number of CPU contexts.", 2)
 @number("--batch-size", "Batch size over all contexts. Default: 256, or 64 for ResNet-18.")
 @number("--steps", "Number of recorded steps.", 5)

@@ -1,4 +1,5 @@
-"""`distributed`: compares 2 processes of 1 context each with 1 process of 2 contexts, for Horovod and MXNet's servers.
+"""`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and
+MXNet's parameter servers.
 
 A worker, `python -m bench.distributed JOB`, is one process of a run that `launch` or horovodrun starts, or the only
 process. Worker 0 prints the result. Nothing here imports mxnet or Horovod into the calling process.
@@ -38,7 +39,7 @@ receives per step, as counted by the kernel. Without the exchange, the 2 process
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
     """Train the models with each implementation in each setup, in turn. Returns the input of `table`.
 
-    steps: for LeNet. The result's "skipped" lists, one per line, the setups that cannot be measured here.
+    steps: per run of LeNet. result["skipped"]: one line for each kvstore that cannot be measured here.
     """
     kvstores, skipped = installed()
     ways = {"1 process of 2 contexts": {"kvstore": "local", "exchange": True}}
@@ -73,7 +74,7 @@ def job(kvstore: str, **arguments: Any) -> Job:
 
 
 def table(result: dict) -> str:
-    """Format, per model and implementation, each setup's time, ratio and bytes sent."""
+    """Format, per model and implementation, each setup's time, ratio and traffic."""
     lines = [
         f"2 processes of 1 context against 1 process of 2 contexts, medians of {result['rounds']} rounds (min-max);",
         harness.machine_line(),
@@ -134,7 +135,7 @@ def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dic
 
 
 def main() -> None:
-    """Run this process's role: serve, or measure and, in worker 0, print the result."""
+    """Serve or measure, depending on this process's role. Worker 0 prints the result."""
     arguments = json.loads(sys.argv[1])
     here = process.expect(arguments["kvstore"])
     if here.role != "worker":

@@ -1,6 +1,6 @@
 """Code that measurements share: worker processes, rounds, training, statistics, tables, and --out.
 
-A measurement runs in a separate process, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings
+A measurement runs in a separate process, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings only
 once. ARGUMENTS and the last line that the process prints are JSON. Nothing here imports mxnet into the calling process.
 """
 
@@ -35,7 +35,7 @@ STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # multiplies --steps; ResNet-18 co
 LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes, where ResNet-18 has 0.1 for a batch of 256
 
 SCRIPTS = Path(__file__).resolve().parents[1]
-SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that change the engine
+SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that affect the engine
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 
@@ -65,9 +65,9 @@ class Job(NamedTuple):
     module: str
     arguments: Mapping[str, Any]
     env: Mapping[str, str] | None = None  # None: `environment()`
-    launcher: tuple[str, ...] = ()  # a command that starts the program
+    launcher: tuple[str, ...] = ()  # a command that starts the worker
     seconds: float = 300  # time limit
-    advice: str = "use fewer steps"  # what to do if it takes longer
+    advice: str = "use fewer steps"  # what to do if the job takes longer
 
 
 def start(name: str, job: Job) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def main(work: Callable[..., dict[str, Any]]) -> None:
 def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
     """Run jobs that return {what: value}. Returns {subject: {what: [value per round]}}.
 
-    Each round runs every job once, so that results of a round can be compared even if the machine's speed changes.
+    Each round runs every job once, so results from the same round can be compared even if the machine's speed changes.
     """
     results: dict[Subject, Run] = {subject: {} for subject in jobs}
     disable = not sys.stderr.isatty()
@@ -112,7 +112,7 @@ def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
 
 
 def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
-    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet, batch 256.
+    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet with batch size 256.
 
     "python_ms" is the CPU time of Python's thread per step.
     """
@@ -270,7 +270,7 @@ def write(
     out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None] | None = None
 ) -> None:
     """Write the result and the machine's facts to NAME.json in `out`. If there is a trace, write it to NAME.trace.json.
-    If `draw` is given, write its picture to NAME.png."""
+    If `draw` is given, write its plot to NAME.png."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

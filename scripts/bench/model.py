@@ -1,7 +1,7 @@
 """`model`: a cost model of a data-parallel step, fitted to the result of `scaling` on this machine.
 
 It is fitted to measurements on fewer than CHECKED contexts, and checked against the rest. Then it predicts step times
-on clusters, which were not measured: every such number is called predicted. This module does not import mxnet.
+on clusters, which were not measured: every such number is labelled as predicted. This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 CHECKED = 8  # measurements on at least this many contexts are not used for the fit
 GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
 
-# In a cluster, each device has its own link to a switch that never blocks. A link sends one message and receives one
-# at a time; a message of n bytes takes latency + n / bandwidth, the whole gradient is one message, and additions
-# cost nothing (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005, without
-# its term for additions). So an allreduce takes
+# In the modelled clusters, each device has its own link to a non-blocking switch. A link sends at most one message and
+# receives at most one message at a time. A message of n bytes takes latency + n / bandwidth. The gradients of all
+# parameters are sent as one array, and additions cost nothing (Thakur, Rabenseifner, Gropp: Optimization of Collective
+# Communication Operations in MPICH, 2005, without the term for additions). So an allreduce takes
 #   messages * latency + share * bytes of the gradient / bandwidth
 # with these (messages, share) for k devices:
 CLUSTER = {
@@ -64,8 +64,9 @@ def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandw
 def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
     """Compute the factors of the three terms of a step's time. The terms are in milliseconds.
 
-    1. The time that each context adds to a step for any batch size: calls, its update, its part of the sum. 2. The time
-    of an example on a core if no other core works. 3. The time that each additional working core adds to term 2.
+    1. The time that each context adds to a step, whatever the batch size: calls, its update, its part of the sum.
+    2. The time per example on a core while no other core works. 3. The time that each additional working core adds to
+    term 2.
     """
     working = min(contexts, cores)
     return [contexts / working, batch_size / working, batch_size * (working - 1) / working]
@@ -87,8 +88,8 @@ def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def run(folder: str | Path) -> dict[str, Any]:
-    """Fit to a folder's scaling.json. Returns the input of `table` and `draw`. Raises UsageError if the file is
-    incomplete."""
+    """Fit the model to scaling.json in a folder. Returns the input of `table` and `draw`. Raises UsageError if the file
+    is missing or incomplete."""
     path = Path(folder) / "scaling.json"
     measure = f"run `bench.py scaling --out {folder}`, with all models and all contexts"
     try:
@@ -133,7 +134,7 @@ def _fitted(points: list[dict]) -> dict[str, Any]:
 
 def _predict(model: str, terms: list[float], speed: int, link: str) -> dict[str, Any]:
     """Predict weak scaling: each device has the same batch size. The allreduce starts after the last gradient, and the
-    next step after the allreduce. A faster device reduces the time per example, not the time of calls."""
+    next step starts after the allreduce. A faster device reduces the time per example, but not the time for calls."""
     compute = terms[0] + harness.BATCH_SIZE[model] * terms[1] / speed
     efficiency = {}
     for way in CLUSTER:
@@ -224,7 +225,7 @@ def _scatter(axes: Axes, fits: dict[str, dict]) -> None:
     axes.plot(ends, ends, color="gray", linewidth=1, zorder=0)
     axes.fill_between(ends, [e / 1.25 for e in ends], [1.25 * e for e in ends], color="gray", alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modelled, ms")
-    note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a quarter"
+    note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a factor of 1.25"
     axes.set_title(f"Steps\n{note}", fontsize="small")
     axes.legend(fontsize="small")
     axes.set_box_aspect(1)

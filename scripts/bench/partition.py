@@ -41,7 +41,7 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
     For each way, the result has "step_ms" and "idle" (each device's idle share) per round, and the bytes from
     `bytes_moved`. "idle" comes from additional steps with the engine's profiler.
     """
-    env = harness.environment(harness.ONE_THREAD)  # even for one context, which could use more threads
+    env = harness.environment(harness.ONE_THREAD)  # otherwise, one context would use more threads
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
     ways = []
     for name, run in harness.measure(jobs, rounds).items():
@@ -51,17 +51,17 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
 
 
 def bytes_moved(way: str, devices: int, n: int) -> tuple[int, int]:
-    """The bytes that a step on n examples copies between devices, and from the host to devices other than CPUs.
+    """The bytes that a step on n examples copies between devices, and from the host to devices other than the CPU.
 
-    Values are float32. tests/test_partition.py counts the copies.
+    Values are float32. tests/bench/test_bench_partition.py counts the copied bytes.
     """
     labels, images, others = n, n * PIXELS, devices - 1
     if way == "data parallelism":  # the others send gradients to the first device and receive the sums
         return 4 * 2 * others * PARAMETERS, 4 * (images + labels)
     if way == "network partitioning":  # sends activations at each cut, and their gradients back
         return 4 * 2 * n * sum(ACTIVATIONS[:others]), 4 * (images + labels)
-    # Each device sends its channels to every other device and receives their gradient from each. Scores are sent only
-    # to the first device, which itself computes 10 / devices of the scores.
+    # Each device sends its channels to every other device and receives their gradients from each. Scores are sent
+    # only to the first device, which itself computes 10 / devices of the scores.
     scores = 10 - -(-10 // devices)
     return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores), 4 * (devices * images + labels)
 

@@ -1,4 +1,4 @@
-"""`peers`: compares with PyTorch on the same network, data, batches, arithmetic and cores, in turn.
+"""`peers`: compares this project with PyTorch on the same networks, data, batches, arithmetic and cores, in turn.
 
 Workers of `steps` train this project's networks and run the notebook's code; workers of `torch_peers` train PyTorch's
 networks. Nothing here imports mxnet or torch into the calling process.
@@ -32,11 +32,12 @@ NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
 HIGHLEVEL = "highlevel, 2 contexts"
 
 NOTES = """\
-A step includes making the float32 batch from uint8 images in a shuffled order, forward, loss, backward, allreduce,
-update, and reading the losses. It excludes startup, compiling and the first steps; for the notebook's code, which waits
-for every step and reads no loss, it also excludes making the batches. DDP is DistributedDataParallel over gloo with
-gradient_as_bucket_view, static_graph and the default buckets. peak MB: for DDP, the sum over both processes, which
-counts shared pages twice. loss: the mean over the steps, which is the same in all rows."""
+A step includes making the float32 batch from uint8 images in a shuffled order, the forward pass, the loss, the
+backward pass, allreduce, the update, and reading the losses. It excludes startup, compiling and the first steps; for
+the notebook's code, which waits for every step and reads no loss, it also excludes making the batches. DDP is
+DistributedDataParallel over gloo with gradient_as_bucket_view, static_graph and the default buckets. peak MB: for DDP,
+the sum over both processes, which counts shared pages twice. loss: the mean over the steps, which is the same in all
+rows."""
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) -> dict:
@@ -67,7 +68,7 @@ def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files there
-    if threads > 1:  # as `engine` does for one context; without it, other work on the cores slows PyTorch a lot
+    if threads > 1:  # as `engine` does for one context; without it, other work slows PyTorch down a lot
         settings["GOMP_SPINCOUNT"] = engine.SPINS
     return harness.environment(settings, without=(*harness.SETTINGS, *TORCH_SETTINGS))
 

@@ -27,7 +27,7 @@ def run(
     """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
     Strong scaling: all contexts together share the batch; weak scaling: each context has a whole batch. contexts: 1 is
-    always measured, for comparison. batch_size: default: BATCH_SIZE. steps: per run of LeNet with batch size 256.
+    always measured, for comparison. batch_size: None: BATCH_SIZE[model]. steps: per run of LeNet with batch size 256.
     """
     subjects = {
         (impl, name, kind, k): subject(impl, name, kind, k, batch_size or BATCH_SIZE[name])
@@ -62,8 +62,8 @@ def table(result: dict) -> str:
     lines = [
         f"A training step on CPU contexts, medians of {result['rounds']} rounds (min-max);",
         f"{harness.machine_line()}",
-        "strong: all contexts share one batch; weak: each context has a batch. efficiency: examples/s relative to one",
-        f"context with one thread, divided by the number of contexts or cores ({cores}), whichever is smaller.",
+        "strong: all contexts share one batch; weak: each context has its own batch. efficiency: examples/s relative",
+        f"to one context with one thread, divided by the number of contexts or cores ({cores}), whichever is smaller.",
     ]
     for (model, impl, kind), runs in _series(result).items():
         rows = []

@@ -1,4 +1,4 @@
-"""`shares`: equal and unequal shards on two contexts, if the core of one context also runs other programs.
+"""`shares`: compares equal and unequal shards on two contexts while one context's core also runs other programs.
 
 A worker, `python -m bench.shares JOB`, keeps the thread of each context on a core of its own, so that programs on the
 second core slow down only cpu(1).
@@ -21,14 +21,14 @@ from gluon_mgpu.training import datasets
 
 SIZE = BATCH_SIZE["lenet"]
 SHARES = {"cpu(0) alone": None, "equal shards": (50, 50), "shares 80,20": (80, 20), "shares auto": "auto"}
-PROGRAMS = (0, 3)  # on the second core; with 3, the context's thread is one of four there
+PROGRAMS = (0, 3)  # number of programs on the second core; with 3, the context's thread is one of four there
 
 
 def run(rounds: int = 3, steps: int = 100) -> dict:
-    """Measure LeNet with each of SHARES and PROGRAMS; returns what `table` shows. Raises UsageError if this process may
-    use only one core."""
+    """Measure LeNet with each of SHARES and PROGRAMS. Returns the input of `table`. Raises UsageError if this process
+    may use only one core."""
     if len(os.sched_getaffinity(0)) < 2:
-        raise UsageError("shares: needs 2 cores, and this process may use only 1")
+        raise UsageError("shares: needs 2 cores, but this process may use only 1")
     env = harness.environment(harness.ONE_THREAD)
     jobs = {
         (name, programs): Job("shares", {"shares": shares, "programs": programs, "steps": steps}, env)
@@ -53,7 +53,7 @@ def table(result: dict) -> str:
 
 
 def work(shares: list[int] | str | None, programs: int, steps: int) -> dict[str, Any]:
-    """Measure a step. shares: one per device; None: cpu(0) alone. Also returns the shares, for "auto" as measured."""
+    """Measure a step. shares: one per device; None: cpu(0) alone. Also returns the shares, which "auto" measures."""
     contexts, cores = 2 if shares else 1, sorted(os.sched_getaffinity(0))
     engine.configure(contexts)
     import mxnet as mx

@@ -1,6 +1,6 @@
 """`steps`: measures speed and memory of the training step and of the notebook's code, in turn, in separate processes.
 
-A worker, `python -m bench.steps JOB`, works on synthetic data. docs/performance.md and docs/engine.md have the results.
+A worker, `python -m bench.steps JOB`, trains on synthetic data. docs/performance.md and docs/engine.md have results.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def lenet() -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """`networks.Residual` in PyTorch. BatchNorm has Gluon's defaults: epsilon 1e-5; momentum 0.1 is Gluon's 0.9."""
+    """`networks.Residual` in PyTorch. BatchNorm has Gluon's defaults: epsilon 1e-5, and momentum 0.1, which Gluon
+    writes as 0.9."""
 
     def __init__(self, inputs: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ def trainer(
     size = BATCH_SIZE[model]
     layout = torch.channels_last if channels_last else torch.contiguous_format
     net = network(model).to(memory_format=layout)
-    # Compile the network before wrapping it: if the wrapper is compiled, PyTorch does not compile a Sequential.
+    # Compile the network before wrapping it: PyTorch does not compile a Sequential in a compiled wrapper.
     replica = torch.compile(net) if compiled else net
     if processes > 1:
         replica = nn.parallel.DistributedDataParallel(replica, gradient_as_bucket_view=True, static_graph=True)

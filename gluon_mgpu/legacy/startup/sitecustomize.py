@@ -5,7 +5,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-# Run the machine's own sitecustomize, which this file hides.
+# Run the machine's own sitecustomize, which this file shadows.
 sys.path[:] = [folder for folder in sys.path if Path(folder).absolute() != Path(__file__).absolute().parent]
 spec = PathFinder.find_spec("sitecustomize", sys.path)
 try:
