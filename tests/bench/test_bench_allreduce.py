@@ -10,7 +10,7 @@ from bench import allreduce
 
 from gluon_mgpu import highlevel
 
-SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]  # no number of contexts above 1 divides all
+SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
 EPSILON = np.finfo(np.float32).eps
 
 
