@@ -84,10 +84,11 @@ def test_the_examples_in_help_are_valid_commands(command):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatch, name):
     script = f"scripts/{name.replace('-', '_')}.py"
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend("scripts")
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     out, err = capsys.readouterr()
     assert (ended.value.code, err) == (0, "")
     installed = call(capsys, main, name, "--help")[1]
