@@ -10,10 +10,10 @@ import lenet64
 import mxnet as mx
 import numpy as np
 import pytest
+import small_networks  # noqa: F401 (registers the network "normalized")
 from mxnet import nd
-from mxnet.gluon import nn
 
-from gluon_mgpu import convert, highlevel, networks, scratch
+from gluon_mgpu import convert, highlevel, scratch
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import operators
 from gluon_mgpu.runtime.errors import Error, UsageError
@@ -30,17 +30,6 @@ def needs(to):
 
 TARGETS = GLUON, PYTORCH, ONNX = [pytest.param(to, marks=needs(to)) for to in convert.TARGETS]
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
-
-
-def normalized():
-    net = nn.HybridSequential(prefix="normalized_")
-    with net.name_scope():
-        net.add(nn.Conv2D(6, 3, strides=2, use_bias=False), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D())
-        net.add(nn.Dense(20, use_bias=False), nn.BatchNorm(scale=False), nn.Dense(10))
-    return net
-
-
-networks.register("normalized", normalized, mx.init.Xavier())
 
 
 @pytest.fixture(scope="module")

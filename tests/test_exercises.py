@@ -8,14 +8,21 @@ from pathlib import Path
 
 import mxnet as mx
 import pytest
-from wrong_answers import RIGHT, WRONG
 
 from gluon_mgpu import exercises
 from gluon_mgpu.exercises import check
 
 PROGRAM = [sys.executable, "-m", "gluon_mgpu", "exercise"]
-PLANTED = [(name, mistake, code) for name, found in WRONG.items() for mistake, codes in found.items() for code in codes]
-CORRECT = [(name, code) for name in exercises.NAMES for code in ["", *RIGHT.get(name, [])]]
+# Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
+# replaces its function.
+ANSWERS = re.findall(
+    r"^## (\w+): (\S+)\n(.*?)(?=^## |\Z)",
+    Path(__file__).with_name("answers.txt").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+PLANTED = [answer for answer in ANSWERS if answer[1] != "correct"]
+CORRECT = [(name, code) for name, mistake, code in ANSWERS if mistake == "correct"]
+CORRECT += [(name, "") for name in exercises.NAMES]  # our solutions
 
 
 def diagnosed(name, code):
@@ -46,8 +53,9 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     own = {name: set(texts._sections[name]) for name in texts.sections()}
     assert list(own) == list(exercises.NAMES)
     for name, mistakes in own.items():
-        assert mistakes <= set(WRONG[name]) <= mistakes | texts.defaults().keys()
-    everywhere = {mistake for planted in WRONG.values() for mistake in planted}
+        planted = {mistake for exercise, mistake, _ in PLANTED if exercise == name}
+        assert mistakes <= planted <= mistakes | texts.defaults().keys()
+    everywhere = {mistake for _, mistake, _ in PLANTED}
     assert texts.defaults().keys() - everywhere == {"time-limit", "failed-operator"}  # tested below
 
 
@@ -89,9 +97,9 @@ def test_start_edit_check_and_correct(tmp_path):
 def test_an_answer_that_hangs_is_ended_with_one_clear_line(tmp_path, capfd):
     file = tmp_path / "rate.py"
     file.write_text(exercises.skeleton("rate").replace("    raise", "    while True: pass\n    raise"))
-    assert not check.run(str(file), seconds=5)
+    assert not check.run(str(file), seconds=3)
     out = capfd.readouterr().out
-    assert "Mistake: time-limit" in out and "5 seconds" in out
+    assert "Mistake: time-limit" in out and "3 seconds" in out
 
 
 @pytest.mark.parametrize("text", ["", "x = 1\n", '"""Exercise swim: across the lake."""\n', None, b"\xff\xfe"])

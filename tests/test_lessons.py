@@ -89,21 +89,6 @@ class TestSignatures:
         assert len(Path(module.__file__).read_text().splitlines()) <= 200
 
 
-class TestWhatTheNotebooksPrinted:
-    def test_a_copied_bias_and_its_gradient_are_20_zeros_on_the_device_they_were_copied_to(self):
-        new_params = scratch.get_params(scratch.init_params(), mx.cpu(1))
-        for b1 in (new_params[1], new_params[1].grad):
-            assert b1.context == mx.cpu(1)
-            np.testing.assert_array_equal(b1.asnumpy(), np.zeros(20))
-
-    def test_allreduce_leaves_the_sum_on_every_device(self):
-        data = [nd.ones((1, 2), ctx=mx.cpu(i)) * (i + 1) for i in range(2)]
-        scratch.allreduce(data)
-        for i, array in enumerate(data):
-            assert array.context == mx.cpu(i)
-            np.testing.assert_array_equal(array.asnumpy(), [[3, 3]])
-
-
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("examples, devices", [(6, 2), (4, 4), (96, 5), (7, 5), (3, 5)])
 def test_a_batch_is_split_in_order_into_one_shard_per_device_of_nearly_equal_size(module, examples, devices):
@@ -142,18 +127,10 @@ class TestStep:
                 np.testing.assert_array_equal(p, by_base.parameters()[name])
 
     @pytest.mark.parametrize("module", MODULES)
-    @pytest.mark.parametrize("examples, devices", [(64, 2), (64, 3), (96, 5), (3, 5)])
-    def test_a_step_on_several_devices_is_the_step_on_one(self, module, examples, devices, start):
-        X, y = batch(examples)
+    @pytest.mark.parametrize("devices", [2, 3, 5])
+    def test_a_step_on_several_devices_is_the_step_on_one_and_replicas_stay_equal(self, module, devices, start):
         one, several = replicas(module, 1, start), replicas(module, devices, start)
-        for made in (one, several):
-            made.train_batch(X, y, LR)
-        assert distance(several.parameters(), one.parameters(), start) < ROUNDING_AND_RELUS
-
-    @pytest.mark.parametrize("module", MODULES)
-    def test_replicas_stay_equal_and_a_device_left_without_an_example_adds_nothing(self, module, start):
-        one, several = replicas(module, 1, start), replicas(module, 3, start)
-        for examples in (6, 2, 5, 1):
+        for examples in (96, 64, 2, 1):  # the last batches leave devices without an example
             before = several.parameters()
             one.load_state_dict(before)
             for made in (one, several):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 SCRATCH = '"Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019)'
 GLUON = '"Training on multiple GPUs with gluon" (The Straight Dope)'
-PYTORCH = '"Multi-GPU training" (Dive into Deep Learning, in PyTorch)'
 CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learning)'
 
 
@@ -45,21 +44,11 @@ RECIPES = {
 }
 
 
-# Values that SCRATCH and PYTORCH print, one list per device.
+# Values that SCRATCH and "Multi-GPU training" (Dive into Deep Learning, in PyTorch) print, one list per device.
 ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
 SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # arange(24) split over 2 devices
 SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # arange(20) split over 4 devices
 COPIED_BIAS = [0] * 20  # b1 and its gradient, after b1 is copied to a device
-
-# Seconds for 50 products of 4000 x 4000 float32 matrices per device, as printed in PYTORCH for 4 GPUs.
-ASYNCHRONOUS = {
-    "one device, until the calls return": 0.240,
-    "one device, until they are done": 0.493,
-    "four devices, one after another": 2.000,
-    "four devices at once": 0.497,
-    "copies to the host, once all are done": 2.445,
-    "products and copies, each as soon as possible": 0.737,
-}
 
 
 def table() -> str:

@@ -107,14 +107,14 @@ class Recorder:
                 f"profile={file}: an epoch has {steps_per_epoch} steps, but recording needs {self.needed}; use smaller "
                 "batches or a larger limit"
             )
-        earliest, latest = before + WARM_UP, total - self.needed
-        starts = [s for s in range(earliest, latest + 1) if s % steps_per_epoch + self.needed <= steps_per_epoch]
-        if not starts:
+        self.first = before + WARM_UP
+        if self.first % steps_per_epoch + self.needed > steps_per_epoch:  # the epoch ends too soon
+            self.first = (self.first // steps_per_epoch + 1) * steps_per_epoch
+        if self.first + self.needed > total:
             raise UsageError(
                 f"profile={file}: only {total - before} steps are left to train; recording needs {WARM_UP} warm-up "
                 f"steps, then {self.needed} steps within one epoch; use more epochs or smaller batches"
             )
-        self.first = starts[0]
 
     def __enter__(self) -> Recorder:
         self.folder = tempfile.TemporaryDirectory()

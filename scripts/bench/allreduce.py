@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import harness
 from bench.harness import TITLE, Job
-from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime import engine
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -28,9 +28,7 @@ WAYS = {
     "star": ((7, -7), "as in the notebook: copy each array to the first context and add it there; copy the sum back"),
     "tree": ((7, -7), "copy and add in pairs, then in pairs of pairs; copy the sum back in the reverse order"),
     "add_n": ((5, -3), "copy all arrays to the first context; compute one sum there; copy it back as in star"),
-    "slices": ((5, -1), "each context sums one slice of all arrays, and copies the sum to all contexts"),
     "direct add_n": ((3, -1), "add_n without the copies before the sum; possible on CPU contexts only"),
-    "direct slices": ((3, 1), "slices without the copies before the sums; possible on CPU contexts only"),
     "KVStore local": ((5, 1), "pushpull: copy all arrays to the host's store; compute one sum there; copy it to all"),
     "KVStore device": ((5, 1), "the same, with each array's store on one of the contexts"),
 }
@@ -63,31 +61,6 @@ def add_n(data: list[NDArray], copy: bool = True) -> None:
             data[0].copyto(x)
 
 
-def slices(data: list[NDArray], copy: bool = True) -> None:
-    """Sum arrays of one shape, one per device, in place: each device sums a slice (reduce-scatter) and copies it to all
-    devices (all-gather). copy: as in `add_n`."""
-    import mxnet as mx
-
-    k = len(data)
-    if k == 1:
-        return
-    flat = [x.reshape(-1) for x in data]  # views that share the memory
-    start, parts, sums = 0, [], []
-    for i, size in enumerate(devices.shard_sizes(flat[0].size, k)):
-        if not size:  # there are fewer elements than devices
-            break
-        parts.append([x[start : start + size] for x in flat])
-        start += size
-        own_first = parts[i][i:] + parts[i][:i]  # MXNet computes on the context of the first array
-        here = [x.as_in_context(data[i].context) for x in own_first] if copy else own_first
-        sums.append(mx.nd.add_n(*here))
-    # The sums are new arrays, because the engine tracks whole arrays: a sum written into data would wait for all
-    # readers of data. With this order of copies, k devices write into k arrays at the same time.
-    for turn in range(k):
-        for i, total in enumerate(sums):
-            total.copyto(parts[i][(i + turn) % k])
-
-
 def pushpull(arrays: list[list[NDArray]], kind: str) -> Callable[[], None]:
     """Create a function that sums with a KVStore in the same way as gluon.Trainer."""
     import mxnet as mx
@@ -118,9 +91,7 @@ def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
         "star": each(scratch.allreduce),
         "tree": each(tree),
         "add_n": each(add_n),
-        "slices": each(slices),
         "direct add_n": each(add_n, copy=False),
-        "direct slices": each(slices, copy=False),
         "KVStore local": pushpull(arrays, "local"),
         "KVStore device": pushpull(arrays, "device"),
     }

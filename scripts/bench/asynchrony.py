@@ -1,5 +1,4 @@
-"""`async` and `copy`: times the functions of gluon_mgpu.asynchrony in rounds. The tables can also show the
-notebook's times.
+"""`async` and `copy`: times the functions of gluon_mgpu.asynchrony in rounds.
 
 A worker, `python -m bench.asynchrony JOB`, measures one round.
 """
@@ -13,13 +12,13 @@ from typing import Any
 from bench import harness
 from bench.harness import Job
 from gluon_mgpu.runtime import devices, engine
-from gluon_mgpu.training.recipes import ASYNCHRONOUS, PYTORCH
 
-NOTEBOOK = (4000, 50)  # (size, products); also the defaults on GPUs
+# Defaults: (size, products)
+ON_GPU = (4000, 50)  # as in the notebook
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
 BASE = "one device, until they are done"  # all rows are compared with this row
-ROWS = {  # {what is timed: the operations in its rate}; names as in recipes.ASYNCHRONOUS
+ROWS = {  # {what is timed: the operations in its rate}
     "async": {
         "one device, until the calls return": "",
         BASE: "products",
@@ -60,25 +59,17 @@ def run(
 
 
 def table(result: dict) -> str:
-    """Format each row's seconds, rate, and time relative to BASE.
-
-    If size and products are as in the notebook, the table also shows the notebook's times.
-    """
+    """Format each row's seconds, rate, and time relative to BASE."""
     n, count = result["size"], result["products"]
     base = result["rows"][BASE]
     cells = [["", "seconds", "rate", "x products of one device"]]
     for name, seconds in result["rows"].items():
-        counts, recorded = ROWS[result["what"]][name], ASYNCHRONOUS.get(name.replace("all devices", "four devices"))
+        counts = ROWS[result["what"]][name]
         amount = count * (len(result["devices"]) if counts == "all products" else 1) / median(seconds) / 1e9
         rate = f"{4 * n**2 * amount:.1f} GB/s" if counts == "copies" else f"{2 * n**3 * amount:.1f} GFLOP/s"
         ratio = median(a / b for a, b in zip(seconds, base))
         cells.append([name, harness.spread(seconds, 4), rate if counts else "", f"{ratio:.2f}"])
-        if (n, count) == NOTEBOOK and recorded:
-            cells[-1].append(f"{recorded:.3f}")
     lines = [f"{_title(result)}, medians of {len(base)} rounds (min-max);", harness.machine_line(), _where(result)]
-    if (n, count) == NOTEBOOK:
-        cells[0].append("notebook's seconds")
-        lines.append(f"notebook: {PYTORCH}, on 4 GPUs from 2019")
     return "\n".join([*lines, *harness.table(cells)])
 
 
@@ -98,7 +89,7 @@ def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | No
     from gluon_mgpu import asynchrony
 
     on_gpu = ctx[0].device_type == "gpu"
-    default_size, default_products = NOTEBOOK if on_gpu else ON_CPU
+    default_size, default_products = ON_GPU if on_gpu else ON_CPU
     size, products = size or default_size, products or default_products
     cpu = f"{harness.facts()['cpu']}, one OpenMP thread per context"
     x_devices = asynchrony.matrices(ctx, size)

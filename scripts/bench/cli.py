@@ -65,8 +65,7 @@ size = common.option(
     "--size",
     type=click.IntRange(min=1, max=46340),
     metavar="M",
-    help="Use M x M float32 matrices. Default: 4000 on GPUs, 1000 on CPU contexts. With --size 4000 --products 50, as "
-    "in the notebook, the table also shows the notebook's times.",
+    help="Use M x M float32 matrices. Default: 4000 on GPUs, as in the notebook; 1000 on CPU contexts.",
 )
 products = number("--products", "Number of products per device. Default: 50 on GPUs, 20 on CPU contexts.")
 

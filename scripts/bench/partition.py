@@ -5,21 +5,19 @@ A worker, `python -m bench.partition JOB`, trains on synthetic data.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
 from bench import harness
-from bench.harness import Job
+from bench.harness import LR, Job
+from bench.steps import timed
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets, timeline
+from gluon_mgpu.training import timeline
 
-BATCH_SIZE = 256
-WARM_UP_STEPS = 10
+SIZE = harness.BATCH_SIZE["lenet"]
 RECORDED_STEPS = 20
-LR = 0.01
 
 PARAMETERS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, layer by layer
 ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # outputs of each layer, per example
@@ -45,9 +43,9 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
     ways = []
     for name, run in harness.measure(jobs, rounds).items():
-        between, from_host = bytes_moved(WAYS[name]["way"], WAYS[name].get("contexts", 2), BATCH_SIZE)
+        between, from_host = bytes_moved(WAYS[name]["way"], WAYS[name].get("contexts", 2), SIZE)
         ways.append({"name": name, "bytes_between": between, "bytes_from_host": from_host, **run})
-    return {"batch_size": BATCH_SIZE, "rounds": rounds, "steps": steps, "ways": ways}
+    return {"batch_size": SIZE, "rounds": rounds, "steps": steps, "ways": ways}
 
 
 def bytes_moved(way: str, devices: int, n: int) -> tuple[int, int]:
@@ -78,7 +76,7 @@ def table(result: dict) -> str:
 
 
 def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:
-    """Measure one entry of partition.WAYS on CPU contexts; returns {"step_ms", "idle": each device's idle share}."""
+    """Measure one entry of partition.WAYS on CPU contexts; returns the times and each device's idle share, "idle"."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -87,14 +85,10 @@ def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dic
     ctx = [mx.cpu(i) for i in range(contexts)]
     place, train_batch = partition.WAYS[way]
     options = {"micro_batches": micro_batches} if micro_batches > 1 else {}
-    step = partial(train_batch, device_params=place(scratch.init_params(), ctx), ctx=ctx, lr=LR, **options)
-    data = datasets.synthetic(max(steps, WARM_UP_STEPS) * BATCH_SIZE, 100, seed=0)
-    harness.train(step, data, BATCH_SIZE, range(WARM_UP_STEPS * BATCH_SIZE))
-    start = time.perf_counter()
-    harness.train(step, data, BATCH_SIZE, range(steps * BATCH_SIZE))
-    seconds = time.perf_counter() - start
-    found = timeline.summary(harness.record(step, ctx, BATCH_SIZE, RECORDED_STEPS, way))["contexts"]
-    return {"step_ms": 1000 * seconds / steps, "idle": [device["idle_share"] for device in found.values()]}
+    step = partial(train_batch, device_params=place(scratch.init_params(), ctx), ctx=ctx, lr=LR["lenet"], **options)
+    times = harness.time_steps(timed(step, SIZE), "lenet", SIZE, steps)
+    found = timeline.summary(harness.record(step, ctx, SIZE, RECORDED_STEPS, way))["contexts"]
+    return {**times, "idle": [device["idle_share"] for device in found.values()]}
 
 
 if __name__ == "__main__":

@@ -38,14 +38,3 @@ def test_a_ratio_is_of_one_round_and_a_rate_of_the_median():
     # 10 copies of 4 MB in 0.02 s
     copies = rows_of(made_up("copy", [[2, 2, 2], [0.02, 0.04, 0.02], *[[2, 2, 2]] * 3]))[1]
     assert copies == ["0.0200", "(0.0200-0.0400)", "2.0", "GB/s", "0.01"]
-
-
-def test_the_seconds_of_the_notebook_are_shown_for_its_own_matrices_only():
-    seconds = [[1, 1, 1]] * 5
-
-    def last_cells(what, products):
-        return [row[-1] for row in rows_of(made_up(what, seconds, 4000, products))]
-
-    assert last_cells("async", 50) == ["0.240", "0.493", "2.000", "0.497"]
-    assert last_cells("copy", 50) == ["0.493", "2.445", "1.00", "0.737", "1.00"]
-    assert set(last_cells("async", 49)) == {"1.00"}

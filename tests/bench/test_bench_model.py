@@ -73,86 +73,56 @@ def test_the_fit_has_no_negative_terms():
     assert model.fit(rows, times) == pytest.approx([slope, 0])
 
 
-def simulated(messages, devices, latency, bandwidth):
-    """Seconds until the last message has arrived. Each is (sender, receiver, bytes, the indices of the messages that it
-    waits for); a device sends one at a time and receives one at a time, in the order of the list."""
-    sends, receives, done = [0.0] * devices, [0.0] * devices, []
-    for sender, receiver, size, after in messages:
-        start = max([sends[sender], receives[receiver], *(done[i] for i in after)])
-        done.append(start + latency + size / bandwidth)
-        sends[sender] = receives[receiver] = done[-1]
-    return max(done, default=0.0)
+def simulated(rounds, devices, latency, bandwidth):
+    """Seconds until the last message has arrived, and for each device the devices whose gradients have reached it.
+
+    rounds: (waits, bytes, [(sender, receiver), ...]). A device sends one message at a time and receives one at a time,
+    in the order of the lists. If a round waits, a device passes on what it has received before the round.
+    """
+    sends, receives, heard = [0.0] * devices, [0.0] * devices, [{i} for i in range(devices)]
+    for waits, size, messages in rounds:
+        before, known = list(receives), [set(found) for found in heard]
+        for sender, receiver in messages:
+            start = max(sends[sender], receives[receiver], before[sender] if waits else 0)
+            sends[sender] = receives[receiver] = start + latency + size / bandwidth
+            heard[receiver] |= known[sender] if waits else {sender}
+    return max(receives), heard
 
 
-def heard_of(messages, devices):
-    """For each device, the devices whose gradients have reached it."""
-    carried, received = [], [{i} for i in range(devices)]
-    for sender, receiver, _, after in messages:
-        carried.append({sender}.union(*(carried[i] for i in after)))
-        received[receiver] |= carried[-1]
-    return received
+def star(k, size):
+    return [(False, size, [(i, 0) for i in range(1, k)]), (True, size, [(0, i) for i in range(1, k)])]
 
 
-def star_messages(k, size):
-    gather = [(i, 0, size, []) for i in range(1, k)]
-    return gather + [(0, i, size, range(k - 1)) for i in range(1, k)]
-
-
-def tree_messages(k, size):
-    messages, heard = [], [[] for _ in range(k)]  # heard: the messages that each device has received
-    distance, pairs = 1, []
+def tree(k, size):
+    levels, distance = [], 1
     while distance < k:
-        for i in range(0, k - distance, 2 * distance):
-            messages.append((i + distance, i, size, list(heard[i + distance])))
-            heard[i].append(len(messages) - 1)
-            pairs.append((i, i + distance))
+        levels.append([(i + distance, i) for i in range(0, k - distance, 2 * distance)])
         distance *= 2
-    for parent, child in reversed(pairs):
-        messages.append((parent, child, size, list(heard[parent])))
-        heard[child].append(len(messages) - 1)
-    return messages
+    levels += [[(parent, child) for child, parent in level] for level in reversed(levels)]
+    return [(True, size, level) for level in levels]
 
 
-def ring_messages(k, size):
-    messages, last = [], [[] for _ in range(k)]
-    for _ in range(2 * (k - 1)):
-        arrived = {}
-        for i in range(k):  # a device passes on what it received in the round before
-            messages.append((i, (i + 1) % k, size / k, last[i]))
-            arrived[(i + 1) % k] = [len(messages) - 1]
-        last = [arrived[i] for i in range(k)]
-    return messages
+def ring(k, size):
+    return [(True, size / k, [(i, (i + 1) % k) for i in range(k)])] * (2 * (k - 1))
 
 
-def server_messages(k, size):
-    messages, pushed = [], [[] for _ in range(k)]
-    for turn in range(1, k):
-        for i in range(k):
-            messages.append((i, (i + turn) % k, size / k, []))
-            pushed[(i + turn) % k].append(len(messages) - 1)
-    asked = {}
-    for turn in range(1, k):
-        for i in range(k):
-            messages.append((i, (i + turn) % k, 0, []))
-            asked[i, (i + turn) % k] = len(messages) - 1
-    for turn in range(1, k):
-        for i in range(k):
-            server = (i + turn) % k
-            messages.append((server, i, size / k, [*pushed[server], asked[i, server]]))
-    return messages
+def servers(k, size):
+    """Each device is a worker and a server: it sends the parts of its gradients, then requests, then sums."""
+    turns = [(i, (i + turn) % k) for turn in range(1, k) for i in range(k)]
+    answers = [(server, worker) for worker, server in turns]
+    return [(False, size / k, turns), (False, 0, turns), (True, size / k, answers)]
 
 
-MESSAGES = {"star": star_messages, "tree": tree_messages, "ring": ring_messages, "PS": server_messages}
+ROUNDS = {"star": star, "tree": tree, "ring": ring, "PS": servers}
 
 
-@pytest.mark.parametrize("way", MESSAGES)
+@pytest.mark.parametrize("way", ROUNDS)
 def test_a_formula_is_what_the_messages_take_one_by_one(way):
-    assert MESSAGES.keys() == model.CLUSTER.keys()
+    assert ROUNDS.keys() == model.CLUSTER.keys()
     for k in (1, 2, 3, 5, 7, 8, 13, 33):
         for size, latency, bandwidth in ((4e6, 1e-4, 1e9), (4e3, 1e-3, 1e9), (5e7, 0.0, 1.25e8), (1e5, 1e-2, 1e12)):
-            messages = MESSAGES[way](k, size)
-            assert heard_of(messages, k) == [set(range(k))] * k
-            wanted = simulated(messages, k, latency, bandwidth)
+            wanted, heard = simulated(ROUNDS[way](k, size), k, latency, bandwidth)
+            assert heard == [set(range(k))] * k
             assert model.allreduce_seconds(way, k, size, latency, bandwidth) == pytest.approx(wanted), (k, size)
 
 
@@ -166,7 +136,7 @@ def test_predictions_follow_from_the_fit_and_the_messages(result):
         latency, bandwidth = model.LINKS[case["link"]]
         for way, efficiency in case["predicted_efficiency"].items():
             assert efficiency[0] == 1 and all(a > b > 0 for a, b in zip(efficiency, efficiency[1:])), way
-            seconds = simulated(MESSAGES[way](8, model.GRADIENT_BYTES[of]), 8, latency, bandwidth)
+            seconds, _ = simulated(ROUNDS[way](8, model.GRADIENT_BYTES[of]), 8, latency, bandwidth)
             assert efficiency[3] == pytest.approx(compute / (compute + 1000 * seconds)), way
 
 
