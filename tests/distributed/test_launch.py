@@ -11,8 +11,8 @@ import textwrap
 import pytest
 import runs
 
+from gluon_mgpu.commands.launch import launch as command
 from gluon_mgpu.distributed import launch
-from gluon_mgpu.runtime.errors import UsageError
 
 LAUNCH = runs.ROOT / "scripts" / "launch.py"
 PROMISED = 30  # seconds within which all processes have ended, whatever happens to one
@@ -289,12 +289,19 @@ def test_a_port_in_use_is_refused_before_anything_starts(run, offset):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"workers": 0}, {"servers": 129}, {"port": 0}, {"port": 65535}, {"command": ["no-such-program"]}], ids=str
+    "arguments, named",
+    [
+        ("--workers 0 -- true", "--workers: 0"),
+        ("--servers 129 -- true", "--servers: 129"),
+        ("--port 0 -- true", "--port: 0"),
+        ("--port 65535 -- true", "--port: 65535"),
+        ("no-such-program", "no-such-program"),
+    ],
 )
-def test_invalid_arguments_are_refused_with_the_value(wrong):
-    arguments = {"command": ["true"], "workers": 2, "servers": 1, "port": None, **wrong}
-    with pytest.raises(UsageError, match=str(*wrong.values()).strip("[]'")):
-        launch.launch(**arguments)
+def test_an_invalid_argument_is_refused_with_its_value(arguments, named, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(arguments.split())
+    assert named in capsys.readouterr().err
 
 
 SUMS = """
