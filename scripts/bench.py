@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Measure the training step, allreduce, scaling and more: `python scripts/bench.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("bench", "bench.cli")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("bench", "bench.cli")

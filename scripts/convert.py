@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Convert a network to files for Gluon, PyTorch or ONNX Runtime: `python scripts/convert.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("convert")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("convert")

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Check what this machine can run: `python scripts/doctor.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("doctor")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("doctor")

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Exercises on data parallelism with automatic checks: `python scripts/exercise.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("exercise")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("exercise")

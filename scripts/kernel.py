@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Install a Jupyter kernel for old MXNet notebooks: `python scripts/kernel.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("kernel")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("kernel")

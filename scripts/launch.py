@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Train in several processes on this machine: `python scripts/launch.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("launch")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("launch")

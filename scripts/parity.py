@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Compare this project's results with the notebooks' results: `python scripts/parity.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("parity")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("parity")

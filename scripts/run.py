@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Run a program or notebook that was written for MXNet 1.x: `python scripts/run.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("run")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("run")

@@ -1,10 +1,14 @@
-"""All scripts here call `start`, which requires gluon_mgpu to be installed for the Python that runs them."""
+"""All scripts here call `start`, which requires gluon_mgpu to be installed for the Python that runs them.
+
+They run this file by its path instead of importing it: if PYTHONSAFEPATH is set, Python cannot import from this folder.
+"""
 
 import sys
+from pathlib import Path
 
 
 def start(command, module=None):
-    """Run a command. module: the module that defines the command; None: gluon_mgpu.commands.COMMAND."""
+    """Run a command. module: the module in this folder that defines it; None: gluon_mgpu.commands.COMMAND."""
     try:
         from gluon_mgpu.__main__ import run
     except KeyboardInterrupt:
@@ -14,4 +18,6 @@ def start(command, module=None):
             f"error: {error} for {sys.executable}: use .venv/bin/python, which `make install` sets up, or "
             "run `pip install .`"
         )
+    if module:
+        sys.path.insert(0, str(Path(__file__).parent))
     run(module or f"gluon_mgpu.commands.{command}", command)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Train LeNet or ResNet-18 on one or several devices: `python scripts/train.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("train")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("train")

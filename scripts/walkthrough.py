@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Show what each device has during a training step: `python scripts/walkthrough.py --help`."""
 
-from start import start
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("walkthrough")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("walkthrough")

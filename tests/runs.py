@@ -15,6 +15,7 @@ from gluon_mgpu.runtime import engine
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]
+LAUNCH = [sys.executable, str(ROOT / "scripts/launch.py")]
 HORIZON = 240  # seconds, on a busy machine
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
 HOROVOD = importlib.util.find_spec("horovod")
@@ -23,13 +24,27 @@ MARKS = {"dist_sync": (), "horovod": needs_horovod}
 ENGINES = [pytest.param(kvstore, marks=marks) for kvstore, marks in MARKS.items()]
 
 
-def command(kvstore, workers, *args, servers=1, program=None):
+SOONER = """
+from gluon_mgpu.commands.launch import launch as command
+from gluon_mgpu.distributed import launch
+launch.SECONDS_TO_NOTICE = launch.SECONDS_TO_FINISH = launch.SECONDS_TO_INTERRUPT = 1
+launch.SECONDS_TO_TERMINATE = 0.3
+launch.LONGEST_DELAY = {}
+command()
+"""
+
+
+def sooner(delay=0.1):
+    """launch.py with shorter times. delay: the longest before a restart, in seconds."""
+    return [sys.executable, "-c", SOONER.format(delay)]
+
+
+def command(kvstore, workers, *args, servers=1, program=None, launcher=LAUNCH):
     """The command line of a run. program: what each process runs, default train.py with args."""
     program = program or [*TRAIN, "--kvstore", kvstore, *map(str, args)]
     if kvstore == "horovod":
         return [HOROVODRUN, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *program]
-    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--workers", str(workers), "--servers", str(servers)]
-    return [*launch, "--", *program]
+    return [*launcher, "--workers", str(workers), "--servers", str(servers), "--", *program]
 
 
 def start(line, environment=None, stdin=None):

@@ -58,26 +58,14 @@ except OSError as error:
 
 
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None, restarts: int = 0) -> int:
-    """Start every process of a run with the same command, wait for all of them, and return the exit status.
+    """Start all processes of a run, wait until they have ended, and return the exit status.
 
-    command: program and arguments. port: the scheduler listens on this port and the next port; None: free ports.
-    restarts: how many times to start all processes again, after a delay, if the status is 1; `train --out DIR` then
-    continues from its last checkpoint. Call this in the main thread, because only that thread receives signals.
+    command: program and arguments of every process. port: the scheduler's port; the next port is used too; None: free
+    ports. restarts: how many times to start all processes again if the status is 1. Call this in the main thread, which
+    receives signals. Raises UsageError if the command does not exist or a port is in use.
 
-    The status is 0 if all processes exit with 0. If a process fails, one line on standard error says why, or at least
-    names the process, and the remaining processes are ended. The status is then 1, or the status of the failed worker
-    if that is 2 or 130. Ctrl-C and SIGTERM are sent to the workers as SIGINT, and the status is 130.
-    Raises UsageError for invalid arguments, before anything is started.
+    The status is 0 if no process fails, 130 after Ctrl-C or SIGTERM, 2 or 130 if a worker fails with it first, else 1.
     """
-    limits = {
-        "workers": (workers, 1, MAX_PROCESSES),
-        "servers": (servers, 1, MAX_PROCESSES),
-        "port": (port, 1, MAX_PORT),
-        "restarts": (restarts, 0, MAX_RESTARTS),
-    }
-    for name, (number, least, most) in limits.items():
-        if number is not None and not least <= number <= most:
-            raise UsageError(f"{name}={number}: must be {least} to {most}")
     if not command:
         raise UsageError("no command to run: add one at the end, such as -- gluon-mgpu train --kvstore dist_sync")
     users = engine.users_environment()

@@ -219,3 +219,10 @@ def test_the_shell_completes_commands_options_words_and_files_without_importing_
     program = [Path(sys.executable).with_name("gluon-mgpu")]
     done = subprocess.run(program, env={**os.environ, **environment}, capture_output=True, text=True)
     assert (done.returncode, done.stderr, set(done.stdout.split())) == (0, "", offered)
+
+
+@pytest.mark.parametrize("script", ["train", "bench"])  # of gluon_mgpu, and of a module in scripts/
+def test_a_script_starts_if_python_does_not_import_from_its_folder(script):
+    command, environment = [sys.executable, f"scripts/{script}.py", "-h"], {**os.environ, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

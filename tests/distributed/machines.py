@@ -1,4 +1,4 @@
-"""Machines for the tests: network namespaces, each with a name, an address and a cable to one switch.
+"""Machines for the tests: network namespaces, each with a name, an address and a link to one switch.
 
 Each machine has a holder: a process that reads a pipe from this process, so that it ends when this process ends, for
 whatever reason. The holder is the first process of its PID namespace: when it ends, everything in the namespace ends,
@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 
 NEEDED = ("ip", "tc", "unshare", "nsenter")
-SLOW_BITS = 100e6  # bits per second, each way, of a slow cable
-PIECE = 16384  # bytes that a slow cable carries at a time
+SLOW_BITS = 100e6  # bits per second, each way, of a slow link
+PIECE = 16384  # bytes that a slow link carries at a time
 HOLD = 'hostname "$1" && mount --bind "$2" /etc/hosts && read pid rest < /proc/self/stat && echo $pid && exec cat'
 
 
@@ -62,7 +62,7 @@ class Machine:
 
 
 class Network:
-    """n machines: node0 at 10.99.0.1, node1 at 10.99.0.2, ... slow: with cables of SLOW_BITS.
+    """n machines: node0 at 10.99.0.1, node1 at 10.99.0.2, ... slow: with links of SLOW_BITS.
 
     As on Debian, a machine's own name is 127.0.1.1 on the machine itself. Its first interface reaches nobody.
     """
@@ -103,8 +103,8 @@ class Network:
             machine.ip(f"link set {interface} gso_max_size {PIECE} gso_max_segs 64")
             machine.run("tc", "qdisc", "add", "dev", interface, "root", *rate)
 
-    def pull(self, i):
-        """Pull machine i's cable."""
+    def cut(self, i):
+        """Take machine i's link down."""
         self.switch.ip(f"link set port{i} down")
 
     def end(self):

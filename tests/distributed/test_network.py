@@ -145,19 +145,19 @@ def test_gradients_cross_the_network_and_training_is_that_of_one_process(
     each = [[count / (STEPS + 1) / 1000 for count in machine.bytes()] for machine in network.machines]
     with capsys.disabled():
         print(
-            f"\n{kvstore}, {impl}, {WORKERS} workers, {'slow' if slow else 'fast'} cables\n"
+            f"\n{kvstore}, {impl}, {WORKERS} workers, {'slow' if slow else 'fast'} links\n"
             f"  KB per step, sent/received by each machine: {', '.join('{:.0f}/{:.0f}'.format(*two) for two in each)}\n"
             f"  KB per step of a worker, computed, each way: {size * part / 1000:.0f}\n"
             f"  ms per step: {metrics['train_seconds'] / STEPS * 1000:.0f}, "
-            f"at least {least_seconds(kvstore, size) * 1000:.0f} on slow cables"
+            f"at least {least_seconds(kvstore, size) * 1000:.0f} on slow links"
         )
 
 
 def least_seconds(kvstore, size):
-    """Seconds that a step's gradients, `size` bytes, need on slow cables."""
+    """Seconds that a step's gradients, `size` bytes, need on slow links."""
     if kvstore == "horovod":
         return 2 * (WORKERS - 1) * size / WORKERS * 8 / machines.SLOW_BITS
-    # Through a server's cable: in from all workers, then out to all workers.
+    # Through a server's link: in from all workers, then out to all workers.
     return 2 * WORKERS * size / SERVERS * 8 / machines.SLOW_BITS
 
 
@@ -199,30 +199,30 @@ def test_the_scripts_of_the_docs_train_on_several_machines(name, build, tmp_path
     assert apart(parameters(tmp_path / "run"), parameters(alone["highlevel"]), "highlevel") < RTOL
 
 
-@pytest.mark.parametrize("pulled", ["worker 1", "server 0"])
-def test_a_pulled_cable_ends_every_process_and_worker_0_names_who_was_lost(build, tmp_path, pulled):
+@pytest.mark.parametrize("lost", ["worker 1", "server 0"])
+def test_a_cut_link_ends_every_process_and_worker_0_names_who_was_lost(build, tmp_path, lost):
     network = build(machines_for("dist_sync"))
     processes = start(network, "dist_sync", tmp_path, *LONG)
     assert processes["worker 0"].stdout.readline().startswith("running on:")
     time.sleep(2)  # so that a step is in progress
-    network.pull(list(processes).index(pulled))
+    network.cut(list(processes).index(lost))
     ended = ends(processes, 30)
     assert {status for status, _, _ in ended.values()} == {1}
     errors = {name: runs.errors(err) for name, (_, _, err) in ended.items()}
-    assert {name: len(lines) for name, lines in errors.items() if lines} == {"worker 0": 1, pulled: 1}
-    assert f"{pulled} (node" in errors["worker 0"][0] and "lost contact with the scheduler" in errors[pulled][0]
+    assert {name: len(lines) for name, lines in errors.items() if lines} == {"worker 0": 1, lost: 1}
+    assert f"{lost} (node" in errors["worker 0"][0] and "lost contact with the scheduler" in errors[lost][0]
 
 
-@pytest.mark.parametrize("pulled", [0, 1])
+@pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("kvstore", runs.ENGINES[1:])
-def test_a_pulled_cable_ends_every_process_that_horovodrun_started(build, tmp_path, kvstore, pulled):
+def test_a_cut_link_ends_every_process_that_horovodrun_started(build, tmp_path, kvstore, lost):
     network = build(WORKERS)
     process = start(network, kvstore, tmp_path, *LONG)["horovodrun"]
     assert "running on:" in process.stdout.readline()
     time.sleep(2)
-    network.pull(pulled)
+    network.cut(lost)
     status, _, err = ends({"horovodrun": process}, 30)["horovodrun"]
-    assert status == 1 and any(re.search(rf"worker {pulled}\b", line) for line in runs.errors(err)), err
+    assert status == 1 and any(re.search(rf"worker {lost}\b", line) for line in runs.errors(err)), err
     assert not runs.processes(str(tmp_path / "run"))
 
 
