@@ -56,7 +56,7 @@ def run(
         seeds, recipes = (QUICK_SEEDS, QUICK) if quick else (tuple(seeds), RECORDED)
         folder = Path(out) / f"{kind}-{_version()}"
         mx.random.seed(seeds[0])
-        printed = list(examples.check(ctx, mnist, data_dir))
+        printed = list(examples.check(ctx, mnist))
         drifted = drift.measure(ctx[:2], fashion_mnist, drift.reference(ctx[:2], fashion_mnist, drift.STEPS))
         claimed = [*claims.placed(ctx[:2]), *claims.shared_unevenly(ctx[:2], mnist)]
         accuracy, trained = _train_all(recipes, seeds, folder, kind, data_dir)
