@@ -1,4 +1,4 @@
-"""Runs all checks in this process and each training run in its own process, then writes parity.json and parity.html."""
+"""Runs all checks in this process and each training run in its own process, then writes parity.json and parity.png."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def run(
     device: str = "auto",
     data_dir: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Run all checks, write parity.json and parity.html to `out`, and return the content of parity.json.
+    """Run all checks, write parity.json and parity.png to `out`, and return the content of parity.json.
 
     seeds: for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed, skip
-    the experiment, and write parity-quick.json and parity-quick.html. device, data_dir: as for `train`; "auto" uses
+    the experiment, and write parity-quick.json and parity-quick.png. device, data_dir: as for `train`; "auto" uses
     GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped; each combination
     of versions has its own folder. A training run that fails becomes a finding.
     Raises UsageError, before any training, if devices do not exist or another process is writing to `out`; Error if the
@@ -87,16 +87,16 @@ def run(
             "accuracy": accuracy,
             "drift": drifted._asdict(),
         }
-        page, numbers = files(out, quick)
-        checkpoint.write_whole(page, lambda file: file.write(report.page(result).encode()))
+        numbers, picture = files(out, quick)
+        checkpoint.write_whole(picture, lambda file: report.draw(result, file))
         checkpoint.write_whole(numbers, lambda file: file.write(json.dumps(result, indent=1).encode()))
         return result
 
 
 def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
-    """The paths of the HTML page and the JSON file that `run` writes."""
+    """The paths of the JSON file and the picture that `run` writes."""
     name = "parity-quick" if quick else "parity"
-    return Path(out) / f"{name}.html", Path(out) / f"{name}.json"
+    return Path(out) / f"{name}.json", Path(out) / f"{name}.png"
 
 
 def verdict(findings: list[Finding]) -> str:
