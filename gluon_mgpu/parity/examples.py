@@ -1,4 +1,4 @@
-"""Checks the notebooks' printed values, the initial parameters, and the equality of replicas.
+"""Checks the notebooks' printed values and the equality of replicas.
 
 Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks that
 `scratch` and `highlevel` port and, for scattering, the PyTorch notebook.
@@ -6,8 +6,7 @@ Both implementations are checked through the functions and `Replicas` that train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from statistics import NormalDist
+from collections.abc import Iterator
 
 import numpy as np
 from mxnet import Context, nd
@@ -19,23 +18,15 @@ from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.replicas import Replicas, implementation
 from gluon_mgpu.training.settings import Settings
 
-MODELS = {"scratch": ("lenet",), "highlevel": ("lenet", "lenet-max")}
+MODELS = {"scratch": "lenet", "highlevel": "lenet-max"}  # the notebooks' networks
 EXAMPLES = "printed examples"
-INITIAL = "initial parameters"
 IMAGES = 16  # MNIST images on 4 devices, as in the notebook
-KS_BOUND = 2.5  # a correct sample of n numbers has a distance above KS_BOUND / sqrt(n) with probability 7e-6
-DISTRIBUTIONS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
-    "lenet": ("normal(0, 0.01)", np.vectorize(NormalDist(0, 0.01).cdf)),
-    "lenet-max": ("uniform(-0.07, 0.07)", lambda weights: np.clip((weights + 0.07) / 0.14, 0, 1)),
-}
 
 
 def check(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     """Yields all findings. ctx: 4 contexts."""
     for impl in MODELS:
         yield from printed(impl, ctx, mnist)
-    for impl in MODELS:
-        yield from initial(impl, ctx)
 
 
 def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
@@ -63,7 +54,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         placed = [shard.context for shard in shards]
         yield finding(claim, right and placed == devices, f"{[len(rows) for rows in values]} rows on {placed}")
 
-    replicas = module.Replicas(ctx, Settings(model=MODELS[impl][-1]))
+    replicas = module.Replicas(ctx, Settings(model=MODELS[impl]))
     copied = [arrays(1)["b1"].tolist() for arrays in (replicas.parameters, replicas.gradients)]
     right, sizes = copied == [recipes.COPIED_BIAS] * 2, [len(values) for values in copied]
     yield finding("b1 and its gradient are 20 zeros on the second device", right, f"{sizes} numbers")
@@ -85,26 +76,6 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     equal, evidence = _all_equal(replicas)
     right = equal and changed == len(start)
     yield finding("after 3 steps, all parameters have changed and are equal", right, f"{changed} changed; {evidence}")
-
-
-def initial(impl: str, ctx: list[Context]) -> Iterator[Finding]:
-    """Check that weights follow the notebook's distribution, by the Kolmogorov-Smirnov test, and that biases are 0."""
-    for model in MODELS[impl]:
-        parameters = implementation(impl).Replicas(ctx[:1], Settings(model=model)).parameters()
-        distribution, cdf = DISTRIBUTIONS[model]
-        distances = {name: _distance(array, cdf) for name, array in parameters.items() if name[0] == "W"}
-        zero = not any(array.any() for name, array in parameters.items() if name[0] == "b")
-        evidence = f"largest distance {max(distances.values()):.2f} / sqrt(n), limit {KS_BOUND}"
-        holds = zero and max(distances.values()) <= KS_BOUND
-        yield Finding(INITIAL, f"{impl}, {model}: weights {distribution}, biases 0", holds, evidence)
-
-
-def _distance(array: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> float:
-    """The Kolmogorov-Smirnov distance between n numbers and a distribution, times sqrt(n)."""
-    expected = cdf(np.sort(array.ravel()))
-    steps = np.arange(array.size + 1) / array.size
-    apart = np.maximum(steps[1:] - expected, expected - steps[:-1])
-    return float(apart.max() * np.sqrt(array.size))
 
 
 def _all_equal(replicas: Replicas) -> tuple[bool, str]:

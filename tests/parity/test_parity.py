@@ -62,12 +62,12 @@ CAUGHT = {
     "one_shard_for_all": SUM,
     "one_replica_not_copied_back": SUM,
     "learning_rate_a_tenth": STEP,
-    "initial_scale_ten_times_larger": {examples.INITIAL},
+    "initial_scale_ten_times_larger": set(),  # found by the bands, and by test_lessons.py
     "biases_not_updated": SUM,
 }
 
 
-@pytest.mark.parametrize("fault", CAUGHT)
+@pytest.mark.parametrize("fault", [fault for fault, checks in CAUGHT.items() if checks])
 def test_a_planted_fault_is_caught_in_each_implementation(fault, findings, monkeypatch):
     getattr(faults, fault)(monkeypatch.setattr)
     found = [finding for finding in findings() if finding.check != claims.CHECK]
@@ -149,7 +149,7 @@ def test_the_table_of_faults_in_the_docs_is_what_these_tests_find():
     lines = text[text.index("| fault |") :].splitlines()[2 : 2 + len(CAUGHT)]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     for fault, (_, caught, *outside) in zip(CAUGHT, rows):
-        assert set(caught.split(", ")) == CAUGHT[fault], fault
+        assert set(caught.split(", ")) == (CAUGHT[fault] or {"only the bands"}), fault
         assert outside == ["yes" if fault in seen else "no" for seen in OUTSIDE.values()], fault
 
 
