@@ -17,8 +17,7 @@ from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import highlevel, scratch
-from gluon_mgpu.parity import notebook
-from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.parity import Finding, notebook
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset

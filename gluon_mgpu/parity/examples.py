@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from mxnet import Context, nd
 
-from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.parity import Finding
 from gluon_mgpu.training import recipes
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset

@@ -18,8 +18,7 @@ import numpy as np
 from mxnet import Context
 
 from gluon_mgpu import __version__
-from gluon_mgpu.parity import bands, claims, drift, examples, report
-from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.parity import Finding, bands, claims, drift, examples, report
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import batch_size, checkpoint, datasets
