@@ -3,6 +3,7 @@
 import inspect
 import json
 from pathlib import Path
+from statistics import NormalDist
 
 import mxnet as mx
 import numpy as np
@@ -247,6 +248,26 @@ class TestWhatYouReadIsWhatRuns:
         for options in ({}, {"tune": False}, {"hybridize": False}):
             (epoch,) = highlevel.train(2, 64, LR, model="own-sequential", **options, **self.OPTIONS)
             assert np.isfinite(epoch.train_loss)
+
+
+INITIAL = {  # {network: the distribution function of its initial weights}
+    "lenet": np.vectorize(NormalDist(0, 0.01).cdf),
+    "lenet-max": lambda weights: np.clip((weights + 0.07) / 0.14, 0, 1),  # Gluon's default, uniform(-0.07, 0.07)
+}
+
+
+@pytest.mark.parametrize("module, model", [(scratch, "lenet"), (highlevel, "lenet"), (highlevel, "lenet-max")])
+def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(module, model):
+    mx.random.seed(1)
+    for name, array in module.Replicas(contexts(1), Settings(model=model)).parameters().items():
+        if name[0] == "b":
+            assert not array.any()
+            continue
+        expected = INITIAL[model](np.sort(array.ravel()))
+        found = np.arange(array.size + 1) / array.size
+        distance = max((found[1:] - expected).max(), (expected - found[:-1]).max())
+        # The Kolmogorov-Smirnov test: a correct sample exceeds this limit with probability 7e-6.
+        assert distance < 2.5 / np.sqrt(array.size), name
 
 
 def test_max_pooling_keeps_the_largest_of_each_window():

@@ -42,7 +42,7 @@ def parse_seeds(text: str) -> list[int]:
 @common.device
 @common.data_dir
 @common.out(
-    "Write parity.json, parity.html and one folder per training run to this folder; finished runs are skipped.",
+    "Write parity.json, parity.png and one folder per training run to this folder; finished runs are skipped.",
     default="runs/parity",
 )
 @click.pass_context
@@ -57,5 +57,6 @@ def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **op
 
     result = comparison.run(out, seeds=seeds, quick=quick, **options)
     click.echo(report.text(result))
-    click.echo(f"\nsee {comparison.files(out, quick)[0]}")
+    numbers, picture = comparison.files(out, quick)
+    click.echo(f"\nsee {picture} for the plots and {numbers} for all numbers")
     context.exit(0 if result["holds"] else 1)

@@ -3,3 +3,16 @@
 `run` calls all checks: `examples` (printed values), `drift` (training steps), `bands` (accuracies) and `claims` (the
 lecture). `report` formats the result. docs/parity.md explains the criteria and which errors they detect.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    check: str  # the group of claims
+    claim: str
+    holds: bool | None  # None: it cannot be decided on this machine
+    evidence: str

@@ -13,8 +13,7 @@ import numpy as np
 from mxnet import Context
 
 from gluon_mgpu import highlevel
-from gluon_mgpu.parity import bands, drift
-from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.parity import Finding, bands, drift
 from gluon_mgpu.training.batch_size import Result
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset

@@ -1,4 +1,4 @@
-"""Runs all checks in this process and each training run in its own process, then writes parity.json and parity.html."""
+"""Runs all checks in this process and each training run in its own process, then writes parity.json and parity.png."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import numpy as np
 from mxnet import Context
 
 from gluon_mgpu import __version__
-from gluon_mgpu.parity import bands, claims, drift, examples, report
-from gluon_mgpu.parity.finding import Finding
+from gluon_mgpu.parity import Finding, bands, claims, drift, examples, report
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import batch_size, checkpoint, datasets
@@ -40,14 +39,13 @@ def run(
     device: str = "auto",
     data_dir: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Run all checks, write parity.json and parity.html to `out`, and return the content of parity.json.
+    """Run all checks, write parity.json and parity.png to `out`, and return the content of parity.json.
 
     seeds: for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed, skip
-    the experiment, and write parity-quick.json and parity-quick.html. device, data_dir: as for `train`; "auto" uses
-    GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped; each combination
-    of versions has its own folder. A training run that fails becomes a finding.
-    Raises UsageError, before any training, if devices do not exist or another process is writing to `out`; Error if the
-    data is not available.
+    the experiment, and write parity-quick.json and parity-quick.png. device, data_dir: as for `train`; "auto" uses
+    GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped. A training run
+    that fails becomes a finding.
+    Raises UsageError if devices do not exist or another process is writing to `out`, Error without the data.
     """
     with _locked(out):
         ctx = _contexts(device)
@@ -56,7 +54,7 @@ def run(
         seeds, recipes = (QUICK_SEEDS, QUICK) if quick else (tuple(seeds), RECORDED)
         folder = Path(out) / f"{kind}-{_version()}"
         mx.random.seed(seeds[0])
-        printed = list(examples.check(ctx, mnist, data_dir))
+        printed = list(examples.check(ctx, mnist))
         drifted = drift.measure(ctx[:2], fashion_mnist, drift.reference(ctx[:2], fashion_mnist, drift.STEPS))
         claimed = [*claims.placed(ctx[:2]), *claims.shared_unevenly(ctx[:2], mnist)]
         accuracy, trained = _train_all(recipes, seeds, folder, kind, data_dir)
@@ -87,16 +85,16 @@ def run(
             "accuracy": accuracy,
             "drift": drifted._asdict(),
         }
-        page, numbers = files(out, quick)
-        checkpoint.write_whole(page, lambda file: file.write(report.page(result).encode()))
+        numbers, picture = files(out, quick)
+        checkpoint.write_whole(picture, lambda file: report.draw(result, file))
         checkpoint.write_whole(numbers, lambda file: file.write(json.dumps(result, indent=1).encode()))
         return result
 
 
 def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
-    """The paths of the HTML page and the JSON file that `run` writes."""
+    """The paths of the JSON file and the picture that `run` writes."""
     name = "parity-quick" if quick else "parity"
-    return Path(out) / f"{name}.html", Path(out) / f"{name}.json"
+    return Path(out) / f"{name}.json", Path(out) / f"{name}.png"
 
 
 def verdict(findings: list[Finding]) -> str:

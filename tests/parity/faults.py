@@ -1,14 +1,12 @@
-"""Faults that parity must catch. Each is a function that breaks both implementations, or the loop.
+"""Faults that parity must catch. Each is a function that breaks both implementations.
 
 replace: monkeypatch.setattr, or setattr.
 """
 
 import mxnet as mx
-import numpy as np
 from mxnet.gluon import Trainer
 
 from gluon_mgpu import highlevel, networks, scratch
-from gluon_mgpu.training import loop
 
 
 def gradients_not_summed(replace):
@@ -76,10 +74,6 @@ def learning_rate_a_tenth(replace):
     sgd, set_learning_rate = scratch.sgd, Trainer.set_learning_rate
     replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params, lr / 10, batch_size))
     replace(Trainer, "set_learning_rate", lambda trainer, lr: set_learning_rate(trainer, lr / 10))
-
-
-def no_shuffling(replace):
-    replace(loop, "shuffled", lambda examples, seed, epoch: np.arange(examples))
 
 
 def initial_scale_ten_times_larger(replace):

@@ -36,13 +36,12 @@ def reference(made):
 
 
 @pytest.fixture
-def findings(made, reference, monkeypatch):
+def findings(made, reference):
     """A function that returns the findings of every check without training runs, on a small synthetic data set."""
-    monkeypatch.setattr(datasets, "load", lambda name, *_: made)
 
     def check():
         mx.random.seed(1)
-        found = [*examples.check(CTX, made, None), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
+        found = [*examples.check(CTX, made), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
         return [*found, *drift.check(drift.measure(CTX[:2], made, reference))]
 
     return check
@@ -51,7 +50,7 @@ def findings(made, reference, monkeypatch):
 def test_nothing_fails_without_a_fault(findings):
     found = findings()
     print(*found, sep="\n")
-    assert len(found) > 30 and failed(found) == set()
+    assert len(found) > 25 and failed(found) == set()
 
 
 # {fault: the checks that catch it, in both implementations}. docs/parity.md has this table.
@@ -63,18 +62,17 @@ CAUGHT = {
     "one_shard_for_all": SUM,
     "one_replica_not_copied_back": SUM,
     "learning_rate_a_tenth": STEP,
-    "no_shuffling": {examples.FEED},
-    "initial_scale_ten_times_larger": {examples.INITIAL},
+    "initial_scale_ten_times_larger": set(),  # found by the bands, and by test_lessons.py
     "biases_not_updated": SUM,
 }
 
 
-@pytest.mark.parametrize("fault", CAUGHT)
+@pytest.mark.parametrize("fault", [fault for fault, checks in CAUGHT.items() if checks])
 def test_a_planted_fault_is_caught_in_each_implementation(fault, findings, monkeypatch):
     getattr(faults, fault)(monkeypatch.setattr)
     found = [finding for finding in findings() if finding.check != claims.CHECK]
     for impl in examples.MODELS:
-        of_impl = [f for f in found if f.claim.startswith(impl) or f.check == examples.FEED]
+        of_impl = [f for f in found if f.claim.startswith(impl)]
         print(*of_impl, sep="\n")
         assert failed(of_impl) == CAUGHT[fault]
 
@@ -105,15 +103,14 @@ def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
     monkeypatch.setattr(drift, "SEED", seed)
     mnist, fashion_mnist = datasets.load("mnist"), datasets.load("fashion-mnist")
     drifted = drift.measure(CTX[:2], fashion_mnist, drift.reference(CTX[:2], fashion_mnist, 20))
-    found = [*examples.check(CTX, mnist, None), *claims.shared_unevenly(CTX[:2], mnist), *drift.check(drifted)]
+    found = [*examples.check(CTX, mnist), *claims.shared_unevenly(CTX[:2], mnist), *drift.check(drifted)]
     print(*found, sep="\n")
     assert failed(found) == set()
 
 
 # {recipe: the faults that the bands see in one training run}. docs/parity.md has this table.
 OUTSIDE = {
-    "scratch-lenet-fashion-mnist-2gpu": set(CAUGHT)
-    - {"divided_by_the_shards_size", "one_shard_for_all", "no_shuffling"},
+    "scratch-lenet-fashion-mnist-2gpu": set(CAUGHT) - {"divided_by_the_shards_size", "one_shard_for_all"},
     "gluon-lenet-mnist-4gpu": {
         "divided_by_the_shards_size",
         "learning_rate_a_tenth",
@@ -149,10 +146,10 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
 
 def test_the_table_of_faults_in_the_docs_is_what_these_tests_find():
     text = (HERE.parents[1] / "docs" / "parity.md").read_text()
-    lines = text[text.index("| fault |") :].splitlines()[2:11]
+    lines = text[text.index("| fault |") :].splitlines()[2 : 2 + len(CAUGHT)]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     for fault, (_, caught, *outside) in zip(CAUGHT, rows):
-        assert set(caught.split(", ")) == CAUGHT[fault], fault
+        assert set(caught.split(", ")) == (CAUGHT[fault] or {"only the bands"}), fault
         assert outside == ["yes" if fault in seen else "no" for seen in OUTSIDE.values()], fault
 
 
@@ -193,7 +190,7 @@ def test_parity_trains_once_and_reports_what_it_found(tmp_path):
     assert status == 0, (lines, errors)
     result = json.loads((tmp_path / "parity-quick.json").read_text())
     assert result["holds"] and lines[0] == result["verdict"]
-    assert result["verdict"] in (tmp_path / "parity-quick.html").read_text()
+    assert (tmp_path / "parity-quick.png").read_bytes().startswith(b"\x89PNG")
     (folder,) = tmp_path.glob("cpu-*/small")
     for seed, accuracies in result["accuracy"]["small"]["runs"].items():
         kept = [json.loads(line) for line in (folder / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()]

@@ -134,17 +134,24 @@ def test_tensorboard_reads_the_numbers_of_every_epoch_of_a_run_even_if_it_is_ask
     assert len(train(resume=tmp_path, epochs=4)) == 4
 
 
-def test_each_epoch_trains_on_every_example_once_in_another_order(monkeypatch):
-    seen = []
-    monkeypatch.setattr(scratch, "train_batch", lambda X, y, *_, **__: seen.append((X.asnumpy(), y.asnumpy())) or [y])
-    train(batch_size=96, epochs=2, limit=1000, seed=4)
-    assert [len(y) for _, y in seen] == 2 * (10 * [96] + [40])
+def test_each_epoch_trains_on_every_example_once_in_another_order_with_the_given_learning_rate(monkeypatch):
+    seen, rates = [], set()
+
+    def train_batch(X, y, device_params, ctx, lr, **_):
+        seen.append((X.asnumpy(), y.asnumpy()))
+        rates.add(lr)
+        return [y]
+
+    monkeypatch.setattr(scratch, "train_batch", train_batch)
+    train(batch_size=96, lr=0.3, epochs=2, limit=1000, seed=4)
+    assert [len(y) for _, y in seen] == 2 * (10 * [96] + [40]) and rates == {0.3}
     data = datasets.synthetic(1000, 166, seed=4)
     label_of = dict(zip(map(bytes, (data.train_images / 255).astype(np.float32)), data.train_labels))
     epochs = [[(bytes(image), label) for X, y in half for image, label in zip(X, y)] for half in (seen[:11], seen[11:])]
     for epoch in epochs:
         assert len(epoch) == 1000 and dict(epoch) == label_of
-    assert epochs[0] != epochs[1]
+    in_the_file, first, second = [[image for image, _ in order] for order in (label_of.items(), *epochs)]
+    assert in_the_file != first != second != in_the_file
 
 
 def signals(monkeypatch, at_step, *moments):
