@@ -1,7 +1,7 @@
 """Bands of test accuracy per epoch: could a run of this project have printed a notebook's accuracies?
 
-A notebook's log error, log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of n new runs. s is the
-standard deviation of the kept runs in spread.json. docs/parity.md gives the reasons and the false-alarm rate.
+A notebook's log error, log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of n new runs. s is
+the standard deviation of the kept runs in spread.json. docs/parity.md gives the reasons and the false-alarm rate.
 """
 
 from __future__ import annotations
