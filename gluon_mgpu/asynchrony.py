@@ -20,8 +20,8 @@ SIZE, PRODUCTS = 4000, 50  # as in the notebook
 def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
     """Multiply a matrix (n, n) by itself `products` times, on its device. Returns without waiting for the results.
 
-    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If more products are queued
-    than there are spaces, contexts wait for each other (docs/engine.md).
+    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If the queued products need
+    more spaces, contexts wait for each other (docs/engine.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 
@@ -93,7 +93,8 @@ def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArra
 
 
 def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
-    """Copy the products once all of them are done. Returns the seconds for the products and for the copies."""
+    """Copy the products once all of them are done. Returns two times in seconds: for the products and for the
+    copies."""
     with BenchMark(f"Run on {x.context}") as on_device:
         y = run(x, products)
         nd.waitall()

@@ -21,7 +21,7 @@ from gluon_mgpu.training import batches, loop, replicas, tuning
 from gluon_mgpu.training.records import Epoch
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
-loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five saves time in Python
+loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five reduces the work in Python
 
 
 def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSequential:
@@ -163,7 +163,8 @@ class Replicas(replicas.Replicas):
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
     """Run the notebook's experiment (its function `run`), and print time and accuracy per epoch.
 
-    num_gpus: number of devices, or their indices ([0, 2]). batch_size: over all devices. options: see `loop.train`; in
-    addition, hybridize=False runs the network operator by operator, and tune=False runs it exactly as written.
+    num_gpus: number of devices, or their indices ([0, 2]). batch_size: examples per step, across all devices. options:
+    see `loop.train`; in addition, hybridize=False runs the network operator by operator, and tune=False runs it exactly
+    as written.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

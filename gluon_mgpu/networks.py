@@ -31,10 +31,10 @@ NETWORKS: dict[str, Network] = {}
 def register(
     name: str, build: Callable[[], gluon.Block], init: mx.init.Initializer = NORMAL, names: tuple[str, ...] = ()
 ) -> None:
-    """Make a network available as `model=name` to `highlevel.train` and to everything that reads its runs.
+    """Make a network available as `model=name` to `highlevel.train` and to all code that reads its runs.
 
-    build: returns a new, uninitialized network for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: for its
-    weights. names: the names of its arrays in checkpoints; default: Gluon's names.
+    build: returns a new, uninitialized network for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: initializer of
+    its weights. names: the names of its arrays in checkpoints; default: Gluon's names.
     """
     NETWORKS[name] = Network(build, init, names)
     settings.add_model(name)

@@ -1,4 +1,4 @@
-"""Lesson 3: LeNet split over devices in three ways: by layers, by channels and by examples.
+"""Lesson 3: LeNet split across devices in three ways: by layers, by channels and by examples.
 
 Each device records and differentiates its own part. Copies between devices are made outside `autograd.record`, so the
 recorded graph ends there, and the code passes the gradient back with `output.backward(gradient)`. Every exchange is
@@ -51,13 +51,13 @@ LAYERS: tuple[Layer, ...] = (
 def stages(devices: int) -> list[slice]:
     """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last.
 
-    With 2 devices, the first device has only the first convolution. The second device has more than nine tenths of the
-    arithmetic, but the first device's ReLU and pooling are slow too: they read 13,520 numbers per example. A cut after
-    the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
+    With 2 devices, the first device computes only the first convolution. More than 90% of the arithmetic is on the
+    second device, but the first device's ReLU and pooling are slow too: they read 13,520 values per example. A cut
+    after the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
     """
     layers = len(LAYERS)
     if devices > layers:
-        raise UsageError(f"network partitioning on {devices} devices: use at most {layers}, LeNet's number of layers")
+        raise UsageError(f"network partitioning on {devices} devices: use at most {layers}; LeNet has {layers} layers")
     return [slice(i, i + 1) for i in range(devices - 1)] + [slice(devices - 1, layers)]
 
 
@@ -118,7 +118,7 @@ def train_batch_network(
 def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
     """For each device, its rows of the eight parameters. Each row (first axis) belongs to one output of the layer."""
     if len(ctx) > 10:
-        raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: use at most 10, LeNet's number of outputs")
+        raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: use at most 10; LeNet has 10 outputs")
     shards = zip(*[scratch.split_and_load(p, ctx) for p in params])
     return [scratch.get_params(list(rows), c) for rows, c in zip(shards, ctx)]
 

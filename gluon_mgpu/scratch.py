@@ -191,7 +191,8 @@ class Replicas(replicas.Replicas):
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
     """Run the notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`. Prints time and accuracy per epoch.
 
-    num_gpus: number of devices, or their indices ([0, 2]). batch_size: over all devices. options: see `loop.train`. To
-    train your own network, pass net, a function of images and parameters, and params, its initial parameters.
+    num_gpus: number of devices, or their indices ([0, 2]). batch_size: examples per step, across all devices. options:
+    see `loop.train`. To train your own network, pass net, a function of images and parameters, and params, its initial
+    parameters.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

@@ -217,7 +217,7 @@ def check():
         raise Error(f"{failed}: no result within 120 s")
     if finished.status:
         wrong = re.search(r"^[\w.]*Error: .*", finished.err, re.MULTILINE)
-        raise Error(f"{failed}: {wrong[0] if wrong else f'horovodrun ended with status {finished.status}'}")
+        raise Error(f"{failed}: {wrong[0] if wrong else f'horovodrun exited with status {finished.status}'}")
     return f"Horovod {HOROVOD} with MXNet {version('mxnet')}: two processes summed an array with gloo"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Show what each device has during a training step: `python scripts/walkthrough.py --help`."""
+"""Show what each device holds during a training step: `python scripts/walkthrough.py --help`."""
 
 import runpy
 from pathlib import Path

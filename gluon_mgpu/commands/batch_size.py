@@ -45,8 +45,8 @@ from gluon_mgpu.training import datasets
 )
 def batch_size(sweep: bool, out: str, **options: Any) -> None:
     """Compare batch sizes on one and two devices. Runs the lecture's experiment: 1 and 2 devices with batch sizes 256
-    and 512, and 2 devices with 512 and a scaled learning rate. Shows times and test accuracies as a table and a
-    plot. With --sweep, compares learning rates."""
+    and 512, and 2 devices with batch size 512 and a scaled learning rate. Shows times and test accuracies as a table
+    and a plot. With --sweep, compares learning rates."""
     from gluon_mgpu.training import batch_size as experiment
 
     if sweep:

@@ -63,9 +63,9 @@ class Command(click.Command):
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that can set handlers
+        in_main_thread = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
         if in_main_thread:
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then ends child processes too
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then stops child processes too
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:

@@ -50,8 +50,9 @@ def convert(
 ) -> None:
     """Convert the network of a run, or any network that Gluon exported.
 
-    RUN is the folder that train --out wrote. Before the files are put in place, they are loaded back and checked: the
-    scores for the run's test images, or for random images, must match MXNet's scores within a relative error of 1e-5.
+    RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded back and checked:
+    the scores for the run's test images, or for random images, must match MXNet's scores within a relative error of
+    1e-5.
     """
     if len(sources) not in (1, 2):
         raise UsageError("convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")

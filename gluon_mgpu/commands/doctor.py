@@ -149,7 +149,7 @@ def ask_driver() -> Facts:
 
 
 def answer(probe: Callable[[], Facts]) -> None:
-    """Print the result of probe() as JSON. Called in the child process of `_in_child`."""
+    """Print the result of probe() as JSON. Runs in the child process that `_in_child` starts."""
     try:
         print(json.dumps(probe()))
     except Exception as error:

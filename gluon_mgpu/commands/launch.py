@@ -41,6 +41,6 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
 @click.pass_context
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
     """Run an MXNet program in several processes on this machine. Starts a scheduler, MXNet's parameter servers, and
-    workers. The first worker gets the terminal's input. If a process fails, all others are stopped and one line names
-    the failed process."""
+    workers. The first worker gets the terminal's input. If a process fails, all other processes are stopped, and one
+    line names the failed process."""
     context.exit(launcher.launch(command, **options))

@@ -19,7 +19,7 @@ OPTIONS = (
         "--gpus",
         type=click.IntRange(1, prepare.MOST_GPUS),
         metavar="N",
-        help="Number of GPUs that the program sees. Without GPUs, N CPU contexts compute at the same time. By "
+        help="Let the program use N GPUs or, if there are none, N CPU contexts that compute at the same time. By "
         "default, the program can use any number of CPU contexts, but they take turns.",
     ),
     click.option(

@@ -77,7 +77,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     shell_complete=lambda *args: [word for word in ("fp16", "2bit:0.5") if word.startswith(args[-1])],
     help="Send gradients as 16-bit numbers (horovod), or as 2-bit numbers with threshold T (dist_sync).",
 )
-@common.setting("--batch-size", type=common.COUNT, metavar="N", help="Examples per step, in total over all devices.")
+@common.setting("--batch-size", type=common.COUNT, metavar="N", help="Examples per step, across all devices.")
 @common.setting(
     "--shares",
     type=numbers(float, "auto"),
@@ -100,7 +100,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     metavar="X",
     help="Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
 )
-@common.setting("--momentum", type=FRACTION, metavar="X", help="Momentum of SGD, such as 0.9.")
+@common.setting("--momentum", type=FRACTION, metavar="X", help="SGD momentum, such as 0.9.")
 @common.setting("--weight-decay", type=FRACTION, metavar="X", help="Weight decay for all parameters, such as 0.0005.")
 @common.setting(
     "--clip-norm", "max_grad_norm", type=common.POSITIVE, metavar="X", help="Limit the norm of the gradient to X."
@@ -127,7 +127,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     type=common.FOLDER,
     metavar="DIR",
     help="Continue the run in this folder with its saved settings. Only --epochs (except with a cosine schedule), "
-    "--shares, and options for devices and implementations may differ.",
+    "--shares, and options for devices and implementations can be changed.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write logs for TensorBoard to the run's folder.")
 @common.option(

@@ -51,9 +51,10 @@ def save(network: Network, to: str, prefix: str) -> str:
     """Write the network to files whose paths start with prefix. Returns a two-line report.
 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
-    (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is put
-    in place. Raises UsageError as `check_prefix` does, or if a layer cannot be converted; Error if the scores differ by
-    more than TOLERANCE, or if the files cannot be written. On failure, no files are left behind.
+    (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is
+    moved into place. Raises UsageError for the same reasons as `check_prefix`, or if a layer cannot be converted; Error
+    if the scores differ by more than TOLERANCE, or if the files cannot be written. On failure, no files are left
+    behind.
     """
     target, files = TARGETS[to], check_prefix(to, prefix)
     try:

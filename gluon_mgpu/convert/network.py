@@ -22,7 +22,7 @@ from gluon_mgpu.training.replicas import implementation
 MOST_TEST_IMAGES = 1000
 RANDOM_IMAGES = 8
 BATCH_SIZE = 100
-TRUE = ("True", "1")  # how the graph's file represents true
+TRUE = ("True", "1")  # how the graph file represents true
 
 
 @dataclass
@@ -69,7 +69,8 @@ def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
     """Load a run's network, with test images and the scores that impl computes (None: the run's own implementation).
 
-    Raises as `evaluate.load` and `evaluate.held_out` do; UsageError if the network is not a HybridBlock.
+    Raises UsageError if the network is not a HybridBlock. Other exceptions: see `evaluate.load` and
+    `evaluate.held_out`.
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]

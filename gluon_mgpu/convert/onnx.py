@@ -72,7 +72,7 @@ def _as_in_2021() -> Iterator[None]:
     with (
         mock.patch.object(onnx, "mapping", mapping, create=True),
         mock.patch.object(onnx.defs, "onnx_opset_version", lambda: EXPORTED),
-        mock.patch.object(onnx.checker, "check_graph"),  # the check would be against the newest opset
+        mock.patch.object(onnx.checker, "check_graph"),  # the check would use the newest opset
         mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # makes exporting AlexNet 5 times faster
     ):
         yield

@@ -55,9 +55,9 @@ class Node:
     """An operator of the graph, and its layer in PyTorch if it has parameters."""
 
     step: int
-    facts: dict[str, Any]  # the operator's entry in the graph's file
+    facts: dict[str, Any]  # the operator's entry in the graph file
     name: str  # the layer's name; an identifier
-    inputs: list[int]  # the steps that compute the inputs other than parameters
+    inputs: list[int]  # the steps that compute the inputs, except parameters
     shape: Sizes  # the first input's shape, for a batch of 1
     arrays: list[np.ndarray]  # parameters
     layer: str = ""  # the code that creates the layer
@@ -76,7 +76,8 @@ class Node:
             raise refuse(self.facts, "PyTorch", " ".join(str(error).split())) from None
 
     def create(self, layer: str, *names: str) -> str:
-        """Set the code and the state of the layer. Returns the layer's expression. names: its parameters in PyTorch."""
+        """Set the code and the state of the layer. Returns an expression for the layer. names: its parameters in
+        PyTorch."""
         self.layer = layer
         self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
         return f"self.{self.name}"

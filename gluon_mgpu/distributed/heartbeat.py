@@ -1,8 +1,9 @@
 """Tracks which processes of a run are alive, and lets workers exchange values. Messages are JSON lines sent over TCP.
 
 The Coordinator runs in the scheduler or, with Horovod, in worker 0. Every worker and every server runs a Client. A
-process is lost if its connection ends or it is silent for SILENCE_LIMIT seconds. Then all other processes end and one
-of them reports the loss, because MXNet's parameter servers and Horovod would wait forever for the lost process.
+process counts as lost if its connection closes or it is silent for SILENCE_LIMIT seconds. Then all other processes
+exit, and one of them reports the loss, because MXNet's parameter servers and Horovod would wait forever for the lost
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 SILENCE_LIMIT = 10.0  # seconds; a process that is silent for longer is lost; no worker holds the GIL that long
 CONNECT_LIMIT = 300.0  # seconds for all processes to connect
 NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
-GRACE_PERIOD = 3.0  # seconds from the end of the workers until servers and the scheduler exit; ps-lite may take 10 s
+GRACE_PERIOD = 3.0  # seconds until servers and the scheduler exit after the last worker; ps-lite may take 10 s
 MAX_GREETING = 4096  # maximum size of a client's first message, in bytes
 MAX_LINE = 16 << 20  # maximum size of any other message, in bytes: enough for the history of 80,000 epochs
 
@@ -47,7 +48,7 @@ class Coordinator:
         self.lock = threading.Lock()  # protects the fields below, because every connection has its own thread
         self.clients: dict[str, _Connection] = {}
         self.strangers: set[_Connection] = set()  # connections that have not sent a greeting yet
-        self.ended: set[str] = set()  # clients that announced their end, or were lost
+        self.ended: set[str] = set()  # clients that announced their exit, or were lost
         self.gathering: dict[str, Any] = {}  # values of an incomplete all_gather
         self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to stop
         self.finished = False
@@ -117,7 +118,7 @@ class Coordinator:
             if len(self.gathering) == len(self.workers):
                 self._send_all({"gathered": [self.gathering.pop(worker) for worker in self.workers]})
         elif "stop" in message:
-            # Ask every worker how many steps it has issued. Workers then wait until they are told the last step.
+            # Ask every worker how many steps it has issued. Workers then wait for the number of the last step.
             self._send_all({"hold": True})
         elif "issued" in message and name in self.workers:
             self.issued[name] = int(message["issued"])
@@ -132,7 +133,7 @@ class Coordinator:
             self.ended.add(name)
             if self.ended.issuperset(self.workers):
                 self._send_all({"finished": True})
-                self.ended.update(self.expected)  # a server that ends from now on is not reported as lost
+                self.ended.update(self.expected)  # a server that exits from now on is not reported as lost
                 if self.here.role == "scheduler":
                     after(GRACE_PERIOD, os._exit, 0)
 
@@ -162,14 +163,14 @@ class Coordinator:
         return [name for name in self.expected if name not in self.clients]
 
     def _end(self, line: str, status: int = 1, undo: bool = False, report: bool = True) -> None:
-        """End all processes of the run; the first client that is still connected reports why."""
+        """Terminate all processes of the run; the first client that is still connected reports why."""
         if self.finished:
             return
         remaining = [name for name in self.expected if name in self.clients and name not in self.ended]
         for name in remaining:
             reports = report and name == remaining[0]
             self.clients[name].send({"end": line, "status": status, "undo": undo, "report": reports})
-        self.finished = True  # set last, because `close` returns once this is set, and the process may then end
+        self.finished = True  # set last, because `close` returns once this is set, and the process may then exit
         if self.here.role == "scheduler":
             end_process(None if remaining else f"{self.here}: {line}", 1, BEAT_INTERVAL)
 
@@ -193,12 +194,12 @@ class _Connection:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
-        """End `read`, which runs in another thread."""
+        """Stop `read`, which runs in another thread."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def read(self, handle: Callable[[dict[str, Any]], object], limit: int = MAX_LINE) -> str:
-        """Call handle(message) for every message until the connection ends. Returns why it ended.
+        """Call handle(message) for every message until the connection closes. Returns the reason.
 
         limit: maximum size of the first message, in bytes.
         """
@@ -214,13 +215,13 @@ class _Connection:
             return f"no message for {SILENCE_LIMIT:.0f} s"
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             pass  # the connection was reset, or a stranger sent something that is not a message
-        return "its connection ended"
+        return "its connection was closed"
 
 
 class Client:
     """A process's connection to the Coordinator at (host, port). The constructor waits until all clients are connected.
 
-    If another process fails or is lost, this process ends, whatever its main thread is doing; if the failed process
+    If another process fails or is lost, this process exits, whatever its main thread is doing; if the failed process
     requested it, `undo` is called first.
     Raises Error if the host does not resolve or does not answer within CONNECT_LIMIT seconds.
     """
@@ -243,7 +244,7 @@ class Client:
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
             notice(f"{here}: waiting for {', '.join(self.missing)}")
-            self.complete.wait()  # the coordinator ends this process after CONNECT_LIMIT seconds
+            self.complete.wait()  # the coordinator terminates this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collect one value from every worker, in rank order. Waits for all workers. value: any JSON value."""
@@ -269,12 +270,12 @@ class Client:
         return step < self.stop_at
 
     def failed(self, line: str, status: int, undo: bool) -> None:
-        """Tell the other processes why this process is ending, and whether they should call their `undo`."""
+        """Tell the other processes why this process is exiting, and whether they should call their `undo`."""
         self.finished = True
         self.connection.send({"failed": line, "status": status, "undo": undo})
 
     def close(self) -> None:
-        """Tell the coordinator that this process is ending normally."""
+        """Tell the coordinator that this process is exiting normally."""
         self.finished = True
         self.connection.send({"done": True})
 
@@ -312,14 +313,14 @@ class Client:
 
     def _end(self, line: str, status: int, report: bool) -> None:
         self.finished = True
-        # The delay lets a launcher see that the failed process ended first. An interrupt (130) is not an error.
+        # The delay lets a launcher see that the failed process exited first. An interrupt (130) is not an error.
         end_process(line if report and status != 130 else None, status, BEAT_INTERVAL / 2)
 
 
 def end_process(line: str | None, status: int, seconds: float) -> None:
-    """End this process after `seconds` seconds; if `line` is not None, first report it as an error.
+    """Terminate this process after `seconds` seconds; if `line` is not None, first report it as an error.
 
-    The process ends even if nobody reads its output, and even if its main thread is inside MXNet, waiting for a lost
+    The process exits even if nobody reads its output, and even if its main thread is inside MXNet, waiting for a lost
     process.
     """
     after(seconds, os._exit, status)
@@ -330,7 +331,8 @@ def end_process(line: str | None, status: int, seconds: float) -> None:
 
 
 def after(seconds: float, function: Callable[..., object], *arguments: object) -> threading.Timer:
-    """Call function(*arguments) after `seconds` seconds, unless the returned timer is cancelled or the process ends."""
+    """Call function(*arguments) after `seconds` seconds, unless the returned timer is cancelled or the process
+    exits."""
     timer = threading.Timer(seconds, function, arguments)
     timer.daemon = True
     timer.start()

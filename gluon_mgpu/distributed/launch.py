@@ -1,8 +1,8 @@
 """Starts all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
 Each process runs the same command and reads its role from DMLC_ROLE. The command can be any MXNet program, because in a
-scheduler or server process, `import mxnet` itself runs the scheduler or server. If a process fails, the launcher ends
-all other processes. Nothing here imports mxnet.
+scheduler or server process, `import mxnet` itself runs the scheduler or server. If a process fails, the launcher
+terminates all other processes. Nothing here imports mxnet.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ HOST = "127.0.0.1"  # other machines cannot connect
 MAX_PROCESSES = 128  # limit on the number of workers, and on the number of servers
 MAX_RESTARTS = 1000
 MAX_PORT = 65534  # the scheduler also needs the next port
-PORTS = range(10000, 32767)  # below Linux's ephemeral ports, which outgoing connections may take
+PORTS = range(10000, 32767)  # below Linux's ephemeral ports, which outgoing connections may use
 POLL_INTERVAL = 0.02  # seconds
-SECONDS_TO_NOTICE = 5  # seconds for the remaining processes to end by themselves after a process has failed
-SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to end after the last worker
+SECONDS_TO_NOTICE = 5  # seconds for the remaining processes to exit by themselves after a process has failed
+SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to exit after the last worker
 SECONDS_TO_INTERRUPT = 20  # seconds for the workers to save a checkpoint after Ctrl-C
 SECONDS_TO_TERMINATE = 3  # seconds between SIGTERM and SIGKILL
 LONGEST_DELAY = 60  # seconds before a restart: 1, 2, 4, ..., 60
@@ -43,7 +43,7 @@ RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable: makes `train --out D
 # worker and each server gets its own DMLC_TASK_ID.
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
 
-# Each process runs this before the command, to make Linux kill the process when its parent, argv[1], ends for any
+# Each process runs this before the command, to make Linux kill the process when its parent, argv[1], exits for any
 # reason (1 is PR_SET_PDEATHSIG). preexec_fn is not used, because Python code between fork and exec can deadlock.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -58,13 +58,14 @@ except OSError as error:
 
 
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None, restarts: int = 0) -> int:
-    """Start all processes of a run, wait until they have ended, and return the exit status.
+    """Start all processes of a run, wait until they have exited, and return the exit status.
 
     command: program and arguments of every process. port: the scheduler's port; the next port is used too; None: free
     ports. restarts: how many times to start all processes again if the status is 1. Call this in the main thread, which
     receives signals. Raises UsageError if the command does not exist or a port is in use.
 
-    The status is 0 if no process fails, 130 after Ctrl-C or SIGTERM, 2 or 130 if a worker fails with it first, else 1.
+    The status is 0 if no process fails, 130 after Ctrl-C or SIGTERM, the worker's status if a worker fails first with 2
+    or 130, else 1.
     """
     if not command:
         raise UsageError("no command to run: add one at the end, such as -- gluon-mgpu train --kvstore dist_sync")
@@ -100,7 +101,7 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
 
 
 def _run(command: Sequence[str], environment: dict[str, str], port: int | None, events: _Events) -> int:
-    """Start all processes, wait until they have ended, and return the exit status."""
+    """Start all processes, wait until they have exited, and return the exit status."""
     environment = {**environment, "DMLC_PS_ROOT_PORT": str(port or free_port())}
     workers, servers = (int(environment[name]) for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER"))
     processes: list[_Process] = []
@@ -114,7 +115,8 @@ def _run(command: Sequence[str], environment: dict[str, str], port: int | None, 
 
 
 def _supervise(processes: list[_Process], events: _Events) -> int:
-    """Wait until all processes have ended. If a process fails, or on Ctrl-C, end the rest. Returns the exit status."""
+    """Wait until all processes have exited. If a process fails, or on Ctrl-C, terminate the rest. Returns the exit
+    status."""
     workers = [p for p in processes if p.role == "worker"]
     try:
         events.wait(lambda: _first_failed(processes) or _ended(workers))
@@ -132,7 +134,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         if failed:
             events.wait(lambda: _ended(processes), SECONDS_TO_NOTICE)
         elif not _ended(processes):
-            _say(f"gluon_mgpu: ending {_running(processes)}: still running {SECONDS_TO_FINISH} s after the last worker")
+            _say(f"gluon_mgpu: stopping {_running(processes)}: still running {SECONDS_TO_FINISH} s after the workers")
         _terminate(processes, events)
     if not failed:
         return 0
@@ -140,10 +142,10 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
 
 
 def _interrupt(processes: list[_Process], workers: list[_Process], events: _Events) -> None:
-    with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the wait
+    with suppress(KeyboardInterrupt):  # a second Ctrl-C cancels the wait
         _signal(workers, signal.SIGINT)
         if not events.wait(lambda: _ended(workers), SECONDS_TO_INTERRUPT):
-            _say(f"gluon_mgpu: ending {_running(workers)}: still running {SECONDS_TO_INTERRUPT} s after Ctrl-C")
+            _say(f"gluon_mgpu: stopping {_running(workers)}: still running {SECONDS_TO_INTERRUPT} s after Ctrl-C")
         _terminate(processes, events)
     if events.error():
         _say(f"error: {events.error()}")
@@ -154,8 +156,8 @@ def _ended(processes: list[_Process]) -> bool:
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
-    """The process that failed first, or None. If several failed since the last check, prefer a process killed by a
-    signal, then a worker, because the others may have ended as a result."""
+    """The process that failed first, or None. If several processes failed since the last check, prefer a process killed
+    by a signal, then a worker, because the other processes may have failed as a result."""
     failed = [p for p in processes if p.poll()]
     return min(failed, key=lambda p: (p.returncode > 0, p.role != "worker"), default=None)
 
@@ -177,7 +179,7 @@ def _terminate(processes: list[_Process], events: _Events) -> None:
 
 
 def _kill(processes: list[_Process]) -> None:
-    """Kill everything that is left, including stopped processes and children of processes that have ended."""
+    """Kill everything that is left, including stopped processes and children of processes that have exited."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -203,7 +205,7 @@ class _Process(subprocess.Popen[bytes]):
     def how_it_ended(self) -> str:
         if self.returncode < 0:
             return f"was killed by {signal.Signals(-self.returncode).name}"
-        return f"ended with status {self.returncode}"
+        return f"exited with status {self.returncode}"
 
 
 class _Events:
@@ -258,7 +260,7 @@ def free_port() -> int:
         with suppress(UsageError):
             _check_ports(port)
             return port
-    raise Error(f"found no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose a port with --port")
+    raise Error(f"there are no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose a port with --port")
 
 
 def _check_ports(port: int) -> None:

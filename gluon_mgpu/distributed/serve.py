@@ -56,8 +56,9 @@ def _scheduler(here: Process) -> heartbeat.Coordinator:
 
 
 def _pass_signals_on(ask_to_stop: Callable[[], bool]) -> None:
-    """On Ctrl-C or SIGTERM, which a cluster sends to every process, ask the workers to stop. A second signal ends
-    this process. MXNet's loop never returns to Python to run a signal handler, so a thread waits for signals."""
+    """On Ctrl-C or SIGTERM, which a cluster manager sends to every process, ask the workers to stop. A second signal
+    terminates this process. MXNet's loop never returns to Python to run a signal handler, so a thread waits for
+    signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

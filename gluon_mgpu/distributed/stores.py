@@ -55,7 +55,7 @@ class Horovod:
         self.hvd.shutdown()
 
     def abandon(self) -> None:
-        """Do not wait for the other workers when this process ends."""
+        """Do not wait for the other workers when this process exits."""
 
 
 class DistSync:
@@ -87,10 +87,10 @@ class DistSync:
             self.kv.pushpull(name, array, out=array, priority=priority)
 
     def close(self) -> None:
-        """Wait for the other workers, then let the servers end."""
+        """Wait for the other workers, then let the servers exit."""
         self.kv.__del__()
         self.kv.handle = None
 
     def abandon(self) -> None:
-        """Do not wait for the other workers when this process ends."""
+        """Do not wait for the other workers when this process exits."""
         check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self.kv.handle, 0))

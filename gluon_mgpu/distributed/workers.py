@@ -1,7 +1,7 @@
 """Lets the workers of a run sum arrays and agree on values.
 
-Arrays are sent through Horovod or MXNet's parameter servers (`stores`), and all other values through the heartbeat's
-connection (`heartbeat`).
+Horovod or MXNet's parameter servers transfer the arrays (`stores`). The heartbeat connection transfers all other values
+(`heartbeat`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECONDS_TO_BLAME = 5.0  # how long a worker waits after an unexpected error, bec
 
 
 class Workers:
-    """The workers of a run, as one worker sees them. This base class is for a process that trains alone.
+    """One worker's view of all workers in a run. This base class is for a process that trains alone.
 
     rank: this worker's rank, from 0. count: number of workers. compress: kind of gradient compression, or None.
     """
@@ -93,7 +93,7 @@ class Workers:
         return {name: array.asnumpy() for name, array in sums.items()}
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """Register undo(). If another worker raises an Error, undo() is called before this process ends."""
+        """Register undo(). If another worker raises an Error, undo() is called before this process exits."""
 
     def ask_to_stop(self) -> bool:
         """Ask all workers to stop at the same step. Returns False if there are no other workers."""
@@ -146,20 +146,20 @@ class Group(Workers):
 
     def leave(self) -> None:
         """Leave the run, once all workers have finished or stopped."""
-        with _one_signal_ignored():  # a cluster signals every process, and this process may get the signal late
-            self.all_gather(None)  # worker 0 may still be writing, and a launcher ends all workers when one worker ends
+        with _one_signal_ignored():  # a cluster manager signals every process, perhaps this one late
+            self.all_gather(None)  # worker 0 may still be writing; a launcher stops all workers when one worker exits
             self.store.close()
             self.client.close()
             if self.coordinator:
                 self.coordinator.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other processes that this worker failed, so that they end too."""
+        """Tell the other processes that this worker failed, so that they exit too."""
         line, status = errors.reason(error), getattr(error, "exit_status", 1)
         if isinstance(error, KeyboardInterrupt):
             line, status = "interrupted", 130
         elif not isinstance(error, Error):
-            time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat ends this process meanwhile
+            time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat stops this process meanwhile
         self.client.failed(line, status, undo=isinstance(error, Error))
         if self.coordinator:
             self.coordinator.close()  # waits until the remaining processes have been told
@@ -171,8 +171,8 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     """Join a run, and yield its Workers, or ALONE for "local". Waits until all processes of the run are connected.
 
     kvstore: "local", "horovod" or "dist_sync". model: the network's name. compress: "fp16" sends gradients as float16
-    (horovod); "2bit:T" sends T, -T or 0 for each number and adds the remainder to the next step's gradient (dist_sync).
-    If a process of the run is lost later, this process ends and an error message names the lost process.
+    (horovod); "2bit:T" sends T, -T or 0 for each element and adds the remainder to the next step's gradient
+    (dist_sync). If a process of the run is lost later, this process exits, and an error message names the lost process.
     Raises UsageError if this process was not started for this kvstore, Error if Horovod is missing or connecting fails.
     """
     here = process.expect(kvstore)
@@ -226,7 +226,7 @@ def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
     """Pin each worker on this machine to its own subset of the cores, if there are enough cores.
 
     Otherwise, the kernel may run the Horovod threads of all workers on one core, and every sum then waits for that
-    core. Workers that are already limited to different cores keep them.
+    core. If workers are already limited to different cores, nothing changes.
     """
     cores = sorted(os.sched_getaffinity(0))
     here = [BOOT_ID.read_text(), cores]
@@ -236,7 +236,7 @@ def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
     i = sharing.index(rank)
     own = cores[len(cores) * i // len(sharing) : len(cores) * (i + 1) // len(sharing)]
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # the thread has ended
+        with suppress(ProcessLookupError):  # the thread has exited
             os.sched_setaffinity(int(thread), own)
 
 

@@ -1,8 +1,9 @@
-"""Exercises with automatic checks. `solutions` has the tasks with our answers, and `checks` has the hidden cases.
+"""Exercises with automatic checks. `solutions` contains the tasks and our answers, and `checks` contains the hidden
+cases.
 
-A learner's file begins with the exercise's docstring, which names the exercise. A check calls the learner's function
-with the same name as the solution's last function. It recognizes known mistakes by what the function computes, not by
-reading the code.
+A learner's file begins with the exercise's docstring, which names the exercise. A check calls the function in that file
+that has the same name as the solution's last function. It recognizes known mistakes by what the function computes, not
+by reading the code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAMES = tuple(PAGES)
 
 
 class Mistake(Exception):
-    """A mistake in an answer. name: its entry in mistakes.ini. case: what was computed, with numbers."""
+    """A mistake in an answer. name: its entry in mistakes.ini. case: what was computed, with values."""
 
     def __init__(self, name: str, case: str) -> None:
         super().__init__(f"{name}: {case}")
@@ -57,15 +58,15 @@ def skeleton(name: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The exercise that a learner's file solves. Raises UsageError if the file is unreadable or names no exercise."""
+    """The exercise that a learner's file solves. Raises UsageError if the file is unreadable or does not name an
+    exercise."""
     try:
         found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
     if not found or found[1] not in NAMES:
-        names = f"{found[1]}, which is not an exercise" if found else "no exercise"
+        problem = f"{found[1]} is not an exercise" if found else "does not name an exercise"
         raise UsageError(
-            f'{path}: names {names}; its first line must be """Exercise NAME: ..., as `gluon-mgpu exercise start` '
-            "writes it"
+            f'{path}: {problem}; its first line must be """Exercise NAME: ..., as `gluon-mgpu exercise start` writes it'
         )
     return found[1]

@@ -37,7 +37,7 @@ def shown(arrays: Sequence[np.ndarray]) -> str:
 
 
 def compare(case: str, found: Numbers, right: Numbers, mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]]) -> None:
-    """Raise the Mistake that explains the result, unless the result is right.
+    """Raise the Mistake that explains the result, unless the result is correct.
 
     found, right: one array per device. mistakes: {name: results of this mistake}, in order of comparison.
     """
@@ -90,7 +90,7 @@ def recording(on_wait: Callable[[Context | None], object] = lambda context: None
 
 
 def copies(case: str, events: list[Any], needed: int, allow_numpy: bool = False) -> list[Copy]:
-    """Returns the copies between devices. Raises Mistake if there are fewer than needed.
+    """Returns the copies between devices. Raises Mistake if there are fewer than `needed`.
 
     allow_numpy: accept copies through NumPy too.
     """

@@ -1,4 +1,4 @@
-"""Checks an answer: `check` works in this process, which imports MXNet; `run` starts a process with a time limit."""
+"""Checks an answer: `check` runs in this process, which imports MXNet; `run` starts a process with a time limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(name: str, code: str, path: str) -> Mistake | None:
     try:
         exec(compile(code, path, "exec", dont_inherit=True), module.__dict__)
         if not callable(getattr(module, wanted, None)):
-            return Mistake("missing", f"the file defines no function {wanted}")
+            return Mistake("missing", f"the file does not define the function {wanted}")
 
         def answer(*args: Any) -> Any:
             returned.append(getattr(module, wanted)(*args))
@@ -75,7 +75,7 @@ def report(path: str, name: str, mistake: Mistake | None) -> str:
 def run(path: str, seconds: float = SECONDS) -> bool:
     """Check a file and print the result. Returns whether it is correct.
 
-    Prints the file's own output too. Raises UsageError as `exercises.name_of` does, and Error if the process crashes.
+    Prints the file's own output too. Raises Error if the process crashes. Other exceptions: see `exercises.name_of`.
     """
     name = exercises.name_of(path)
     command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path]

@@ -39,7 +39,7 @@ def split(answer: Answer) -> None:
 
 
 def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any]]:
-    """Sum vectors of n numbers on k devices. Returns the case, the numbers before and after, and the events."""
+    """Sum vectors of n elements on k devices. Returns the case, the values before and after, and the events."""
     before = list(np.random.RandomState(k).randint(1, 100, (k, n)).astype(float))
     arrays = [nd.array(x, ctx=c) for x, c in zip(before, contexts(k))]
     with recording() as events:
@@ -87,11 +87,11 @@ def ring(answer: Answer) -> None:
     for k, n in ((2, 4), (4, 8), (3, 6), (3, 7), (4, 11)):
         case, before, found, events = _reduce(answer, k, n)
         total, cut = np.sum(before, axis=0), n - n % k
-        holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # per number: how many devices have its sum
+        holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # per element: how many devices have its sum
         mistakes = {
             "not-in-place": [before],
             "drops-remainder": [found] if cut < n and (holders[:cut] == k).all() else [],
-            "sums-twice": [found] if np.greater_equal(found, total).all() else [],  # the numbers are positive
+            "sums-twice": [found] if np.greater_equal(found, total).all() else [],  # the elements are positive
             "no-gather": [found] if (holders == 1).all() else [],
         }
         compare(case, found, [total] * k, mistakes)
@@ -102,7 +102,7 @@ def ring(answer: Answer) -> None:
                 raise Mistake("not-a-ring", f"{k} devices: {copy.source} sends to {copy.target}")
         (device, most), enough = received.most_common(1)[0], 2 * (k - 1) * math.ceil(n / k)
         if most > enough:
-            case = f"{k} devices, vectors of {n} numbers: {device} receives {most} numbers; {enough} are enough"
+            case = f"{k} devices, vectors of {n} elements: {device} receives {most} elements; {enough} are enough"
             raise Mistake("whole-vectors", case)
 
 
@@ -200,7 +200,7 @@ def predict(answer: Answer) -> None:
 
 
 def _numbers(net: gluon.Block, pattern: str = ".*") -> Numbers:
-    """For each device, all numbers in its parameters."""
+    """For each device, all elements of its parameters."""
     return values([[p.data(c) for p in net.collect_params(pattern).values()] for c in contexts(K)])
 
 
@@ -213,7 +213,7 @@ def replicas(answer: Answer) -> None:
     answer(net, limit)
     right = np.clip(before[0], -limit, limit)
     mistakes = {"one-replica": [[right, *before[1:]]], "not-in-place": [before]}
-    case = f"limit {limit}, {K} devices, each with a weight (2 numbers) and a bias (1 number): {shown(before[:1])}"
+    case = f"limit {limit}, {K} devices, each with a weight (2 elements) and a bias (1 element): {shown(before[:1])}"
     compare(case, _numbers(net), [right] * K, mistakes)
 
 
@@ -268,7 +268,8 @@ def seeds(answer: Answer) -> None:
 
 
 class Devices:
-    """Two devices with a simulated clock. Queueing advances it by QUEUE; waiting advances it to the end of the work."""
+    """Two devices with a simulated clock. Queueing advances it by QUEUE; waiting advances it to the time when the work
+    is done."""
 
     def __init__(self, seconds: tuple[int, int]) -> None:
         self.seconds, self.ctx, self.now, self.done, self.reads = seconds, contexts(2), 0, [EARLIER, 0], 0

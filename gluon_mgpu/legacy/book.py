@@ -1,7 +1,7 @@
 """The functions that the MXNet chapters of "Dive into Deep Learning" import from the book's package.
 
-`names` provides this module as gluonbook and d2lzh (2018, NDArray) and as d2l (2019 to 2022, mxnet.np) if the
-book's own package is not installed. The functions accept both kinds of arrays. `figures` has timers, sums and plots.
+`names` provides this module as gluonbook and d2lzh (2018, NDArray) and as d2l (2019 to 2022, mxnet.np) if the book's
+own package is not installed. The functions accept both kinds of arrays. `figures` provides timers, sums and plots.
 """
 # mypy: allow-untyped-defs
 

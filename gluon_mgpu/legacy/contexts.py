@@ -26,7 +26,7 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     def create(context: Any, device_type: Any, device_id: int = 0) -> None:
         if device_type == "gpu" and not there_are_gpus:
             if not map_gpus:
-                raise mx.MXNetError(f"gpu({device_id}): MXNet finds no GPU; omit --no-map to use CPU contexts")
+                raise mx.MXNetError(f"gpu({device_id}): no GPU is available; omit --no-map to use CPU contexts")
             if gpus is not None and not 0 <= device_id < gpus:
                 raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}; use a larger N")
             _say_once()
@@ -52,7 +52,7 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
 
 @functools.cache
 def _say_once() -> None:
-    log.say("MXNet finds no GPU: mx.gpu(i) is CPU context i")
+    log.say("no GPU is available: mx.gpu(i) is CPU context i")
 
 
 def use_one_thread(mx: ModuleType, index: int) -> None:

@@ -82,7 +82,7 @@ def plot(
     X, Y=None, xlabel=None, ylabel=None, legend=None, xlim=None, ylim=None, xscale="linear", yscale="linear",
     fmts=STYLES, figsize=(3.5, 2.5), axes=None
 ):  # fmt: skip
-    """X, Y: one curve or a list of curves. Without Y, X has the y values, and the x values are 0, 1, 2, ..."""
+    """X, Y: one curve or a list of curves. Without Y, X contains the y values, and the x values are 0, 1, 2, ..."""
     set_figsize(figsize)
     axes = axes or plt.gca()
     axes.cla()

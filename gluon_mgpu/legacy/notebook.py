@@ -28,7 +28,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
     that fails; returns whether all cells succeeded.
 
     path: the notebook. out: the file to write; None: path. Raises UsageError if path is not a notebook, Error if
-    Jupyter's packages are missing or the kernel ends.
+    Jupyter's packages are missing or the kernel exits.
     """
     _require("nbclient", "ipykernel")
     import nbclient
@@ -73,7 +73,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
 
 
 def _pass_on_interrupts(client: Any) -> None:
-    """Make Ctrl-C interrupt the cell. By default, nbclient would end the kernel, and outputs would be lost."""
+    """Make Ctrl-C interrupt the cell. By default, nbclient would stop the kernel, and outputs would be lost."""
     loop = asyncio.get_running_loop()
     for which in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(which, lambda: asyncio.ensure_future(client.km.interrupt_kernel()))

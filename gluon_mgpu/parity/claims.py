@@ -23,7 +23,7 @@ from gluon_mgpu.training.settings import Settings
 CHECK = "the lecture's claims"
 RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
 EXAMPLES, SHARES = 100, (80, 20)
-ENOUGH = 3  # fewest seeds for a verdict; two seeds could agree by chance
+ENOUGH = 3  # minimum number of seeds for a verdict; two seeds could agree by chance
 OF_BATCH_SIZE = (
     "a batch of 256 learns about as well on 2 devices as on 1",
     "a batch of 256 takes about as long on 2 devices as on 1",

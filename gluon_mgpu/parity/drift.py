@@ -36,7 +36,7 @@ POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients 
 # Rounding may move the input of a ReLU to the other side of 0, which changes the gradient of one example. The mean
 # is over n such gradients; each is about sqrt(n) times longer than the mean, because they point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
-FACTOR = 20  # limit for the ratio of two correct implementations' path errors; the ratio is at most 9 for seeds 1 to 6
+FACTOR = 20  # limit for the ratio of the path errors of two correct implementations; at most 9 for seeds 1 to 6
 
 State = dict[str, np.ndarray]
 

@@ -119,7 +119,7 @@ def _locked(out: str | Path) -> Iterator[None]:
         yield
     except BlockingIOError:
         raise UsageError(
-            f"out={out}: another process is writing to this folder; wait until that process ends"
+            f"out={out}: another process is writing to this folder; wait until that process exits"
         ) from None
     finally:
         os.close(folder)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mxnet import Context
 
 DEVICES = ("auto", "gpu", "cpu")
-MOST = 1024  # limit on indices; MXNet keeps tables indexed by device, and a huge index would exhaust the memory
+MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
 KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 supports (docs/engine.md)
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
@@ -99,7 +99,7 @@ def _why_no_gpu() -> str:
 
     if not mx.runtime.Features().is_enabled("CUDA"):
         return "this MXNet was built without CUDA"
-    return "MXNet finds no GPU on this machine"
+    return "this machine has no GPU that MXNet can use"
 
 
 def gpu(index: int) -> tuple[str, int, int]:

@@ -59,7 +59,7 @@ def who() -> str:
 
 
 def progress(**options: Any) -> tqdm:
-    """Create a progress bar. Only worker 0 shows it, on a terminal or in Jupyter. options: for tqdm."""
+    """Create a progress bar. Only worker 0 shows it, on a terminal or in Jupyter. options: passed to tqdm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm

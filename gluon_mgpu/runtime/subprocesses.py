@@ -21,7 +21,7 @@ LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for e
 
 
 class Finished(NamedTuple):
-    """status: the exit status; the negated signal number if a signal ended the process; None if the time ran out."""
+    """status: the exit status; the negated signal number if a signal killed the process; None if the time ran out."""
 
     status: int | None
     out: str
@@ -36,12 +36,12 @@ def run(
     seconds: float | None = None,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    """Run a program until it ends.
+    """Run a program until it exits.
 
     command: program and arguments. env: its whole environment; None: the user's (`engine.users_environment`). folder:
     its working directory. seconds: time limit. on_line: called with each line of standard output as it arrives.
     Notices, which are lines of standard error that begin with "gluon_mgpu: ", are printed at once. On Ctrl-C, the
-    program receives SIGINT and has SECONDS_TO_STOP seconds to end. Raises OSError if the program cannot be started.
+    program receives SIGINT and has SECONDS_TO_STOP seconds to exit. Raises OSError if the program cannot be started.
     """
     process = subprocess.Popen(
         command,
@@ -74,7 +74,7 @@ def run(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end a process that hangs in a driver
+        with suppress(subprocess.TimeoutExpired):  # SIGKILL cannot stop a process that hangs in a driver
             process.wait(1)
         for reader in readers:
             reader.join(1)
@@ -96,7 +96,7 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
         own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
         if own:
             raise (UsageError if own["kind"] == "UsageError" else kind)(f"{name}: {own['text']}")
-    how = f"ended by {signal.Signals(-finished.status).name}" if finished.status < 0 else f"status {finished.status}"
+    how = f"killed by {signal.Signals(-finished.status).name}" if finished.status < 0 else f"status {finished.status}"
     raise kind(f"{name} failed ({how}): {lines[-1] if lines else 'no message'}")
 
 

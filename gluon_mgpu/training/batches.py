@@ -37,8 +37,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
 
-    images, labels: uint8 arrays. order: the examples' indices, in the order to use; None: all. part: maps a batch's
-    size to the slice that this worker takes; if the slice is empty, yields (None, None).
+    images, labels: uint8 arrays. order: indices of the examples, in the order to use them; None: all. part: maps the
+    size of a batch to the slice that this worker takes; if the slice is empty, yields (None, None).
     """
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
@@ -72,7 +72,7 @@ def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, NDArray]]:
-    """Split a batch in host memory into up to `parts` parts of nearly equal size. Yields (X, y) of each part."""
+    """Split a batch in host memory into up to `parts` parts of nearly equal size. Yields (X, y) for each part."""
     start = 0
     for size in shard_sizes(X.shape[0], min(parts, X.shape[0])):
         yield X[start : start + size], y[start : start + size]

@@ -84,7 +84,7 @@ def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         with zipfile.ZipFile(io.BytesIO(packed)) as archive:
             members = archive.infolist()
             if any(m.compress_type for m in members) or sum(m.file_size for m in members) > len(packed):
-                raise ValueError("its arrays are larger than the file")
+                raise ValueError("the sizes of its arrays exceed the file size")
             arrays = {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
         return arrays, json.loads(arrays.pop(FACTS).tobytes())
     except FileNotFoundError:

@@ -62,7 +62,7 @@ MIRRORS = {
         "https://apache-mxnet.s3-accelerate.dualstack.amazonaws.com/gluon/dataset/mnist/",
     ),
 }
-MOST = 64 << 20  # maximum number of bytes to read from a file; the largest of these files has 47 MB
+MOST = 64 << 20  # maximum number of bytes to read from a file; the largest of these files is 47 MB
 TIMEOUT = (4, 8)  # maximum seconds for connecting, and for a pause in the data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # in Debian and Ubuntu
@@ -141,8 +141,8 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
 def fetch(name: str) -> Path:
     """Download data set `name` into the user's cache, or unpack it there from Debian's package; returns the folder.
 
-    If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears whole or not at all, so
-    several processes may call this at the same time. Raises Error if all sources fail, with each reason.
+    If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears complete or not at all, so
+    several processes may call this at the same time. Raises Error, with all reasons, if all sources fail.
     """
     folder = cache_folder(name)
     own = os.environ.get("GLUON_MGPU_MIRROR")
@@ -295,5 +295,5 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     for file in _missing(folder, name):
         path = _locate(temp / "usr/share/datasets" / name, file)
         if not path:
-            raise Error(f"{package}: has no {file}")
+            raise Error(f"{package}: does not contain {file}")
         _keep(path, name, folder)

@@ -42,8 +42,8 @@ def load(
     """Load the network of the run in `folder`.
 
     impl: "scratch" or "highlevel"; None: the run's implementation. gpus, device: see `devices.contexts`.
-    Raises UsageError if the folder holds no run or impl does not support its network; Error if the run has no
-    checkpoint yet, or if the checkpoint is damaged or from a different network or version.
+    Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the run has
+    no checkpoint yet, or if the checkpoint is damaged or from a different network or version.
     """
     arrays, config, settings, position = records.last(folder)
     if arrays is None:

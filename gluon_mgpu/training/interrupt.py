@@ -13,7 +13,7 @@ from typing import TypeVar
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime.errors import Interrupted
 
-SAME_CTRL_C = 0.5  # seconds; a second signal within this time is a duplicate: a launcher and a cluster may both send it
+SAME_CTRL_C = 0.5  # seconds; a second signal within this time is a duplicate, sent by a launcher or a cluster manager
 
 Item = TypeVar("Item")
 
@@ -21,9 +21,9 @@ Item = TypeVar("Item")
 class CtrlC:
     """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
 
-    A second Ctrl-C takes effect at once. If no step is left, the run ends as usual. Python delivers signals only to the
-    main thread; in any other thread, this class does nothing. If a worker is interrupted, all workers stop at the same
-    step.
+    A second Ctrl-C takes effect at once. If no step is left, the run finishes as usual. Python delivers signals only to
+    the main thread; in any other thread, this class does nothing. If a worker is interrupted, all workers stop at the
+    same step.
     """
 
     def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
@@ -51,7 +51,7 @@ class CtrlC:
             os.write(2, f"\ngluon_mgpu: stopping after this step; press Ctrl-C again to stop now{without}\n".encode())
 
     def steps(self, items: Iterable[Item], step: Callable[[], int]) -> Iterator[Item]:
-        """Yields the items, one per training step; ends early after Ctrl-C, with all workers at the same step.
+        """Yields the items, one per training step; stops early after Ctrl-C, with all workers at the same step.
 
         step: returns the number of steps issued so far. Results of steps that are already queued can still be read.
         """

@@ -48,11 +48,11 @@ def train(
     """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
 
     lesson: the class that implements a lesson's step. num_gpus: number of devices, or their indices ([0, 2]).
-    batch_size: examples per step, over all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore,
+    batch_size: examples per step, across all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore,
     compress: see `distributed.workers.join`. data_dir: see `datasets.load`. out: folder for the run's files. resume:
-    folder of an earlier run to continue from its checkpoint; of its settings, only epochs and shares can change.
-    tensorboard: also write each epoch's numbers for TensorBoard. profile: a file for `timeline.Recorder`. options: the
-    other fields of `Settings` (epochs, dataset, momentum, ...) and the lesson's own (`Replicas.own_options`).
+    folder of an earlier run, which continues from its checkpoint; only the settings epochs and shares can be changed.
+    tensorboard: also log the metrics of each epoch to TensorBoard. profile: a file for `timeline.Recorder`. options:
+    the other fields of `Settings` (epochs, dataset, momentum, ...) and the lesson's own (`Replicas.own_options`).
     Raises UsageError for invalid arguments, Error if a loss is not finite, and KeyboardInterrupt on Ctrl-C, once the
     step is complete and the checkpoint is saved.
     """
@@ -158,7 +158,7 @@ class Training:
     def _train_epoch(self) -> None:
         """Train the rest of an epoch. Raises Interrupted on Ctrl-C, Error if a loss or parameter is not finite."""
         position, settings, workers = self.position, self.settings, self.workers
-        assert settings.seed is not None  # `train` has drawn one
+        assert settings.seed is not None  # `train` has chosen one
         size, title = settings.batch_size, f"epoch {len(position.history) + 1}"
         order = shuffled(self.examples, settings.seed, len(position.history) + 1)[position.steps * size :]
         train_iter = batches(self.data.train_images, self.data.train_labels, size, order, workers.part)
@@ -196,7 +196,7 @@ class Training:
         return losses
 
     def _evaluate(self) -> None:
-        """Measure and print the test accuracy, and end the epoch. Each worker evaluates a part of the test set."""
+        """Measure and print the test accuracy, and finish the epoch. Each worker evaluates a part of the test set."""
         data, position, workers = self.data, self.position, self.workers
         part = workers.part(len(data.test_labels))
         images, labels = data.test_images[part], data.test_labels[part]
@@ -220,7 +220,7 @@ class Training:
 
 
 def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> None:
-    """Raise UsageError if a batch cannot be split over the devices as the settings require."""
+    """Raise UsageError if a batch cannot be split across the devices as the settings require."""
     total = sum(workers.exchange_device_counts(devices_here))
     if settings.batch_size < total:
         raise UsageError(f"batch_size={settings.batch_size}: must be at least {total}, the number of devices")

@@ -79,7 +79,8 @@ class Position:
 class Run:
     """The folder of one run, locked while this context manager is open. Without `out` or `resume`, nothing is written.
 
-    Raises UsageError if `out` already holds a run, if `resume` holds no run, or if another process is writing there.
+    Raises UsageError if `out` already holds a run, if `resume` does not hold a run, or if another process is writing
+    there.
     """
 
     def __init__(
@@ -125,12 +126,12 @@ class Run:
             (self.folder / CONFIG).unlink(missing_ok=True)
 
     def _lock(self) -> None:
-        """Lock the folder itself: this needs no lock file, and the lock ends with the process."""
+        """Lock the folder itself: this needs no lock file, and the lock is released when the process exits."""
         try:
             self.locked = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{self.option}: another process is writing there; wait until it ends") from None
+            raise UsageError(f"{self.option}: another process is writing there; wait until it exits") from None
         except OSError as error:
             raise Error(f"{self.option}: cannot lock the folder ({error.strerror}); use another folder") from None
         if not self.resumed and any((self.folder / name).exists() for name in FILES):
@@ -165,7 +166,7 @@ class Run:
             if given == kept or name in may_differ or (name == "seed" and given is None):
                 continue
             if name == "epochs":
-                raise UsageError(f"epochs={given}: the run's cosine schedule ends with epoch {kept}; omit it")
+                raise UsageError(f"epochs={given}: the run's cosine schedule ends at epoch {kept}; omit it")
             raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit it")
 
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:
@@ -225,7 +226,7 @@ class Run:
         self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
     def _log_scalars(self, epochs: Sequence[Epoch]) -> None:
-        """Write these epochs' numbers for TensorBoard."""
+        """Log the metrics of these epochs to TensorBoard."""
         assert self.writer
         for number, *values in epochs:
             for name, value in zip(Epoch._fields[1:], values):
@@ -270,7 +271,7 @@ def _tensorboard_writer(required: bool) -> type[Writer] | None:
 def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, Any], Settings, Position]:
     """Read (arrays, config, settings, position) of the run in a folder; arrays is None before the first checkpoint.
 
-    Raises UsageError if the folder holds no run, Error if a file is damaged or from an unknown version.
+    Raises UsageError if the folder does not hold a run, Error if a file is damaged or from an unknown version.
     """
     path = Path(folder) / CHECKPOINT
     arrays, position = None, Position()
@@ -332,7 +333,8 @@ def options(folder: str | Path) -> dict[str, Any]:
 
 
 def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Path) -> None:
-    """Load the arrays of the checkpoint in `folder` into the replicas. Raises Error if they do not fit the network."""
+    """Load the arrays of the checkpoint in `folder` into the replicas. Raises Error if they do not match the
+    network."""
     try:
         replicas.load_state_dict(arrays)
     except Error as error:

@@ -46,7 +46,7 @@ class Replicas(ABC):
     def __init__(self, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE) -> None:
         engine.check(ctx)
         self.ctx, self.settings, self.workers = ctx, settings, workers
-        self._batch_size = 0  # batch size of the last step, over all workers
+        self._batch_size = 0  # batch size of the last step, across all workers
 
     # Methods that a lesson implements
 
@@ -128,7 +128,7 @@ class Replicas(ABC):
         return losses
 
     def split(self, data: NDArray) -> list[NDArray]:
-        """Split a batch into shards on the devices: by the settings' shares, or as the lesson does."""
+        """Split a batch into shards on the devices, by the shares in the settings or as in the lesson."""
         shares = self.settings.shares
         if isinstance(shares, tuple):
             return split_by_shares(data, self.ctx, shares)
@@ -167,8 +167,8 @@ class Replicas(ABC):
         flat = []
         for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
             weight = sum(x.shape[0] for x in losses if x.context == c) / n
-            # A hybridized network's backward pass writes the statistics without telling the engine. Reading one number
-            # of the gradient that this pass computes last makes the engine wait for the backward pass.
+            # A hybridized network's backward pass writes the statistics without telling the engine. Reading an element
+            # of the gradient that is computed last makes the engine wait for the whole backward pass.
             last = next(iter(grads.values())).reshape(-1)[:1]
             flat.append(nd.concat(*[arrays[name] for name in self.running_stats], last, dim=0) * weight)
         self._set_running_stats(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in flat]))
@@ -208,12 +208,12 @@ class Replicas(ABC):
         return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The arrays of a checkpoint: parameters by name, and momentum's state as "velocity/name"."""
+        """The arrays of a checkpoint: parameters by name, and the momentum state as "velocity/name"."""
         velocities = {VELOCITY + name: array.asnumpy() for name, array in self.velocities(0).items()}
         return {**self.parameters(), **velocities}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Set all replicas to a `state_dict`. Raises Error if its names or shapes do not fit this network."""
+        """Set all replicas to a `state_dict`. Raises Error if its names or shapes do not match this network."""
         expected = self.state_dict()
         if {name: a.shape for name, a in state.items()} != {name: a.shape for name, a in expected.items()}:
             raise Error("the checkpoint holds the parameters of a different network")
@@ -250,7 +250,7 @@ def check_model(replicas: type[Replicas], model: str) -> None:
     """Raise UsageError if an implementation does not support a network."""
     if replicas.networks and model not in replicas.networks:
         advice = "use highlevel" if model in BUILT_IN else "pass the network as net, from Python"
-        raise UsageError(f"model={model}: {implementation_name(replicas)} has only lenet; {advice}")
+        raise UsageError(f"model={model}: {implementation_name(replicas)} supports only lenet; {advice}")
 
 
 def implementation_name(replicas: type[Replicas]) -> str:

@@ -33,7 +33,7 @@ RENAMED = {  # names in version 0.1.0, which callers and old config.json files s
 class Settings:
     """The settings of a run. Raises UsageError if one is invalid; the message names the setting and its value."""
 
-    batch_size: int = 256  # examples per update, over all devices together
+    batch_size: int = 256  # examples per update, across all devices
     lr: float = 0.2  # learning rate
     model: str = "lenet"
     dataset: str = "fashion-mnist"

@@ -55,7 +55,7 @@ OPERATORS = {
 
 
 def phase(operator: str, adds: bool = False) -> str:
-    """The phase of an operator, or bulk of operators, by its name.
+    """Find the phase that an operator, or a bulk of operators, belongs to, from its name.
 
     adds: whether the network itself adds arrays, operator by operator. Additions then count as forward or backward,
     even if they sum gradients over devices. All copies count as allreduce, even copies of shards to devices, because

@@ -1,4 +1,4 @@
-"""`allreduce`: measures ways to sum arrays over CPU contexts, and computes the bytes that each way moves.
+"""`allreduce`: measures ways to sum arrays across CPU contexts, and computes the bytes that each way moves.
 
 A worker, `python -m bench.allreduce JOB`, measures all ways, in turn, for one number of contexts.
 """
@@ -35,7 +35,8 @@ WAYS = {
 
 
 def tree(data: list[NDArray]) -> None:
-    """Sum arrays of one shape, one per device, in place: add pairs in log2(k) rounds, then copy in reverse order."""
+    """Sum arrays of the same shape, one per device, in place: add pairs in log2(k) rounds, then copy in reverse
+    order."""
     distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -48,7 +49,7 @@ def tree(data: list[NDArray]) -> None:
 
 
 def add_n(data: list[NDArray], copy: bool = True) -> None:
-    """Sum arrays of one shape, one per device, in place, with a single operator on the first device.
+    """Sum arrays of the same shape, one per device, in place, with a single operator on the first device.
 
     copy: if False, the operator reads the arrays in place, which MXNet allows between CPU contexts.
     """
@@ -98,7 +99,7 @@ def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
 
 
 def moved(way: str, contexts: int) -> int:
-    """The bytes that a way reads and writes on all contexts together, as a multiple of an array's size."""
+    """The total bytes read and written on all contexts, as a multiple of the size of an array."""
     a, b = WAYS[way][0]
     return a * contexts + b if contexts > 1 else 0
 

@@ -18,7 +18,7 @@ ON_GPU = (4000, 50)  # as in the notebook
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
 BASE = "one device, until they are done"  # all rows are compared with this row
-ROWS = {  # {what is timed: the operations in its rate}
+ROWS = {  # {what is timed: the operations that its rate counts}
     "async": {
         "one device, until the calls return": "",
         BASE: "products",

@@ -42,7 +42,8 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
 
 def lost(one: Sequence[float], half: Sequence[float], alone: Sequence[float], two: Sequence[float]) -> np.ndarray:
     """The milliseconds per step that 2 devices lose to shards of half a batch, to sharing the machine, and to
-    allreduce, in each round: (3, rounds). `two` is half of `one` plus these. Arguments: step times of `compared`."""
+    allreduce, in each round: (3, rounds). `two` is half of `one` plus these losses. Arguments: step times of
+    `compared`."""
     return np.diff([np.array(one) / 2, half, alone, two], axis=0)
 
 

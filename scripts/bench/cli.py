@@ -30,13 +30,13 @@ def command(name: str, *examples: str) -> Any:
 
 
 def number(name: str, help: str, default: Any = None, least: int = 1, **options: Any) -> Any:
-    """Declare an option that takes a whole number."""
+    """Declare an option whose value is a whole number."""
     kind = click.IntRange(min=least)
     return common.option(name, type=kind, metavar="N", default=default, show_default=True, help=help, **options)
 
 
 def choice(name: str, words: Any, default: Any, help: str, **options: Any) -> Any:
-    """Declare an option that takes one of several words."""
+    """Declare an option whose value is one of several words."""
     return common.option(name, type=click.Choice(words), default=default, show_default=True, help=help, **options)
 
 
@@ -130,7 +130,7 @@ def copy_command(out: str | None, **options: Any) -> None:
 @rounds(5)
 @out("allreduce.json")
 def allreduce_command(out: str | None, **options: Any) -> None:
-    """Measure ways to sum gradients over CPU contexts."""
+    """Measure ways to sum gradients across CPU contexts."""
     show("allreduce", "allreduce", out, **options)
 
 
@@ -139,7 +139,7 @@ def allreduce_command(out: str | None, **options: Any) -> None:
 @number("--steps", "Steps per run.", 100, least=10)
 @out("partition.json")
 def partition_command(out: str | None, **options: Any) -> None:
-    """Compare three ways to split LeNet over two devices. Shows times, bytes moved and idle times."""
+    """Compare three ways to split LeNet across two devices. Shows times, bytes moved and idle times."""
     show("partition", "partition", out, **options)
 
 
@@ -151,7 +151,7 @@ def partition_command(out: str | None, **options: Any) -> None:
 @steps
 @out("scaling.json and scaling.png")
 def scaling_command(out: str | None, **options: Any) -> None:
-    """Measure strong and weak scaling over CPU contexts."""
+    """Measure strong and weak scaling across CPU contexts."""
     show("scaling", "scaling", out, **options)
 
 
@@ -196,7 +196,7 @@ def model_command(out: str | None, **options: Any) -> None:
 @common.impl
 @common.setting("--model", type=click.Choice(MODELS), help="scratch supports only lenet.")
 @number("--contexts", "Number of CPU contexts.", 2)
-@number("--batch-size", "Batch size over all contexts. Default: 256, or 64 for ResNet-18.")
+@number("--batch-size", "Batch size across all contexts. Default: 256, or 64 for ResNet-18.")
 @number("--steps", "Number of recorded steps.", 5)
 @out("timeline.json, timeline.png and timeline.trace.json, for chrome://tracing and Perfetto")
 def timeline_command(out: str | None, **options: Any) -> None:

@@ -28,11 +28,11 @@ from gluon_mgpu.training import checkpoint, datasets, timeline
 from gluon_mgpu.training.datasets import Dataset
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
-IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch has no ResNet-18
+IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch does not support ResNet-18
 BATCH_SIZE = {"lenet": 256, "resnet18": 64}
 WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
 STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # multiplies --steps; ResNet-18 computes about 80 times as much per step
-LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes, where ResNet-18 has 0.1 for a batch of 256
+LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes, which use 0.1 for ResNet-18 with a batch of 256
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that affect the engine
@@ -83,7 +83,7 @@ def start(name: str, job: Job) -> dict[str, Any]:
     try:
         return json.loads(last)
     except ValueError:
-        raise Error(f"{name} failed: its last line is not a result: {last!r}") from None
+        raise Error(f"{name} failed: its last line of output is not a result: {last!r}") from None
 
 
 def main(work: Callable[..., dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """`model`: a cost model of a data-parallel step, fitted to the result of `scaling` on this machine.
 
 It is fitted to measurements on fewer than CHECKED contexts, and checked against the rest. Then it predicts step times
-on clusters, which were not measured: every such number is labelled as predicted. This module does not import mxnet.
+on clusters, which were not measured: every such value is labelled as predicted. This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SHOWN = (8, 64, 512, 4096)  # numbers of devices in the table
 
 
 def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandwidth: float) -> float:
-    """Predict the seconds until each device of a cluster has the sum of all gradients.
+    """Predict how many seconds an allreduce takes on a cluster.
 
     way: a key of CLUSTER. size: bytes of the gradient. latency: seconds per message. bandwidth: bytes/s each way.
     """
@@ -62,7 +62,7 @@ def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandw
 
 
 def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
-    """Compute the factors of the three terms of a step's time. The terms are in milliseconds.
+    """Compute the weights of the terms below; the weighted sum is the time of a step. The terms are in milliseconds.
 
     1. The time that each context adds to a step, whatever the batch size: calls, its update, its part of the sum.
     2. The time per example on a core while no other core works. 3. The time that each additional working core adds to
@@ -214,7 +214,7 @@ def draw(result: dict, file: BinaryIO) -> None:
 
 
 def _scatter(axes: Axes, fits: dict[str, dict]) -> None:
-    """Draw modelled against measured ms: hollow markers for points used in the fit, filled markers for the rest."""
+    """Plot modelled against measured times: hollow markers for points used in the fit, filled markers for the rest."""
     for (name, found), color, marker in zip(fits.items(), COLORS.values(), "osD"):
         for p in found["points"]:
             face = "none" if p["contexts"] < CHECKED else color

@@ -1,4 +1,4 @@
-"""`partition`: compares three ways to split LeNet over devices: time, bytes moved, and idle time.
+"""`partition`: compares three ways to split LeNet across devices: time, bytes moved, and idle time.
 
 A worker, `python -m bench.partition JOB`, trains on synthetic data.
 """
@@ -36,7 +36,7 @@ WAYS = {  # {name: arguments of `work`}
 def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
     """Measure the named entries of WAYS in turn. Returns the input of `table`. steps: number of timed steps per run.
 
-    For each way, the result has "step_ms" and "idle" (each device's idle share) per round, and the bytes from
+    For each way, the result contains "step_ms" and "idle" (each device's idle share) per round, and the bytes from
     `bytes_moved`. "idle" comes from additional steps with the engine's profiler.
     """
     env = harness.environment(harness.ONE_THREAD)  # otherwise, one context would use more threads
@@ -54,11 +54,11 @@ def bytes_moved(way: str, devices: int, n: int) -> tuple[int, int]:
     Values are float32. tests/bench/test_bench_partition.py counts the copied bytes.
     """
     labels, images, others = n, n * PIXELS, devices - 1
-    if way == "data parallelism":  # the others send gradients to the first device and receive the sums
+    if way == "data parallelism":  # every other device sends gradients to the first and receives the sums
         return 4 * 2 * others * PARAMETERS, 4 * (images + labels)
     if way == "network partitioning":  # sends activations at each cut, and their gradients back
         return 4 * 2 * n * sum(ACTIVATIONS[:others]), 4 * (images + labels)
-    # Each device sends its channels to every other device and receives their gradients from each. Scores are sent
+    # Each device sends its channels to every other device and gets their gradients back. Scores are sent
     # only to the first device, which itself computes 10 / devices of the scores.
     scores = 10 - -(-10 // devices)
     return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores), 4 * (devices * images + labels)

@@ -43,7 +43,7 @@ rows."""
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) -> dict:
     """Measure all subjects of the models in turn. Returns the input of `table` and `draw`.
 
-    steps: number of LeNet's steps per round. Raises Error if PyTorch or a compiler for it is missing, or if a worker
+    steps: number of LeNet steps per round. Raises Error if PyTorch or a compiler for it is missing, or if a worker
     fails.
     """
     _check_torch()

@@ -1,4 +1,4 @@
-"""`scaling`: measures strong and weak scaling of a training step over CPU contexts, with one OpenMP thread each.
+"""`scaling`: measures strong and weak scaling of a training step across CPU contexts, with one OpenMP thread each.
 
 A worker of `steps` measures each point.
 """
@@ -26,7 +26,7 @@ def run(
 ) -> dict:
     """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
-    Strong scaling: all contexts together share the batch; weak scaling: each context has a whole batch. contexts: 1 is
+    Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: 1 is
     always measured, for comparison. batch_size: None: BATCH_SIZE[model]. steps: per run of LeNet with batch size 256.
     """
     subjects = {
@@ -45,7 +45,7 @@ def run(
 
 
 def subject(impl: str, model: str, kind: str, k: int, batch_size: int) -> Subject:
-    """The Subject that a worker of `steps` measures. With one context, strong and weak scaling are the same."""
+    """Create the Subject for one measurement. With one context, strong and weak scaling are the same."""
     found = Subject(impl, k, model=model, batch_size=batch_size * (k if kind == "weak" else 1))
     return one_thread(found) if k == 1 else found
 

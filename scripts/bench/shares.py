@@ -1,6 +1,6 @@
 """`shares`: compares equal and unequal shards on two contexts while one context's core also runs other programs.
 
-A worker, `python -m bench.shares JOB`, keeps the thread of each context on a core of its own, so that programs on the
+A worker, `python -m bench.shares JOB`, keeps the thread of each context on its own core, so that programs on the
 second core slow down only cpu(1).
 """
 

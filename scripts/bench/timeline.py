@@ -27,8 +27,8 @@ def run(
 ) -> dict:
     """Record `steps` training steps on CPU contexts. Returns `timeline.summary` and the trace.
 
-    batch_size: over all contexts; None: as in `bench.py steps`. "unrecorded_step_ms" is the mean time of steps without
-    the profiler. Raises UsageError if the arguments are invalid.
+    batch_size: across all contexts; None: as in `bench.py steps`. "unrecorded_step_ms" is the mean time of steps
+    without the profiler. Raises UsageError if the arguments are invalid.
     """
     size = batch_size or BATCH_SIZE.get(model, BATCH_SIZE["lenet"])
     if size < contexts:

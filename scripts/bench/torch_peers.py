@@ -152,6 +152,6 @@ def work(steps: int, **subject: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     try:
         harness.main(work)
-    except Exception as error:  # PyTorch's messages have many lines
+    except Exception as error:  # PyTorch's messages span many lines
         traceback.print_exc()
         sys.exit(f"error: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")

@@ -2,7 +2,7 @@
 
 A batch that does not fit in memory is computed in parts, one after another. Each part is split among the devices. The
 parameters' gradients were attached with attach_grad("add"): backward adds to p.grad, and nothing sets it to zero. Write
-a step on the whole batch:
+a step for the whole batch:
 
     p -= lr * (sum of the gradients of all examples in all parts) / (number of examples in all parts)
 

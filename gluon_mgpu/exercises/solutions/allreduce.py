@@ -8,7 +8,7 @@ array, but GPUs do not.
 
 
 def allreduce(data):
-    """Sum arrays in place. data: a list of arrays of one shape, one per device."""
+    """Sum arrays in place. data: a list of arrays of the same shape, one per device."""
     total = data[0]
     for array in data[1:]:
         total[:] += array.as_in_context(total.context)

@@ -2,11 +2,11 @@
 
 This is an exercise from the notebook: on two devices, a batch can be twice as large and still take the same time. Which
 learning rate does it need? The gradient is a mean over the batch, so a larger batch makes it less noisy, but not
-larger. An epoch also has fewer steps. Choose the rate with which an epoch reduces the loss by the same amount as
+larger. An epoch also has fewer steps. Choose the rate so that an epoch reduces the loss by the same amount as
 before. The check trains a small network with this rate.
 """
 
 
 def learning_rate(lr, batch_size, new_batch_size):
-    """The learning rate for new_batch_size, if lr is good for batch_size."""
+    """The learning rate for new_batch_size, if lr works well for batch_size."""
     return lr * new_batch_size / batch_size

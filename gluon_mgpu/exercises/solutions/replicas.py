@@ -10,7 +10,7 @@ from mxnet import nd
 
 
 def clip(net, limit):
-    """Set numbers above limit to limit, and numbers below -limit to -limit, in all parameters on all devices."""
+    """Set values above limit to limit, and values below -limit to -limit, in all parameters on all devices."""
     for parameter in net.collect_params().values():
         for replica in parameter.list_data():
             nd.clip(replica, -limit, limit, out=replica)

@@ -3,12 +3,12 @@
 In a ring, device i sends only to device i + 1, and the last device sends to the first. Each array is cut into k chunks.
 In k - 1 steps, every device sends one chunk to the next device, which adds it to its own chunk. Then every chunk is
 complete on one device. In k - 1 more steps, the complete chunks go around the ring and replace the incomplete ones. So
-each device receives 2 (k - 1) chunks of n / k numbers: fewer than 2 n numbers, for any number of devices.
+each device receives 2 (k - 1) chunks of n / k elements: fewer than 2 n elements, for any number of devices.
 """
 
 
 def ring_allreduce(data):
-    """Sum vectors in place. data: a list of k vectors of n numbers, one per device; n is at least k."""
+    """Sum vectors in place. data: a list of k vectors of n elements, one per device; n is at least k."""
     k, n = len(data), len(data[0])
 
     def chunk(device, index):

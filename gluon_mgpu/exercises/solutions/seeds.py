@@ -10,12 +10,12 @@ from mxnet import nd
 
 
 def prepare(ctx, seed):
-    """Draw from a seed. Returns two lists, weights and masks, with one array per device of ctx in each.
+    """Draw random arrays from a seed. Returns two lists, weights and masks, each with one array per device in ctx.
 
     A weight has shape (4, 3), and is drawn from the standard normal distribution. A mask has shape (100,): each element
     is 0 or 1 with equal probability.
     """
-    mx.random.seed(seed)  # all devices, which then draw different numbers
+    mx.random.seed(seed)  # seeds all devices, which then draw different numbers
     weight = nd.random.normal(shape=(4, 3))
     weights = [weight.copyto(c) for c in ctx]
     masks = [nd.random.uniform(shape=(100,), ctx=c) < 0.5 for c in ctx]

@@ -12,7 +12,7 @@ def measure(work, clock):
     """Returns the seconds from the call of work() until all its results are computed.
 
     work: a function that queues operators on several devices, and returns a list of results, one per device. clock: a
-    function that returns the time in seconds, as time.perf_counter does.
+    function that returns the time in seconds, like time.perf_counter.
     """
     nd.waitall()
     start = clock()

@@ -2,12 +2,12 @@
 
 If all arrays go through the first device, k devices need 2 (k - 1) copies in a row. In a tree, pairs of devices add
 their arrays at the same time: 0 += 1 and 2 += 3, then 0 += 2. The sum then goes back down the same way. So the number
-of rounds grows only with log2(k). Write such an allreduce for any number of devices, not only for powers of 2.
+of rounds grows only with log2(k). Write a tree allreduce for any number of devices, not only for powers of 2.
 """
 
 
 def tree_allreduce(data):
-    """Sum arrays in place. data: a list of arrays of one shape, one per device."""
+    """Sum arrays in place. data: a list of arrays of the same shape, one per device."""
     pairs, distance = [], 1
     while distance < len(data):
         pairs += [(i, i + distance) for i in range(0, len(data) - distance, 2 * distance)]
