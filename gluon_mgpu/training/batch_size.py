@@ -7,7 +7,6 @@ contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -48,7 +47,7 @@ SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # the sweep's batch sizes, 
 
 class Result(NamedTuple):
     run: Run
-    config: dict[str, Any]  # config.json
+    config: dict[str, Any]  # content of config.json
     epochs: list[Epoch]
 
     def step(self, epoch: Epoch) -> int:
@@ -112,7 +111,7 @@ def train_all(
             bar.set_description(str(r))
             folder = Path(out) / r.folder
             epochs = finish(str(r), folder, {**common, **of_it, "gpus": r.devices}, bar.update, env)
-            results.append(Result(r, json.loads((folder / "config.json").read_text()), epochs))
+            results.append(Result(r, records.last(folder)[1], epochs))
     return results
 
 
@@ -129,7 +128,7 @@ def finish(
     with the number of newly finished epochs. env: added to the environment. Raises UsageError if the folder holds a
     different run, Error if the run fails.
     """
-    begun = (folder / "config.json").exists()
+    begun = records.exists(folder)
     if begun:
         _check_same(folder, options)
     finished = records.last(folder)[-1].history if begun else []

@@ -42,15 +42,10 @@ def load(
     """Load the network of the run in `folder`.
 
     impl: "scratch" or "highlevel"; None: the run's implementation. gpus, device: see `devices.contexts`.
-    Raises UsageError if the folder holds no run or impl does not support its network; Error if the run has no
-    checkpoint yet, or if the checkpoint is damaged or from a different network or version.
+    Raises UsageError if the folder holds no run or impl does not support its network; Error if the checkpoint is
+    damaged or from a different network or version.
     """
     arrays, config, settings, position = records.last(folder)
-    if arrays is None:
-        raise Error(
-            f"{folder}: no checkpoint yet; one is written after the first epoch or on Ctrl-C. If the run was killed, "
-            f"`gluon-mgpu train --resume {folder}` continues it"
-        )
     impl = impl or config["impl"]
     kind: type[Replicas] = implementation(impl).Replicas
     check_model(kind, settings.model)

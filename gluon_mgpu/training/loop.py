@@ -92,7 +92,6 @@ def train(
             training = Training(replicas, data, position, run)
             recorder = training.recorder(profile) if profile and first else None
             where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
-            workers.on_failure(run.failed)
             run.begin({**config, **asdict(settings), **where, "data": data.source}, replicas, position)
             devices.say_if_no_gpu(ctx, device)
             return training.train(recorder)
