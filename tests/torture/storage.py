@@ -143,12 +143,12 @@ def damaged(rng, box):
         box.require(contents(box.out) == before, f"{name}: {kind}: evaluate changes the files", done)
     else:
         done = box.train({}, "--resume", box.out)
-        if read and done.status:
+        if done.status == 0 and not (read and kind == "swapped"):
+            box.finish(plan)
+        elif read and done.status:
             box.require(contents(box.out) == before, f"{name}: {kind}: changes the files", done)
     if read and kind != "swapped":
         box.require(done.status in (1, 2), f"{name}: {kind}: is accepted", done)
-    if done.status == 0 and not (read and kind == "swapped"):
-        box.finish(plan)
 
 
 def damaged_data(rng, box):
