@@ -6,7 +6,6 @@ history. While a run writes to its folder, the folder is locked.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -118,14 +117,8 @@ class Run:
             os.close(self.locked)
 
     def _lock(self) -> None:
-        """Lock the folder itself: this needs no lock file, and the lock ends with the process."""
-        try:
-            self.locked = os.open(self.folder, os.O_RDONLY)
-            fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{self.option}: another process is writing there; wait until it ends") from None
-        except OSError as error:
-            raise Error(f"{self.option}: cannot lock the folder ({error.strerror}); use another folder") from None
+        """Lock the folder, and remove temporary files of killed processes."""
+        self.locked = checkpoint.lock(self.folder, self.option)
         if not self.resumed:
             self._check_unused()
         for name in FILES:
