@@ -1,8 +1,7 @@
-"""The lecture's experiment: how much time a second device saves, and how batch size and learning rate affect what a
-network learns.
+"""The lecture's experiment: how much time a second device saves, and how batch size and learning rate affect accuracy.
 
-Runs `train` several times, each time in a new process, because the engine's settings depend on the number of
-contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
+Each run trains in a new process, because the engine's settings depend on the number of contexts. Source: the lecture
+"L14_6 Multi-GPU Training in Python".
 """
 
 from __future__ import annotations
@@ -87,13 +86,12 @@ def train_all(
     seed: int = 1,
     **settings: Any,
 ) -> list[Result]:
-    """Train all runs, each in its own folder in `out`.
+    """Train all runs, each in its own folder in `out`. Finished runs are skipped, and interrupted runs continue.
 
-    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings`. All runs have the same seed, so they
-    start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context.
-    Finished runs are skipped, and interrupted runs continue.
-    Raises UsageError if settings or devices are invalid, or if `out` holds runs with different options; Error if the
-    data is not available or a run fails.
+    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings`. All runs start from the same
+    parameters. On CPU, each context gets one OpenMP thread, even if it is the only context. Raises UsageError if
+    settings or devices are invalid or `out` holds runs with different options, Error if the data is not available or a
+    run fails.
     """
     varied: dict[Run, dict[str, Any]] = {
         r: {"batch_size": r.batch_size, "scale_lr": r.scale_lr, **({"lr": r.lr} if r.lr else {})} for r in runs
@@ -125,8 +123,8 @@ def finish(
     """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run's epochs.
 
     name: used in error messages. options: arguments of `train`, including epochs, gpus and device. on_epochs: called
-    with the number of newly finished epochs. env: added to the environment. Raises UsageError if the folder holds a
-    different run, Error if the run fails.
+    with the number of newly finished epochs. Raises UsageError if the folder holds a different run, Error if the run
+    fails.
     """
     begun = records.exists(folder)
     if begun:
