@@ -128,7 +128,7 @@ class Coordinator:
             self.ended.add(name)
             # Horovod's workers share a terminal, and the failed worker reports its own error there.
             report = self.here.kvstore == "dist_sync"
-            self._end(f"{name}: {message['failed']}", int(message["status"]), message["undo"], report)
+            self._end(f"{name}: {message['failed']}", int(message["status"]), report)
         elif "done" in message:
             self.ended.add(name)
             if self.ended.issuperset(self.workers):
@@ -157,19 +157,19 @@ class Coordinator:
             self.strangers.discard(connection)
             self._send_all({"missing": self._missing()})
             return
-        connection.send({"end": refusal, "status": UsageError.exit_status, "undo": False, "report": True})
+        connection.send({"end": refusal, "status": UsageError.exit_status, "report": True})
 
     def _missing(self) -> list[str]:
         return [name for name in self.expected if name not in self.clients]
 
-    def _end(self, line: str, status: int = 1, undo: bool = False, report: bool = True) -> None:
+    def _end(self, line: str, status: int = 1, report: bool = True) -> None:
         """Terminate all processes of the run; the first client that is still connected reports why."""
         if self.finished:
             return
         remaining = [name for name in self.expected if name in self.clients and name not in self.ended]
         for name in remaining:
             reports = report and name == remaining[0]
-            self.clients[name].send({"end": line, "status": status, "undo": undo, "report": reports})
+            self.clients[name].send({"end": line, "status": status, "report": reports})
         self.finished = True  # set last, because `close` returns once this is set, and the process may then exit
         if self.here.role == "scheduler":
             end_process(None if remaining else f"{self.here}: {line}", 1, BEAT_INTERVAL)
@@ -221,8 +221,7 @@ class _Connection:
 class Client:
     """A process's connection to the Coordinator at (host, port). The constructor waits until all clients are connected.
 
-    If another process fails or is lost, this process exits, whatever its main thread is doing; if the failed process
-    requested it, `undo` is called first.
+    If another process fails or is lost, this process exits, whatever its main thread is doing.
     Raises Error if the host does not resolve or does not answer within CONNECT_LIMIT seconds.
     """
 
@@ -237,7 +236,6 @@ class Client:
         self.issued, self.stopping, self.stop_at = 0, False, 0
         self.stepping, self.stop_known = threading.Lock(), threading.Event()
         self.finished = False
-        self.undo: Callable[[], object] = lambda: None
         about = f"{socket.gethostname()}, process {os.getpid()}"
         counts = [here.workers, here.servers]
         self.connection.send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
@@ -269,10 +267,10 @@ class Client:
         self.stop_known.wait()
         return step < self.stop_at
 
-    def failed(self, line: str, status: int, undo: bool) -> None:
-        """Tell the other processes why this process is exiting, and whether they should call their `undo`."""
+    def failed(self, line: str, status: int) -> None:
+        """Tell the other processes why this process is exiting."""
         self.finished = True
-        self.connection.send({"failed": line, "status": status, "undo": undo})
+        self.connection.send({"failed": line, "status": status})
 
     def close(self) -> None:
         """Tell the coordinator that this process is exiting normally."""
@@ -308,8 +306,6 @@ class Client:
             after(GRACE_PERIOD, os._exit, 0)
         elif "end" in message and not self.finished:
             self._end(message["end"], message["status"], message["report"])
-            if message["undo"]:
-                self.undo()
 
     def _end(self, line: str, status: int, report: bool) -> None:
         self.finished = True

@@ -92,9 +92,6 @@ class Workers:
             self.allreduce(sums[name], f"broadcast {i}")
         return {name: array.asnumpy() for name, array in sums.items()}
 
-    def on_failure(self, undo: Callable[[], object]) -> None:
-        """Register undo(). If another worker raises an Error, undo() is called before this process exits."""
-
     def ask_to_stop(self) -> bool:
         """Ask all workers to stop at the same step. Returns False if there are no other workers."""
         return False
@@ -135,9 +132,6 @@ class Group(Workers):
     def allreduce(self, array: NDArray, key: int | str) -> None:
         self.store.allreduce(array, key)
 
-    def on_failure(self, undo: Callable[[], object]) -> None:
-        self.client.undo = undo
-
     def ask_to_stop(self) -> bool:
         return self.client.ask_to_stop()
 
@@ -160,7 +154,7 @@ class Group(Workers):
             line, status = "interrupted", 130
         elif not isinstance(error, Error):
             time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat stops this process meanwhile
-        self.client.failed(line, status, undo=isinstance(error, Error))
+        self.client.failed(line, status)
         if self.coordinator:
             self.coordinator.close()  # waits until the remaining processes have been told
         self.store.abandon()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -110,19 +109,14 @@ def verdict(findings: list[Finding]) -> str:
 def _locked(out: str | Path) -> Iterator[None]:
     """Create the folder `out` and lock it."""
     try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        folder = os.open(out, os.O_RDONLY)
+        os.makedirs(out, exist_ok=True)
     except OSError as error:
         raise UsageError(f"out={out}: cannot write to this folder ({error.strerror}); use another folder") from None
+    locked = checkpoint.lock(out, f"out={out}")
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    except BlockingIOError:
-        raise UsageError(
-            f"out={out}: another process is writing to this folder; wait until that process exits"
-        ) from None
     finally:
-        os.close(folder)
+        os.close(locked)
 
 
 def _contexts(device: str) -> list[Context]:

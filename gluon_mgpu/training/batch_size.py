@@ -1,13 +1,11 @@
-"""The lecture's experiment: how much time a second device saves, and how batch size and learning rate affect what a
-network learns.
+"""The lecture's experiment: how much time a second device saves, and how batch size and learning rate affect accuracy.
 
-Runs `train` several times, each time in a new process, because the engine's settings depend on the number of
-contexts. Source: the lecture "L14_6 Multi-GPU Training in Python".
+Each run trains in a new process, because the engine's settings depend on the number of contexts. Source: the lecture
+"L14_6 Multi-GPU Training in Python".
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -48,7 +46,7 @@ SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # the sweep's batch sizes, 
 
 class Result(NamedTuple):
     run: Run
-    config: dict[str, Any]  # config.json
+    config: dict[str, Any]  # content of config.json
     epochs: list[Epoch]
 
     def step(self, epoch: Epoch) -> int:
@@ -88,13 +86,12 @@ def train_all(
     seed: int = 1,
     **settings: Any,
 ) -> list[Result]:
-    """Train all runs, each in its own folder in `out`.
+    """Train all runs, each in its own folder in `out`. Finished runs are skipped, and interrupted runs continue.
 
-    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings`. All runs have the same seed, so they
-    start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context.
-    Finished runs are skipped, and interrupted runs continue.
-    Raises UsageError if settings or devices are invalid, or if `out` holds runs with different options; Error if the
-    data is not available or a run fails.
+    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings`. All runs start from the same
+    parameters. On CPU, each context gets one OpenMP thread, even if it is the only context. Raises UsageError if
+    settings or devices are invalid or `out` holds runs with different options, Error if the data is not available or a
+    run fails.
     """
     varied: dict[Run, dict[str, Any]] = {
         r: {"batch_size": r.batch_size, "scale_lr": r.scale_lr, **({"lr": r.lr} if r.lr else {})} for r in runs
@@ -112,7 +109,7 @@ def train_all(
             bar.set_description(str(r))
             folder = Path(out) / r.folder
             epochs = finish(str(r), folder, {**common, **of_it, "gpus": r.devices}, bar.update, env)
-            results.append(Result(r, json.loads((folder / "config.json").read_text()), epochs))
+            results.append(Result(r, records.last(folder)[1], epochs))
     return results
 
 
@@ -126,10 +123,10 @@ def finish(
     """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run's epochs.
 
     name: used in error messages. options: arguments of `train`, including epochs, gpus and device. on_epochs: called
-    with the number of newly finished epochs. env: added to the environment. Raises UsageError if the folder holds a
-    different run, Error if the run fails.
+    with the number of newly finished epochs. Raises UsageError if the folder holds a different run, Error if the run
+    fails.
     """
-    begun = (folder / "config.json").exists()
+    begun = records.exists(folder)
     if begun:
         _check_same(folder, options)
     finished = records.last(folder)[-1].history if begun else []

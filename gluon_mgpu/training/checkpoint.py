@@ -5,6 +5,7 @@ Its last bytes, the archive's comment, are the SHA-256 of everything before them
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 FACTS = "facts.json"
 PART = ".part"  # suffix of a file that is being written
@@ -51,6 +52,26 @@ def remove_partial(path: str | Path) -> None:
     """Remove temporary files left by processes that were killed while writing `path`."""
     for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
         left.unlink()
+
+
+def lock(folder: str | Path, option: str) -> int:
+    """Lock a folder, without a lock file. The lock ends if the returned file descriptor is closed, or with the process.
+
+    option: the caller's argument for the folder, such as "out=runs/first". Raises UsageError if another process holds
+    the lock, Error if the folder cannot be locked.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+    except BlockingIOError:
+        raise UsageError(f"{option}: another process is writing there; wait until it ends") from None
+    except OSError as error:
+        raise Error(f"{option}: cannot lock the folder ({error.strerror}); use another folder") from None
+    return descriptor
 
 
 def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Finds, downloads, verifies and reads the data sets, as uint8 arrays in memory.
 
-If the user names a folder, only that folder is searched. Otherwise, the user's cache, MXNet's folder and the system's
-folder are searched; if none has the data set, it is downloaded into the cache or taken from Debian's package. The
-SHA-256 of each decompressed file must match.
+Unless the user names a folder, the user's cache, MXNet's folder and the system's folder are searched; if none has the
+data set, it is downloaded into the cache or taken from Debian's package. The SHA-256 of each decompressed file must
+match.
 """
 
 from __future__ import annotations

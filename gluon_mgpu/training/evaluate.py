@@ -6,14 +6,13 @@ Only reads the run's folder, so the run may still be training.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from mxnet import nd
-from mxnet.ndarray import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gluon_mgpu.runtime import devices, log
@@ -42,15 +41,10 @@ def load(
     """Load the network of the run in `folder`.
 
     impl: "scratch" or "highlevel"; None: the run's implementation. gpus, device: see `devices.contexts`.
-    Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the run has
-    no checkpoint yet, or if the checkpoint is damaged or from a different network or version.
+    Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the
+    checkpoint is damaged or from a different network or version.
     """
     arrays, config, settings, position = records.last(folder)
-    if arrays is None:
-        raise Error(
-            f"{folder}: no checkpoint yet; one is written after the first epoch or on Ctrl-C. If the run was killed, "
-            f"`gluon-mgpu train --resume {folder}` continues it"
-        )
     impl = impl or config["impl"]
     kind: type[Replicas] = implementation(impl).Replicas
     check_model(kind, settings.model)
@@ -72,14 +66,9 @@ def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     """Compute the network's scores (n, 10) for images, uint8 (n, 1, 28, 28)."""
     replicas = trained.replicas
-    issued = ([replicas.predict(shard) for shard in replicas.split(X)] for X in _batches(trained, images))
+    test_iter = batches(images, np.zeros(len(images)), trained.settings.batch_size)
+    issued = ([replicas.predict(shard) for shard in replicas.split(X)] for X, _ in test_iter if X is not None)
     return np.concatenate(list(read_behind(issued)))
-
-
-def _batches(trained: Trained, images: np.ndarray) -> Iterator[NDArray]:
-    for X, _ in batches(images, np.zeros(len(images)), trained.settings.batch_size):
-        assert X is not None
-        yield X
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:

@@ -92,7 +92,6 @@ def train(
             training = Training(replicas, data, position, run)
             recorder = training.recorder(profile) if profile and first else None
             where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
-            workers.on_failure(run.failed)
             run.begin({**config, **asdict(settings), **where, "data": data.source}, replicas, position)
             devices.say_if_no_gpu(ctx, device)
             return training.train(recorder)
@@ -100,13 +99,11 @@ def train(
 
 def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> str:
     """The network's name in the run's records. Raises UsageError for a network that cannot be trained."""
+    if (net is None) != (not params):
+        raise UsageError("net and params, its initial parameters: pass both or neither")
     if net is None:
-        if params:
-            raise UsageError("params: needs net, the network that the parameters belong to")
         check_model(lesson, model)
         return model
-    if not params:
-        raise UsageError("net: needs params, its initial parameters")
     name = getattr(net, "__name__", "net")
     if name in BUILT_IN:
         raise UsageError(f"net={name}: this package already has a network with this name; rename the function")

@@ -6,10 +6,10 @@ history. While a run writes to its folder, the folder is locked.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -100,7 +100,6 @@ class Run:
         logged = self.resumed and (self.folder / "tensorboard").exists()
         self.writer_class = _tensorboard_writer(tensorboard) if tensorboard or logged else None
         self.writer: Writer | None = None
-        self.begun = False
         self.drawn = 0.0  # time.monotonic() when curves.png was last drawn
 
     def __enter__(self) -> Run:
@@ -112,32 +111,28 @@ class Run:
                 raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.writer:
             self.writer.close()
-        if kind and issubclass(kind, Error):
-            self.failed()
         if self.locked is not None:
             os.close(self.locked)
 
-    def failed(self) -> None:
-        """Remove config.json if the run failed before its first checkpoint, so that the folder can be used again."""
-        if self.begun and not self.resumed and not (self.folder / CHECKPOINT).exists():
-            (self.folder / CONFIG).unlink(missing_ok=True)
-
     def _lock(self) -> None:
-        """Lock the folder itself: this needs no lock file, and the lock is released when the process exits."""
-        try:
-            self.locked = os.open(self.folder, os.O_RDONLY)
-            fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{self.option}: another process is writing there; wait until it exits") from None
-        except OSError as error:
-            raise Error(f"{self.option}: cannot lock the folder ({error.strerror}); use another folder") from None
-        if not self.resumed and any((self.folder / name).exists() for name in FILES):
-            raise UsageError(f"{self.option}: the folder holds a run; use --resume to continue it, or another folder")
+        """Lock the folder, and remove temporary files of killed processes."""
+        self.locked = checkpoint.lock(self.folder, self.option)
+        if not self.resumed:
+            self._check_unused()
         for name in FILES:
             checkpoint.remove_partial(self.folder / name)
+
+    def _check_unused(self) -> None:
+        """Raise UsageError if the folder contains a run, or a file that a new run would overwrite."""
+        if exists(self.folder):
+            raise UsageError(f"{self.option}: the folder holds a run; use --resume to continue it, or another folder")
+        for name in FILES:
+            if (self.folder / name).exists():
+                advice = f"remove {name}, or use another folder"
+                raise UsageError(f"{self.option}: the folder contains {name}, but no checkpoint; {advice}")
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
         """Returns the (settings, position, arrays) to start with; arrays is None if there is no checkpoint.
@@ -170,21 +165,20 @@ class Run:
             raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit it")
 
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:
-        """Called when training begins; a run that fails earlier leaves no files. config: content of config.json."""
+        """Called when training begins. Creates and locks the folder. config: content of config.json."""
         if not self.saves:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # the form that `last` reads back
         if self.resumed:
-            _say_what_changed(self.config, config, bool(replicas.running_stats))
+            _say_what_changed(self.config, config)
         self.config = config
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()  # fails now, not after the first epoch
         except OSError as error:
-            raise Error(f"{self.option}: cannot create the folder ({error.strerror}); use another folder") from None
+            raise Error(f"{self.option}: cannot write to the folder ({error.strerror}); use another folder") from None
         if self.locked is None:
             self._lock()
-        self.begun = True
-        self._write(CONFIG, json.dumps(config, indent=2) + "\n")
         if self.resumed:
             self.save(replicas, position)  # so that the next resume uses the new configuration
         if self.writer_class:
@@ -192,10 +186,10 @@ class Run:
             self._log_scalars(position.history)  # an earlier part of the run may not have logged its epochs
 
     def save(self, replicas: Replicas, position: Position) -> None:
-        """Write checkpoint.npz and metrics.jsonl."""
+        """Write checkpoint.npz, config.json and metrics.jsonl."""
         facts = {"format": FORMAT, "config": self.config, **position.as_json()}
         checkpoint.save(self.folder / CHECKPOINT, replicas.state_dict(), facts)
-        self._write_metrics(position)
+        self._write_text(position)
 
     def end_epoch(self, replicas: Replicas, position: Position) -> None:
         """Called after each epoch."""
@@ -210,7 +204,7 @@ class Run:
     def end(self, position: Position) -> None:
         """Called after the last epoch."""
         if self.saves:
-            self._write_metrics(position)
+            self._write_text(position)
             self._draw(position)
 
     def interrupt(self, replicas: Replicas, position: Position) -> str:
@@ -222,7 +216,9 @@ class Run:
             self._draw(position)
         return f"interrupted after {position}; checkpoint saved; continue with --resume {self.folder}"
 
-    def _write_metrics(self, position: Position) -> None:
+    def _write_text(self, position: Position) -> None:
+        """Write the checkpoint's settings and history as text."""
+        self._write(CONFIG, json.dumps(self.config, indent=2) + "\n")
         self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
     def _log_scalars(self, epochs: Sequence[Epoch]) -> None:
@@ -241,19 +237,12 @@ class Run:
         checkpoint.write_whole(self.folder / name, lambda file: file.write(text.encode()))
 
 
-def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
+def _say_what_changed(old: dict[str, Any], new: dict[str, Any]) -> None:
     """Print a notice if a resumed run differs in any of MAY_CHANGE."""
-
-    def shown(name: str, value: Any) -> Any:
-        return value if value is not None else "even" if name == "shares" else "none"
-
     changed = [name for name in MAY_CHANGE if name in old and name in new and old[name] != new[name]]
     if changed:
-        effect = "results agree up to rounding, not bit for bit"
-        if running_stats and {"devices", "shares", "workers"} & {*changed}:
-            effect = "results differ, because batch normalization sees only one shard's examples"
-        changes = [f"{name} {shown(name, new[name])} instead of {shown(name, old[name])}" for name in changed]
-        log.say(f"{', '.join(changes)}: {effect}")
+        changes = [f"{name} {new[name]} instead of {old[name]}" for name in changed]
+        log.say(f"{', '.join(changes)}: results agree up to rounding; with batch normalization, they may differ more")
 
 
 def _tensorboard_writer(required: bool) -> type[Writer] | None:
@@ -268,23 +257,19 @@ def _tensorboard_writer(required: bool) -> type[Writer] | None:
     return Writer
 
 
-def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, Any], Settings, Position]:
-    """Read (arrays, config, settings, position) of the run in a folder; arrays is None before the first checkpoint.
+def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Settings, Position]:
+    """Read (arrays, config, settings, position) from the checkpoint of the run in a folder.
 
-    Raises UsageError if the folder does not hold a run, Error if a file is damaged or from an unknown version.
+    Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
     """
+    if not exists(folder):
+        raise UsageError(_no_run(Path(folder)))
     path = Path(folder) / CHECKPOINT
-    arrays, position = None, Position()
-    if os.path.lexists(path):
-        arrays, facts = checkpoint.load(path)
-    else:
-        path = Path(folder) / CONFIG
-        config = _read_config(path)
+    arrays, facts = checkpoint.load(path)
     try:
-        if arrays is not None:  # config.json was not read
-            if facts.get("format") != FORMAT:
-                raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
-            config, position = facts["config"], Position.from_json(facts)
+        if facts.get("format") != FORMAT:
+            raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
+        config, position = facts["config"], Position.from_json(facts)
         config = {RENAMED.get(name, name): value for name, value in config.items()}
         settings = Settings(**{name: config[name] for name in NAMES})
         if config["impl"] not in IMPLS:
@@ -297,22 +282,18 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray] | None, dict[str, An
     return arrays, config, settings, position
 
 
-def _read_config(path: Path) -> Any:
-    folder = path.parent
+def _no_run(folder: Path) -> str:
+    """Why a path is not the folder of a run, and what to do."""
     if folder.is_file():
-        raise UsageError(f"{folder} is a file; pass the run's folder, such as {folder.parent}")
-    try:
-        return json.loads(checkpoint.read(path))
-    except FileNotFoundError:
-        runs = sorted(config.parent for config in folder.glob(f"*/{CONFIG}"))
-        hint = f"did you mean {runs[0]}?" if runs else f"`gluon-mgpu train --out {folder}` starts one"
-        raise UsageError(f"{folder} is not a run; {hint}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise Error(f"cannot read {path} ({error}): start the run again in another folder") from None
+        return f"{folder} is a file; pass the run's folder, such as {folder.parent}"
+    runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}"))
+    if runs:
+        return f"{folder} is not a run; did you mean {runs[0]}?"
+    return f"{folder} has no checkpoint; `gluon-mgpu train --out {folder}` writes one after each epoch and on Ctrl-C"
 
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """Parse config.json's devices into a list: [("cpu", 0), ("cpu", 1)]. Raises ValueError if they are invalid."""
+    """Parse the devices in a config into a list: [("cpu", 0), ("cpu", 1)]. Raises ValueError if they are invalid."""
     found = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(config["devices"]))
     if not found or len(found) != len(config["devices"]):
         raise ValueError(f"devices {config['devices']}")
@@ -320,8 +301,8 @@ def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def exists(folder: str | Path) -> bool:
-    """Whether the folder holds a run that can be resumed."""
-    return any((Path(folder) / name).exists() for name in (CONFIG, CHECKPOINT))
+    """Whether the folder holds a run: a checkpoint, even if it is damaged."""
+    return os.path.lexists(Path(folder) / CHECKPOINT)
 
 
 def options(folder: str | Path) -> dict[str, Any]:

@@ -57,9 +57,8 @@ OPERATORS = {
 def phase(operator: str, adds: bool = False) -> str:
     """Find the phase that an operator, or a bulk of operators, belongs to, from its name.
 
-    adds: whether the network itself adds arrays, operator by operator. Additions then count as forward or backward,
-    even if they sum gradients over devices. All copies count as allreduce, even copies of shards to devices, because
-    all copies have the same name on CPU contexts.
+    adds: whether the network itself adds arrays; additions then count as forward or backward. All copies count as
+    allreduce, even copies of shards to devices, because all copies have the same name on CPU contexts.
     """
     if "_backward_" in operator:
         return "backward"
@@ -75,9 +74,8 @@ def phase(operator: str, adds: bool = False) -> str:
 class Recorder:
     """Profiles a few steps of a training run. The training loop issues each step inside `with recorder.step():`.
 
-    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before the first and
-    after the last recorded step, which does not change the computed values. It then writes the trace. When it closes,
-    it writes the picture, with the suffix .png.
+    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before and after
+    them, which does not change the computed values. It then writes the trace and, when it closes, the picture (.png).
     """
 
     def __init__(
@@ -90,11 +88,9 @@ class Recorder:
         before: int = 0,
         steps: int = STEPS,
     ) -> None:
-        """file: path of the trace. about: title of the picture. total: number of steps of the whole run. before: number
-        of steps that are already done.
+        """file: path of the trace. about: title of the picture. total: steps of the whole run. before: finished steps.
 
-        Raises UsageError if the file is invalid, if MXNet's profiler does not support a context, or if the run has too
-        few steps.
+        Raises UsageError if the file is invalid, the profiler does not support a context, or the run has too few steps.
         """
         self.file, self.about, self.issued, self.needed = Path(file), about, before, steps + AROUND
         self.running = False
@@ -215,9 +211,8 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
 def summary(trace: dict[str, Any]) -> dict[str, Any]:
     """Seconds that each context spent in each phase during the recorded steps, as a JSON-serializable dict.
 
-    Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
-    operators overlap on a context, the overlap is attributed to the earlier operator. trace: a `Recorder`'s trace, or
-    the content of its file.
+    Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}.
+    The time of overlapping operators on a context counts once, for the earlier one. trace: the content of the file.
     """
     steps = _steps(trace)
     window = steps[-1][1] - steps[0][0]

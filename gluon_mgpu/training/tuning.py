@@ -1,9 +1,8 @@
 """Faster training on CPU contexts without changes to a network's code: `tune` returns a faster equivalent network.
 
-Channels are padded to multiples of 16, because oneDNN's direct convolutions support no other numbers; without padding,
-LeNet's 20 and 50 channels use matrix products, at half the speed. The added channels are zero and are dropped before
-the dense layers. Batches are computed in pieces of 64 examples, so a layer's output is still in the cache when the next
-layer reads it. Gradients are summed in the memory that CPU contexts share. docs/performance.md has the measurements.
+Channels are padded with zeros to multiples of 16, the numbers that oneDNN's direct convolutions support. Batches are
+computed in pieces of 64 examples, so a layer's output is still in the cache when the next layer reads it. Gradients are
+summed in the memory that CPU contexts share. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations

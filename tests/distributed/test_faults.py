@@ -71,8 +71,8 @@ def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engi
 
 def resumed(folder):
     """What was left of the run. It must be complete, and resuming it must work."""
-    if not folder.is_dir():
-        return "no run yet"
+    if not records.exists(folder):
+        return "no checkpoint yet"
     before = records.last(folder)[3]
     options = {"dataset": "synthetic", "limit": 4096, "seed": 1, "epochs": len(before.history) + 1}
     scratch.train([0], 256, 0.2, device="cpu", resume=str(folder), **options)

@@ -153,8 +153,9 @@ def test_a_run_that_loses_a_worker_is_restarted_and_ends_with_the_bits_of_one_pr
     launcher = [sys.executable, str(runs.ROOT / "scripts/launch.py"), "--restarts", "3", "--", *runs.TRAIN]
     options = [*ARGS, "--epochs", 2, "--out", folder]
     with runs.start([*launcher, "--kvstore", "dist_sync", *map(str, options)]) as process:
-        runs.wait((folder / "metrics.jsonl").exists)  # the first epoch is finished
-        os.kill(runs.processes(str(folder))["worker 0"], signal.SIGKILL)
+        for written in (folder, folder / "metrics.jsonl"):  # before and after the first checkpoint
+            runs.wait(written.exists)
+            os.kill(runs.processes(str(folder))["worker 0"], signal.SIGKILL)
         _, err = process.communicate(timeout=runs.HORIZON)
     assert process.returncode == 0 and "SIGKILL" in err, err
     expected = train_alone("scratch", 2, tmp_path / "alone", epochs=2)
@@ -251,20 +252,15 @@ def run_program(folder, kvstore, body, count=2, compress=None):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fails", ["raise UsageError('no room')", "os.kill(os.getpid(), 9)"])
-def test_if_a_worker_fails_or_is_lost_one_line_names_it_and_worker_0_undoes_only_a_failure(
-    fails, rank, engine, tmp_path
-):
+def test_if_a_worker_fails_or_is_lost_one_line_names_it(fails, rank, engine, tmp_path):
     body = f"""
-        if group.rank == 0:
-            group.on_failure(lambda: print("undone", flush=True))
         group.all_gather(None)
         if group.rank == {rank}:
             {fails}
         time.sleep(60)"""
-    status, out, err = run_program(tmp_path, engine, body, count=3)
+    status, _, err = run_program(tmp_path, engine, body, count=3)
     raised = fails.startswith("raise")
     assert status == (2 if raised and engine == "dist_sync" else 1)
-    assert ("undone" in out) == (raised and rank == 1)
     (line,) = runs.errors(err) if engine == "dist_sync" else runs.errors(err) or [f"worker {rank}"]  # or horovodrun's
     assert f"worker {rank}" in line
 

@@ -149,8 +149,7 @@ def test_ctrl_c_ends_the_current_run_with_a_checkpoint(tmp_path):
     options = ("--limit", 60000, "--epochs", 9, "--out", tmp_path)
     process = subprocess.Popen(command(*options), stderr=subprocess.PIPE, text=True)
     try:
-        begun = tmp_path / FOLDERS[0] / "config.json"
-        while not begun.exists():
+        while not (tmp_path / FOLDERS[0]).exists():
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.05)
         time.sleep(0.7)  # into the epoch

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, records
 
 ROOT = Path(__file__).parents[2]
 FILES = {"checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"}  # of a finished run
@@ -82,7 +82,7 @@ class Box:
 
     def go_on(self, plan, **options):
         """Start the plan's run in the folder `out`, or resume it."""
-        if not any((self.out / name).exists() for name in ("config.json", "checkpoint.npz")):
+        if not records.exists(self.out):
             return self.train(plan, "--out", self.out, **options)
         kept = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
         return self.train(kept, "--resume", self.out, **options)

@@ -129,15 +129,6 @@ def read_checkpoint(content, folder):
     records.options(folder)
 
 
-def make_config(rng):
-    return text(rng, CONFIG)
-
-
-def read_config(content, folder):
-    (folder / "config.json").write_bytes(content)
-    records.options(folder)
-
-
 def make_data(rng):
     if rng.random() < BOMBS:
         return bomb()
@@ -160,7 +151,7 @@ def make_messages(rng):
         {"stop": True},
         {"issued": 3},
         {"beat": True},
-        {"failed": "x", "status": 1, "undo": True},
+        {"failed": "x", "status": 1},
     ]
     lines = [text(rng, rng.choice([greeting, *messages])) for _ in range(rng.randint(1, 4))]
     first = rng.choice((json.dumps(greeting).encode(), text(rng, greeting), rng.randbytes(9000)))
@@ -194,7 +185,6 @@ def read_messages(content, folder):
 
 READERS = {
     "checkpoint": (make_checkpoint, read_checkpoint),
-    "config": (make_config, read_config),
     "data": (make_data, read_data),
     "messages": (make_messages, read_messages),
 }

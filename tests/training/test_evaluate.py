@@ -198,9 +198,6 @@ def test_what_cannot_be_evaluated_is_refused(runs, tmp_path):
     for options in (("none",), ("",), ("max", "scratch"), ("scratch", None, 0), ("scratch", None, 1, "gpu")):
         with pytest.raises(UsageError):
             evaluate.load(runs / options[0], *options[1:])
-    (tmp_path / "config.json").write_bytes((runs / "scratch" / "config.json").read_bytes())
-    with pytest.raises(Error, match="--resume"):  # no checkpoint yet
-        evaluate.load(tmp_path)
     for contents in ((arrays, {**facts, "format": 0}), ({**arrays, "W1": arrays["W2"]}, facts), None):
         if contents:
             checkpoint.save(tmp_path / "checkpoint.npz", *contents)

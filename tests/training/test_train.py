@@ -224,10 +224,11 @@ def test_what_cannot_be_trained_is_a_usage_error_in_one_line_before_anything_is_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_but_not_of_usage():
+@pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
+def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_usage(folder, capsys):
     with pytest.raises(Error) as caught:
-        train(out="/proc/run")
-    assert "/proc/run" in str(caught.value) and caught.type is Error
+        train(out=folder)
+    assert folder in str(caught.value) and caught.type is Error and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("impl", IMPLS)
