@@ -1,9 +1,7 @@
 """Bands of test accuracy per epoch, to decide whether a run of this project could have printed a notebook's accuracies.
 
-A notebook's run is treated as one more sample from the distribution of this project's runs. Its log error,
-log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of the n new runs. s is the standard deviation
-of the kept runs in spread.json, so broken new runs cannot widen the band. docs/parity.md explains these choices and
-gives the false-alarm rate.
+A notebook's log error, log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of n new runs. s is
+the standard deviation of the kept runs in spread.json. docs/parity.md gives the reasons and the false-alarm rate.
 """
 
 from __future__ import annotations

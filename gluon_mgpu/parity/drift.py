@@ -2,7 +2,7 @@
 
 The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Each implementation
 trains on the same batches twice: once with every step starting from the reference's parameters, and once with only the
-first step starting from them. `limits` computes the largest distance that rounding can explain.
+first step starting from them.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
     """Compute (step_limit, path_limit) from the reference's path and the errors of the notebook's code in float32.
 
     step_limit: `rounding`, or twice the notebook's error if that is larger, as on GPUs that round to TF32. path_limit:
-    FACTOR times the notebook's error, plus one ReLU flip in the longest step. Rounding errors grow along a path,
-    because each flip changes all later steps. The growth depends on the data and the processor, so it is measured.
+    FACTOR times the notebook's error, plus one ReLU flip in the longest step. The notebook's error is measured, because
+    the growth of errors along a path depends on the data and the processor.
     """
     expected = [rounding(before, after, BATCH_SIZE * POSITIONS) for before, after in zip(path, path[1:])]
     longest = max(distance(before, after) for before, after in zip(path, path[1:]))
@@ -118,8 +118,7 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
 def rounding(before: State, after: State, additions: int) -> float:
     """The largest distance between two correct float32 steps, relative to the step's length.
 
-    Sums of n terms have an error of about EPSILON * sqrt(n). Parameters rounded to float32 differ by at most EPSILON
-    times their length.
+    Sums of n terms differ by about EPSILON * sqrt(n), and rounded parameters by at most EPSILON times their length.
     """
     return EPSILON * (math.sqrt(additions) + length(before) / distance(before, after))
 

@@ -43,10 +43,9 @@ def run(
 
     seeds: for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed, skip
     the experiment, and write parity-quick.json and parity-quick.png. device, data_dir: as for `train`; "auto" uses
-    GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped; each combination
-    of versions has its own folder. A training run that fails becomes a finding.
-    Raises UsageError, before any training, if devices do not exist or another process is writing to `out`; Error if the
-    data is not available.
+    GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped. A training run
+    that fails becomes a finding.
+    Raises UsageError if devices do not exist or another process is writing to `out`, Error if the data is missing.
     """
     with _locked(out):
         ctx = _contexts(device)
