@@ -44,7 +44,7 @@ def run(
     the experiment, and write parity-quick.json and parity-quick.png. device, data_dir: as for `train`; "auto" uses
     GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped. A training run
     that fails becomes a finding.
-    Raises UsageError if devices do not exist or another process is writing to `out`, Error without the data.
+    Raises UsageError if devices do not exist or another process is writing to `out`, Error if the data is missing.
     """
     with _locked(out):
         ctx = _contexts(device)

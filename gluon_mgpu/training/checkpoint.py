@@ -68,7 +68,7 @@ def lock(folder: str | Path, option: str) -> int:
             os.close(descriptor)
             raise
     except BlockingIOError:
-        raise UsageError(f"{option}: another process is writing there; wait until it ends") from None
+        raise UsageError(f"{option}: another process is writing there; wait until it exits") from None
     except OSError as error:
         raise Error(f"{option}: cannot lock the folder ({error.strerror}); use another folder") from None
     return descriptor

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,30 +13,35 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gluon_mgpu.training import batch_size, checkpoint
+from gluon_mgpu import scratch
+from gluon_mgpu.commands.batch_size import batch_size as command
+from gluon_mgpu.training import batch_size, checkpoint, records
 from gluon_mgpu.training.records import Epoch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "batch_size.py"
-SMALL = ("--dataset", "synthetic", "--limit", "2000", "--epochs", "2", "--device", "cpu")
+SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
 FOLDERS = (
     *("1-device-batch-256", "2-devices-batch-256"),
     *("1-device-batch-512", "2-devices-batch-512", "2-devices-batch-512-lr-scaled"),
 )
 
 
-def command(*options):
+def script(*options):
     return [sys.executable, str(SCRIPT), *SMALL, *map(str, options)]
 
 
-def run(*options):
-    return subprocess.run(command(*options), capture_output=True, text=True, timeout=600)
+def call(capfd, *options):
+    """(exit status, standard output, standard error) of the command in this process."""
+    with pytest.raises(SystemExit) as ended:
+        command([*SMALL, *map(str, options)])
+    return (ended.value.code, *capfd.readouterr())
 
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory):
     """(folder, what was printed) of one experiment."""
     out = tmp_path_factory.mktemp("experiment")
-    done = run("--out", out)
+    done = subprocess.run(script("--out", out), capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     return out, done.stdout
 
@@ -50,7 +56,7 @@ def test_the_runs_are_those_of_the_lecture_with_one_seed(experiment):
     configs = [json.loads((experiment[0] / f / "config.json").read_text()) for f in FOLDERS]
     found = [(len(c["devices"]), c["batch_size"]) for c in configs]
     assert found == [(1, 256), (2, 256), (1, 512), (2, 512), (2, 512)]
-    assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 2000)] * 5
+    assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 1200)] * 5
     np.testing.assert_allclose(metrics(experiment[0])["learning_rate"], np.repeat([[0.2, 0.2, 0.2, 0.2, 0.4]], 2, 0).T)
 
 
@@ -89,34 +95,39 @@ def test_the_picture_has_every_run_and_nothing_is_cut_off(tmp_path):
 
 def test_the_csv_file_has_the_step_of_every_epoch(experiment):
     rows = csv.DictReader((experiment[0] / "batch-size.csv").open())
-    assert [int(row["step"]) for row in rows] == [8, 16, 8, 16, 4, 8, 4, 8, 4, 8]  # 2000 examples in batches
+    assert [int(row["step"]) for row in rows] == [5, 10, 5, 10, 3, 6, 3, 6, 3, 6]  # 1200 examples in batches
 
 
-def test_finished_runs_are_shown_again_and_not_trained_again(experiment):
+def test_finished_runs_are_shown_again_and_not_trained_again(experiment, capfd):
     out, printed = experiment
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    again = run("--out", out)
-    assert (again.returncode, again.stdout) == (0, printed), again.stderr
+    assert call(capfd, "--out", out) == (0, printed, "")
     assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 5
 
 
 @pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
-def test_runs_of_another_experiment_are_refused(options, experiment):
-    again = run("--out", experiment[0], *options)
-    assert (again.returncode, again.stdout, again.stderr.count("\n")) == (2, "", 1), again.stderr
+def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
+    status, printed, errors = call(capfd, "--out", experiment[0], *options)
+    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
 
 
 def test_more_epochs_continue_the_runs(experiment, tmp_path):
-    options = {"impl": "scratch", "gpus": "2", "dataset": "synthetic", "limit": 300, "device": "cpu", "seed": 1}
-    epochs = []
-    first = batch_size.finish("a run", tmp_path / "run", {**options, "epochs": 1}, epochs.append)
-    both = batch_size.finish("a run", tmp_path / "run", {**options, "epochs": 2}, epochs.append)
-    assert len(both) == 2 and both[:1] == first and sum(epochs) == 1 + 2
+    folder = shutil.copytree(experiment[0] / FOLDERS[0], tmp_path / "run")
+    options = {"impl": "scratch", "gpus": "1", "dataset": "synthetic", "limit": 1200, "device": "cpu", "seed": 1}
+    first, epochs = records.last(folder)[-1].history, []
+    more = batch_size.finish("a run", folder, {**options, "epochs": 3}, epochs.append)
+    assert len(more) == 3 and more[:2] == first and sum(epochs) == 3
 
 
 def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_size, "SIZES", (32, 64))
     monkeypatch.setattr(batch_size, "FACTORS", (1, 3))
+
+    def train(name, folder, options, *_):  # in this process, which is faster
+        named = {name: value for name, value in options.items() if name not in ("impl", "gpus")}
+        return scratch.train(options["gpus"], out=folder, **named)
+
+    monkeypatch.setattr(batch_size, "finish", train)
     results = batch_size.sweep(tmp_path, dataset="synthetic", limit=300, epochs=1, device="cpu")
     pairs = [(32, 0.2), (32, 0.6), (64, 0.2), (64, 0.6)]
     assert [(r.config["batch_size"], r.config["lr"], len(r.config["devices"])) for r in results] == [
@@ -139,15 +150,15 @@ def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monk
     "options, status",
     [(("--lr", "0"), 2), (("--epochs", "0"), 2), (("--device", "gpu"), 2), (("--lr", "1e37"), 1)],
 )
-def test_what_fails_says_so_in_one_line(options, status, tmp_path):
-    done = run("--out", tmp_path / "new", *options)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done.stderr
+def test_what_fails_says_so_in_one_line(options, status, tmp_path, capfd):
+    found, printed, errors = call(capfd, "--out", tmp_path / "new", *options)
+    assert (found, printed, errors.count("\n")) == (status, "", 1), errors
     assert not list(tmp_path.rglob("*.png"))
 
 
 def test_ctrl_c_ends_the_current_run_with_a_checkpoint(tmp_path):
-    options = ("--limit", 60000, "--epochs", 9, "--out", tmp_path)
-    process = subprocess.Popen(command(*options), stderr=subprocess.PIPE, text=True)
+    options = ("--limit", 20000, "--epochs", 9, "--out", tmp_path)
+    process = subprocess.Popen(script(*options), stderr=subprocess.PIPE, text=True)
     try:
         while not (tmp_path / FOLDERS[0]).exists():
             assert process.poll() is None, process.stderr.read()

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import faults
@@ -17,7 +16,7 @@ from gluon_mgpu.parity import run as whole
 from gluon_mgpu.training import batch_size, datasets, recipes, records
 
 CTX = [mx.cpu(i) for i in range(4)]
-STEPS = 3  # enough for every fault; parity itself takes more
+STEPS = 2  # enough for every fault; parity itself takes more
 HERE = Path(__file__).parent
 
 
@@ -35,20 +34,14 @@ def reference(made):
     return drift.reference(CTX[:2], made, STEPS)
 
 
-@pytest.fixture
-def findings(made, reference):
-    """A function that returns the findings of every check without training runs, on a small synthetic data set."""
-
-    def check():
-        mx.random.seed(1)
-        found = [*examples.check(CTX, made), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
-        return [*found, *drift.check(drift.measure(CTX[:2], made, reference))]
-
-    return check
+def check(made, reference):
+    """The findings of the checks that compare each implementation with the notebooks, on a small synthetic data set."""
+    mx.random.seed(1)
+    return [*examples.check(CTX, made), *drift.check(drift.measure(CTX[:2], made, reference))]
 
 
-def test_nothing_fails_without_a_fault(findings):
-    found = findings()
+def test_nothing_fails_without_a_fault(made, reference):
+    found = [*check(made, reference), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
     print(*found, sep="\n")
     assert len(found) > 25 and failed(found) == set()
 
@@ -68,9 +61,9 @@ CAUGHT = {
 
 
 @pytest.mark.parametrize("fault", [fault for fault, checks in CAUGHT.items() if checks])
-def test_a_planted_fault_is_caught_in_each_implementation(fault, findings, monkeypatch):
+def test_a_planted_fault_is_caught_in_each_implementation(fault, made, reference, monkeypatch):
     getattr(faults, fault)(monkeypatch.setattr)
-    found = [finding for finding in findings() if finding.check != claims.CHECK]
+    found = check(made, reference)
     for impl in examples.MODELS:
         of_impl = [f for f in found if f.claim.startswith(impl)]
         print(*of_impl, sep="\n")
@@ -155,29 +148,18 @@ def test_the_table_of_faults_in_the_docs_is_what_these_tests_find():
 
 # The whole command, made small
 
-
-def shrink(accuracy):
-    """Two seeds of one small recipe, a few steps, synthetic data."""
-    load = datasets.load
-    datasets.load = lambda name, *_: load("synthetic", limit=6000)
-    whole.QUICK, whole.QUICK_SEEDS, drift.STEPS = ("small",), (1, 2), 2
-    bands.kept = lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]}
-    options = {"impl": "scratch", "model": "lenet", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "lr": 0.1}
-    recipes.RECIPES["small"] = recipes.Recipe("a test", {**options, "epochs": 2, "limit": 300}, accuracy)
+SMALL = {"impl": "scratch", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "lr": 0.1, "epochs": 2, "limit": 300}
 
 
-def run(out, accuracy=(0.1, 0.1)):
-    """The command in its own process: (exit status, lines on standard output, standard error)."""
-    code = f"""
-        import gluon_mgpu
-        gluon_mgpu.configure(contexts=4)
-        import test_parity
-        test_parity.shrink({accuracy})
-        test_parity.parity(["--quick", "--device", "cpu", "--out", {str(out)!r}])
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout.splitlines(), done.stderr
+@pytest.fixture
+def recipe(monkeypatch):
+    """recipe("small", accuracy=(0.1, 0.1)) adds a recipe that trains for a moment; two kept runs of it are made up."""
+    monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
+
+    def add(name, accuracy=(0.1, 0.1), **options):
+        monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**SMALL, **options}, accuracy))
+
+    return add
 
 
 def times(folder):
@@ -185,11 +167,22 @@ def times(folder):
 
 
 @pytest.mark.slow
-def test_parity_trains_once_and_reports_what_it_found(tmp_path):
-    status, lines, errors = run(tmp_path)
-    assert status == 0, (lines, errors)
-    result = json.loads((tmp_path / "parity-quick.json").read_text())
-    assert result["holds"] and lines[0] == result["verdict"]
+def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, recipe, monkeypatch, capsys):
+    monkeypatch.setattr(datasets, "load", lambda *_: made)
+    monkeypatch.setattr(drift, "STEPS", STEPS)
+    monkeypatch.setattr(whole, "QUICK", ("small",))
+    monkeypatch.setattr(whole, "QUICK_SEEDS", (1, 2))
+
+    def run():
+        """(exit status, first line, parity-quick.json)."""
+        with pytest.raises(SystemExit) as ended:
+            parity(["--quick", "--device", "cpu", "--out", str(tmp_path)])
+        first = capsys.readouterr().out.splitlines()[0]
+        return ended.value.code, first, json.loads((tmp_path / "parity-quick.json").read_text())
+
+    recipe("small")
+    status, first, result = run()
+    assert status == 0 and result["holds"] and first == result["verdict"]
     assert (tmp_path / "parity-quick.png").read_bytes().startswith(b"\x89PNG")
     (folder,) = tmp_path.glob("cpu-*/small")
     for seed, accuracies in result["accuracy"]["small"]["runs"].items():
@@ -197,19 +190,16 @@ def test_parity_trains_once_and_reports_what_it_found(tmp_path):
         assert accuracies == [epoch["test_accuracy"] for epoch in kept]
     trained = times(folder)
 
-    status, lines, errors = run(tmp_path, accuracy=(0.1, 0.97))
-    assert status == 1, (lines, errors)
-    result = json.loads((tmp_path / "parity-quick.json").read_text())
+    recipe("small", accuracy=(0.1, 0.97))
+    status, first, result = run()
     wrong = [finding["claim"] for finding in result["findings"] if finding["holds"] is False]
-    assert not result["holds"] and len(wrong) == 1 and wrong[0] in lines[0]
+    assert status == 1 and not result["holds"] and len(wrong) == 1 and wrong[0] in first
     assert times(folder) == trained
 
 
-def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_path, monkeypatch):
-    options = {"impl": "scratch", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "limit": 300, "epochs": 2}
-    for name, lr in (("diverges", 1e30), ("small", 0.1)):
-        monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**options, "lr": lr}, (0.1, 0.1)))
-    monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
+def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_path, recipe):
+    recipe("diverges", lr=1e30)
+    recipe("small")
     accuracy, findings = whole._train_all(("diverges", "small"), (1,), tmp_path, "cpu", None)
     assert [*accuracy] == ["small"] and len(accuracy["small"]["runs"]["1"]) == 2
     assert [finding.holds for finding in findings if "diverges" in finding.claim] == [False]
