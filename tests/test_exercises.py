@@ -71,6 +71,14 @@ def split_and_load(data, ctx):
         mx.nd.waitall()
 
 
+@pytest.mark.parametrize("name, instead", check.TORCH.items())
+def test_a_name_that_only_a_pytorch_tensor_has_is_translated(name, instead):
+    assert hasattr(mx.nd.NDArray, re.search(r"\.(\w+)", instead)[1])
+    code = exercises.solution("allreduce") + f"    data[0].{name}\n"
+    mistake = check.check("allreduce", code, "answer.py")
+    assert mistake.name == "error" and f"'{name}'" in mistake.case and mistake.case.endswith(f"{instead} in MXNet")
+
+
 def run(*words, folder):
     return subprocess.run([*PROGRAM, *words], cwd=folder, capture_output=True, text=True)
 

@@ -18,6 +18,15 @@ from gluon_mgpu.runtime import subprocesses
 SECONDS = 60  # time limit; a check takes 2 seconds, or longer on a busy machine
 WRONG = 3  # exit status of the new process if it found a mistake
 WIDTH = 100
+TORCH = {  # {attribute of a PyTorch tensor that an NDArray x lacks: what to write instead}
+    "clone": "x.copy()",
+    "copy_": "y.copyto(x)",
+    "cuda": "x.as_in_context(c)",
+    "device": "x.context",
+    "numpy": "x.asnumpy()",
+    "to": "x.as_in_context(c)",
+    "view": "x.reshape(shape)",
+}
 
 
 def check(name: str, code: str, path: str) -> Mistake | None:
@@ -55,7 +64,9 @@ def failure(error: BaseException, path: str, wanted: str, returned: list[Any]) -
         lines = [error.lineno]
     what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[-1]
     if lines:
-        return Mistake("error", f"line {lines[-1]}: {what}")
+        missing = what.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
+        hint = f"\nPyTorch's x.{missing} is {TORCH[missing]} in MXNet" if missing in TORCH else ""
+        return Mistake("error", f"line {lines[-1]}: {what}{hint}")
     if type(error).__name__ == "MXNetError":
         return Mistake("failed-operator", what)
     value = textwrap.shorten(repr(returned[-1]), WIDTH)
