@@ -221,6 +221,18 @@ def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_wi
     assert_close(found, expected)
 
 
+@needs("onnx")
+def test_onnx_has_slopes_per_channel_and_no_unused_constants(tmp_path):
+    import onnx
+
+    s = mx.sym
+    x = s.InstanceNorm(s.Deconvolution(s.var("data"), kernel=(2, 3), num_filter=6, num_group=2, no_bias=False))
+    x = s.LayerNorm(s.LeakyReLU(x, act_type="prelu"))
+    convert.save(convert.from_files(*exported(x, tmp_path), (4, 9, 9)), "onnx", str(tmp_path / "net"))
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    assert {array.name for array in graph.initializer} <= {name for node in graph.node for name in node.input}
+
+
 @pytest.mark.parametrize("to", [PYTORCH, ONNX])
 def test_a_layer_without_equivalent_is_refused_by_name(to, tmp_path):
     groups = mx.sym.GroupNorm(mx.sym.var("data"), num_groups=2, name="groups")
