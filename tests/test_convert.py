@@ -11,7 +11,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
-from mxnet import nd
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
 
 from gluon_mgpu import convert, highlevel, scratch
 from gluon_mgpu.commands.convert import convert as command
@@ -69,11 +70,11 @@ def test_a_converted_run_gives_the_scores_of_the_run(run, to, runs, tmp_path, ca
 STEPS = """
 import sys
 import numpy as np, torch
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from net import Net
 
 net = Net()
-net.load_state_dict(load_file("net.safetensors"))
+load_model(net, "net.safetensors")
 trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
 optimizer, found = torch.optim.SGD(trained.values(), lr=0.1), {}
 given = np.load("batches.npz")
@@ -86,31 +87,44 @@ np.savez("found.npz", **found, **{name: p.detach() for name, p in trained.items(
 """
 
 
+def steps(folder, X, y):
+    """First gradients and final parameters of folder/net.py, trained on batches X, y: {PyTorch's name: array}."""
+    np.savez(folder / "batches.npz", X=X, y=y)
+    subprocess.run([sys.executable, "-c", STEPS], cwd=folder, check=True, timeout=120)
+    return np.load(folder / "found.npz")
+
+
+def assert_close(found, expected):
+    """expected: {MXNet's name: array}."""
+    assert len(found.files) == len(expected)
+    for name, array in expected.items():
+        name = re.sub(r"\w+?_(\w+)_", r"\1.", name).replace("beta", "bias")
+        name = re.sub("gamma|alpha", "weight", name)
+        assert np.linalg.norm(found[name] - array) < 1e-4 * np.linalg.norm(array), name
+
+
 @needs("pytorch")
 @pytest.mark.parametrize("run", ["lenet", "normalized"])
 def test_the_pytorch_module_continues_training_with_equal_gradients(run, runs, tmp_path):
     convert.save(convert.from_run(runs / run), "pytorch", str(tmp_path / "net"))
     data = datasets.synthetic(600, 100, 0)
     X, y = data.train_images[:90].reshape(3, 30, 1, 28, 28) / np.float32(255), data.train_labels[:90].reshape(3, 30)
-    np.savez(tmp_path / "batches.npz", X=X, y=y)
-    subprocess.run([sys.executable, "-c", STEPS], cwd=tmp_path, check=True, timeout=120)
-    found = np.load(tmp_path / "found.npz")
+    found = steps(tmp_path, X, y)
     replicas = evaluate.load(runs / run, "highlevel", device="cpu").replicas
     expected = {}
     for batch, labels in zip(X, y):
         replicas.train_batch(nd.array(batch), nd.array(labels), 0.1)
         expected = {**{f"first {p.name}": p.grad().asnumpy() / 30 for p in replicas.trained}, **expected}
     expected.update({p.name: p.data().asnumpy() for p in replicas.trained})
-    assert len(found.files) == len(expected)
-    for name, array in expected.items():
-        name = re.sub(r"\w+?_(\w+)_", r"\1.", name).replace("gamma", "weight").replace("beta", "bias")
-        assert np.linalg.norm(found[name] - array) < 1e-4 * np.linalg.norm(array), name
+    assert_close(found, expected)
 
 
 def layers(x):
     """A network of every operator that the lessons do not have."""
     s = mx.sym
     x = s.Convolution(x, kernel=(3, 2), num_filter=8, pad=(1, 0), dilate=(1, 2), num_group=2, no_bias=True, name="conv")
+    x = s.InstanceNorm(s.Deconvolution(x, kernel=(2, 3), stride=(2, 1), adj=(1, 0), num_filter=12, num_group=4))
+    x = s.GroupNorm(s.swapaxes(x, dim1=2, dim2=3), num_groups=3)
     for kind in ("sigmoid", "tanh", "softrelu", "softsign"):
         x = s.Activation(x, act_type=kind) + 0.5
     kinds = ("leaky", "elu", "gelu", "selu", "prelu")
@@ -156,16 +170,65 @@ ATTRIBUTES += [("Pooling", "pool_type", "sum"), ("Activation", "act_type", "relu
 
 @pytest.mark.parametrize("op, key, text", ATTRIBUTES)
 def test_other_attributes_than_numbers_and_known_words_are_refused(op, key, text):
-    node = operators.Node(0, {"op": op, "name": "it\n", "attrs": {key: text}}, "it", [0], (1, 4, 9, 9), [])
+    node = operators.Node(0, {"op": op, "name": "it\n", "attrs": {key: text}}, "it", [0], (1, 4, 9, 9), [], [])
     with pytest.raises(UsageError, match=rf"^'{op}' layer 'it\\n' cannot be converted to PyTorch: [^\n]*$"):
         node.code("x")
 
 
+def language_model():
+    """Predicts the next of 50 words, with the same parameters for several layers."""
+    net = nn.HybridSequential(prefix="language_")
+    with net.name_scope():
+        words, hidden = nn.Embedding(50, 8), nn.Dense(8, "tanh", in_units=8)
+        net.add(words, nn.GroupNorm(3), nn.PReLU(in_channels=6), nn.HybridLambda(lambda F, x: F.mean(x, axis=1)))
+        net.add(hidden, nn.Dropout(0), hidden, nn.Dense(8, "relu", in_units=8, use_bias=False, params=hidden.params))
+        net.add(nn.Dense(50, in_units=8, params=words.params))
+    net.initialize(mx.init.Normal(0.5))
+    return net
+
+
+@needs("pytorch")
+def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_with_equal_gradients(tmp_path):
+    net, random = language_model(), np.random.default_rng(0)
+    X, y = random.integers(50, size=(2, 30, 6)).astype(np.float32), random.integers(50, size=(2, 30))
+    net.hybridize()
+    net(nd.array(X[0]))
+    net.export(str(tmp_path / "language"))
+    net.hybridize(False)  # hybridized, PReLU has a wrong gradient
+    files = tmp_path / "language-symbol.json", tmp_path / "language-0000.params"
+    convert.save(convert.from_files(*files, (6,)), "pytorch", str(tmp_path / "net"))
+    found, expected = steps(tmp_path, X, y), {}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    # Gluon names the last layer's bias after the parameters' first owner
+    params = {name.replace("embedding0_bias", "dense2_bias"): p for name, p in net.collect_params().items()}
+    for batch, labels in zip(X, y):
+        with autograd.record():
+            loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(nd.array(batch)), nd.array(labels))
+        loss.backward()
+        expected = {**{f"first {name}": p.grad().asnumpy() / 30 for name, p in params.items()}, **expected}
+        trainer.step(30)
+    expected.update({name: p.data().asnumpy() for name, p in params.items()})
+    assert_close(found, expected)
+
+
+@needs("onnx")
+def test_onnx_has_slopes_per_channel_and_no_unused_constants(tmp_path):
+    import onnx
+
+    s = mx.sym
+    x = s.InstanceNorm(s.Deconvolution(s.var("data"), kernel=(2, 3), num_filter=6, num_group=2, no_bias=False))
+    x = s.LayerNorm(s.LeakyReLU(x, act_type="prelu"))
+    convert.save(convert.from_files(*exported(x, tmp_path), (4, 9, 9)), "onnx", str(tmp_path / "net"))
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    assert {array.name for array in graph.initializer} <= {name for node in graph.node for name in node.input}
+
+
 @pytest.mark.parametrize("to", [PYTORCH, ONNX])
 def test_a_layer_without_equivalent_is_refused_by_name(to, tmp_path):
-    symbol = mx.sym.GroupNorm(mx.sym.var("data"), num_groups=2, name="groups")
-    given = convert.from_files(*exported(symbol, tmp_path), (4, 9, 9))
-    with pytest.raises(UsageError, match="^'GroupNorm' layer 'groups' cannot be converted to "):
+    groups = mx.sym.GroupNorm(mx.sym.var("data"), num_groups=2, name="groups")
+    given = convert.from_files(*exported(mx.sym.LRN(groups, nsize=3, name="local"), tmp_path), (4, 9, 9))
+    layer = {"pytorch": "'LRN' layer 'local'", "onnx": "'GroupNorm' layer 'groups'"}[to]
+    with pytest.raises(UsageError, match=f"^{layer} cannot be converted to "):
         convert.save(given, to, str(tmp_path / "net"))
 
 

@@ -87,6 +87,7 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
 def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
     """Load a network that HybridBlock.export wrote, with random images in [0, 1). shape: of one image: (1, 28, 28).
 
+    If the network has an Embedding, the images are random indices, for example (n, 35) for 35 words.
     Raises UsageError if the files do not contain such a network, or if it does not accept images of this shape.
     """
     symbol, params = _read(symbol_file, params_file)
@@ -98,6 +99,10 @@ def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[in
             f"{', '.join(map(repr, inputs[:3]))}"
         )
     images = np.random.default_rng(0).random((RANDOM_IMAGES, *shape), np.float32)
+    nodes = json.loads(symbol.tojson())["nodes"]
+    words = [int(node["attrs"]["input_dim"]) for node in nodes if node["op"] == "Embedding"]
+    if words:
+        images = np.floor(images * min(words))
     try:
         expected = predict(symbol_file, params_file, inputs[0], [images])
         return Network(symbol, params, inputs[0], images, expected)

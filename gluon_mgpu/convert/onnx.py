@@ -44,14 +44,25 @@ def write(network: Network, base: str) -> None:
     except Exception as error:  # unsupported attributes raise many exception types
         raise Error(f"MXNet's ONNX exporter: {errors.reason(error)}") from None
     model = onnx.load(path)
-    constants = {array.name for array in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
-    del model.graph.input[:]
-    model.graph.input.extend(inputs)
+    _repair(model.graph, network)
     model = version_converter.convert_version(model, OPSET)
     model.ir_version = helper.find_min_ir_version_for(model.opset_import)
     checker.check_model(model, full_check=True)
     onnx.save(model, path)
+
+
+def _repair(graph: Any, network: Network) -> None:
+    """Remove unused constants and inputs that are parameters, and align the slopes of PReLU with the channels."""
+    shapes = network.shapes()
+    ranks = {node.input[1]: len(shapes[node.name]) for node in graph.node if node.op_type == "PRelu"}
+    used = {name for node in graph.node for name in node.input}
+    inputs = [value for value in graph.input if value.name == network.input]
+    constants = [array for array in graph.initializer if array.name in used]
+    for array in constants:
+        array.dims.extend([1] * (ranks.get(array.name, 2) - 2))  # (c,) -> (c, 1, 1)
+    for field, values in ((graph.input, inputs), (graph.initializer, constants)):
+        del field[:]
+        field.extend(values)
 
 
 @contextlib.contextmanager

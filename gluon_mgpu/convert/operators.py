@@ -59,7 +59,8 @@ class Node:
     name: str  # the layer's name; an identifier
     inputs: list[int]  # the steps that compute the inputs, except parameters
     shape: Sizes  # the first input's shape, for a batch of 1
-    arrays: list[np.ndarray]  # parameters
+    params: list[str]  # names of the parameters in the graph
+    arrays: list[np.ndarray]  # values of the parameters
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
     frozen: bool = False  # whether its weight is constant
@@ -119,14 +120,17 @@ def convolution(node: Node, x: str) -> str:
     kernel = node.sizes("kernel")
     n = len(kernel)
     node.word("layout", LAYOUTS[n], "None")
-    weight, groups = node.arrays[0], node.integer("num_group", 1)
+    if any(node.sizes("target_shape")):
+        raise ValueError("target_shape is not supported")
+    groups, transposed = node.integer("num_group", 1), node.op == "Deconvolution"
+    channels = node.arrays[0].shape[0], node.arrays[0].shape[1] * groups
     layer = call(
-        f"nn.Conv{n}d",
-        weight.shape[1] * groups,
-        weight.shape[0],
+        f"nn.Conv{'Transpose' * transposed}{n}d",
+        *(channels if transposed else channels[::-1]),
         kernel_size=_short(kernel),
         stride=_unless(1, _short(node.sizes("stride", (1,)))),
         padding=_unless(0, _short(node.sizes("pad", (0,)))),
+        output_padding=_unless(0, _short(node.sizes("adj", (0,)))),
         dilation=_unless(1, _short(node.sizes("dilate", (1,)))),
         groups=_unless(1, groups),
         bias=_unless(True, len(node.arrays) == 2),
@@ -159,6 +163,25 @@ def layer_norm(node: Node, x: str) -> str:
         raise ValueError("axis must be -1")
     layer = call("nn.LayerNorm", len(node.arrays[0]), eps=node.number("eps", 1e-5))
     return call(node.create(layer, "weight", "bias"), x)
+
+
+def instance_norm(node: Node, x: str) -> str:
+    n = len(node.shape) - 2
+    layer = call(f"nn.InstanceNorm{n}d", len(node.arrays[0]), eps=node.number("eps", 1e-3), affine=True)
+    return call(node.create(layer, "weight", "bias"), x)
+
+
+def group_norm(node: Node, x: str) -> str:
+    groups = node.integer("num_groups", 1)
+    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node.number("eps", 1e-5)), "weight", "bias")
+    # MXNet has one weight per group; PyTorch has one per channel. So each group becomes one channel.
+    y = call(layer, call(f"{x}.unflatten", 1, (groups, -1)))
+    return call(f"{y}.flatten", 1, 2)
+
+
+def embedding(node: Node, x: str) -> str:
+    layer = node.create(call("nn.Embedding", *node.arrays[0].shape), "weight")
+    return call(layer, f"{x}.long()")
 
 
 def leaky_relu(node: Node, x: str) -> str:
@@ -210,6 +233,10 @@ def transpose(node: Node, x: str) -> str:
     return call(f"{x}.permute", *node.sizes("axes", tuple(range(len(node.shape)))[::-1]))
 
 
+def swap_axes(node: Node, x: str) -> str:
+    return call(f"{x}.transpose", node.integer("dim1", 0), node.integer("dim2", 0))
+
+
 def concat(node: Node, *inputs: str) -> str:
     return call("torch.cat", f"[{', '.join(inputs)}]", dim=node.integer("dim", 1))
 
@@ -244,15 +271,22 @@ def scalar_arithmetic(node: Node, x: str) -> str:
     return f"{x} {SIGNS[node.op.split('_')[1]]} {_code(node.number('scalar'))}"
 
 
+def identity(node: Node, x: str) -> str:
+    return x
+
+
 def function(node: Node, x: str) -> str:
     return call(f"torch.{node.op}", x)
 
 
 LAYERS: dict[str, Callable[..., str]] = {
-    "Convolution": convolution,
+    **dict.fromkeys(("Convolution", "Deconvolution"), convolution),
     "FullyConnected": fully_connected,
     "BatchNorm": batch_norm,
     "LayerNorm": layer_norm,
+    "InstanceNorm": instance_norm,
+    "GroupNorm": group_norm,
+    "Embedding": embedding,
     "LeakyReLU": leaky_relu,
 }
 OPERATORS: dict[str, Callable[..., str]] = {
@@ -262,10 +296,12 @@ OPERATORS: dict[str, Callable[..., str]] = {
     "Flatten": flatten,
     "Reshape": reshape,
     "transpose": transpose,
+    "SwapAxis": swap_axes,
     "Concat": concat,
     "Dropout": dropout,
     "mean": mean,
     "clip": clip,
+    "_copy": identity,  # written for dropout of 0
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("relu", "sigmoid", "tanh", "exp", "log", "sqrt", "square", "abs"), function),
     **{f"{kind}_{name}": arithmetic for kind in ("elemwise", "broadcast") for name in ("add", "sub", "mul", "div")},

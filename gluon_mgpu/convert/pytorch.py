@@ -23,12 +23,12 @@ USAGE = "{prefix}.py says how to load it"
 
 MODULE = '''"""Converted from MXNet by gluon_mgpu {version}. Load it with its parameters:
 
-    from safetensors.torch import load_file
+    from safetensors.torch import load_model
 
     from {name} import Net
 
     net = Net()
-    net.load_state_dict(load_file("{name}.safetensors"))
+    load_model(net, "{name}.safetensors")
 """
 
 import torch
@@ -51,11 +51,11 @@ class Net(nn.Module):
 LOAD = """
 import runpy, sys
 import numpy as np, torch
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 
 base = sys.argv[1]
 net = runpy.run_path(base + ".py")["Net"]()
-net.load_state_dict(load_file(base + ".safetensors"))
+load_model(net, base + ".safetensors")
 net.eval()
 with np.load(base + ".npz") as batches, torch.no_grad():
     scores = [net(torch.from_numpy(X)) for X in batches.values()]
@@ -78,18 +78,26 @@ def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
     variables: dict[int, str] = {}  # {step: variable that holds its result}
     free: list[str] = []  # variables whose value is no longer needed
     layers, forward, state = [], [], {}
+    created, names = set[str](), dict[str, str]()  # layers; {parameter in the graph: its name in the state dict}
     for node in operators:
         for value in node.inputs:
             variables.setdefault(value, "x")  # the network's input; earlier steps compute all other values
         code = node.code(*(variables[value] for value in node.inputs))
         free += [variables[value] for value in dict.fromkeys(node.inputs[::-1]) if last_use[value] == node.step]
         variables[node.step] = free.pop() if free else next(new_names)
-        forward.append(f"{variables[node.step]} = {code}")
-        if node.layer:
-            layers.append(f"self.{node.name} = {node.layer}")
+        if code != variables[node.step]:
+            forward.append(f"{variables[node.step]} = {code}")
+        if not node.layer or node.name in created:
+            continue
+        created.add(node.name)
+        layers.append(f"self.{node.name} = {node.layer}")
         if node.frozen:
             layers.append(f"self.{node.name}.weight.requires_grad_(False)  # as in MXNet, always 1")
-        state.update(node.state)
+        for param, (name, array) in zip(node.params, node.state.items()):
+            if param in names:
+                layers.append(f"self.{name} = self.{names[param]}  # one parameter for both layers")
+            else:
+                names[param], state[name] = name, array
     code = MODULE.format(
         version=__version__,
         name=name,
@@ -107,10 +115,10 @@ def _operators(network: Network) -> Iterator[Node]:
     graph = network.nodes
     shapes = network.shapes()
     params = {i: node["name"] for i, node in enumerate(graph) if node["op"] == "null" and node["name"] != network.input}
-    owners = [node["name"] for node in graph if params.keys() & {i for i, *_ in node["inputs"]}]
+    owners = [_block(node["name"]) for node in graph if params.keys() & {i for i, *_ in node["inputs"]}]
     prefix = os.path.commonprefix(owners)  # the network's name, which all of these names begin with
     prefix = prefix[: prefix.rfind("_") + 1]
-    taken, owned = set(TAKEN), set[str]()
+    taken, names = set(TAKEN), dict[str, str]()  # {layer as in the graph: its name in the module}
     for step, facts in enumerate(graph):
         if facts["op"] == "null":
             continue
@@ -120,12 +128,19 @@ def _operators(network: Network) -> Iterator[Node]:
             raise refuse(facts, "PyTorch", "it uses one of several outputs of another layer")
         inputs = [i for i, *_ in facts["inputs"] if i not in params]
         own = [params[i] for i, *_ in facts["inputs"] if i in params]
-        if own and (facts["op"] not in LAYERS or owned.intersection(own)):
+        if own and facts["op"] not in LAYERS:
             raise refuse(facts, "PyTorch", f"its use of the parameter {own[0]!r} is not supported")
-        owned.update(own)
-        name = _identifier(facts["name"].removeprefix(prefix).removesuffix("_fwd"), taken) if own else ""
+        shape = shapes[graph[facts["inputs"][0][0]]["name"]]
+        layer = str((facts["op"], facts.get("attrs"), own, len(shape)))
+        if own and layer not in names:
+            names[layer] = _identifier(_block(facts["name"]).removeprefix(prefix), taken)
         arrays = [network.params[param].asnumpy() for param in own]
-        yield Node(step, facts, name, inputs, shapes[graph[facts["inputs"][0][0]]["name"]], arrays)
+        yield Node(step, facts, names.get(layer, ""), inputs, shape, own, arrays)
+
+
+def _block(name: str) -> str:
+    """The name of the Gluon block of an operator: conv0 for conv0_fwd."""
+    return re.sub(r"_(fwd|(group|layer)norm0)$", "", name)
 
 
 def _identifier(name: str, others: set[str]) -> str:
