@@ -135,7 +135,7 @@ class Run:
                 raise UsageError(f"{self.option}: the folder contains {name}, but no checkpoint; {advice}")
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
-        """Returns the (settings, position, arrays) to start with; arrays is None if there is no checkpoint.
+        """Returns the (settings, position, arrays) to start with; arrays is None for a new run.
 
         Raises UsageError if the settings differ from the resumed run's settings.
         """
