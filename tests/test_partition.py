@@ -1,7 +1,7 @@
 """The three ways to split LeNet over devices, against NumPy in float64. tests/bench counts the bytes they copy."""
 
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import mxnet as mx
 import numpy as np
@@ -56,18 +56,27 @@ def joined(way, device_params, read):
     return arrays
 
 
-def check_steps(way, options, devices, sizes):
-    """Take one step for each batch size; fail if losses, gradients or parameters differ from those in float64."""
-    step, device_params = start(way, options, devices)
-    exact, rounding = [p.asnumpy().astype(np.float64) for p in parameters()], 0
+@cache
+def float64_steps(sizes):
+    """For each batch size: the losses and gradients of a step, and the parameters after it."""
+    params, steps = [p.asnumpy().astype(np.float64) for p in parameters()], []
     for seed, n in enumerate(sizes):
         X, y = batch(n, seed)
+        losses, gradients = losses_and_gradients(params, X.astype(np.float64), y)
+        params = [p - LR * gradient / n for p, gradient in zip(params, gradients)]
+        steps.append((losses, gradients, params))
+    return steps
+
+
+def check_steps(way, options, devices, sizes):
+    """Take one step for each batch size; fail if losses, gradients or parameters differ from those in float64."""
+    (step, device_params), rounding = start(way, options, devices), 0
+    for (seed, n), (expected, gradients, params) in zip(enumerate(sizes), float64_steps(sizes)):
+        X, y = batch(n, seed)
         losses = np.concatenate([part.asnumpy() for part in step(nd.array(X), nd.array(y))])
-        expected, gradients = losses_and_gradients(exact, X.astype(np.float64), y)
-        exact = [p - LR * gradient / n for p, gradient in zip(exact, gradients)]
         rounding += additions(n)
         assert_close(losses, expected, rounding)
-        for arrays, read in ((gradients, lambda p: p.grad), (exact, lambda p: p)):
+        for arrays, read in ((gradients, lambda p: p.grad), (params, lambda p: p)):
             for found in joined(way, device_params, read):
                 assert len(found) == len(arrays)
                 for a, b in zip(found, arrays):
