@@ -100,7 +100,7 @@ def test_under_all_settings_only_layers_and_the_loss_count_as_forward(module, op
     if options.get("model") == "resnet18":
         monkeypatch.setattr(timeline, "WARM_UP", 1)
         monkeypatch.setattr(module.Replicas, "evaluate_accuracy", lambda *_: 0.0)  # takes seconds
-        options = {**options, "batch_size": 4}
+        options = {**options, "batch_size": 2, "limit": 2 * (1 + RECORDED)}
     train(module, profile=tmp_path / "profile.json", **options)
     found = counts(tmp_path / "profile.json", CTX[0])
     assert {name for name, phase in found if phase == "forward" and "," not in name} <= FORWARD
