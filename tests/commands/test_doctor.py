@@ -2,7 +2,6 @@
 
 import ctypes
 import gzip
-import hashlib
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+import tiny
 
 from gluon_mgpu.commands import doctor
 from gluon_mgpu.runtime import engine, errors
@@ -218,11 +218,7 @@ def test_the_driver_says_which_cuda_it_supports_and_which_gpus_it_shows(monkeypa
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     """No data set on this machine. Returns a function that writes tiny files of both data sets to a folder."""
-    tiny = datasets.synthetic(30, 10)
-    arrays = tiny.train_images[:, 0], tiny.train_labels, tiny.test_images[:, 0], tiny.test_labels
-    headers = (bytes([0, 0, 8, a.ndim]) + np.array(a.shape, ">u4").tobytes() for a in arrays)
-    files = dict(zip(datasets.SHA256["mnist"], (h + a.tobytes() for h, a in zip(headers, arrays))))
-    sums = {file: hashlib.sha256(raw).hexdigest() for file, raw in files.items()}
+    files, sums = tiny.files(datasets.synthetic(30, 10))
     monkeypatch.setattr(datasets, "SHA256", {"fashion-mnist": sums, "mnist": sums})
     monkeypatch.setattr(datasets, "SYSTEM_FOLDER", tmp_path / "system")
     monkeypatch.delenv("GLUON_MGPU_DATA", raising=False)

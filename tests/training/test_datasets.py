@@ -15,12 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import datasets
 
 NAME = "fashion-mnist"
 TINY = datasets.synthetic(700, 120, seed=5)
+FILES, SUMS = tiny.files(TINY)
+GZIPPED = {f"{file}.gz": gzip.compress(raw) for file, raw in FILES.items()}
 IMAGES = "train-images-idx3-ubyte"
 CHILD = """
 import json, sys
@@ -28,20 +31,6 @@ from gluon_mgpu.training import datasets
 datasets.SHA256[sys.argv[1]] = json.loads(sys.argv[2])
 print(datasets.load(sys.argv[1]).train_labels.sum())
 """
-
-
-def idx(array):
-    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
-
-
-FILES = {
-    IMAGES: idx(TINY.train_images[:, 0]),
-    "train-labels-idx1-ubyte": idx(TINY.train_labels),
-    "t10k-images-idx3-ubyte": idx(TINY.test_images[:, 0]),
-    "t10k-labels-idx1-ubyte": idx(TINY.test_labels),
-}
-SUMS = {file: hashlib.sha256(raw).hexdigest() for file, raw in FILES.items()}
-GZIPPED = {f"{file}.gz": gzip.compress(raw) for file, raw in FILES.items()}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
