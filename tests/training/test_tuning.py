@@ -46,7 +46,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
-@pytest.mark.parametrize("examples", [7, 64, 130])
+@pytest.mark.parametrize("examples", [1, 64, 65, 128, 300])  # a piece of a batch has 64
 def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, examples):
     net = build()
     fast = tuning.tuned(net)
@@ -72,15 +72,6 @@ def test_images_of_three_channels_are_not_padded():
     scores = net(X).asnumpy()
     found = tuning.tuned(net)(X).asnumpy()
     np.testing.assert_allclose(found, scores, rtol=0, atol=(27 + 13520) * EPS * np.abs(scores).max())
-
-
-@pytest.mark.parametrize("examples", [1, 63, 64, 65, 128, 300])
-def test_a_batch_in_pieces_returns_every_examples_scores_in_their_order(examples):
-    fast = tuning.tuned(smooth_lenet())
-    X = nd.random.uniform(shape=(examples, 1, 28, 28))
-    in_pieces = fast(X).asnumpy()
-    one_by_one = np.concatenate([fast(X[i : i + 1]).asnumpy() for i in range(examples)])
-    np.testing.assert_allclose(in_pieces, one_by_one, rtol=0, atol=4 * 800 * EPS * np.abs(one_by_one).max())
 
 
 def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
