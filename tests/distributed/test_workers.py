@@ -22,10 +22,10 @@ from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.training import checkpoint, records
 
 MODULES = {"scratch": scratch, "highlevel": highlevel}
-STEPS, BATCH = 50, 32
+STEPS, BATCH = 25, 32
 LIMIT = (STEPS - 1) * BATCH + 1  # the last batch has 1 example, so one worker has none
-OPTIONS = {"dataset": "synthetic", "limit": LIMIT, "epochs": 1, "seed": 3}
-RTOL = 1e-4  # of `apart`: a missing example in 1,569 makes some 1e-3, rounding some 1e-6
+OPTIONS = {"dataset": "synthetic", "limit": LIMIT, "epochs": 1, "seed": 4}
+RTOL = 1e-3  # of `apart`: a missing example makes more than 2e-2, rounding 1e-6 (3e-4 if an activation crosses 0)
 
 
 def flags(options):
@@ -95,28 +95,25 @@ def test_only_worker_0_prints_and_writes_the_loss_and_accuracy_of_all_examples(t
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
+# Both engines and both implementations, in two cases.
+TWO_CASES = pytest.mark.parametrize(
     "engine, impl",
     [("dist_sync", "scratch"), pytest.param("horovod", "highlevel", marks=runs.needs_horovod)],
     indirect=True,
 )
-def test_two_workers_of_two_contexts_with_every_extra_are_one_process(engine, impl, tmp_path):
+CONTEXTS = {"dist_sync": "$((1 + ${DMLC_TASK_ID:-0}))", "horovod": "2"}  # workers of 1 and 2 contexts, of 2 and 2
+
+
+@TWO_CASES
+def test_workers_of_several_contexts_with_every_extra_are_one_process(engine, impl, tmp_path):
     extras = ["--momentum", 0.9, "--clip-norm", 0.1, "--accumulate", 3, "--weight-decay", 0.001]
-    args = ["--impl", impl, "--gpus", 2, "--out", tmp_path / "run", *ARGS, *extras]
-    status, _, err = runs.run(engine, 2, *args, servers=2)
+    args = ["--kvstore", engine, "--impl", impl, "--out", tmp_path / "run", *ARGS, *extras]
+    train = " ".join(map(str, ["exec", *runs.TRAIN, *args, "--gpus", CONTEXTS[engine]]))
+    status, _, err = runs.run(engine, 2, program=["sh", "-c", train], servers=2)
     assert status == 0, err
     options = {"momentum": 0.9, "max_grad_norm": 0.1, "grad_accum_steps": 3, "weight_decay": 0.001}
-    expected = train_alone(impl, 2, tmp_path / "alone", **options)
+    expected = train_alone(impl, 3, tmp_path / "alone", **options)
     assert apart(parameters(tmp_path / "run"), parameters(expected), impl) < RTOL
-
-
-def test_workers_of_one_and_of_two_contexts_are_one_process(tmp_path):
-    train = " ".join(map(str, [*runs.TRAIN, "--kvstore dist_sync --out", tmp_path / "run", *ARGS]))
-    program = ["sh", "-c", f"exec {train} --gpus $((1 + ${{DMLC_TASK_ID:-0}}))"]
-    status, _, err = runs.run("dist_sync", 2, program=program)
-    assert status == 0, err
-    expected = train_alone("scratch", 3, tmp_path / "alone")
-    assert apart(parameters(tmp_path / "run"), parameters(expected), "scratch") < RTOL
 
 
 @pytest.mark.slow
@@ -132,6 +129,7 @@ def test_resnet18_on_two_workers_has_the_running_statistics_of_two_contexts(engi
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@TWO_CASES
 def test_a_run_of_two_workers_is_resumed_by_one_process(two, impl, tmp_path):
     folder = shutil.copytree(two[0], tmp_path / "resumed")
     train_alone(impl, 1, folder, out=None, resume=str(folder), epochs=2)
@@ -150,20 +148,20 @@ def test_a_run_of_unequal_contexts_is_resumed_by_three_workers(tmp_path):
 
 def test_a_run_that_loses_a_worker_is_restarted_and_ends_with_the_bits_of_one_process(tmp_path):
     folder = tmp_path / "run"
-    launcher = [sys.executable, str(runs.ROOT / "scripts/launch.py"), "--restarts", "3", "--", *runs.TRAIN]
-    options = [*ARGS, "--epochs", 2, "--out", folder]
+    launcher = [*runs.LAUNCH, "--restarts", "3", "--", *runs.TRAIN]
+    options = [*ARGS, "--epochs", 3, "--out", folder]
     with runs.start([*launcher, "--kvstore", "dist_sync", *map(str, options)]) as process:
         for written in (folder, folder / "metrics.jsonl"):  # before and after the first checkpoint
             runs.wait(written.exists)
             os.kill(runs.processes(str(folder))["worker 0"], signal.SIGKILL)
         _, err = process.communicate(timeout=runs.HORIZON)
     assert process.returncode == 0 and "SIGKILL" in err, err
-    expected = train_alone("scratch", 2, tmp_path / "alone", epochs=2)
+    expected = train_alone("scratch", 2, tmp_path / "alone", epochs=3)
     assert apart(parameters(folder), parameters(expected), "scratch") == 0
 
 
 def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_and_the_run_can_be_resumed(engine, tmp_path):
-    folder, options = tmp_path / "run", {"dataset": "synthetic", "limit": 3200, "seed": 3}
+    folder, options = tmp_path / "run", {"dataset": "synthetic", "limit": 1600, "seed": 3}
     args = ["--device", "cpu", "--out", folder, "--epochs", 99, "--batch-size", BATCH, *flags(options)]
     with runs.start(runs.command(engine, 2, *args)) as run:
         try:
@@ -184,13 +182,16 @@ def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_and_the_run_can_be_resu
 
 @pytest.fixture
 def by_hand():
-    """start(root, *args): a scheduler, a server and a worker, as if each were started on its own machine."""
+    """start(root, *args): a scheduler, a server and a worker, as if each were started on its own machine.
+
+    program: what each process runs, default train.py.
+    """
     started = []
 
-    def start(root, *args):
+    def start(root, *args, program=runs.TRAIN):
         shared = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(launch.free_port()), "DMLC_TASK_ID": "0"}
         shared.update({"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"})
-        line = [*runs.TRAIN, "--kvstore", "dist_sync", "--device", "cpu", "--dataset", "synthetic", *map(str, args)]
+        line = [*program, "--kvstore", "dist_sync", "--device", "cpu", "--dataset", "synthetic", *map(str, args)]
         for role in ("scheduler", "server", "worker"):
             started.append(runs.start(line, {**shared, "DMLC_ROLE": role}))
         return started
@@ -211,10 +212,19 @@ def test_sigterm_at_any_process_of_a_run_leaves_a_checkpoint(asked, by_hand, tmp
     assert records.last(tmp_path / "run")[0]
 
 
+# train.py, with a shorter NOTICE_DELAY
+SAYS_SOONER = """
+from gluon_mgpu.commands.train import train
+from gluon_mgpu.distributed import heartbeat
+heartbeat.NOTICE_DELAY = 0.2
+train()
+"""
+
+
 def test_ctrl_c_ends_a_scheduler_that_waits_for_other_processes(by_hand):
-    scheduler, server, worker = by_hand("127.0.0.1")
+    scheduler, server, worker = by_hand("127.0.0.1", program=[sys.executable, "-c", SAYS_SOONER])
     worker.kill()
-    assert "worker 0" in server.stderr.readline()  # waits for it
+    assert any("worker 0" in line for line in server.stderr)  # waits for it
     scheduler.send_signal(signal.SIGINT)
     assert scheduler.wait(10) == 130 and server.wait(10) == 1
     assert "scheduler" in server.stderr.read()
@@ -243,11 +253,11 @@ except (Interrupted, Error) as error:
 """
 
 
-def run_program(folder, kvstore, body, count=2, compress=None):
+def run_program(folder, kvstore, body, count=2, compress=None, **options):
     """(status, standard output, standard error) of workers that run `body` with their Workers, `group`."""
     program = folder / "program.py"
     program.write_text(PROGRAM.replace("BODY", body).replace("COMPRESS", repr(compress)))
-    return runs.run(kvstore, count, program=[sys.executable, str(program)])
+    return runs.run(kvstore, count, program=[sys.executable, str(program)], **options)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -265,16 +275,20 @@ def test_if_a_worker_fails_or_is_lost_one_line_names_it(fails, rank, engine, tmp
     assert f"worker {rank}" in line
 
 
+@pytest.mark.parametrize(
+    "engine", ["dist_sync", pytest.param("horovod", marks=[runs.needs_horovod, pytest.mark.slow])], indirect=True
+)
 def test_no_worker_ends_on_ctrl_c_before_worker_0_has_written_the_checkpoint(engine, tmp_path):
     body = """
         group.store.close = lambda: None  # MXNet's waits for the other workers anyway
         if group.rank:
-            threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()  # late, as from a cluster
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()  # late, as from a cluster
         else:
-            time.sleep(6)  # longer than a launcher waits for other processes after one has failed
+            # longer than the launcher waits for other processes after one has failed
+            time.sleep(6 if here.kvstore == "horovod" else 2.5)
             print('written', flush=True)
         raise Interrupted"""
-    assert "written" in run_program(tmp_path, engine, body)[1]
+    assert "written" in run_program(tmp_path, engine, body, launcher=runs.sooner())[1]
 
 
 def test_a_server_does_not_unpickle_what_a_worker_sends(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from own_process import overlap, python
 
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -26,23 +26,39 @@ PRODUCTS = program("""
         products = [mx.nd.dot(x, x) / 600 for x in products]
     print(*(x.mean().asscalar() for x in products))
 """)
+CONVOLUTION = program("""
+    from mxnet import autograd, nd
+    X, W, b = nd.ones((64, 20, 13, 13)), nd.ones((50, 20, 5, 5)), nd.zeros(50)
+    W.attach_grad()
+    with autograd.record():
+        y = nd.Convolution(X, W, b, kernel=(5, 5), num_filter=50)
+    y.backward()
+    print(*(f(a).asscalar() for a in (y, W.grad) for f in (nd.min, nd.max)))
+""")
+RIGHT = {2: (PRODUCTS, "1.0 1.0\n"), 1: (CONVOLUTION, f"{20 * 5 * 5}.0 {20 * 5 * 5}.0 {64 * 9 * 9}.0 {64 * 9 * 9}.0\n")}
 
 
 @pytest.mark.parametrize(
-    "setting",
+    "contexts, setting",
     [
-        {"OMP_NUM_THREADS": "2"},  # without configure, this one hangs
-        {"OMP_NUM_THREADS": "2,2", "OMP_NESTED": "true", "OMP_DYNAMIC": "true"},
-        {"MXNET_OMP_MAX_THREADS": "4"},
-        {"MXNET_CPU_WORKER_NTHREADS": "3", "OMP_NUM_THREADS": "2"},
-        {"MXNET_ENGINE_TYPE": "ThreadedEngine", "OMP_NUM_THREADS": "2"},
-        {"MXNET_ENGINE_TYPE": "NaiveEngine"},
+        (2, {"OMP_NUM_THREADS": "2"}),  # without configure, this one hangs
+        (2, {"OMP_NUM_THREADS": "2,2", "OMP_NESTED": "true", "OMP_DYNAMIC": "true"}),
+        (2, {"MXNET_OMP_MAX_THREADS": "4"}),
+        (2, {"MXNET_CPU_WORKER_NTHREADS": "3", "OMP_NUM_THREADS": "2"}),
+        (2, {"MXNET_ENGINE_TYPE": "ThreadedEngine", "OMP_NUM_THREADS": "2"}),
+        (2, {"MXNET_ENGINE_TYPE": "NaiveEngine"}),
+        (2, {"MXNET_MKLDNN_CACHE_NUM": "-1", "MXNET_USE_FUSION": "false", "MXNET_KVSTORE_USETREE": ""}),
+        (1, {"OMP_NUM_THREADS": "2", "OMP_DYNAMIC": "true"}),  # without configure, these three give wrong results
+        (1, {"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"}),
+        (1, {"OMP_NUM_THREADS": "2", "OMP_MAX_ACTIVE_LEVELS": "0"}),
+        (1, {"OMP_NUM_THREADS": "abc"}),
     ],
     ids=str,
 )
-def test_two_contexts_compute_without_hanging_in_any_environment(setting):
-    done = python(CONFIGURE.format(2) + PRODUCTS, **setting)
-    assert done.stdout == "1.0 1.0\n", done.stderr
+def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts, setting):
+    code, expected = RIGHT[contexts]
+    done = python(CONFIGURE.format(contexts) + code, **setting)
+    assert done.stdout == expected, done.stderr
     for name in setting.keys() & {"OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"}:
         assert done.stderr.count(f"{name}={setting[name]} ") == 1  # a notice that it is ignored
 
@@ -59,34 +75,6 @@ def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
 def test_mxnet_may_be_imported_first_if_its_threads_are_safe():
     done = python(STOCK + CONFIGURE.format(2) + PRODUCTS, OMP_NUM_THREADS="1")
     assert done.stdout == "1.0 1.0\n" and done.stderr.count("\n") == 1
-
-
-CONVOLUTION = program("""
-    from mxnet import autograd, nd
-    X, W, b = nd.ones((64, 20, 13, 13)), nd.ones((50, 20, 5, 5)), nd.zeros(50)
-    W.attach_grad()
-    with autograd.record():
-        y = nd.Convolution(X, W, b, kernel=(5, 5), num_filter=50)
-    y.backward()
-    print(*(f(a).asscalar() for a in (y, W.grad) for f in (nd.min, nd.max)))
-""")
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"OMP_NUM_THREADS": "2", "OMP_DYNAMIC": "true"},  # without configure, these three give wrong results
-        {"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"},
-        {"OMP_NUM_THREADS": "2", "OMP_MAX_ACTIVE_LEVELS": "0"},
-        {"OMP_NUM_THREADS": "abc"},
-        {"OMP_NUM_THREADS": "2,2"},
-        {"OMP_NUM_THREADS": "0"},
-    ],
-    ids=str,
-)
-def test_one_context_computes_right_in_any_environment(setting):
-    done = python(CONFIGURE.format(1) + CONVOLUTION, **setting)
-    assert done.stdout == f"{20 * 5 * 5}.0 {20 * 5 * 5}.0 {64 * 9 * 9}.0 {64 * 9 * 9}.0\n", done.stderr
 
 
 @pytest.mark.parametrize("setting", [{"OMP_PROC_BIND": "true"}, {"GOMP_CPU_AFFINITY": "0"}], ids=str)
@@ -175,21 +163,19 @@ BAD += ["MKLDNN_ENABLED=2", "OMP_MAX_THREADS=x", "EXEC_BULK_EXEC_MAX_NODE_TRAIN=
 
 
 @pytest.mark.parametrize("setting", BAD)
-def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused_before_it_loads(setting):
+def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused(setting, monkeypatch):
     name, _, value = f"MXNET_{setting}".partition("=")
-    done = python("import gluon_mgpu; gluon_mgpu.configure(2)", **{name: value})
-    assert done.returncode == 1 and f"UsageError: {name}={value}: " in done.stderr.splitlines()[-1]
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"^{name}={value}: "):
+        engine.check_environment()
+
+
+def test_an_invalid_variable_is_refused_before_mxnet_loads():
+    done = python("import gluon_mgpu, mxnet", MXNET_CPU_WORKER_NTHREADS="0")
+    assert done.returncode == 1 and "UsageError: MXNET_CPU_WORKER_NTHREADS=0: " in done.stderr.splitlines()[-1]
 
 
 def test_python_without_docstrings_which_mxnet_needs_is_refused():
     done = python("import gluon_mgpu; gluon_mgpu.configure(2)", PYTHONOPTIMIZE="2")
     assert done.returncode == 1 and "UsageError" in done.stderr.splitlines()[-1]
     assert python(CONFIGURE.format(2) + PRODUCTS, PYTHONOPTIMIZE="1").stdout == "1.0 1.0\n"
-
-
-@pytest.mark.parametrize(
-    "setting", ["MKLDNN_CACHE_NUM=-1", "USE_FUSION=false", "CPU_WORKER_NTHREADS=2", "KVSTORE_USETREE="]
-)
-def test_variables_that_mxnet_accepts_are_accepted(setting):
-    name, _, value = f"MXNET_{setting}".partition("=")
-    assert python(CONFIGURE.format(2) + PRODUCTS, **{name: value}).stdout == "1.0 1.0\n"
