@@ -125,6 +125,9 @@ def layers(x):
     x = s.Convolution(x, kernel=(3, 2), num_filter=8, pad=(1, 0), dilate=(1, 2), num_group=2, no_bias=True, name="conv")
     x = s.InstanceNorm(s.Deconvolution(x, kernel=(2, 3), stride=(2, 1), adj=(1, 0), num_filter=12, num_group=4))
     x = s.GroupNorm(s.swapaxes(x, dim1=2, dim2=3), num_groups=3)
+    x = s.Pad(
+        s.Pad(x, mode="reflect", pad_width=(0, 0, 0, 0, 2, 0, 1, 3)), mode="edge", pad_width=(0, 0, 0, 0, 1, 1, 0, 0)
+    )
     for kind in ("sigmoid", "tanh", "softrelu", "softsign"):
         x = s.Activation(x, act_type=kind) + 0.5
     kinds = ("leaky", "elu", "gelu", "selu", "prelu")
@@ -212,11 +215,12 @@ def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_wi
 
 
 @needs("onnx")
-def test_onnx_has_slopes_per_channel_and_no_unused_constants(tmp_path):
+def test_onnx_has_layers_of_one_dimension_slopes_per_channel_and_no_unused_constants(tmp_path):
     import onnx
 
     s = mx.sym
     x = s.InstanceNorm(s.Deconvolution(s.var("data"), kernel=(2, 3), num_filter=6, num_group=2, no_bias=False))
+    x = s.Convolution(s.Reshape(x, shape=(0, 0, -1)), kernel=(5,), num_filter=3, layout="NCW")
     x = s.LayerNorm(s.LeakyReLU(x, act_type="prelu"))
     convert.save(convert.from_files(*exported(x, tmp_path), (4, 9, 9)), "onnx", str(tmp_path / "net"))
     graph = onnx.load(tmp_path / "net.onnx").graph

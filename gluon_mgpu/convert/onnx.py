@@ -7,6 +7,7 @@ operators of opset 13. `_as_in_2021` fixes both during the export; onnx's own co
 from __future__ import annotations
 
 import contextlib
+import json
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -32,15 +33,18 @@ def write(network: Network, base: str) -> None:
     import onnx
     from onnx import checker, helper, version_converter
 
-    supported = mx.onnx.get_operator_support(EXPORTED)
-    for node in network.nodes:
+    supported, graph = mx.onnx.get_operator_support(EXPORTED), json.loads(network.symbol.tojson())
+    for node in graph["nodes"]:
         if node["op"] not in supported:
             raise refuse(node, "ONNX")
+        if node.get("attrs", {}).get("layout") == "NCW":
+            del node["attrs"]["layout"]  # the exporter refuses NCW, but without a layout it converts the layer
+    symbol = mx.sym.load_json(json.dumps(graph))
     shape, path = network.images.shape[1:], f"{base}.onnx"
     batches = {"dynamic": True, "dynamic_input_shapes": [("n", *shape)]}
     try:
         with _as_in_2021():
-            mx.onnx.export_model(network.symbol, network.params, [(1, *shape)], np.float32, path, **batches)
+            mx.onnx.export_model(symbol, network.params, [(1, *shape)], np.float32, path, **batches)
     except Exception as error:  # unsupported attributes raise many exception types
         raise Error(f"MXNet's ONNX exporter: {errors.reason(error)}") from None
     model = onnx.load(path)

@@ -217,6 +217,12 @@ def pooling(node: Node, x: str) -> str:
     )
 
 
+def pad(node: Node, x: str) -> str:
+    mode = {"edge": "'replicate'", "reflect": "'reflect'"}[node.word("mode", "reflect", "edge")]
+    widths = node.sizes("pad_width")  # both sides of each axis; F.pad takes the last axis first
+    return call("F.pad", x, tuple(w for i in range(len(widths) - 2, 3, -2) for w in widths[i : i + 2]), mode=mode)
+
+
 def flatten(node: Node, x: str) -> str:
     return call(f"{x}.flatten", 1)
 
@@ -293,6 +299,7 @@ OPERATORS: dict[str, Callable[..., str]] = {
     **LAYERS,
     "Activation": activation,
     "Pooling": pooling,
+    "Pad": pad,
     "Flatten": flatten,
     "Reshape": reshape,
     "transpose": transpose,

@@ -95,7 +95,7 @@ def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
             layers.append(f"self.{node.name}.weight.requires_grad_(False)  # as in MXNet, always 1")
         for param, (name, array) in zip(node.params, node.state.items()):
             if param in names:
-                layers.append(f"self.{name} = self.{names[param]}  # one parameter for both layers")
+                layers.append(f"self.{name} = self.{names[param]}  # shared, as in MXNet")
             else:
                 names[param], state[name] = name, array
     code = MODULE.format(
