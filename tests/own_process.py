@@ -8,6 +8,11 @@ import textwrap
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_")
 
 
+def program(text):
+    """Code without its indentation, to which other code can be added."""
+    return textwrap.dedent(text).lstrip()
+
+
 def python(code, *arguments, **environment):
     """Run code in a new process, which has these settings of the engine and no others."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}

@@ -1,9 +1,7 @@
 """Tracks which processes of a run are alive, and lets workers exchange values. Messages are JSON lines sent over TCP.
 
-The Coordinator runs in the scheduler or, with Horovod, in worker 0. Every worker and every server runs a Client. A
-process counts as lost if its connection closes or it is silent for SILENCE_LIMIT seconds. Then all other processes
-exit, and one of them reports the loss, because MXNet's parameter servers and Horovod would wait forever for the lost
-process.
+The Coordinator runs in the scheduler or, with Horovod, in worker 0. Every worker and every server runs a Client. If a
+process is lost, all others exit, because MXNet's parameter servers and Horovod would wait for it forever.
 """
 
 from __future__ import annotations

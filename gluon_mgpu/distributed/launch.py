@@ -1,8 +1,7 @@
 """Starts all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
 Each process runs the same command and reads its role from DMLC_ROLE. The command can be any MXNet program, because in a
-scheduler or server process, `import mxnet` itself runs the scheduler or server. If a process fails, the launcher
-terminates all other processes. Nothing here imports mxnet.
+scheduler or server process, `import mxnet` itself runs the scheduler or server. Nothing here imports mxnet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Prepares a process for MXNet 1.9.1 before libmxnet is loaded. docs/engine.md gives the reasons and measurements.
 
 The first `import mxnet` after `import gluon_mgpu` sets the number of OpenMP threads, the engine's temporary spaces and
-the allocator, and lends MXNet names that NumPy has removed. This module itself imports neither mxnet nor NumPy, because
-`gluon_mgpu.commands.doctor` must start even if NumPy is broken.
+the allocator. This module imports neither mxnet nor NumPy, because `doctor` must start even if NumPy is broken.
 """
 
 from __future__ import annotations

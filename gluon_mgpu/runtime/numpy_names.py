@@ -1,8 +1,7 @@
 """Lends MXNet 1.9.1 the names that it still uses but that NumPy has removed. No other code sees them.
 
 MXNet uses most of the names while it is imported, so the numpy module has them only during that import. Three MXNet
-modules use two of the names later; these modules get a copy of the numpy module that has both. In all other code,
-`np.bool` is NumPy's own or missing.
+modules use two of the names later; these modules get a copy of the numpy module that has both.
 """
 
 from __future__ import annotations

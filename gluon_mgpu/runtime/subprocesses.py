@@ -36,12 +36,11 @@ def run(
     seconds: float | None = None,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    """Run a program until it exits.
+    """Run a program until it exits. On Ctrl-C, it receives SIGINT and has SECONDS_TO_STOP seconds to exit.
 
     command: program and arguments. env: its whole environment; None: the user's (`engine.users_environment`). folder:
     its working directory. seconds: time limit. on_line: called with each line of standard output as it arrives.
-    Notices, which are lines of standard error that begin with "gluon_mgpu: ", are printed at once. On Ctrl-C, the
-    program receives SIGINT and has SECONDS_TO_STOP seconds to exit. Raises OSError if the program cannot be started.
+    Notices in its standard error are printed at once. Raises OSError if the program cannot be started.
     """
     process = subprocess.Popen(
         command,
@@ -111,8 +110,7 @@ def gluon_mgpu(
     """Run `gluon-mgpu COMMAND --OPTION=VALUE ...` and return its standard output.
 
     options: {option: value}; True passes the option alone, None and False omit it. env: added to the user's
-    environment.
-    Raises Error or UsageError with the command's own error message.
+    environment. Raises Error or UsageError with the command's own error message.
     """
     flags = [
         f"--{option.replace('_', '-')}" + ("" if value is True else f"={_text(value)}")

@@ -72,42 +72,25 @@ def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, uname, machine)
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_an_install_that_fails_ends_with_a_line_on_what_it_needs_and_is_not_marked_as_done(tmp_path):
-    venv = tmp_path / "venv"
-    removed = ("MAKEFLAGS", "NUMPY", "PYTHON")
-    environment = {name: value for name, value in os.environ.items() if name not in removed}
-    environment.update({"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull})  # no network
-    command = ["make", "install", f"VENV={venv}", f"PYTHON={sys.executable}"]
+    venv, python = tmp_path / "venv", tmp_path / "python"
+    # A new environment without pip is made sooner, and every call of pip fails.
+    program(python, f'[ "$2" = venv ] && set -- "$@" --without-pip; exec {sys.executable} "$@"')
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "NUMPY", "PYTHON")}
+    command = ["make", "install", f"VENV={venv}", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = [line for line in done.stderr.splitlines() if not line.startswith("make")][-1]
     assert done.returncode == 2 and str(venv) in last and "network" in last
     assert (venv / "bin/python").exists() and not list(venv.glob(".installed*"))
 
 
-def test_test_all_prints_a_row_for_every_python_and_fails_if_one_fails(tmp_path):
+def test_test_all_fails_if_a_suite_fails_or_a_python_cannot_be_installed(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    suites = {
-        "3.9": "echo '2 passed in 1.00s'",
-        "3.10": "echo '1 failed, 1 passed, 3 warnings in 62.00s (0:01:02)'; exit 1",
-        "3.12-2.1": "echo ..; kill -SEGV $$",
-        "3.13": "echo '2 passed, 1 skipped in 1.00s'",
-    }
-    for name, suite in suites.items():
-        code = f"case $* in *platform*) echo {name[:4]}.1;; *metadata*) echo 2.0;; *pytest*) {suite};; esac"
-        program(tmp_path / ".venvs" / name / "bin/python", code)
+    for name, status in {"3.9": 0, "3.10": 1}.items():
+        program(tmp_path / ".venvs" / name / "bin/python", f"case $* in *pytest*) exit {status};; esac")
     program(tmp_path / "bin/make", "case $* in *3.11*) exit 2;; esac")
 
     def test_all(pythons):
         environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONS": pythons}
-        return subprocess.run([tmp_path / "scripts/test-all.sh"], env=environment, capture_output=True, text=True)
+        return subprocess.run([tmp_path / "scripts/test-all.sh"], env=environment, capture_output=True).returncode
 
-    done = test_all("3.9 3.10 3.11 3.12:2.1 3.13")
-    table = [line.split(None, 4) for line in done.stdout.rpartition("\n\n")[2].splitlines()]
-    assert done.returncode == 1
-    assert [(row[0], row[-1]) for row in table[1:]] == [
-        ("3.9.1", "2 passed"),
-        ("3.10.1", "1 failed, 1 passed, 3 warnings"),
-        ("3.11", "installed"),
-        ("3.12.1", "no (139)"),
-        ("3.13.1", "2 passed, 1 skipped"),
-    ]
-    assert test_all("3.9 3.13").returncode == 0
+    assert [test_all(pythons) for pythons in ("3.9", "3.9 3.10", "3.9 3.11")] == [0, 1, 1]

@@ -37,9 +37,9 @@ def coordinator(ends):
     """make(workers, servers): the Coordinator of a scheduler if there are servers, else of Horovod's worker 0."""
     made = []
 
-    def make(workers=2, servers=0):
+    def make(workers=2, servers=0, secret=""):
         kind = ("dist_sync", "scheduler") if servers else ("horovod", "worker")
-        made.append(heartbeat.Coordinator(Process(*kind, 0, workers, servers), "127.0.0.1", 0))
+        made.append(heartbeat.Coordinator(Process(*kind, 0, workers, servers, secret=secret), "127.0.0.1", 0))
         return made[-1]
 
     yield make
@@ -81,10 +81,11 @@ class Raw:
 
     def __init__(self, coordinator):
         self.socket = socket.create_connection(("127.0.0.1", coordinator.port), timeout=10)
-        self.file, self.counts = self.socket.makefile(), [coordinator.here.workers, coordinator.here.servers]
+        self.file, self.here = self.socket.makefile(), coordinator.here
 
     def hello(self, name, about="here", **more):
-        self.send(json.dumps({"name": name, "about": about, "of": self.counts, **more}))
+        right = {"of": [self.here.workers, self.here.servers], "secret": self.here.secret}
+        self.send(json.dumps({"name": name, "about": about, **right, **more}))
 
     def send(self, text):
         self.socket.sendall(text.encode() + b"\n")
@@ -127,7 +128,7 @@ def test_a_lost_client_is_named_to_all_others_and_the_first_of_them_reports_it(
     coordinator, ends, end, lost, reporter, monkeypatch
 ):
     if end == "is silent":
-        monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 2.0)
+        monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
     made = coordinator(2, 1)
     connections = [Raw(made) for _ in range(3)]
     for connection, name in zip(connections, made.expected):
@@ -140,7 +141,7 @@ def test_a_lost_client_is_named_to_all_others_and_the_first_of_them_reports_it(
     heard = [connections[i].hear("end") for i in (reporter, 2)]
     assert [message["report"] for message in heard] == [True, False]
     line = heard[0]["end"]
-    assert f"worker {lost} (host of worker {lost})" in line and ("2 s" if end == "is silent" else "connection") in line
+    assert f"worker {lost} (host of worker {lost})" in line and ("1 s" if end == "is silent" else "connection") in line
     runs.wait(lambda: ends == [(None, 1)], 10)  # the scheduler ends too; a worker reports the error
 
 
@@ -161,10 +162,10 @@ def test_once_all_workers_are_done_servers_get_a_few_seconds_and_are_not_lost(co
     assert len(ends) == 2
 
 
-STRANGERS = ["GET / HTTP/1.1", "[1]", '{"name": "worker 7", "of": [2, 0]}', '{"name": ["worker 0"]}', "x" * (32 << 20)]
+STRANGERS = ["GET / HTTP/1.1", "[1]", '{"name": "worker 0", "of": [2, 0], "secret": "x"}', '{"name": ["worker 0"]}']
 
 
-@pytest.mark.parametrize("said", [*STRANGERS, "[" * 100_000], ids=lambda said: said[:20])
+@pytest.mark.parametrize("said", [*STRANGERS, "x" * (32 << 20), "[" * 100_000], ids=lambda said: said[:20])
 def test_a_stranger_disturbs_nobody(coordinator, ends, said):
     made = coordinator()
     with suppress(OSError):
@@ -173,7 +174,7 @@ def test_a_stranger_disturbs_nobody(coordinator, ends, said):
 
 
 def test_a_stranger_that_says_nothing_is_disconnected(coordinator, monkeypatch):
-    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
+    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 0.5)
     assert Raw(coordinator()).socket.recv(1) == b""
 
 
@@ -188,36 +189,29 @@ def test_a_client_that_sends_a_malformed_message_is_lost(coordinator, said):
     assert "worker 1 (here)" in first.hear("end")["end"]
 
 
-def test_a_second_process_with_the_same_name_is_refused(coordinator):
-    made = coordinator()
-    first, second = Raw(made), Raw(made)
+REFUSED = [
+    ({"name": "worker 0"}, ["worker 0"]),
+    ({"name": "worker 2"}, ["worker 2"]),
+    ({"of": [1, 1]}, ["[1, 1]", "[2, 1]"]),
+    *(({"secret": secret}, ["GLUON_MGPU_SECRET"]) for secret in ("", "wrong", "é", 1, None, "secret" * 1000)),
+]
+
+
+@pytest.mark.parametrize("greeting, named", REFUSED, ids=lambda value: str(value)[:30])
+def test_a_process_that_does_not_belong_to_the_run_is_refused_with_the_reason(coordinator, greeting, named):
+    made = coordinator(2, 1, secret="secret")
+    first, other = Raw(made), Raw(made)
     first.hello("worker 0")
     first.hear("missing")
-    second.hello("worker 0")
-    assert second.hear("end")["status"] == 2 and list(made.clients) == ["worker 0"]
-
-
-def test_a_process_started_for_another_number_of_workers_is_refused_with_both_numbers(coordinator):
-    other = Raw(coordinator(2, 1))
-    other.hello("worker 1", of=[1, 1])
-    heard = other.hear("end")
-    assert heard["status"] == 2 and "[1, 1]" in heard["end"] and "[2, 1]" in heard["end"]
-
-
-@pytest.mark.parametrize("secret", ["", "wrong", "é", 1, None, "secret" * 1000])
-def test_a_process_without_the_secret_of_the_run_is_refused(ends, secret):
-    here = Process("dist_sync", "scheduler", 0, 1, 1, secret="secret")
-    made = heartbeat.Coordinator(here, "127.0.0.1", 0)
-    stranger = Raw(made)
-    stranger.hello("worker 0", secret=secret)
+    other.hello(**{"name": "worker 1", **greeting})
     with suppress(StopIteration):  # a greeting that is too long ends the connection
-        assert stranger.hear("end")["status"] == 2
-    assert not made.clients
-    finish(made, joined(made), ends)
+        heard = other.hear("end")
+        assert heard["status"] == 2 and all(part in heard["end"] for part in named)
+    assert list(made.clients) == ["worker 0"]
 
 
 def test_a_stranger_that_never_ends_its_greeting_is_disconnected(coordinator, monkeypatch):
-    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
+    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 0.5)
     stranger = Raw(coordinator()).socket
     with pytest.raises(OSError):
         for _ in range(100):

@@ -2,19 +2,14 @@
 
 import os
 import sys
-import textwrap
 
 import pytest
-from own_process import overlap, python
+from own_process import overlap, program, python
 
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 CORES = len(os.sched_getaffinity(0))
-
-
-def program(text):
-    return textwrap.dedent(text).lstrip()
 
 
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"

@@ -1,10 +1,9 @@
 """NumPy names that MXNet finds and other code does not: each claim is checked in a process of its own."""
 
 import json
-import textwrap
 
 import numpy as np
-from own_process import python
+from own_process import program, python
 
 from gluon_mgpu.runtime import numpy_names
 
@@ -13,10 +12,6 @@ def output(code, *arguments, **environment):
     done = python(code, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def program(text):
-    return textwrap.dedent(text).lstrip()
 
 
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure(2)\n"

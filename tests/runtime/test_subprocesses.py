@@ -1,10 +1,9 @@
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import runs
 
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
@@ -24,13 +23,6 @@ def run(code, **options):
     return subprocesses.run([sys.executable, "-c", code], **options)
 
 
-def assert_ends(pid):
-    until = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and "\nState:\tZ" not in open(f"/proc/{pid}/status").read():
-        assert time.monotonic() < until, f"process {pid} is still running"
-        time.sleep(0.01)
-
-
 def test_a_program_gives_its_status_and_output_while_notices_are_passed_on(capsys, tmp_path):
     lines = []
     code = "import os, sys; print(os.getcwd()); print('a\\ngluon_mgpu: b', file=sys.stderr); sys.exit(3)"
@@ -42,7 +34,7 @@ def test_a_program_gives_its_status_and_output_while_notices_are_passed_on(capsy
 def test_everything_that_a_program_started_ends_with_it_or_when_its_time_is_over(ending, seconds, status):
     finished = run(CHILD.format(ending, ""), seconds=seconds)
     assert finished.status == status
-    assert_ends(int(finished.out))
+    runs.wait(lambda: not runs.alive([int(finished.out)]), 10)
 
 
 def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_path):
@@ -52,7 +44,7 @@ def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_
     pid = int(parent.stdout.readline())
     parent.send_signal(signal.SIGINT)
     assert parent.wait(20) != 0 and (tmp_path / "saved").exists()
-    assert_ends(pid)
+    runs.wait(lambda: not runs.alive([pid]), 10)
 
 
 @pytest.mark.parametrize(
