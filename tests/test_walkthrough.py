@@ -10,6 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon
+from printed import arrays
 
 from gluon_mgpu import scratch, walkthrough
 from gluon_mgpu.training import datasets
@@ -30,15 +31,6 @@ def cells(capsys):
         return printed[2::2]
 
     return walk
-
-
-def arrays(text):
-    """[(array, context)] of the NDArrays printed in a text."""
-    found = []
-    for numbers, shape, context in re.findall(r"(^\[[^<]*)<NDArray ([\dx]+) @(\w+\(\d+\))>", text, re.M):
-        values = np.array(re.sub(r"[\[\]]", " ", numbers).split(), float)
-        found.append((values.reshape([int(n) for n in shape.split("x")]), context))
-    return found
 
 
 @each_impl

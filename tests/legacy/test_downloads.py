@@ -1,19 +1,18 @@
 """MXNet's dead downloads: MNIST and Fashion-MNIST come from verified files, any other download fails in one line."""
 
-import hashlib
 import json
 import subprocess
 import sys
 import textwrap
 
+import idx_files
 import numpy as np
 import pytest
 
 from gluon_mgpu.legacy import prepare
-from gluon_mgpu.training import datasets
 
 START = "import json, sys; from gluon_mgpu.training import datasets; datasets.SHA256 = json.loads(sys.argv[1])\n"
-SIZES = {"train": 20, "t10k": 10}
+SIZES = (20, 10)  # training and test examples
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +20,11 @@ def data(tmp_path_factory):
     """(folder, hashes) of two tiny data sets in MNIST's format; image i of mnist has the value i + 1 everywhere."""
     folder, hashes = tmp_path_factory.mktemp("data"), {}
     for shift, name in enumerate(("mnist", "fashion-mnist"), 1):
-        (folder / name).mkdir()
-        hashes[name] = {}
-        for file in datasets.SHA256[name]:
-            n = SIZES[file.split("-")[0]]
+        arrays = []
+        for n in SIZES:
             values = np.arange(n, dtype=np.uint8) + shift
-            header, content = [2049, n], values % 10
-            if "images" in file:
-                header, content = [2051, n, 28, 28], np.repeat(values, 28 * 28)
-            content = np.array(header, ">u4").tobytes() + content.astype(np.uint8).tobytes()
-            (folder / name / file).write_bytes(content)
-            hashes[name][file] = hashlib.sha256(content).hexdigest()
+            arrays += [values.repeat(28 * 28).reshape(n, 28, 28), values % 10]
+        hashes[name] = idx_files.write(folder / name, name, arrays)
     return folder, hashes
 
 
