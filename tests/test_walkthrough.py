@@ -7,6 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon
+from printed import arrays
 
 from gluon_mgpu import scratch, walkthrough
 from gluon_mgpu.commands.walkthrough import walkthrough as command
@@ -31,15 +32,6 @@ def cells(capsys):
         return printed[1::2]
 
     return walk
-
-
-def arrays(text):
-    """[(array, context)] of the NDArrays printed in a text."""
-    found = []
-    for numbers, shape, context in re.findall(r"(^\[[^<]*)<NDArray ([\dx]+) @(\w+\(\d+\))>", text, re.M):
-        values = np.array(re.sub(r"[\[\]]", " ", numbers).split(), float)
-        found.append((values.reshape([int(n) for n in shape.split("x")]), context))
-    return found
 
 
 @each_impl

@@ -14,5 +14,14 @@ def files(data):
     return contents, {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
+def write(folder, data):
+    """Write the files of a data set to a new folder. Returns {file: SHA-256}."""
+    contents, hashes = files(data)
+    folder.mkdir()
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return hashes
+
+
 def _idx(array):
     return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()

@@ -22,10 +22,8 @@ def data(tmp_path_factory):
     for shift, name in enumerate(("mnist", "fashion-mnist"), 1):
         values = np.arange(20, dtype=np.uint8) + shift
         images, labels = np.repeat(values, 28 * 28).reshape(-1, 1, 28, 28), values % 10
-        files, hashes[name] = tiny.files(datasets.Dataset(name, images, labels, images[:10], labels[:10], source=""))
-        (folder / name).mkdir()
-        for file, content in files.items():
-            (folder / name / file).write_bytes(content)
+        dataset = datasets.Dataset(name, images, labels, images[:10], labels[:10], source="")
+        hashes[name] = tiny.write(folder / name, dataset)
     return folder, hashes
 
 

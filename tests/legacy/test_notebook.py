@@ -1,25 +1,41 @@
 """Notebooks run with `run` and with the kernel, and keep their outputs, whatever happens."""
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import lenet64
+import numpy as np
 import pytest
+import tiny
+from printed import arrays
 
 from gluon_mgpu.legacy import notebook
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.training import datasets, recipes
 
 pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
+import jupyter_client  # noqa: E402
 import nbformat  # noqa: E402
 
+SHARED = Path(__file__).parents[3] / "shared"  # has the original notebooks and their data
 CELLS = ["import mxnet as mx, numpy as np", "print(mx.gpu(1), np.zeros(1, np.float).dtype)"]
 
 
 @pytest.fixture
 def environment(tmp_path):
-    return {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path / "jupyter"), "IPYTHONDIR": str(tmp_path / "ipython")}
+    folders = {"JUPYTER_DATA_DIR": str(tmp_path / "jupyter"), "IPYTHONDIR": str(tmp_path / "ipython")}
+    return {**engine.users_environment(), **folders}
+
+
+@pytest.fixture
+def install(environment):
+    """install("--gpus", 2) installs the kernel."""
+    return lambda *options: command(environment, "kernel", "install", *options).check_returncode()
 
 
 def write(path, cells):
@@ -30,13 +46,29 @@ def write(path, cells):
 
 
 def outputs(path):
-    cells = nbformat.read(path, as_version=4).cells
+    """What each code cell printed, or the name of its error."""
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     return ["".join(o.get("text", o.get("ename", "")) for o in cell.outputs) for cell in cells]
 
 
 def command(environment, *arguments):
     arguments = [sys.executable, "-m", "gluon_mgpu", *map(str, arguments)]
     return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
+
+
+EXECUTE = f"""
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, kernel_name={notebook.KERNEL!r}).execute(cwd=sys.argv[2])
+nbformat.write(notebook, sys.argv[1])
+"""
+
+
+def execute(path, environment):
+    """Execute a notebook with the installed kernel, in place."""
+    command = [sys.executable, "-c", EXECUTE, str(path), str(path.parent)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_notebook_is_executed_in_place_or_written_to_another_file(tmp_path, environment):
@@ -84,21 +116,110 @@ def test_a_file_that_is_not_a_notebook_is_refused_and_left_unchanged(tmp_path, e
     assert path.read_text() == content
 
 
-def test_the_kernel_runs_notebooks_and_can_be_removed(tmp_path, environment):
-    run = command(environment, "kernel", "install", "--gpus", 3)
-    assert run.returncode == 0, run.stderr
+def test_the_kernel_runs_notebooks_and_can_be_removed(tmp_path, environment, install):
+    install("--gpus", 3)
     folder = tmp_path / "jupyter" / "kernels" / notebook.KERNEL
     assert json.loads((folder / "kernel.json").read_text())["display_name"] == notebook.TITLE
     path = write(tmp_path / "old.ipynb", [*CELLS, "print(mx.context.num_gpus())"])
-    code = f"""
-        import nbclient, nbformat
-        notebook = nbformat.read({str(path)!r}, as_version=4)
-        nbclient.NotebookClient(notebook, kernel_name={notebook.KERNEL!r}).execute()
-        nbformat.write(notebook, {str(path)!r})
-    """
-    code = "\n".join(line.strip() for line in code.splitlines())
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stderr
+    execute(path, environment)
     assert "cpu(1) float64\n" in outputs(path)[1] and outputs(path)[2] == "3\n"
     assert command(environment, "kernel", "uninstall").returncode == 0 and not folder.exists()
     assert command(environment, "kernel", "uninstall").returncode == 2
+
+
+def test_an_interrupt_stops_the_cell_and_the_next_cell_runs(tmp_path, environment, install, monkeypatch):
+    install()
+    monkeypatch.setenv("JUPYTER_DATA_DIR", environment["JUPYTER_DATA_DIR"])
+    manager, client = jupyter_client.manager.start_new_kernel(kernel_name=notebook.KERNEL, env=environment)
+    try:
+        cell = client.execute(f"""if True:
+            import mxnet as mx
+            x = [mx.nd.ones((500, 500), mx.gpu(i)) for i in range(2)]
+            open({str(tmp_path / "started")!r}, "w").close()
+            while True:
+                [mx.nd.dot(a, a, out=a) for a in x]
+                [mx.nd.broadcast_div(a, a[0, 0], out=a) for a in x]
+                mx.nd.waitall()
+        """)
+        while not (tmp_path / "started").exists():
+            assert manager.is_alive()
+            time.sleep(0.1)
+        manager.interrupt_kernel()
+        replies = iter(lambda: client.get_shell_msg(timeout=60), None)
+        reply = next(reply for reply in replies if reply["parent_header"]["msg_id"] == cell)
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        reply = client.execute("assert mx.nd.add(x[0], 1).shape == (500, 500)", reply=True, timeout=60)
+        assert reply["content"]["status"] == "ok", reply["content"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def original(tmp_path, environment, install):
+    """original(name, gpus, data, n) runs an original notebook with the kernel on n training and n // 4 test examples.
+
+    last: a cell to run after the notebook's own. Returns what the notebook printed.
+    """
+
+    def run(name, gpus, data, n, last=""):
+        _, images, labels, test_images, test_labels, _ = datasets.load(data, SHARED / "data")
+        subset = datasets.Dataset(data, images[:n], labels[:n], test_images[: n // 4], test_labels[: n // 4], source="")
+        hashes = {data: tiny.write(tmp_path / data, subset)}
+        # Jupyter runs this file before the first cell.
+        start = tmp_path / "ipython" / "profile_default" / "startup" / "start.py"
+        start.parent.mkdir(parents=True)
+        start.write_text(f"from gluon_mgpu.training import datasets\ndatasets.SHA256 = {hashes}\n")
+        install("--gpus", gpus, "--data-dir", tmp_path)
+        path, contents = tmp_path / name, nbformat.read(SHARED / "originals" / name, as_version=4)
+        contents.cells.append(nbformat.v4.new_code_cell(last))
+        nbformat.write(contents, path)
+        execute(path, {**environment, "HOME": str(tmp_path)})  # FashionMNIST writes into the home
+        return "".join(outputs(path))
+
+    return run
+
+
+needs_originals = pytest.mark.skipif(not SHARED.exists(), reason="needs the original notebooks")
+
+
+STEP = """
+import numpy as np
+X, y = nd.random.uniform(shape=(20, 1, 28, 28)), nd.arange(20) % 3
+gpu_params = [get_params(params, c) for c in ctx]
+train_batch(X, y, gpu_params, ctx, lr=20)
+np.savez("step", *[array.asnumpy() for arrays in [params, *gpu_params, [X, y]] for array in arrays])
+"""
+
+
+@needs_originals
+def test_the_original_from_scratch_prints_the_books_values_and_its_step_is_numpys(original, tmp_path):
+    text = original("multiple-gpus.ipynb", 2, "fashion-mnist", 512, STEP)
+    bias, grad, *reduced, batch, half, other_half = arrays(text)
+    for array, context in (bias, grad):
+        assert (array.tolist(), context) == (recipes.COPIED_BIAS, "cpu(0)")
+    sums = [*recipes.ALLREDUCE["before"], *recipes.ALLREDUCE["after"]]
+    assert [(array.tolist(), context) for array, context in reduced] == list(zip(sums, ["cpu(0)", "cpu(1)"] * 2))
+    for (array, context), device in ((half, 0), (other_half, 1)):
+        np.testing.assert_array_equal(array, batch[0][recipes.SPLIT["rows"][device]])
+        assert context == f"cpu({device})"
+    assert len(re.findall(r"^epoch \d, time: .* sec, test acc: 0\.\d\d$", text, re.M)) == 8
+    *saved, X, y = np.load(tmp_path / "step.npz").values()
+    before, *after = ([p.T if p.ndim == 2 else p for p in saved[i : i + 8]] for i in (0, 8, 16))
+    _, grads = lenet64.losses_and_gradients([p.astype(np.float64) for p in before], X, y.astype(int))
+    for params in after:  # lr is the batch size, so the sum of the gradients is subtracted
+        for old, new, grad in zip(before, params, grads):
+            lenet64.assert_close(old - new, grad, lenet64.additions(20))
+
+
+@needs_originals
+def test_the_original_with_gluon_has_equal_replicas_and_learns_with_the_kernel(original):
+    text = original("multiple-gpus-gluon.ipynb", 4, "mnist", 4096)
+    scores, weights, grads = (arrays(text)[i : i + 4] for i in (0, 4, 8))
+    for printed in (scores, weights, grads):
+        assert [context for _, context in printed] == [f"cpu({i})" for i in range(4)]
+    for (weight, _), (grad, _) in zip(weights[1:], grads[1:]):
+        np.testing.assert_array_equal(weight, weights[0][0])
+        assert np.abs(grad - grads[0][0]).max() > 0
+    accuracies = [float(accuracy) for accuracy in re.findall(r"accuracy = (\S+)", text)]
+    assert len(accuracies) == 10 and min(accuracies[4::5]) > 0.8, text  # 0.1 before training
