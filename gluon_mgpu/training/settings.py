@@ -21,7 +21,7 @@ SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 # Types of the settings that can be None. Every other setting has the type of its default.
 OPTIONAL: dict[str, Any] = {"limit": int, "seed": int, "max_grad_norm": float, "shares": (tuple, str)}
-RENAMED = {  # names in version 0.1.0, which callers and old config.json files still use
+RENAMED = {  # names in version 0.1.0, which callers and old checkpoints still use
     "accumulate": "grad_accum_steps",
     "clip_norm": "max_grad_norm",
     "step_epochs": "milestones",
