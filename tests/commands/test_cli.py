@@ -85,7 +85,6 @@ def test_the_examples_in_help_are_valid_commands(command):
 def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatch, name):
     script = f"scripts/{name.replace('-', '_')}.py"
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend("scripts")
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(script, run_name="__main__")

@@ -260,17 +260,26 @@ def run_program(folder, kvstore, body, count=2, compress=None, **options):
     return runs.run(kvstore, count, program=[sys.executable, str(program)], **options)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fails", ["raise UsageError('no room')", "os.kill(os.getpid(), 9)"])
-def test_if_a_worker_fails_or_is_lost_one_line_names_it(fails, rank, engine, tmp_path):
+FAILS, IS_LOST = "raise UsageError('no room')", "os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(
+    "engine, rank, what",
+    [
+        *(("dist_sync", rank, what) for rank in (0, 1) for what in (FAILS, IS_LOST)),
+        pytest.param("horovod", 1, FAILS, marks=runs.needs_horovod),
+        pytest.param("horovod", 0, IS_LOST, marks=runs.needs_horovod),
+    ],
+    indirect=["engine"],
+)
+def test_if_a_worker_fails_or_is_lost_one_line_names_it(engine, rank, what, tmp_path):
     body = f"""
         group.all_gather(None)
         if group.rank == {rank}:
-            {fails}
+            {what}
         time.sleep(60)"""
     status, _, err = run_program(tmp_path, engine, body, count=3)
-    raised = fails.startswith("raise")
-    assert status == (2 if raised and engine == "dist_sync" else 1)
+    assert status == (2 if (engine, what) == ("dist_sync", FAILS) else 1)  # horovodrun has its own status
     (line,) = runs.errors(err) if engine == "dist_sync" else runs.errors(err) or [f"worker {rank}"]  # or horovodrun's
     assert f"worker {rank}" in line
 
