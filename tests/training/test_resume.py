@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from mxnet import nd
 from mxnet.gluon import nn
+from small_networks import softmax_regression
 
 from gluon_mgpu import highlevel, networks, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
@@ -157,19 +158,6 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_f
         train(resume=tmp_path)
     train(out=tmp_path)
     assert_same_bits(results(tmp_path), whole["scratch", "plain"])
-
-
-def softmax_regression(X, params):
-    return nd.FullyConnected(X, *params, num_hidden=10)
-
-
-def dense():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(10))
-    return net
-
-
-networks.register("softmax_regression", dense, mx.init.Zero(), names=("p0", "p1"))
 
 
 @pytest.mark.parametrize(
