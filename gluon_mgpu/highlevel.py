@@ -45,9 +45,10 @@ networks.register("lenet-max", lambda: lenet(nn.MaxPool2D), mx.init.Uniform(0.07
 def initialize(
     net: gluon.Block, ctx: list[Context], hybridize: bool = True, init: mx.init.Initializer = networks.NORMAL
 ) -> None:
-    """Put a replica of the network for images (n, 1, 28, 28) on each device. Weights are drawn only once, with init.
+    """Put a replica of the network on each device. Weights are drawn only once, with init.
 
-    hybridize: run the network as one graph, whose memory is planned once, instead of operator by operator.
+    net: takes images of shape (n, 1, 28, 28). hybridize: run the network as one graph, whose memory is planned once,
+    instead of operator by operator.
     """
     net.initialize(init, ctx=ctx)
     if hybridize:

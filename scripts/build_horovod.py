@@ -107,7 +107,7 @@ def is_whole(path):
 
 
 def build(path):
-    """Build and write the wheel, completely or not at all. Raises Error, with the log's path, if the build fails."""
+    """Build the wheel and write it atomically. Raises Error, with the log's path, if the build fails."""
     compiler = os.environ.get("CXX")
     missing = [] if any(map(shutil.which, [compiler] if compiler else COMPILERS)) else ["g++"]
     missing += [] if shutil.which("make") else ["make"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Exercises on data parallelism with automatic checks: `python scripts/exercise.py --help`."""
+"""Automatically checked exercises on data parallelism: `python scripts/exercise.py --help`."""
 
 import runpy
 from pathlib import Path

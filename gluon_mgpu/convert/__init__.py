@@ -43,7 +43,7 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
         if os.path.lexists(file):
             raise UsageError(f"{prefix}: {file} already exists; use another prefix")
     if not all(map(importlib.util.find_spec, packages)):
-        raise UsageError(f"to={to}: needs packages; run `pip install {' '.join(packages)}`")
+        raise UsageError(f"to={to}: requires missing packages; run `pip install {' '.join(packages)}`")
     return files
 
 

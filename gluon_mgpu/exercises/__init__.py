@@ -26,7 +26,7 @@ NAMES = tuple(PAGES)
 
 
 class Mistake(Exception):
-    """A mistake in an answer. name: its entry in mistakes.ini. case: what was computed, with values."""
+    """A mistake in an answer. name: its entry in mistakes.ini. case: the input, the expected and the found values."""
 
     def __init__(self, name: str, case: str) -> None:
         super().__init__(f"{name}: {case}")

@@ -79,7 +79,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
 
 
 def _all_equal(replicas: Replicas) -> tuple[bool, str]:
-    """Whether the parameters on all devices are bit-for-bit equal, and the evidence."""
+    """Whether the parameters are bit-for-bit equal on all devices, with the evidence."""
     first, *others = [replicas.parameters(device) for device in range(len(replicas.ctx))]
     unequal = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
     return not unequal, f"{', '.join(sorted(unequal))} differ" if unequal else f"all {len(first)} arrays are equal"

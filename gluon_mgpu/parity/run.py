@@ -162,7 +162,7 @@ def _train_all(
 
 
 def _within(held: list[bands.Band]) -> tuple[bool, str]:
-    """Whether all epochs are within their bands, and the evidence."""
+    """Whether all epochs are within their bands, with the evidence."""
     outside = [
         f"epoch {epoch}: {band.recorded:.4g} is not within {band.low:.4f} to {band.high:.4f}"
         for epoch, band in enumerate(held, 1)

@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 RUNS = (Run(1, 256), Run(2, 256), Run(1, 512), Run(2, 512), Run(2, 512, scale_lr=True))
-SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # the sweep's batch sizes, and its multiples of the learning rate
+SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # the sweep's batch sizes and learning-rate multipliers
 
 
 class Result(NamedTuple):

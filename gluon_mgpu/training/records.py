@@ -252,7 +252,7 @@ def _tensorboard_writer(required: bool) -> type[Writer] | None:
         line = "needs a package; run `pip install tensorboard`"
         if required:
             raise UsageError(f"tensorboard=True: {line}") from None
-        log.say(f"the run has TensorBoard logs, but new epochs are not logged: TensorBoard {line}")
+        log.say(f"the run has TensorBoard logs, but new epochs will not be logged: TensorBoard {line}")
         return None
     return Writer
 

@@ -1,4 +1,4 @@
-"""The interface between the training loop and the lessons, and all features that the notebooks' training step lacks.
+"""The interface between the training loop and the lessons, and the features that the notebooks' training step lacks.
 
 `scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are written once. With all extras off,
 a step is the lesson's `train_batch`; otherwise, `Replicas.extended_step` calls the same functions of the lesson.

@@ -177,7 +177,7 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
     """Convert a profile to a Chrome trace (dict). Each lane becomes a process, and an event's category is its phase.
 
     raw: MXNet's traceEvents. lanes: {lane number: name} of the training contexts. steps: number of recorded steps,
-    including one before and one after the shown steps. A step ends with its last update on any context.
+    including one before and one after the steps shown. A step ends with its last update on any context.
     Raises Error if the number of updates is not a multiple of steps.
     """
     marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]

@@ -82,7 +82,7 @@ def _check_torch() -> None:
 
 
 def table(result: dict) -> str:
-    """Format each model's times, ratios and memory, and compare its fastest PyTorch subject with HIGHLEVEL."""
+    """Format each model's times, ratios and memory use, and compare HIGHLEVEL with the fastest PyTorch variant."""
     lines = [harness.machine_line(), NOTES]
     for model, runs in result["models"].items():
         rows = []
