@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-processors test-slow test-faults test-network torture test-cuda test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint install clean help
+.PHONY: train demo test test-processors test-slow test-faults test-network torture test-cuda test-packages test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint install clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -52,6 +52,9 @@ torture: install  ## random runs with random faults, and the fuzzing of all read
 
 test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in a separate environment: downloads 2.1 GB
 	$(BIN)/python -m pytest -m cuda_wheels
+
+test-packages: install  ## a job for each of several packages that need MXNet 1.x: downloads 500 MB
+	$(BIN)/python tests/legacy/packages.py
 
 test-all:  ## the test suite with each installed Python: PYTHONS="3.9 3.12:2.1" selects Python and NumPy, TESTS=... the tests
 	@scripts/test-all.sh

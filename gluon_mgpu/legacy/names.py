@@ -142,12 +142,32 @@ def add_to_numpy(np: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
+    """Repair what fails, or loses precision, because of changes in NumPy 2."""
+    import numpy as np
+
+    if hasattr(np, "trapezoid"):
+        _keep_sums_in_float64(mx.metric.EvalMetric)
+    if not hasattr(np.ndarray, "tostring"):
+        _replace_pack(mx.recordio)
+
+
+def _keep_sums_in_float64(metric: Any) -> None:
+    """0.0 + np.float32(x) is a float32 since NumPy 2, but np.float64(0.0) + np.float32(x) is still a float64."""
+    import numpy as np
+
+    def stored_as(name: str) -> property:
+        def set_sum(self: Any, value: Any) -> None:
+            vars(self)[name] = np.float64(value) if isinstance(value, (float, np.floating)) else value
+
+        return property(lambda self: vars(self)[name], set_sum)
+
+    metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
+
+
+def _replace_pack(recordio: Any) -> None:
     """Replace the two functions of mx.recordio that call ndarray.tostring, which NumPy 2.3 removed."""
     import numpy as np
 
-    if hasattr(np.ndarray, "tostring"):
-        return
-    recordio = mx.recordio
     pack = recordio.pack
 
     def pack_arrays(header: Any, s: bytes) -> bytes:

@@ -101,6 +101,18 @@ def test_recordio_packs_labels_and_images_with_any_numpy(program):
     assert run.stdout == "[4. 5.] 2 b'data' 3.0\n[0, 1, 2, 3]\n", run.stderr
 
 
+def test_metrics_add_up_in_float64_with_any_numpy(program):
+    text = """
+        import json, mxnet as mx, numpy as np
+        loss = mx.metric.Loss()
+        for value in (2.0**24, 1, 1):
+            loss.update(None, [mx.nd.array([value])])
+        print(json.dumps([loss.get()[1] * 3 - 2**24, loss.get_global()[1] * 3 - 2**24]))
+    """
+    run = program(text)
+    assert run.stdout == "[2.0, 2.0]\n", run.stderr
+
+
 NUMPY = "import json, numpy as np; print(json.dumps({name: str(value) for name, value in vars(np).items()}))"
 
 
