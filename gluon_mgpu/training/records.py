@@ -289,7 +289,7 @@ def _no_run(folder: Path) -> str:
     runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}"))
     if runs:
         return f"{folder} is not a run; did you mean {runs[0]}?"
-    return f"{folder} has no checkpoint; `gluon-mgpu train --out {folder}` writes one after each epoch and on Ctrl-C"
+    return f"{folder} is not a run: it has no checkpoint; `gluon-mgpu train --out {folder}` starts one"
 
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:

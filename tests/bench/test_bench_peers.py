@@ -46,6 +46,7 @@ def test_without_pytorch_or_a_compiler_for_it_nothing_begins(monkeypatch):
             peers.run()
 
 
+@pytest.mark.slow
 @needs_torch
 def test_ddp_trains_as_ours_and_as_one_process(tmp_path):
     jobs = peers.jobs("lenet", str(tmp_path), steps=10)
