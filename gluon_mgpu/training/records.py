@@ -170,7 +170,7 @@ class Run:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # the form that `last` reads back
         if self.resumed:
-            _say_what_changed(self.config, config)
+            _say_what_changed(self.config, config, bool(replicas.running_stats))
         self.config = config
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -237,12 +237,19 @@ class Run:
         checkpoint.write_whole(self.folder / name, lambda file: file.write(text.encode()))
 
 
-def _say_what_changed(old: dict[str, Any], new: dict[str, Any]) -> None:
+def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
     """Print a notice if a resumed run differs in any of MAY_CHANGE."""
+
+    def shown(name: str, value: Any) -> Any:
+        return value if value is not None else "even" if name == "shares" else "none"
+
     changed = [name for name in MAY_CHANGE if name in old and name in new and old[name] != new[name]]
     if changed:
-        changes = [f"{name} {new[name]} instead of {old[name]}" for name in changed]
-        log.say(f"{', '.join(changes)}: results agree up to rounding; with batch normalization, they may differ more")
+        effect = "results agree up to rounding, not bit for bit"
+        if running_stats and {"devices", "shares", "workers"} & {*changed}:
+            effect = "results differ, because batch normalization sees only the examples of one shard"
+        changes = [f"{name} {shown(name, new[name])} instead of {shown(name, old[name])}" for name in changed]
+        log.say(f"{', '.join(changes)}: {effect}")
 
 
 def _tensorboard_writer(required: bool) -> type[Writer] | None:
