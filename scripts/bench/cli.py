@@ -143,10 +143,12 @@ def partition_command(out: str | None, **options: Any) -> None:
     show("partition", "partition", out, **options)
 
 
-@command("scaling", "", "--model lenet --contexts 2 --contexts 16 --out runs/bench", "--contexts 2 --batch-size 32")
+@command("scaling", "", "--model lenet --contexts 2 --contexts 16 --out runs/bench", "--contexts 2 --batch-size 32 --batch-size 512")
 @model
 @contexts("1 is always measured.")
-@number("--batch-size", "Batch size (with weak scaling, per context). Default: 256, or 64 for ResNet-18.")
+@number(
+    "--batch-size", "Batch size (with weak scaling, per context). Default: 256, or 64 for ResNet-18.", multiple=True
+)
 @rounds(3)
 @steps
 @out("scaling.json and scaling.png")

@@ -20,18 +20,19 @@ CONTEXTS = (1, 2, 4, 8)
 def run(
     model: Sequence[str] = tuple(TITLE),
     contexts: Sequence[int] = CONTEXTS,
-    batch_size: int | None = None,
+    batch_size: Sequence[int] = (),
     rounds: int = 3,
     steps: int = 100,
 ) -> dict:
     """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
     Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: 1 is
-    always measured, for comparison. batch_size: None: BATCH_SIZE[model]. steps: per run of LeNet with batch size 256.
+    always measured, for comparison. batch_size: of each measurement; empty: BATCH_SIZE[model]. steps: per run of LeNet with batch size 256.
     """
     subjects = {
-        (impl, name, kind, k): subject(impl, name, kind, k, batch_size or BATCH_SIZE[name])
+        (impl, name, kind, k, size): subject(impl, name, kind, k, size)
         for name in model
+        for size in batch_size or [BATCH_SIZE[name]]
         for impl in IMPLS[name]
         for kind in ("strong", "weak")
         for k in sorted({1, *contexts})
@@ -65,34 +66,36 @@ def table(result: dict) -> str:
         "strong: all contexts share one batch; weak: each context has its own batch. efficiency: examples/s relative",
         f"to one context with one thread, divided by the number of contexts or cores ({cores}), whichever is smaller.",
     ]
-    for (model, impl, kind), runs in _series(result).items():
+    for (model, size, impl, kind), runs in _series(result).items():
         rows = []
         for run in runs:
             columns = {"batch": str(run["batch_size"]), "efficiency": efficiencies(runs[0], run, cores)}
             rows.append((harness.plural(run["contexts"], "context"), run["batch_size"], run, columns))
-        lines += ["", *harness.speed_table(f"{TITLE[model]}, {impl}, {kind} scaling", rows)]
+        lines += ["", *harness.speed_table(f"{TITLE[model]}, batch {size}, {impl}, {kind} scaling", rows)]
     return "\n".join(lines)
 
 
-def _series(result: dict) -> dict[tuple[str, str, str], list[dict]]:
-    """Group runs: {(model, impl, kind): runs, ordered by number of contexts}."""
-    series: dict[tuple[str, str, str], list[dict]] = {}
+def _series(result: dict) -> dict[tuple[str, int, str, str], list[dict]]:
+    """Group runs: {(model, batch size of one context, impl, kind): runs, ordered by number of contexts}."""
+    series: dict[tuple[str, int, str, str], list[dict]] = {}
     for run in result["runs"]:
-        series.setdefault((run["model"], run["impl"], run["kind"]), []).append(run)
+        size = run["batch_size"] // (run["contexts"] if run["kind"] == "weak" else 1)
+        series.setdefault((run["model"], size, run["impl"], run["kind"]), []).append(run)
     return series
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw a PNG image with one column per model. Top: examples/s by number of contexts, and one context's rate times
+    """Draw a PNG image with one column per model and batch size. Top: examples/s by number of contexts, and one context's rate times
     the cores in use. Bottom: the efficiency."""
     from matplotlib.figure import Figure
 
-    models, cores = list(dict.fromkeys(run["model"] for run in result["runs"])), result["cores"]
-    figure = Figure(figsize=(5.5 * len(models), 8), layout="constrained")
+    series, cores = _series(result), result["cores"]
+    columns = list(dict.fromkeys((model, size) for model, size, _, _ in series))
+    figure = Figure(figsize=(5.5 * len(columns), 8), layout="constrained")
     figure.suptitle(f"Contexts on {cores} cores, medians of {result['rounds']} rounds (lines: min to max)")
-    panels = figure.subplots(2, len(models), squeeze=False)
-    for (model, impl, kind), runs in _series(result).items():
-        speed, efficiency = panels[:, models.index(model)]
+    panels = figure.subplots(2, len(columns), squeeze=False)
+    for (model, size, impl, kind), runs in series.items():
+        speed, efficiency = panels[:, columns.index((model, size))]
         ks = [run["contexts"] for run in runs]
         color = f"C{IMPLS['lenet'].index(impl)}"
         line = "o-" if kind == "strong" else "s--"
@@ -107,7 +110,7 @@ def draw(result: dict, file: BinaryIO) -> None:
         if kind == "strong":
             ideal = [median(rates[0]) * min(k, cores) for k in ks]
             speed.plot(ks, ideal, ":", color=color, label=f"{impl}, one context's rate times the cores in use")
-        speed.set(title=f"{TITLE[model]}, batch {runs[0]['batch_size']}", ylabel="examples/s")
+        speed.set(title=f"{TITLE[model]}, batch {size}", ylabel="examples/s")
         efficiency.set(xlabel="contexts", ylabel="efficiency", ylim=(0, 1.15))
     for speed in panels[0]:
         speed.set_ylim(bottom=0)

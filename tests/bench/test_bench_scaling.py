@@ -47,8 +47,8 @@ def test_the_picture_is_a_png():
     assert picture.getvalue().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("batch_size", [None, 32])
-def test_weak_scaling_trains_k_times_the_batch_and_one_context_is_measured_once(monkeypatch, batch_size):
+@pytest.mark.parametrize("batch_size, points", [((), 5), ((32, 64), 9)])  # with 1, 2 and 4 contexts
+def test_weak_scaling_trains_k_times_the_batch_and_each_point_is_measured_once(monkeypatch, batch_size, points):
     asked = []
 
     def start(name, job):
@@ -59,8 +59,13 @@ def test_weak_scaling_trains_k_times_the_batch_and_one_context_is_measured_once(
 
     monkeypatch.setattr(harness, "start", start)
     runs = scaling.run(("lenet", "resnet18"), (2, 4), batch_size, rounds=2)["runs"]
-    assert len(asked) == 2 * len(set(asked)) == 2 * 3 * 5  # 1, 2 and 4, and 2 and 4 weak, of three networks
-    for run in runs:
-        size = batch_size or {"lenet": 256, "resnet18": 64}[run["model"]]
-        size *= run["contexts"] if run["kind"] == "weak" else 1
-        assert run["batch_size"] == size and run["step_ms"] == [10.0 * size] * 2
+    assert len(asked) == 2 * len(set(asked)) == 2 * 3 * points  # 3: scratch's LeNet and highlevel's two networks
+    found = {(run["impl"], run["model"], run["kind"], run["contexts"], run["batch_size"]) for run in runs}
+    assert found == {
+        (impl, name, kind, k, size * (k if kind == "weak" else 1))
+        for impl, name in [("scratch", "lenet"), ("highlevel", "lenet"), ("highlevel", "resnet18")]
+        for size in batch_size or [{"lenet": 256, "resnet18": 64}[name]]
+        for kind in ("strong", "weak")
+        for k in (1, 2, 4)
+    }
+    assert all(run["step_ms"] == [10.0 * run["batch_size"]] * 2 for run in runs)
