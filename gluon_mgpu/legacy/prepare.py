@@ -62,6 +62,8 @@ def prepare() -> None:
         after["numpy"] = names.add_to_numpy
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
+    # MXNet's default. With more temporary spaces, programs with large arrays need several times as much memory.
+    os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4")
     engine.expect(settings.gpus or 1)
 
 
