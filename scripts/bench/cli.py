@@ -101,6 +101,15 @@ def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
         click.echo(benchmark.profile(steps) if name == "profile" else benchmark.speeds(name, rounds, steps))
 
 
+@command("roofline", "", "--model lenet --out runs/bench")
+@model
+@steps
+@out("roofline.json")
+def roofline_command(out: str | None, **options: Any) -> None:
+    """Measure the time, FLOP and bytes of each operator of a step, next to what a core sustains."""
+    show("roofline", "roofline", out, **options)
+
+
 @command("async", "", "--gpus 4 --device gpu")
 @common.gpus("2")
 @common.device
@@ -143,7 +152,12 @@ def partition_command(out: str | None, **options: Any) -> None:
     show("partition", "partition", out, **options)
 
 
-@command("scaling", "", "--model lenet --contexts 2 --contexts 16 --out runs/bench", "--contexts 2 --batch-size 32 --batch-size 512")
+@command(
+    "scaling",
+    "",
+    "--model lenet --contexts 2 --contexts 16 --out runs/bench",
+    "--contexts 2 --batch-size 32 --batch-size 512",
+)
 @model
 @contexts("1 is always measured.")
 @number(

@@ -26,8 +26,9 @@ def run(
 ) -> dict:
     """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
-    Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: 1 is
-    always measured, for comparison. batch_size: of each measurement; empty: BATCH_SIZE[model]. steps: per run of LeNet with batch size 256.
+    Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: 1 is always
+    measured, for comparison. batch_size: of each measurement; empty: BATCH_SIZE[model]. steps: per run of LeNet with
+    batch size 256.
     """
     subjects = {
         (impl, name, kind, k, size): subject(impl, name, kind, k, size)
@@ -85,8 +86,8 @@ def _series(result: dict) -> dict[tuple[str, int, str, str], list[dict]]:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw a PNG image with one column per model and batch size. Top: examples/s by number of contexts, and one context's rate times
-    the cores in use. Bottom: the efficiency."""
+    """Draw a PNG image with one column per model and batch size. Top: examples/s by number of contexts, and one
+    context's rate times the cores in use. Bottom: the efficiency."""
     from matplotlib.figure import Figure
 
     series, cores = _series(result), result["cores"]

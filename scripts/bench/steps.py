@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable
@@ -177,13 +178,16 @@ def _profile(subject: Subject, steps: int) -> dict[str, float]:
 
     data, order = datasets.synthetic(steps * subject.size, 100, seed=0), np.arange(steps * subject.size)
     train(data, order)
-    with tempfile.TemporaryDirectory() as folder:  # the profiler always writes a file
+    folder = tempfile.mkdtemp()
+    try:  # the profiler always writes a file, and sometimes writes it while the folder is removed
         file = os.path.join(folder, "profile.json")
         mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=file)
         mx.profiler.set_state("run")
         train(data, order)
         mx.profiler.set_state("stop")
         operators = json.loads(mx.profiler.dumps(format="json"))["Time"]["operator"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return {name: times["Total"] / steps for name, times in operators.items()}
 
 

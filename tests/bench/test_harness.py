@@ -134,9 +134,9 @@ def test_a_profile_names_the_convolutions_of_each_implementation():
 
 
 def test_bench_is_a_script_whose_subcommands_have_help():
-    names = "allreduce async batch copy distributed model partition peers scaling shares steps timeline".split()
-    assert sorted(cli.bench.commands) == names
-    for name in names:
+    names = "allreduce async batch copy distributed model partition peers roofline scaling shares steps timeline"
+    assert sorted(cli.bench.commands) == names.split()
+    for name in names.split():
         assert CliRunner().invoke(cli.bench, [name, "-h"]).exit_code == 0
     done = subprocess.run([sys.executable, SCRIPT, "-h"], capture_output=True, text=True)
     assert done.returncode == 0 and all(name in done.stdout for name in names)

@@ -1,0 +1,191 @@
+"""`roofline`: the time, FLOP and bytes of each operator of a training step, next to what a core sustains.
+
+oneDNN prints a line for each operator that it runs (DNNL_VERBOSE=1). A roofline says that an operator takes at least
+FLOP / FLOP/s and at least bytes / bytes/s (Williams, Waterman, Patterson: Roofline, 2009). Both rates are measured in
+the same process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+from bench import harness
+from bench.harness import BATCH_SIZE, LR, TITLE, Job
+
+ROUNDS = 3  # the fastest counts, because other programs only make a round slower
+SHOWN = 0.01  # smallest share of a step's time for a row of its own
+FLOAT = 4  # bytes
+PASSES = {
+    **{"forward_training": "forward", "backward_data": "data gradient"},
+    **{"backward_weights": "weight gradient", "backward": "backward"},
+}
+# Arrays that an operator reads and writes, each as large as its input: {kind: (forward, backward)}.
+ARRAYS = {
+    **{"eltwise": (2, 3), "softmax": (2, 3), "batch_normalization": (2, 3), "reorder": (2, 2), "concat": (2, 2)},
+    **{"sum": (3, 3), "binary": (3, 3)},
+}
+
+
+class Operator(NamedTuple):
+    """One line of oneDNN's: what ran, its work, and its time."""
+
+    name: str
+    flop: float  # multiplications and additions of convolutions and dense layers
+    bytes: float  # of its inputs and outputs, each counted once
+    ms: float
+
+
+def parse(line: str) -> Operator | None:
+    """The operator in a line of DNNL_VERBOSE=1; None for other lines."""
+    if not line.startswith("dnnl_verbose,exec,"):
+        return None
+    _, _, _, kind, _, way, *_, problem, ms = line.split(",")
+    kind, way = kind.removesuffix("_v2"), PASSES.get(way, "")
+    if kind in ("convolution", "inner_product"):
+        size = {name: int(value) for name, value in re.findall(r"(mb|[iok][chw]|g)(\d+)", problem)}
+        n, ic, oc = size["mb"], size["ic"], size["oc"]
+        kernel = size.get("kh", 1) * size.get("kw", 1)
+        pixels = size.get("oh", 1) * size.get("ow", 1)
+        weights = ic * oc * kernel // size.get("g", 1)
+        arrays = n * (ic * size.get("ih", 1) * size.get("iw", 1) + oc * pixels) + weights
+        shape = f" {size['kh']}x{size['kw']}" if "kh" in size else ""
+        name = f"{kind.replace('inner_product', 'dense')}{shape}, {ic} to {oc}, {way}"
+        return Operator(name, 2 * n * pixels * weights, FLOAT * arrays, float(ms))
+    way = {"data gradient": "backward"}.get(way, way)
+    size = {name: int(value) for name, value in re.findall(r"(mb|ic|[io][hw])(\d+)", problem)}
+    if kind == "pooling":
+        elements = size["mb"] * size["ic"] * (size["ih"] * size["iw"] + size["oh"] * size["ow"])
+    else:
+        shapes = [prod(size.values())] if size else [prod(map(int, s.split("x"))) for s in problem.split(":")]
+        elements = ARRAYS[kind][way == "backward"] * sum(shapes)
+    return Operator(", ".join(filter(None, [kind.replace("_", " "), way])), 0, FLOAT * elements, float(ms))
+
+
+def run(model: Sequence[str] = tuple(TITLE), steps: int = 100) -> dict[str, Any]:
+    """Measure one context with one OpenMP thread, on half of the default batch: its part on 2 contexts. Returns the
+    input of `table`. steps: of LeNet."""
+    jobs = {name: Job("roofline", {"model": name, "steps": steps}, _environment()) for name in model}
+    return {"models": {name: harness.start(TITLE[name], job) for name, job in jobs.items()}}
+
+
+def _environment() -> dict[str, str]:
+    return harness.environment({**harness.ONE_THREAD, "DNNL_VERBOSE": "1"})
+
+
+def table(result: dict) -> str:
+    """Format, per model, the operators that take at least SHOWN of a step."""
+    lines = [
+        f"One context, one thread, highlevel; {harness.machine_line()}",
+        "x limit: time / max(FLOP / FLOP/s, bytes / bytes/s); below 1 if the data are in a cache.",
+    ]
+    for name, found in result["models"].items():
+        flops, bandwidth, step = found["flops"], found["bytes_per_s"], found["step_ms"]
+        lines += [
+            "",
+            f"{TITLE[name]}, {found['examples']} examples, computed in {found['plan']}: {step:.2f} ms per step",
+        ]
+        lines.append(
+            f"a core sustains {flops / 1e9:.0f} GFLOP/s in a convolution from 64 to 64 channels, copies "
+            f"{bandwidth / 1e9:.1f} GB/s in memory and {found['cached_bytes_per_s'] / 1e9:.0f} GB/s in its cache"
+        )
+        rows: list[list[str]] = [["operator", "ms", "% of step", "MFLOP", "GFLOP/s", "MB", "GB/s", "x limit"]]
+        shown = [row for row in found["operators"] if row["ms"] >= SHOWN * step]
+        for row in sorted(shown, key=lambda row: -row["ms"]):
+            limit = 1000 * max(row["flop"] / flops, row["bytes"] / bandwidth)
+            work = [f"{row['flop'] / 1e6:.0f}", f"{row['flop'] / row['ms'] / 1e6:.0f}"] if row["flop"] else ["", ""]
+            moved = [f"{row['bytes'] / 1e6:.1f}", f"{row['bytes'] / row['ms'] / 1e6:.1f}"]
+            share = f"{100 * row['ms'] / step:.1f}"
+            rows.append([row["name"], f"{row['ms']:.2f}", share, *work, *moved, f"{row['ms'] / limit:.1f}"])
+        small = sum(row["ms"] for row in found["operators"]) - sum(row["ms"] for row in shown)
+        outside = step - sum(row["ms"] for row in found["operators"])
+        for title, ms in (("smaller ones", small), ("outside oneDNN: MXNet's own operators, Python", outside)):
+            rows.append([title, f"{ms:.2f}", f"{100 * ms / step:.1f}"])
+        lines += harness.table(rows)
+    return "\n".join(lines)
+
+
+# In a worker
+
+
+def _measure(model: str, steps: int) -> dict[str, Any]:
+    made = harness.replicas("highlevel", model, 1)
+    import mxnet as mx
+    from mxnet import nd
+
+    examples = BATCH_SIZE[model] // 2
+    X, y = mx.random.uniform(shape=(examples, 1, 28, 28)), nd.zeros(examples)
+    x, kernel = nd.ones((32, 64, 28, 28)), nd.ones((64, 64, 3, 3))
+    convolve = partial(nd.Convolution, x, kernel, kernel=(3, 3), pad=(1, 1), num_filter=64, no_bias=True)
+
+    def train() -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            made.train_batch(X, y, LR[model])
+        nd.waitall()
+        return 1000 * (time.perf_counter() - start) / steps
+
+    steps = max(3, round(steps * harness.STEP_SHARE[model]))
+    train()
+    found, step_ms = min((_operators(train) for _ in range(ROUNDS)), key=lambda result: result[1])
+    flops = max(op.flop / op.ms for _ in range(10) for op in _operators(lambda: convolve().wait_to_read())[0]) * 1000
+    return {
+        "examples": examples,
+        "plan": str(made.own_config["tune"]) if made.fast is not made.net else "whole shards, as written",
+        "step_ms": step_ms,
+        "operators": _by_name(found, steps),
+        "flops": flops,
+        "bytes_per_s": _copied(128 << 20, 5),
+        "cached_bytes_per_s": _copied(256 << 10, 2000),
+    }
+
+
+def _operators(work: Callable[[], Any]) -> tuple[list[Operator], Any]:
+    """Run `work`. Returns (the operators that oneDNN printed, the result). They are printed by C, not by Python."""
+    out = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            result = work()
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(out, 1)
+            os.close(out)
+        file.seek(0)
+        found = [parse(line) for line in file.read().decode().splitlines()]
+    return [operator for operator in found if operator], result
+
+
+def _by_name(found: list[Operator], steps: int) -> list[dict[str, Any]]:
+    """Add up the operators that have the same name, per step."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, *work in found:
+        row = rows.setdefault(name, {"name": name, "flop": 0, "bytes": 0, "ms": 0})
+        for what, amount in zip(("flop", "bytes", "ms"), work):
+            row[what] += amount / steps
+    return [*rows.values()]
+
+
+def _copied(size: int, times: int) -> float:
+    """Bytes per second, read and written, while NumPy copies an array of `size` bytes."""
+    import numpy as np
+
+    a, b = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(times):
+            np.copyto(b, a)
+        best = min(best, (time.perf_counter() - start) / times)
+    return 2 * size / best
+
+
+if __name__ == "__main__":
+    harness.main(_measure)
