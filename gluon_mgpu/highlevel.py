@@ -18,6 +18,7 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu import networks
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import batches, loop, replicas, tuning
+from gluon_mgpu.training.plans import Plan
 from gluon_mgpu.training.records import Epoch
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -102,12 +103,13 @@ def evaluate_accuracy(
 class Replicas(replicas.Replicas):
     """The training loop's interface to this lesson: these functions, a network on every device, and its Trainer.
 
-    `net` is the network as written. hybridize: see `initialize`. tune: train a faster equivalent of `net` (`tuning`).
+    `net` is the network as written. hybridize: see `initialize`. tune: train a faster equivalent of `net`, by this plan
+    (see `tuning`); True: choose the plan by measurement.
     """
 
-    own_options = ("hybridize", "tune")
+    own_options = flags = ("hybridize", "tune")
 
-    def __init__(self, *args: Any, hybridize: bool = True, tune: bool = True) -> None:
+    def __init__(self, *args: Any, hybridize: bool = True, tune: bool | Sequence[int] = True) -> None:
         super().__init__(*args)
         settings = self.settings
         if settings.model not in networks.NETWORKS:  # scratch.train accepts a network that is not registered
@@ -115,7 +117,10 @@ class Replicas(replicas.Replicas):
         network = networks.NETWORKS[settings.model]
         self.net = network.build()
         initialize(self.net, self.ctx, hybridize, network.init)
-        self.fast = tuning.tune(self.net, self.ctx) if tune and hybridize else self.net
+        tunable = hybridize and tuning.tunable(self.net, self.ctx)
+        plan = self._plan(tune) if tune and tunable else None
+        self.fast = tuning.tuned(self.net, plan) if plan else self.net
+        self.own_config = {"hybridize": hybridize, "tune": plan or tune}
         params = self.net._collect_params_with_prefix()
         named = dict(zip(network.names or params, params.values()))
         self.trained = [p for p in named.values() if p.grad_req != "null"]
@@ -124,13 +129,25 @@ class Replicas(replicas.Replicas):
                 p.grad_req = "add"
         self.arrays = [{name: p.data(c) for name, p in named.items()} for c in self.ctx]
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
+        sgd = tuning.sgd_for(self.ctx) if tune else mx.optimizer.SGD
         store = tuning.kvstore_for(self.ctx) if tune else "device"
         # With update_on_kvstore, one device would compute all updates; in the lesson, each device updates its replica.
-        self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore=store, update_on_kvstore=False)
+        self.trainer = gluon.Trainer(self.trained, sgd(**rule), kvstore=store, update_on_kvstore=False)
         if settings.momentum:  # Trainer would create the velocities in the first step
             for c, updater in zip(self.ctx, self.trainer._updaters):
                 updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(self.trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
+
+    def _plan(self, tune: bool | Sequence[int]) -> Plan:
+        """The plan that tune names. If it is True, worker 0 chooses the plan of all workers."""
+        if tune is not True:
+            return Plan.create(tune)
+        plan = None
+        if self.workers.rank == 0:
+            shards = len(self.ctx) * self.workers.count * self.settings.grad_accum_steps
+            examples = -(-self.settings.batch_size // shards)
+            plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward)
+        return Plan.create(self.workers.all_gather(plan)[0])
 
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
@@ -165,7 +182,7 @@ def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: 
     """Run the notebook's experiment (its function `run`), and print time and accuracy per epoch.
 
     num_gpus: number of devices, or their indices ([0, 2]). batch_size: examples per step, across all devices. options:
-    see `loop.train`; in addition, hybridize=False runs the network operator by operator, and tune=False runs it exactly
-    as written.
+    see `loop.train`; in addition, hybridize=False runs the network operator by operator, tune=False runs it exactly as
+    written, and tune=(16, 64) pads channels to multiples of 16 and computes batches in pieces of 64 examples.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

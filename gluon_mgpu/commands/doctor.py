@@ -47,7 +47,7 @@ DATA_SIZE = 31 << 20  # bytes; the size of the largest download
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run. Prints one line per finding about Python, NumPy, MXNet and its libraries, cores,
-    GPUs, data, free space and Horovod. Then trains briefly on 2 devices. The exit status is 1 if the main job,
+    GPUs, data, tuning, free space and Horovod. Then trains briefly on 2 devices. The exit status is 1 if the main job,
     train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
@@ -67,7 +67,7 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     yield _cores()
     yield from _gpus(facts.get("cuda", False))
     if numpy[0] == "ok":
-        data = list(_data(data_dir))
+        data = [*_data(data_dir), *_tuning()]
     else:
         data = [("note", "the data sets were not checked, because the check needs NumPy")]
     yield from data
@@ -245,6 +245,18 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
             yield mark, str(error).replace("data_dir=", "--data-dir ")
     cache = datasets.cache_folder("fashion-mnist").parent
     yield _space(cache, "the cache", "set XDG_CACHE_HOME to a folder with enough space", cache_mark)
+
+
+def _tuning() -> Iterator[Finding]:
+    """The measured plans for this machine, if there are any."""
+    try:
+        from gluon_mgpu.training import plans
+
+        yield from [("ok", f"tuned for this processor: {case}: {plan}") for case, plan in plans.read().items()]
+    except ImportError:
+        return  # `_data` has reported it
+    except Error as error:
+        yield "note", str(error)
 
 
 def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:

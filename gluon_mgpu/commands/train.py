@@ -145,7 +145,8 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
 @click.option(
     "--tune/--no-tune",
     default=True,
-    help="With highlevel on CPU, use faster operators that compute the same values, or run the network as written.",
+    help="With highlevel on CPU, use faster operators that compute the same values, or run the network as written. "
+    "The first run on a machine measures which operators are the fastest.",
 )
 @click.version_option(__version__)
 @click.pass_context

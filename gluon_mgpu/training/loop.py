@@ -60,12 +60,12 @@ def train(
     options["model"] = _model_name(lesson, own.get("net"), own.get("params"), options.get("model", "lenet"))
     settings = Settings.create(batch_size, lr, **options)
     ctx = devices.contexts(num_gpus, device)
-    flags = {name: value for name, value in own.items() if isinstance(value, bool)}
-    config = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress, **flags}
+    config = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress}
     with join(kvstore, compress, settings.model) as workers:
         _check_batch(settings, len(ctx), workers)
         given = {"resume": bool(resume), "profile": bool(profile), **({} if resume else asdict(settings))}
-        workers.agree({**config, **given})
+        flags = {name: bool(own.get(name, True)) for name in lesson.flags}
+        workers.agree({**config, **flags, **given})
         first = workers.rank == 0  # only this worker prints and writes
         with records.Run(out, resume, tensorboard) if first else records.Run() as run:
             settings, position, arrays = run.start(settings)
@@ -92,7 +92,8 @@ def train(
             training = Training(replicas, data, position, run)
             recorder = training.recorder(profile) if profile and first else None
             where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
-            run.begin({**config, **asdict(settings), **where, "data": data.source}, replicas, position)
+            own_config = {**replicas.own_config, **asdict(settings), **where, "data": data.source}
+            run.begin({**config, **own_config}, replicas, position)
             devices.say_if_no_gpu(ctx, device)
             return training.train(recorder)
 

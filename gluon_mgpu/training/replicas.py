@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
+from typing import Any
 
 import mxnet as mx
 import numpy as np
@@ -41,6 +42,8 @@ class Replicas(ABC):
 
     networks: tuple[str, ...] = ()  # names of the networks that the class supports; (): any registered network
     own_options: tuple[str, ...] = ()  # keyword arguments of `train` that are passed to __init__
+    flags: tuple[str, ...] = ()  # those that all workers set or do not set
+    own_config: Mapping[str, Any] = {}  # own options for config.json; a resumed run uses them again
     arrays: list[dict[str, NDArray]]
 
     def __init__(self, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE) -> None:

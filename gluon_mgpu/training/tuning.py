@@ -1,12 +1,15 @@
-"""Faster training on CPU contexts without changes to a network's code: `tune` returns a faster equivalent network.
+"""Faster training on CPU contexts without changes to a network's code: `tuned` returns a faster equivalent network.
 
-Channels are padded with zeros to multiples of 16, the numbers that oneDNN's direct convolutions support. Batches are
-computed in pieces of 64 examples, so a layer's output is still in the cache when the next layer reads it. Gradients are
-summed in the memory that CPU contexts share. docs/performance.md has the measurements.
+A plan says how. Channels can be padded with zeros to multiples of 16, the numbers that oneDNN's direct convolutions
+support. Batches can be computed in pieces, so a layer's output is still in the cache when the next layer reads it.
+`choose` measures which plan is the fastest. In addition, gradients are summed in the memory that CPU contexts share.
+docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -18,8 +21,13 @@ from mxnet import Context, gluon, kvstore, nd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
-BLOCK = 16  # channels
-PIECE = 64  # examples
+from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import plans
+from gluon_mgpu.training.plans import DEFAULT, Plan
+
+LARGEST = 128  # examples in a measurement; a larger shard only has more pieces
+ROUNDS, SECONDS = 5, 1.5  # a measurement has at most this many rounds, and starts none after this time
 LAYERS = (
     nn.Conv2D,
     nn.MaxPool2D,
@@ -30,22 +38,71 @@ LAYERS = (
     nn.Flatten,
     nn.Dense,
 )
+ForwardBackward = Callable[[gluon.Block, list[NDArray], list[NDArray]], object]
 
 
-def tune(net: gluon.Block, ctx: list[Context]) -> gluon.Block:
-    """Returns a faster network that computes the same values as `net`, up to rounding, with the same Parameter objects.
+def choose(net: gluon.Block, name: str, ctx: Context, examples: int, forward_backward: ForwardBackward) -> Plan:
+    """The fastest plan for a network on a CPU context, from the user's cache or, the first time, by measurement.
 
-    net: an initialized network that was called once, so that its shapes are known. Returns `net` itself in a CUDA
-    build, on a processor without AVX-512, and for any network other than a Sequential of LAYERS.
+    net: `tunable`, and initialized on ctx. name: of the network, for the cache and the notice. examples: in a shard.
+    forward_backward: the lesson's function. Returns DEFAULT if the cache cannot be written: otherwise, the same command
+    could give different results.
     """
-    on_cpus = all(c.device_type == "cpu" for c in ctx) and not mx.runtime.Features().is_enabled("CUDA")
-    return tuned(net) if on_cpus and _avx512() and tunable(net) else net
+    examples = min(LARGEST, 1 << max(5, (examples - 1).bit_length()))
+    network = f"{name} ({zlib.crc32(str(net).encode()):08x})"
+    case = f"{network}, {examples} examples, OMP_NUM_THREADS={engine.openmp_threads()}"
+    known = plans.read()
+    if case in known:
+        return known[case]
+    start = time.perf_counter()
+    try:
+        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward)))
+    except Error as error:
+        log.say(f"{error}: {name} is not tuned for this processor")
+        return DEFAULT
+    log.say(f"tuned {name} for this processor in {time.perf_counter() - start:.1f} s: {plan}")
+    return plan
 
 
-def tunable(net: gluon.Block) -> bool:
-    """Whether `tuned` can transform a network."""
-    return type(net) in (nn.Sequential, nn.HybridSequential) and all(
-        type(layer) in LAYERS and (type(layer) is not nn.Conv2D or _is_plain(layer)) for layer in net
+def measure(
+    net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward
+) -> dict[Plan, list[float]]:
+    """Time steps without updates: {plan: seconds in each round}. Arguments as for `choose`.
+
+    The gradients change, but neither the parameters nor the state of the random number generators. One context is
+    measured, because the speed of several contexts at once varies more.
+    """
+    images = np.random.default_rng(0).random((examples, 1, 28, 28), np.float32)
+    data, label = [nd.array(images, ctx)], [nd.zeros(examples, ctx)]
+    nets = {plan: tuned(net, plan) for plan in plans.PLANS if plan.piece < examples}
+
+    def seconds(fast: gluon.Block) -> float:
+        start = time.perf_counter()
+        forward_backward(fast, data, label)
+        nd.waitall()
+        return time.perf_counter() - start
+
+    for fast in nets.values():  # creates the graphs and allocates memory
+        seconds(fast)
+        seconds(fast)
+    times: dict[Plan, list[float]] = {plan: [] for plan in nets}
+    end = time.perf_counter() + SECONDS
+    for i in range(ROUNDS):
+        if i and time.perf_counter() > end:
+            break
+        for plan, fast in nets.items():
+            times[plan].append(seconds(fast))
+    return times
+
+
+def tunable(net: gluon.Block, ctx: list[Context]) -> bool:
+    """Whether `tuned` can transform a network for these devices: a Sequential of LAYERS, on CPU contexts, in a build
+    without CUDA."""
+    return (
+        _on_cpus(ctx)
+        and not mx.runtime.Features().is_enabled("CUDA")
+        and type(net) in (nn.Sequential, nn.HybridSequential)
+        and all(type(layer) in LAYERS and (type(layer) is not nn.Conv2D or _is_plain(layer)) for layer in net)
     )
 
 
@@ -54,18 +111,21 @@ def _is_plain(layer: nn.Conv2D) -> bool:
     return kwargs["num_group"] == 1 and kwargs["layout"] == "NCHW" and np.dtype(layer.weight.dtype) == np.float32
 
 
-def tuned(net: nn.HybridSequential) -> InPieces:
-    """Transform a network, as `tune` describes."""
-    fast = InPieces(prefix=f"{net.prefix}tuned_")
+def tuned(net: gluon.Block, plan: Plan) -> InPieces:
+    """A network that computes the same values as `net`, up to rounding, with the same Parameter objects.
+
+    net: `tunable`, and called at least once, so that its shapes are known.
+    """
+    fast = InPieces(plan.piece, prefix=f"{net.prefix}tuned_")
     channels = padded = 0  # numbers of output channels of the last convolution so far, without and with padding
     for layer in net:
         if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
             fast.add(FirstChannels(channels))
             padded = channels
         if type(layer) is nn.Conv2D:
-            fast.add(PaddedConv2D(layer, padded or layer.weight.shape[1]))
-            channels = layer._channels
-            padded = padded_channels(channels)
+            inputs, channels = padded or layer.weight.shape[1], layer._channels
+            padded = -(-channels // plan.block) * plan.block
+            fast.add(PaddedConv2D(layer, inputs, padded) if (padded, inputs) != layer.weight.shape[:2] else layer)
         else:
             fast.add(layer)
     if padded > channels:
@@ -74,24 +134,19 @@ def tuned(net: nn.HybridSequential) -> InPieces:
     return fast
 
 
-def padded_channels(channels: int) -> int:
-    """The number of channels after padding."""
-    return -(-channels // BLOCK) * BLOCK
-
-
 class PaddedConv2D(HybridBlock):
-    """A convolution with the parameters of `layer`. The weights are padded with zeros to `inputs` input channels, which
-    include padding, and to a padded number of output channels."""
+    """A convolution with the parameters of `layer`. The weights are padded with zeros to these numbers of input and
+    output channels."""
 
-    def __init__(self, layer: nn.Conv2D, inputs: int) -> None:
+    def __init__(self, layer: nn.Conv2D, inputs: int, outputs: int) -> None:
         super().__init__(prefix=layer.prefix, params=layer.params)
         self.weight = self.params.get("weight")
         self.bias = self.params.get("bias") if layer.bias is not None else None
-        self.act, self.kwargs, self.inputs = layer.act, layer._kwargs, inputs
+        self.act, self.kwargs, self.inputs, self.outputs = layer.act, layer._kwargs, inputs, outputs
 
     def hybrid_forward(self, F: ModuleType, x: NDArray, weight: NDArray, bias: NDArray | None = None) -> NDArray:
         outputs, inputs, *kernel = self.weight.shape
-        wide, deep = padded_channels(outputs), self.inputs
+        wide, deep = self.outputs, self.inputs
         zeros = F.zeros if F is mx.sym else partial(F.zeros, ctx=x.context)
         if deep > inputs:
             weight = F.concat(weight, zeros((outputs, deep - inputs, *kernel)), dim=1)
@@ -116,17 +171,18 @@ class FirstChannels(HybridBlock):
 
 
 class InPieces(nn.HybridSequential):
-    """A HybridSequential that computes a batch in pieces of PIECE examples, within one graph.
+    """A HybridSequential that computes a batch in pieces of `piece` examples, within one graph; 0: the whole batch.
 
     Every layer must treat each example independently of the rest of the batch.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, piece: int, **options: Any) -> None:
         super().__init__(**options)
+        self.piece = piece
         self.graphs: dict[int, Callable[[NDArray], NDArray]] = {}  # {number of pieces: graph}
 
     def forward(self, x: NDArray) -> NDArray:
-        count = -(-x.shape[0] // PIECE) if self._active and isinstance(x, nd.NDArray) else 1
+        count = -(-x.shape[0] // self.piece) if self.piece and self._active and isinstance(x, nd.NDArray) else 1
         if count <= 1:
             return super().forward(x)
         if count not in self.graphs:
@@ -143,15 +199,41 @@ class _Pieces(HybridBlock):
         self._active, self._flags = True, list(net._flags)  # hybridize() would also reset net, a child block
 
     def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
-        ends = [*range(PIECE, self.count * PIECE, PIECE), None]  # the last piece may be smaller
-        pieces = [F.slice_axis(x, axis=0, begin=i * PIECE, end=end) for i, end in enumerate(ends)]
+        piece = self.net.piece
+        ends = [*range(piece, self.count * piece, piece), None]  # the last piece may be smaller
+        pieces = [F.slice_axis(x, axis=0, begin=i * piece, end=end) for i, end in enumerate(ends)]
         return F.concat(*[self.net(piece) for piece in pieces], dim=0)
+
+
+def sgd_for(ctx: list[Context]) -> type[mx.optimizer.SGD]:
+    """The fastest SGD for gluon.Trainer: `SGD` on CPU contexts, else MXNet's own."""
+    return SGD if _on_cpus(ctx) else mx.optimizer.SGD
+
+
+def _on_cpus(ctx: list[Context]) -> bool:
+    return all(c.device_type == "cpu" for c in ctx)
+
+
+class SGD(mx.optimizer.SGD):
+    """MXNet's SGD, one array at a time. On CPUs, `multi_sgd_update`, which MXNet's own class uses for dense arrays,
+    takes twice as long. For float32."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.aggregate_num = 0
+
+    def update_multi_precision(self, index: int, weight: NDArray, grad: NDArray, state: NDArray | None) -> None:
+        self._update_count(index)
+        rule = {"lr": self._get_lr(index), "wd": self._get_wd(index), "rescale_grad": self.rescale_grad}
+        if state is None:
+            nd.sgd_update(weight, grad, out=weight, **rule)
+        else:
+            nd.sgd_mom_update(weight, grad, state, out=weight, momentum=self.momentum, **rule)
 
 
 def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
     """The fastest store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's "device" store."""
-    on_cpus = all(c.device_type == "cpu" for c in ctx)
-    return SharedMemoryStore() if len(ctx) > 1 and on_cpus else "device"
+    return SharedMemoryStore() if len(ctx) > 1 and _on_cpus(ctx) else "device"
 
 
 class SharedMemoryStore(kvstore.KVStoreBase):
@@ -178,11 +260,3 @@ class SharedMemoryStore(kvstore.KVStoreBase):
     @staticmethod
     def is_capable(capability: str) -> bool:
         return False  # it runs no optimizer
-
-
-def _avx512() -> bool:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return any(line.startswith("flags") and "avx512f" in line.split() for line in file)
-    except OSError:
-        return False

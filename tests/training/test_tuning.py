@@ -7,8 +7,10 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, networks
-from gluon_mgpu.training import tuning
+from gluon_mgpu.training import plans, tuning
+from gluon_mgpu.training.plans import Plan
 
+PLAN = Plan(16, 64)
 EPS = float(np.finfo(np.float32).eps)
 
 
@@ -46,10 +48,14 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
-@pytest.mark.parametrize("examples", [1, 64, 65, 128, 300])  # a piece of a batch has 64
-def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, examples):
+@pytest.mark.parametrize(
+    "plan, examples",
+    [*((PLAN, n) for n in (1, 64, 65, 128, 300)), *((plan, 100) for plan in plans.PLANS)],
+    ids=lambda value: str(tuple(value) if isinstance(value, Plan) else value),
+)
+def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, examples):
     net = build()
-    fast = tuning.tuned(net)
+    fast = tuning.tuned(net, plan)
     X, found = nd.random.uniform(shape=(examples, 1, 28, 28)), []
     for computed in (net, fast):
         with autograd.record():
@@ -70,14 +76,14 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, examples
 def test_images_of_three_channels_are_not_padded():
     net, X = network(nn.Conv2D(20, 3), nn.Dense(10), channels=3), nd.random.uniform(shape=(5, 3, 28, 28))
     scores = net(X).asnumpy()
-    found = tuning.tuned(net)(X).asnumpy()
+    found = tuning.tuned(net, PLAN)(X).asnumpy()
     np.testing.assert_allclose(found, scores, rtol=0, atol=(27 + 13520) * EPS * np.abs(scores).max())
 
 
 def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
     made = highlevel.Replicas([mx.cpu(0)])
     before = str(made.net)
-    fast = tuning.tuned(made.net)
+    fast = tuning.tuned(made.net, PLAN)
     assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in made.net.collect_params().values()}
     assert str(made.net) == before and "Padded" not in before
     assert fast(nd.ones((200, 1, 28, 28))).shape == (200, 10)
@@ -94,12 +100,23 @@ def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unch
 )
 def test_other_networks_are_left_alone(build):
     net = build()
-    assert not tuning.tunable(net) and tuning.tune(net, [mx.cpu(0)]) is net
+    assert not tuning.tunable(net, [mx.cpu(0)])
 
 
 def test_networks_are_left_alone_on_gpus():
     net = smooth_lenet()
-    assert tuning.tunable(net) and tuning.tune(net, [mx.gpu(0)]) is net
+    assert tuning.tunable(net, [mx.cpu(0)]) and not tuning.tunable(net, [mx.gpu(0)])
+
+
+@pytest.mark.parametrize("examples, largest_piece", [(32, 0), (64, 32), (128, 64)])
+def test_a_measurement_covers_every_plan_for_the_shard_and_keeps_the_parameters(examples, largest_piece):
+    made = highlevel.Replicas([mx.cpu(0), mx.cpu(1)], tune=False)
+    before = made.parameters()
+    times = tuning.measure(made.net, mx.cpu(1), examples, highlevel.forward_backward)
+    assert times.keys() == {plan for plan in plans.PLANS if plan.piece <= largest_piece}
+    assert len({len(seconds) for seconds in times.values()}) == 1 and min(map(min, times.values())) > 0
+    for name, array in made.parameters().items():
+        np.testing.assert_array_equal(array, before[name])
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
@@ -120,3 +137,24 @@ def test_the_shared_memory_store_serves_several_cpu_contexts_only():
     assert isinstance(tuning.kvstore_for([mx.cpu(0), mx.cpu(1)]), tuning.SharedMemoryStore)
     for ctx in ([mx.cpu()], [mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
         assert tuning.kvstore_for(ctx) == "device"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_updates_like_mxnets_own_to_rounding(momentum):
+    rule = {"learning_rate": 0.1, "momentum": momentum, "wd": 0.01, "rescale_grad": 1 / 32}
+    rng, found = np.random.default_rng(1), []
+    start, grads = rng.standard_normal((50, 20), np.float32), rng.standard_normal((3, 50, 20), np.float32)
+    for sgd in (mx.optimizer.SGD(**rule), tuning.SGD(**rule)):
+        updater, w = mx.optimizer.get_updater(sgd), nd.array(start)
+        for grad in grads:
+            updater([0], [nd.array(grad)], [w])
+        found.append(w.asnumpy())
+    own, expected = found[1], found[0]
+    # Three updates of three roundings each, of values up to the largest weight.
+    np.testing.assert_allclose(own, expected, rtol=0, atol=3 * 3 * EPS * np.abs(start).max())
+    assert (own != start).all()
+
+
+def test_sgd_is_replaced_on_cpu_contexts_only():
+    assert tuning.sgd_for([mx.cpu(0), mx.cpu(1)]) is tuning.SGD
+    assert tuning.sgd_for([mx.gpu(0)]) is mx.optimizer.SGD

@@ -1,0 +1,101 @@
+"""How `tuning` computes a network: the possible plans, and the cache of the plans that were the fastest.
+
+Which plan is the fastest depends on the processor, the network and the size of the shards. This module does not import
+mxnet, because `doctor` shows the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gluon_mgpu import __version__
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import checkpoint, datasets
+
+CACHE = "tuning.json"  # {machine: {case: [block, piece]}}
+# Environment variables that make the libraries compute as on another processor.
+EMULATION = ("DNNL_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
+MARGIN = 1.03  # plans whose times differ by less are equally fast
+
+
+class Plan(NamedTuple):
+    """block: numbers of channels are padded to its multiples; 1: no padding. piece: the number of examples that are
+    computed at once; 0: the whole shard."""
+
+    block: int
+    piece: int
+
+    def __str__(self) -> str:
+        blocks = f"channels in blocks of {self.block}, " if self.block > 1 else ""
+        return blocks + (f"shards in pieces of {self.piece} examples" if self.piece else "whole shards")
+
+    @classmethod
+    def create(cls, value: Any) -> Plan:
+        """A plan from its two numbers. Raises UsageError if they are invalid."""
+        pair = isinstance(value, (list, tuple)) and [type(number) for number in value] == [int, int]
+        if not pair or value[0] not in BLOCKS or not 0 <= value[1] <= 65536:
+            raise UsageError(f"tune={value}: must be True, False, or (1 or 16, examples per piece), such as (16, 64)")
+        return cls(*value)
+
+
+BLOCKS = (1, 16)  # oneDNN's direct convolutions take multiples of 16 channels
+DEFAULT = Plan(1, 0)  # the network as written
+PLANS = (DEFAULT, *(Plan(block, piece) for block in BLOCKS for piece in (64, 32)), Plan(16, 0))
+
+
+def fastest(times: dict[Plan, list[float]]) -> Plan:
+    """The first of PLANS that takes at most MARGIN times as long as the fastest. times: {plan: seconds}.
+
+    Other programs only make a step slower, so the shortest of several times has the smallest error.
+    """
+    limit = MARGIN * min(map(min, times.values()))
+    return next(plan for plan in PLANS if min(times.get(plan, [math.inf])) <= limit)
+
+
+def machine() -> str:
+    """What the fastest plan depends on besides the case: the processor, emulated or not, and the versions."""
+    with open("/proc/cpuinfo") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    emulated = [f"{name}={os.environ[name]}" for name in EMULATION if name in os.environ]
+    return ", ".join([*(names[:1] or [platform.machine()]), *emulated, f"gluon_mgpu {__version__}"])
+
+
+def read() -> dict[str, Plan]:
+    """{case: plan} in the cache for this machine. Raises Error if the cache is damaged."""
+    return {case: Plan.create(plan) for case, plan in _read().get(machine(), {}).items()}
+
+
+def add(case: str, plan: Plan) -> Plan:
+    """Add a case to the cache, unless another process has added it. Returns the cached plan.
+
+    Raises Error if the cache cannot be written.
+    """
+    content, file = _read(), _path()
+    kept = content.setdefault(machine(), {}).setdefault(case, plan)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error(f"cannot create {file.parent} ({error.strerror})") from None
+    checkpoint.write_whole(file, lambda opened: opened.write(json.dumps(content, indent=1).encode()))
+    return Plan.create(kept)
+
+
+def _read() -> dict[str, dict[str, Any]]:
+    try:
+        found = json.loads(checkpoint.read(_path()))
+        for plan in (plan for cases in found.values() for plan in cases.values()):
+            Plan.create(plan)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, AttributeError, UsageError) as error:
+        raise Error(f"{_path()} is damaged ({error}): remove it") from None
+    return found
+
+
+def _path() -> Path:
+    return datasets.cache_folder(CACHE)
