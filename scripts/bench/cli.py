@@ -224,7 +224,9 @@ def timeline_command(out: str | None, **options: Any) -> None:
 @model
 @rounds(5, least=5)
 @steps
-@out("peers.json and peers.png")
+@out("peers-PROCESSOR.json and peers-PROCESSOR.png")
 def peers_command(out: str | None, **options: Any) -> None:
     """Compare with PyTorch on the same network, data and batches. Measures training in one and in two processes."""
-    show("peers", "peers", out, **options)
+    from bench import harness
+
+    show(f"peers-{harness.processor()}", "peers", out, **options)

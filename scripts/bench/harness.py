@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -135,9 +136,11 @@ def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     }
 
 
-def replicas(impl: str, model: str, contexts: int, *args: Any, shares: Any = None, **options: Any) -> Any:
-    """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. shares: as
-    in Settings. args, options: further arguments of Replicas."""
+def replicas(
+    impl: str, model: str, contexts: int, *args: Any, size: int | None = None, shares: Any = None, **options: Any
+) -> Any:
+    """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. size:
+    examples per step. shares: as in Settings. args, options: further arguments of Replicas."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -146,7 +149,12 @@ def replicas(impl: str, model: str, contexts: int, *args: Any, shares: Any = Non
 
     kind = implementation(impl).Replicas
     check_model(kind, model)
-    found = kind([mx.cpu(i) for i in range(contexts)], Settings(model=model, shares=shares), *args, **options)
+    found = kind(
+        [mx.cpu(i) for i in range(contexts)],
+        Settings(size or BATCH_SIZE[model], model=model, shares=shares),
+        *args,
+        **options,
+    )
     found.load_state_dict(initial(found.state_dict()))
     return found
 
@@ -241,6 +249,13 @@ def facts() -> dict[str, Any]:
         **{name: _version(name) for name in ("mxnet", "numpy", "torch")},
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
     }
+
+
+def processor() -> str:
+    """A part of a file name: the processor, and the one that DNNL_MAX_CPU_ISA emulates."""
+    found = facts()
+    name = " ".join(filter(None, [found["cpu"], found["DNNL_MAX_CPU_ISA"]]))
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def machine_line() -> str:

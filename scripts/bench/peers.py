@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, ratios, spread
 from bench.steps import Subject, one_thread
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, subprocesses
 from gluon_mgpu.runtime.errors import Error
 
 if TYPE_CHECKING:
@@ -30,6 +32,13 @@ TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
 NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
 HIGHLEVEL = "highlevel, 2 contexts"
+
+# Programs that print the instruction sets that a library uses, as "isa:NAME".
+ISA = {
+    "oneDNN in MXNet": "import gluon_mgpu; from mxnet import nd; nd.FullyConnected(nd.ones((8, 8)), nd.ones((8, 8)), "
+    "no_bias=True, num_hidden=8).wait_to_read()",
+    "PyTorch": "import torch; print('isa:' + torch.backends.cpu.get_cpu_capability())",
+}
 
 NOTES = """\
 A step includes making the float32 batch from uint8 images in a shuffled order, the forward pass, the loss, the
@@ -49,7 +58,16 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) 
     _check_torch()
     with tempfile.TemporaryDirectory() as compiled:
         models = {name: harness.measure(jobs(name, compiled, steps), rounds) for name in model}
-    return {"rounds": rounds, "models": models}
+    return {"rounds": rounds, "instruction_sets": {name: _isa(name) for name in ISA}, "models": models}
+
+
+def _isa(name: str) -> str:
+    """The instruction sets that a library uses on this processor, in its own words."""
+    env = harness.environment({"DNNL_VERBOSE": "1"})
+    finished = subprocesses.run([sys.executable, "-c", ISA[name]], env=env, seconds=120)
+    subprocesses.check(name, finished)
+    found = re.search(r"isa:(.+)", finished.out)
+    return found[1] if found else "unknown"
 
 
 def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
@@ -83,7 +101,8 @@ def _check_torch() -> None:
 
 def table(result: dict) -> str:
     """Format each model's times, ratios and memory use, and compare HIGHLEVEL with the fastest PyTorch variant."""
-    lines = [harness.machine_line(), NOTES]
+    used = "; ".join(f"{name} uses {isa}" for name, isa in result["instruction_sets"].items())
+    lines = [harness.machine_line(), used, NOTES]
     for model, runs in result["models"].items():
         rows = []
         for name, run in runs.items():

@@ -116,11 +116,11 @@ def table(result: dict) -> str:
 
 
 def _measure(model: str, steps: int) -> dict[str, Any]:
-    made = harness.replicas("highlevel", model, 1)
+    examples = BATCH_SIZE[model] // 2
+    made = harness.replicas("highlevel", model, 1, size=examples)
     import mxnet as mx
     from mxnet import nd
 
-    examples = BATCH_SIZE[model] // 2
     X, y = mx.random.uniform(shape=(examples, 1, 28, 28)), nd.zeros(examples)
     x, kernel = nd.ones((32, 64, 28, 28)), nd.ones((64, 64, 3, 3))
     convolve = partial(nd.Convolution, x, kernel, kernel=(3, 3), pad=(1, 1), num_filter=64, no_bias=True)

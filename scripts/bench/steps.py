@@ -121,7 +121,8 @@ def trainer(subject: Subject) -> Train:
     if subject.impl == "notebook":
         return _notebook(subject)
     options = {} if subject.tune else {"tune": False}
-    replicas, lr = harness.replicas(subject.impl, subject.model, subject.contexts, **options), LR[subject.model]
+    replicas = harness.replicas(subject.impl, subject.model, subject.contexts, size=subject.size, **options)
+    lr = LR[subject.model]
 
     def without_exchange(X: Any, y: Any) -> list:
         losses = replicas.forward_backward(replicas.split(X), replicas.split(y))
