@@ -129,10 +129,10 @@ class Replicas(replicas.Replicas):
                 p.grad_req = "add"
         self.arrays = [{name: p.data(c) for name, p in named.items()} for c in self.ctx]
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
-        sgd = tuning.sgd_for(self.ctx) if tune else mx.optimizer.SGD
-        store = tuning.kvstore_for(self.ctx) if tune else "device"
-        # With update_on_kvstore, one device would compute all updates; in the lesson, each device updates its replica.
-        self.trainer = gluon.Trainer(self.trained, sgd(**rule), kvstore=store, update_on_kvstore=False)
+        if tune:
+            self.trainer = tuning.trainer(self.trained, self.ctx, rule)
+        else:  # with update_on_kvstore, one device would compute all updates, not each device its own as in the lesson
+            self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore="device", update_on_kvstore=False)
         if settings.momentum:  # Trainer would create the velocities in the first step
             for c, updater in zip(self.ctx, self.trainer._updaters):
                 updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(self.trained)}

@@ -205,9 +205,14 @@ class _Pieces(HybridBlock):
         return F.concat(*[self.net(piece) for piece in pieces], dim=0)
 
 
-def sgd_for(ctx: list[Context]) -> type[mx.optimizer.SGD]:
-    """The fastest SGD for gluon.Trainer: `SGD` on CPU contexts, else MXNet's own."""
-    return SGD if _on_cpus(ctx) else mx.optimizer.SGD
+def trainer(params: list[gluon.Parameter], ctx: list[Context], rule: dict[str, float]) -> gluon.Trainer:
+    """The fastest gluon.Trainer for these devices with this rule of SGD (learning_rate, momentum, wd)."""
+    if not _on_cpus(ctx):
+        return gluon.Trainer(params, "sgd", rule, kvstore="device", update_on_kvstore=False)
+    if len(ctx) > 1 and not rule["momentum"]:
+        return Trainer(params, SGD(**rule))
+    store = SharedMemoryStore() if len(ctx) > 1 else "device"
+    return gluon.Trainer(params, SGD(**rule), kvstore=store, update_on_kvstore=False)
 
 
 def _on_cpus(ctx: list[Context]) -> bool:
@@ -231,11 +236,6 @@ class SGD(mx.optimizer.SGD):
             nd.sgd_mom_update(weight, grad, state, out=weight, momentum=self.momentum, **rule)
 
 
-def kvstore_for(ctx: list[Context]) -> str | SharedMemoryStore:
-    """The fastest store for gluon.Trainer: `SharedMemoryStore` on several CPU contexts, else MXNet's "device" store."""
-    return SharedMemoryStore() if len(ctx) > 1 and _on_cpus(ctx) else "device"
-
-
 class SharedMemoryStore(kvstore.KVStoreBase):
     """Sums gradients on CPU contexts, where each context can read the arrays of all contexts.
 
@@ -245,18 +245,51 @@ class SharedMemoryStore(kvstore.KVStoreBase):
 
     type, rank, num_workers = "shared_memory", 0, 1
 
+    def __init__(self) -> None:
+        self._owners: dict[int, int] = {}  # {array: index of the context that sums it}
+        self._loads: dict[int, int] = {}  # {context: total size of its arrays}
+
     def broadcast(self, key: int, value: NDArray, out: list[NDArray], priority: int = 0) -> None:
         for x in out:
             if x is not value:
                 value.copyto(x)
 
-    def pushpull(self, key: int, value: list[NDArray], out: list[NDArray] | None = None, priority: int = 0) -> None:
-        first = key % len(value)
+    def reduce(self, key: int, value: list[NDArray]) -> int:
+        """Sum an array over the contexts, in place on one context. Returns the index of that context in `value`."""
+        if key not in self._owners:
+            owner = min(range(len(value)), key=lambda i: self._loads.get(i, 0))
+            self._owners[key] = owner
+            self._loads[owner] = self._loads.get(owner, 0) + value[0].size
+        first = self._owners[key]
         total, *others = value[first:] + value[:first]
         nd.add_n(total, *others, out=total)
-        for x in others:
-            total.copyto(x)
+        return first
+
+    def pushpull(self, key: int, value: list[NDArray], out: list[NDArray] | None = None, priority: int = 0) -> None:
+        self.broadcast(key, value[self.reduce(key, value)], value)
 
     @staticmethod
     def is_capable(capability: str) -> bool:
         return False  # it runs no optimizer
+
+
+class Trainer(gluon.Trainer):
+    """A gluon.Trainer for CPU contexts that updates each array once, instead of once per context.
+
+    In `step`, each context sums the gradients of some arrays, updates these arrays, and copies them to the other
+    contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). Afterward, only that context's gradient is the sum. Not for
+    optimizers with a state, such as momentum.
+    """
+
+    def __init__(self, params: list[gluon.Parameter], optimizer: mx.optimizer.Optimizer) -> None:
+        super().__init__(params, optimizer, kvstore=SharedMemoryStore(), update_on_kvstore=False)
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        if not self._kv_initialized:
+            self._init_kvstore()
+        self._optimizer.rescale_grad = self._scale / batch_size
+        for key, p in enumerate(self._params):
+            grads, arrays = p.list_grad(), p.list_data()
+            owner = self._kvstore.reduce(key, grads)
+            self._updaters[owner](key, grads[owner], arrays[owner])
+            self._kvstore.broadcast(key, arrays[owner], arrays)

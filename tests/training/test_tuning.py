@@ -133,10 +133,52 @@ def test_after_a_push_every_context_holds_numpys_sum_in_the_array_it_had(k):
             np.testing.assert_array_equal(x.asnumpy(), data[0].asnumpy())
 
 
-def test_the_shared_memory_store_serves_several_cpu_contexts_only():
-    assert isinstance(tuning.kvstore_for([mx.cpu(0), mx.cpu(1)]), tuning.SharedMemoryStore)
-    for ctx in ([mx.cpu()], [mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
-        assert tuning.kvstore_for(ctx) == "device"
+def test_the_contexts_share_the_sums_evenly():
+    # ResNet-18's arrays: each layer has a large one and three small ones.
+    store, sizes, loads = tuning.SharedMemoryStore(), [900, 3, 3, 3] * 8, [0, 0, 0]
+    for key, size in enumerate(sizes):
+        loads[store.reduce(key, [nd.ones(size, mx.cpu(i)) for i in range(3)])] += size
+    assert sum(loads) == sum(sizes) and max(loads) <= sum(sizes) / 3 + max(sizes)
+
+
+def dense(ctx):
+    net = nn.Dense(6, in_units=5)
+    net.initialize(ctx=ctx)
+    return net
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replicas_equal(k, momentum):
+    ctx, rule = [mx.cpu(i) for i in range(k)], {"learning_rate": 0.3, "momentum": momentum, "wd": 0.01}
+    net, plain = dense(ctx), dense(ctx)
+    for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
+        p.set_data(q.data(ctx[0]))
+    trainers = [
+        tuning.trainer([*net.collect_params().values()], ctx, rule),
+        gluon.Trainer(plain.collect_params(), "sgd", rule, kvstore="device", update_on_kvstore=False),
+    ]
+    for seed in range(3):
+        X = np.random.default_rng(seed).standard_normal((k, 4, 5)).astype(np.float32)
+        for model, trainer in zip((net, plain), trainers):
+            with autograd.record():
+                losses = [(model(nd.array(x, c)) ** 2).sum() for x, c in zip(X, ctx)]
+            autograd.backward(losses)
+            trainer.step(4 * k)
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        for c in ctx:
+            np.testing.assert_array_equal(p.data(c).asnumpy(), p.data(ctx[0]).asnumpy())
+        # Each step adds the rounding errors of a sum over 4k examples and k contexts, of an update, and of their effect
+        # on the next gradients: about 10 roundings per example. The values stay of the size of the first ones.
+        atol = 3 * 10 * 4 * k * EPS * max(1, np.abs(q.data(ctx[0]).asnumpy()).max())
+        np.testing.assert_allclose(p.data(ctx[0]).asnumpy(), q.data(ctx[0]).asnumpy(), rtol=0, atol=atol)
+
+
+def test_other_devices_get_gluons_trainer():
+    params, rule = [*dense([mx.cpu(0)]).collect_params().values()], {"learning_rate": 0.1, "momentum": 0.0, "wd": 0.0}
+    for ctx in ([mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
+        assert type(tuning.trainer(params, ctx, rule)) is gluon.Trainer
+    assert type(tuning.trainer(params, [mx.cpu(0), mx.cpu(1)], rule)) is tuning.Trainer
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -153,8 +195,3 @@ def test_sgd_updates_like_mxnets_own_to_rounding(momentum):
     # Three updates of three roundings each, of values up to the largest weight.
     np.testing.assert_allclose(own, expected, rtol=0, atol=3 * 3 * EPS * np.abs(start).max())
     assert (own != start).all()
-
-
-def test_sgd_is_replaced_on_cpu_contexts_only():
-    assert tuning.sgd_for([mx.cpu(0), mx.cpu(1)]) is tuning.SGD
-    assert tuning.sgd_for([mx.gpu(0)]) is mx.optimizer.SGD
