@@ -277,8 +277,8 @@ class Trainer(gluon.Trainer):
     """A gluon.Trainer for CPU contexts that updates each array once, instead of once per context.
 
     In `step`, each context sums the gradients of some arrays, updates these arrays, and copies them to the other
-    contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). Afterward, only that context's gradient is the sum. Not for
-    optimizers with a state, such as momentum.
+    contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). Afterward, only that context's gradient is the sum. For
+    optimizers without a state, such as SGD without momentum.
     """
 
     def __init__(self, params: list[gluon.Parameter], optimizer: mx.optimizer.Optimizer) -> None:
