@@ -68,11 +68,12 @@ def environment(rng, box):
         raise Skipped("Python, NumPy or Matplotlib does not start in this environment")
     allowed = [] if harmless else [box.folder / "cwd"]  # MXNet's profiler writes there
     done = box.train(plan, "--out", box.out, environment=drawn, paths=allowed)
-    if harmless:
-        box.require(done.status == 0, "fails in a harmless environment", done)
-        box.same_bits(box.out, box.undisturbed(plan), done)
-    else:
+    if not harmless:
         box.check_checkpoint()
+        return
+    box.require(done.status == 0, "fails in a harmless environment", done)
+    if plan["impl"] == "scratch" or "XDG_CACHE_HOME" not in drawn:  # in another cache, highlevel is tuned again
+        box.same_bits(box.out, box.undisturbed(plan), done)
 
 
 # Values for options whose cost grows with them; every other option gets any value.
