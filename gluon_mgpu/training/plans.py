@@ -92,7 +92,7 @@ def _read() -> dict[str, dict[str, Any]]:
             Plan.create(plan)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, AttributeError, UsageError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, UsageError) as error:
         raise Error(f"{_path()} is damaged ({error}): remove it") from None
     return found
 
