@@ -2,8 +2,8 @@
 
 A plan says how. Channels can be padded with zeros to multiples of 16, the numbers that oneDNN's direct convolutions
 support. Batches can be computed in pieces, so a layer's output is still in the cache when the next layer reads it.
-`choose` measures which plan is the fastest. In addition, gradients are summed in the memory that CPU contexts share.
-docs/performance.md has the measurements.
+`choose` measures which plan is the fastest. `trainer` also makes the sums and the updates faster. docs/performance.md
+has the measurements.
 """
 
 from __future__ import annotations
