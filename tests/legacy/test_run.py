@@ -148,7 +148,8 @@ def test_a_gpu_that_the_program_may_not_use_is_an_error(program, options):
 
 
 @pytest.mark.parametrize("options", [[], ["--gpus", 2]])
-def test_a_program_has_mxnets_number_of_temporary_spaces_unless_the_user_sets_another(program, options):
+def test_a_program_has_mxnets_number_of_temporary_spaces_unless_the_user_sets_another(program, options, monkeypatch):
+    monkeypatch.delenv("MXNET_CPU_TEMP_COPY", raising=False)  # pytest-xdist's workers inherit conftest.py's setting
     text = "import mxnet, os; print(os.environ['MXNET_CPU_TEMP_COPY'])"
     assert program(text, options=options).stdout == "4\n"
     assert program(text, options=options, MXNET_CPU_TEMP_COPY="64").stdout == "64\n"
