@@ -19,8 +19,8 @@ OPTIONS = (
         "--gpus",
         type=click.IntRange(1, prepare.MOST_GPUS),
         metavar="N",
-        help="Let the program use N GPUs or, if there are none, N CPU contexts that compute at the same time. By "
-        "default, the program can use any number of CPU contexts, but they take turns.",
+        help="Let the program use N GPUs or, if there are none, N CPU contexts. By default, it sees no GPU, but can use "
+        "any number of contexts.",
     ),
     click.option(
         "--map/--no-map",

@@ -33,7 +33,7 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
         original(context, device_type, device_id)
         if context.device_typeid == CPU and context.device_id not in used:
             if len(used) == 1 and engine.openmp_threads() > 1:
-                log.say("several contexts: each uses one thread; with --gpus N, N contexts compute at the same time")
+                log.say("several contexts: each uses one thread, and they mostly take turns (docs/old-programs.md)")
             used.add(context.device_id)
             if engine.openmp_threads() > 1:
                 for index in sorted(used):
