@@ -68,10 +68,9 @@ parity-quick: install  ## the same in 3 minutes: one training run for each of tw
 bench: install  ## speed and memory, compared with the notebook's own code
 	$(BIN)/python scripts/bench.py steps
 
-# PyTorch's build for CPUs takes 190 MB, and the default build several GB.
-TORCH := torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+# PyTorch's build for CPUs takes 190 MB, and the default build several GB. pip finds the former only if it knows its index.
 bench-peers: install  ## the same, compared with PyTorch, which this installs
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) || \
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,bench]'
 	$(BIN)/python scripts/bench.py peers
 
