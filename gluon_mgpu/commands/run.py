@@ -19,8 +19,8 @@ OPTIONS = (
         "--gpus",
         type=click.IntRange(1, prepare.MOST_GPUS),
         metavar="N",
-        help="Let the program use N GPUs or, if there are none, N CPU contexts. By default, it sees no GPU, but can use "
-        "any number of contexts.",
+        help="Let the program use N GPUs or, if there are none, N CPU contexts. By default, the program sees as many "
+        "GPUs as there are, and can use any number of CPU contexts.",
     ),
     click.option(
         "--map/--no-map",

@@ -207,7 +207,10 @@ class Replicas(ABC):
         return {name: array.asnumpy() for name, array in self.arrays[device].items()}
 
     def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
-        """{name: NumPy array} of the gradients on one device. device: its index in ctx."""
+        """{name: NumPy array} of the gradients on one device. device: its index in ctx.
+
+        After a step of a tuned network, a gradient may be the sum over all devices on one of them only.
+        """
         return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
