@@ -1,4 +1,6 @@
 import signal
+import sys
+from pathlib import Path
 
 import browser
 import pytest
@@ -6,6 +8,8 @@ import pytest
 import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # for `import bench`
 
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 

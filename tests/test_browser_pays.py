@@ -3,16 +3,13 @@ use it with the keyboard and on a phone."""
 
 import importlib
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bench import model
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
-model = importlib.import_module("bench.model")
-
 DOCS = ROOT / "docs/second-device.md"
 WAYS = {"star": "star", "tree": "tree", "ring": "ring", "servers": "PS"}  # the page's name: bench/model.py's
 SETTINGS = {  # of a cluster: numbers that are not round
