@@ -5,4 +5,4 @@ import runpy
 from pathlib import Path
 
 if __name__ == "__main__":
-    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("parity")
+    runpy.run_path(str(Path(__file__).with_name("start.py")))["start"]("parity", "parity.cli")

@@ -9,7 +9,7 @@ import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # for `import bench`
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # for `import bench` and `import parity`
 
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 

@@ -5,15 +5,14 @@ import importlib
 import itertools
 import pkgutil
 import re
-import sys
 from pathlib import Path
 
 import click
 import pytest
+from parity import notebook
 
 from gluon_mgpu import asynchrony, exercises, highlevel, partition, scratch
 from gluon_mgpu.commands.main import main
-from gluon_mgpu.parity import notebook
 from gluon_mgpu.training import datasets, recipes
 
 ROOT = Path(__file__).parents[1]
@@ -24,9 +23,7 @@ PROGRAM = r"(?:gluon-mgpu|python -m gluon_mgpu|python scripts/(\w+)\.py) ([a-z-]
 
 def check_command(script, words):
     """script: None for gluon-mgpu."""
-    if script == "bench":
-        sys.path.insert(0, str(ROOT / "scripts"))
-    module = "bench.cli" if script == "bench" else f"gluon_mgpu.commands.{script}"
+    module = f"{script}.cli" if script in ("bench", "parity") else f"gluon_mgpu.commands.{script}"
     command = getattr(importlib.import_module(module), script) if script else main
     while isinstance(command, click.Group) and words and words[0][0] != "-":
         command = command.get_command(click.Context(command), words.pop(0))

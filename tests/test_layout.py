@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "convert"]
 # from the bottom
-LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "parity", "exercises", "commands"]
+LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "exercises", "commands"]
 
 
 def modules():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from lenet64 import additions, assert_close, losses_and_gradients, scores
 from mxnet import autograd, gluon, nd
+from parity import drift
 
 from gluon_mgpu import highlevel, networks, scratch
-from gluon_mgpu.parity import drift
 from gluon_mgpu.training.replicas import LENET
 from gluon_mgpu.training.settings import Settings
 

@@ -16,7 +16,6 @@ COMMANDS = (
     "batch-size",
     "evaluate",
     "convert",
-    "parity",
     "run",
     "kernel",
     "launch",

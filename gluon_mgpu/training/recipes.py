@@ -1,6 +1,6 @@
 """The notebooks' experiments as options for train.py, and the values that the notebooks printed.
 
-The times were measured on the authors' GPUs and are not targets. The lecture's claims are in `parity.claims`.
+The times were measured on the authors' GPUs and are not targets. The lecture's claims are in scripts/parity/claims.py.
 """
 
 from __future__ import annotations

@@ -146,8 +146,7 @@ def _notebook(subject: Subject) -> Train:
     """Create a function that trains with the notebook's own code. The time excludes making batches."""
     engine.use_stock_settings()
     import mxnet as mx
-
-    from gluon_mgpu.parity import notebook
+    from parity import notebook
 
     def transposed(p: np.ndarray) -> np.ndarray:  # the notebook's dense weights are (inputs, outputs)
         return p.T if p.ndim == 2 else p

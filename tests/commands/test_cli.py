@@ -106,7 +106,6 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatc
         ("train --lr 0,1", ["--lr: '0,1' is not a number ("]),
         ("train --lr 0", ["--lr: 0.0 is not in the range x>0"]),
         ("train --shares fast", ["--shares: 'fast'", "auto"]),
-        ("parity --seeds 4,4", ["--seeds: '4,4'"]),
         ("launch --workers 0 -- true", ["--workers: 0"]),
         ("evaluate", ["RUN"]),
         ("train --out", ["--out"]),
@@ -120,7 +119,6 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatc
         ("train --no-tune", ["--no-tune", "highlevel"]),
         ("train --recipe gluon-lenet-mnist-1gpu --resume runs/first", ["--recipe", "--resume"]),
         ("evaluate runs/first coat.png", ["coat.png", "--images"]),
-        ("parity --quick --seeds 3", ["--quick", "--seeds"]),
     ],
 )
 def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(capsys, line, parts):

@@ -37,7 +37,7 @@ def test_the_wheel_contains_the_package_and_its_licence_and_nothing_else(wheel):
         names = {name for name in archive.namelist() if not name.endswith("/")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "gluon_mgpu").rglob("*") if path.is_file()}
     package = {name for name in package if "__pycache__" not in name}
-    assert "gluon_mgpu/parity/spread.json" in package
+    assert "gluon_mgpu/exercises/mistakes.ini" in package
     metadata = {name for name in names if ".dist-info/" in name}
     assert names - metadata == package
     assert any(name.endswith("/LICENSE") for name in metadata)

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+from parity import bands
+from parity.run import RECORDED
 
-from gluon_mgpu.parity import bands
-from gluon_mgpu.parity.run import RECORDED
 from gluon_mgpu.training.recipes import RECIPES
 
 

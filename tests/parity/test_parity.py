@@ -1,6 +1,7 @@
 """Parity as a whole: what its checks say about this code, about the notebooks' records, and about planted faults."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ import faults
 import mxnet as mx
 import numpy as np
 import pytest
+from parity import bands, claims, drift, examples
+from parity import run as whole
+from parity.cli import parity
 
-from gluon_mgpu.commands.parity import parity
-from gluon_mgpu.parity import bands, claims, drift, examples
-from gluon_mgpu.parity import run as whole
 from gluon_mgpu.training import batch_size, datasets, recipes, records
 
 CTX = [mx.cpu(i) for i in range(4)]
@@ -212,6 +213,21 @@ def test_an_unusable_out_is_refused_at_once(out, tmp_path, monkeypatch):
     with whole._locked("locked"), pytest.raises(SystemExit) as exit:
         parity(["--out", out])
     assert exit.value.code == 2
+
+
+@pytest.mark.parametrize("options", ["--seeds 4,4", "--quick --seeds 3"])
+def test_wrong_seeds_are_one_line_that_names_the_option_and_exit_status_2(options, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parity(options.split())
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and "--seeds" in error
+
+
+def test_the_examples_in_help_are_valid_commands():
+    for example in parity.examples:
+        program, script, *options = shlex.split(example)
+        assert (program, script) == ("python", "scripts/parity.py")
+        parity.make_context("parity", options)
 
 
 # The claims of the lecture

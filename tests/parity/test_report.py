@@ -3,8 +3,7 @@
 import matplotlib.image
 import numpy as np
 import pytest
-
-from gluon_mgpu.parity import report
+from parity import report
 
 BAND = np.array([*bytes.fromhex("dbe7f3")]) / 255
 RESULT = {

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 from mxnet import Context, nd
 
-from gluon_mgpu.parity import Finding
 from gluon_mgpu.training import recipes
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.replicas import Replicas, implementation
 from gluon_mgpu.training.settings import Settings
+from parity import Finding
 
 MODELS = {"scratch": "lenet", "highlevel": "lenet-max"}  # the notebooks' networks
 EXAMPLES = "printed examples"

@@ -17,12 +17,12 @@ from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import highlevel, scratch
-from gluon_mgpu.parity import Finding, notebook
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.recipes import RECIPES
 from gluon_mgpu.training.replicas import LENET, Replicas
+from parity import Finding, notebook
 
 CHECK = "drift"
 STEPS = 100

@@ -1,4 +1,4 @@
-"""`gluon-mgpu parity`: compare this project's results with the notebooks' results."""
+"""`python scripts/parity.py`: compare this project's results with the notebooks' results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def parse_seeds(text: str) -> list[int]:
 @click.command(
     cls=common.Command,
     examples="""
-        gluon-mgpu parity --quick
-        gluon-mgpu parity --seeds 10 --out runs/parity-10
-        gluon-mgpu parity --seeds 4,7 --device gpu
+        python scripts/parity.py --quick
+        python scripts/parity.py --seeds 10 --out runs/parity-10
+        python scripts/parity.py --seeds 4,7 --device gpu
     """,
 )
 @click.option(
@@ -52,8 +52,8 @@ def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **op
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick uses one seed: omit --seeds")
     engine.configure(4)  # the largest recipe uses 4 contexts; must run before mxnet is imported
-    from gluon_mgpu.parity import report
-    from gluon_mgpu.parity import run as comparison
+    from parity import report
+    from parity import run as comparison
 
     result = comparison.run(out, seeds=seeds, quick=quick, **options)
     click.echo(report.text(result))

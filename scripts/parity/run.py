@@ -16,12 +16,12 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from gluon_mgpu import __version__
-from gluon_mgpu.parity import Finding, bands, claims, drift, examples, report
+import gluon_mgpu
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import batch_size, checkpoint, datasets
 from gluon_mgpu.training.recipes import RECIPES
+from parity import Finding, bands, claims, drift, examples, report
 
 ACCURACY = "accuracy"
 DEVICES = 4  # number of devices in the largest recipe
@@ -70,7 +70,7 @@ def run(
             "verdict": verdict(findings),
             "holds": all(finding.holds is not False for finding in findings),
             "made_by": {
-                "gluon_mgpu": __version__,
+                "gluon_mgpu": gluon_mgpu.__version__,
                 "python": platform.python_version(),
                 "mxnet": mx.__version__,
                 "numpy": np.__version__,
@@ -174,8 +174,8 @@ def _within(held: list[bands.Band]) -> tuple[bool, str]:
 def _version() -> str:
     """8 hexadecimal digits that identify the versions of this project's code and of the libraries."""
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
-    package = Path(__file__).parents[1]
+    package = Path(gluon_mgpu.__file__).parent
     for path in sorted(package.rglob("*.py")):
-        if path.relative_to(package).parts[0] not in ("parity", "commands"):
+        if path.relative_to(package).parts[0] != "commands":
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

@@ -13,12 +13,12 @@ import numpy as np
 from mxnet import Context
 
 from gluon_mgpu import highlevel
-from gluon_mgpu.parity import Finding, bands, drift
 from gluon_mgpu.training.batch_size import Result
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.replicas import implementation
 from gluon_mgpu.training.settings import Settings
+from parity import Finding, bands, drift
 
 CHECK = "the lecture's claims"
 RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
