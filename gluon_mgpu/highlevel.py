@@ -146,7 +146,9 @@ class Replicas(replicas.Replicas):
         if self.workers.rank == 0:
             shards = len(self.ctx) * self.workers.count * self.settings.grad_accum_steps
             examples = -(-self.settings.batch_size // shards)
-            plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward)
+            # In pieces, no gradient is complete before the last piece's, and none could be summed over workers earlier.
+            pieces = self.workers.count == 1
+            plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward, pieces)
         return Plan.create(self.workers.all_gather(plan)[0])
 
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:

@@ -178,7 +178,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
                 raise UsageError(f"--{name} and --no-{name} need --impl highlevel")
             del options[name]
     indices = devices.parse(gpus)
-    engine.configure(len(indices), processes=here.local_workers)  # before the implementation imports mxnet
+    engine.configure(len(indices), here.local_workers, here.workers)  # before the implementation imports mxnet
     importlib.import_module(f"gluon_mgpu.{impl}").train(indices, batch_size, lr, **options)
 
 

@@ -174,7 +174,7 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     if kvstore == "local":
         yield ALONE
         return
-    engine.configure(processes=here.local_workers)
+    engine.configure(processes=here.local_workers, workers=here.workers)
     workers = _join_horovod(here, compress, model) if kvstore == "horovod" else _join_dist_sync(here, compress)
     try:
         yield workers

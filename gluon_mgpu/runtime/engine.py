@@ -99,14 +99,15 @@ def use_stock_settings() -> None:
     _stock = True
 
 
-def configure(contexts: int | None = None, processes: int = 1) -> None:
+def configure(contexts: int | None = None, processes: int = 1, workers: int = 1) -> None:
     """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
     import prepares for several contexts.
 
     contexts: number of contexts that compute at the same time; None: the number from an earlier call, or else several.
-    processes: number of processes that share this machine's cores. Settings from the user's environment are kept if
-    they are safe; a notice names each setting that is ignored. Raises Error if MXNet is missing, if mxnet was imported
-    earlier with settings that can make this number of CPU contexts hang, or if `cuda.prepare` fails.
+    processes: number of processes that share this machine's cores. workers: number of workers in the run, on all
+    machines. Settings from the user's environment are kept if they are safe; a notice names each setting that is
+    ignored. Raises Error if MXNet is missing, if mxnet was imported earlier with settings that can make this number of
+    CPU contexts hang, or if `cuda.prepare` fails.
     """
     global _configured
     if contexts is None and _configured:
@@ -114,7 +115,7 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
     if contexts is not None and contexts < 1:
         raise Error(f"contexts={contexts}: must be at least 1")
     if "mxnet" not in sys.modules:
-        _prepare(contexts, processes)
+        _prepare(contexts, processes, workers)
         return
     _check_threads(contexts or 1)
     copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
@@ -123,7 +124,7 @@ def configure(contexts: int | None = None, processes: int = 1) -> None:
     _configured = True
 
 
-def _prepare(contexts: int | None = None, processes: int = 1) -> None:
+def _prepare(contexts: int | None = None, processes: int = 1, workers: int = 1) -> None:
     global _configured, _changed
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
@@ -138,6 +139,8 @@ def _prepare(contexts: int | None = None, processes: int = 1) -> None:
     cuda.prepare()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
     if contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
+    if workers > 1:  # by default, the sum of a gradient waits until up to 15 operators of the backward pass have ended
+        os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     _changed = {
         name: (users.get(name), os.environ.get(name))
         for name in {*users, *os.environ}

@@ -132,7 +132,9 @@ class Training:
         """Create a recorder of this run's steps. Raises UsageError if they cannot be recorded."""
         settings, ctx = self.settings, self.replicas.ctx
         impl = implementation_name(type(self.replicas))
-        about = f"{settings.model}, {impl}, {len(ctx)} devices, batch {settings.batch_size}"
+        about = f"{settings.model}, {impl}, {len(ctx)} device{'s' * (len(ctx) > 1)}, batch {settings.batch_size}"
+        if self.workers.count > 1:
+            about += f", worker 0 of {self.workers.count}"
         total = settings.epochs * self.steps_per_epoch
         return timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, self.step)
 

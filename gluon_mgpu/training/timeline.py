@@ -36,6 +36,7 @@ COLORS = {
     "idle": "#e8e8e8",
 }
 PHASES = tuple(COLORS)[:-1]
+WORKERS = "workers"  # the lane of the sums over workers, which run next to a context's operators
 MEANING = {
     "allreduce": "allreduce: copies between devices, and sums",
     "other": "other: freeing memory, waking Python, layouts",
@@ -66,9 +67,14 @@ def phase(operator: str, adds: bool = False) -> str:
         return "forward" if operator == "broadcast_add" else "backward"
     if operator.endswith("_update"):
         return "update"
-    if operator.startswith("Copy"):
+    if operator.startswith("Copy") or _is_exchange(operator):
         return "allreduce"
     return next((phase for phase, operators in OPERATORS.items() if operator in operators), "forward")
+
+
+def _is_exchange(operator: str) -> bool:
+    """Whether an operator sums an array over the workers (`distributed.stores`)."""
+    return operator.startswith(("horovod_", "KVStoreDist"))
 
 
 class Recorder:
@@ -175,6 +181,7 @@ def _lanes(ctx: list[Context]) -> dict[int, str]:
 
 def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, about: str = "") -> dict[str, Any]:
     """Convert a profile to a Chrome trace (dict). Each lane becomes a process, and an event's category is its phase.
+    Sums over workers have their own lane, because they run while a context computes.
 
     raw: MXNet's traceEvents. lanes: {lane number: name} of the training contexts. steps: number of recorded steps,
     including one before and one after the steps shown. A step ends with its last update on any context.
@@ -193,13 +200,15 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
         return {"name": name, "cat": category, "ph": "X", **span}
 
     adds = any(begin["name"] == "_backward_broadcast_add" for begin, _ in spans)
-    events = [
-        event(begin["name"], phase(begin["name"], adds), begin["ts"], end["ts"], begin["pid"], begin["tid"])
-        for begin, end in spans
-    ]
-    processes = {**{e["pid"]: "host" for e in events}, **lanes}
-    steps_lane = max(processes) + 1
-    processes[steps_lane] = "steps"
+    steps_lane = max({*lanes, *(begin["pid"] for begin, _ in spans)}) + 1
+    workers_lane = steps_lane + 1
+    events = []
+    for begin, end in spans:
+        lane = workers_lane if _is_exchange(begin["name"]) else begin["pid"]
+        events.append(event(begin["name"], phase(begin["name"], adds), begin["ts"], end["ts"], lane, begin["tid"]))
+    if any(e["pid"] == workers_lane for e in events):
+        lanes = {**lanes, workers_lane: WORKERS}
+    processes = {**{e["pid"]: "host" for e in events}, **lanes, steps_lane: "steps"}
     for i, (begin, end) in enumerate(zip(ends, ends[1:-1]), 1):
         events.append(event(f"step {i}", "step", begin, end, steps_lane))
     for pid, name in sorted(processes.items()):
@@ -212,7 +221,8 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
     """Seconds that each context spent in each phase during the recorded steps, as a JSON-serializable dict.
 
     Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}.
-    The time of overlapping operators on a context counts once, for the earlier one. trace: the content of the file.
+    The time of overlapping operators on a context counts once, for the earlier one. With several workers, "contexts"
+    includes the lane of the sums over them. trace: the content of the file.
     """
     steps = _steps(trace)
     window = steps[-1][1] - steps[0][0]

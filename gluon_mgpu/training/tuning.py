@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -41,22 +41,26 @@ LAYERS = (
 ForwardBackward = Callable[[gluon.Block, list[NDArray], list[NDArray]], object]
 
 
-def choose(net: gluon.Block, name: str, ctx: Context, examples: int, forward_backward: ForwardBackward) -> Plan:
+def choose(
+    net: gluon.Block, name: str, ctx: Context, examples: int, forward_backward: ForwardBackward, pieces: bool = True
+) -> Plan:
     """The fastest plan for a network on a CPU context, from the user's cache or, the first time, by measurement.
 
     net: `tunable`, and initialized on ctx. name: of the network, for the cache and the notice. examples: in a shard.
-    forward_backward: the lesson's function. Returns DEFAULT if the cache cannot be written: otherwise, the same command
-    could give different results.
+    forward_backward: the lesson's function. pieces: whether shards may be computed in pieces. Returns DEFAULT if the
+    cache cannot be written: otherwise, the same command could give different results.
     """
     examples = min(LARGEST, 1 << max(5, (examples - 1).bit_length()))
+    candidates = [plan for plan in plans.PLANS if plan.piece < (examples if pieces else 1)]
     network = f"{name} ({zlib.crc32(str(net).encode()):08x})"
-    case = f"{network}, {examples} examples, OMP_NUM_THREADS={engine.openmp_threads()}"
+    shard = f"{examples} examples" + ("" if any(plan.piece for plan in candidates) else " at once")
+    case = f"{network}, {shard}, OMP_NUM_THREADS={engine.openmp_threads()}"
     known = plans.read()
     if case in known:
         return known[case]
     start = time.perf_counter()
     try:
-        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward)))
+        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward, candidates)))
     except Error as error:
         log.say(f"{error}: {name} is not tuned for this processor")
         return DEFAULT
@@ -65,16 +69,20 @@ def choose(net: gluon.Block, name: str, ctx: Context, examples: int, forward_bac
 
 
 def measure(
-    net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward
+    net: gluon.Block,
+    ctx: Context,
+    examples: int,
+    forward_backward: ForwardBackward,
+    candidates: Sequence[Plan] = plans.PLANS,
 ) -> dict[Plan, list[float]]:
-    """Time steps without updates: {plan: seconds in each round}. Arguments as for `choose`.
+    """Time steps of each candidate, without updates: {plan: seconds in each round}. Other arguments as for `choose`.
 
     The gradients change, but neither the parameters nor the state of the random number generators. One context is
     measured, because the speed of several contexts at once varies more.
     """
     images = np.random.default_rng(0).random((examples, 1, 28, 28), np.float32)
     data, label = [nd.array(images, ctx)], [nd.zeros(examples, ctx)]
-    nets = {plan: tuned(net, plan) for plan in plans.PLANS if plan.piece < examples}
+    nets = {plan: tuned(net, plan) for plan in candidates}
 
     def seconds(fast: gluon.Block) -> float:
         start = time.perf_counter()

@@ -19,7 +19,7 @@ import runs
 from gluon_mgpu import Error, UsageError, highlevel, scratch
 from gluon_mgpu.distributed import launch, process, workers
 from gluon_mgpu.distributed.process import Process
-from gluon_mgpu.training import checkpoint, records
+from gluon_mgpu.training import checkpoint, records, timeline
 
 MODULES = {"scratch": scratch, "highlevel": highlevel}
 STEPS, BATCH = 25, 32
@@ -127,6 +127,24 @@ def test_resnet18_on_two_workers_has_the_running_statistics_of_two_contexts(engi
     assert sum("running" in name for name in expected) == 34 and found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@TWO_CASES
+def test_late_layers_are_summed_over_workers_while_early_layers_compute_their_gradients(engine, impl, tmp_path):
+    file, steps = tmp_path / "profile.json", timeline.WARM_UP + timeline.STEPS + timeline.AROUND
+    args = ["--impl", impl, "--batch-size", 256, "--limit", 256 * steps, "--profile", file]
+    status, _, err = runs.run(engine, 2, *ARGS, *args)
+    assert status == 0, err
+    trace = json.loads(file.read_text())
+    lanes = timeline.lanes(trace)
+    sums = [begin for _, begin, _ in lanes["workers"]]
+    gradients = [begin for phase, begin, _ in lanes["cpu(0)"] if phase == "backward"]
+    shown = [(e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "step"]
+    assert len(shown) == timeline.STEPS
+    overlaps = [
+        min(b for b in sums if start <= b < end) < max(b for b in gradients if start <= b < end) for start, end in shown
+    ]
+    assert any(overlaps)  # all, unless other programs delay the engine's threads
 
 
 @TWO_CASES
