@@ -1,6 +1,6 @@
 """`allreduce`: measures ways to sum arrays across CPU contexts, and computes the bytes that each way moves.
 
-A worker, `python -m bench.allreduce JOB`, measures all ways, in turn, for one number of contexts.
+A worker measures all ways, in turn, for one number of contexts.
 """
 
 from __future__ import annotations
@@ -175,7 +175,3 @@ def table(result: dict) -> str:
 
 def _gb_s(way: str, contexts: int, point: dict) -> str:
     return harness.three_digits(moved(way, contexts) * point["bytes"] / median(point["ms"][way]) / 1e6)
-
-
-if __name__ == "__main__":
-    harness.main(work)

@@ -1,7 +1,4 @@
-"""`async` and `copy`: times the functions of gluon_mgpu.asynchrony in rounds.
-
-A worker, `python -m bench.asynchrony JOB`, measures one round.
-"""
+"""`async` and `copy`: times the functions of gluon_mgpu.asynchrony in rounds."""
 
 from __future__ import annotations
 
@@ -113,7 +110,3 @@ def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | No
         "products": products,
         "seconds": seconds(),
     }
-
-
-if __name__ == "__main__":
-    harness.main(work)

@@ -1,15 +1,14 @@
-"""`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and
-MXNet's parameter servers.
+"""`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and MXNet's
+parameter servers.
 
-A worker, `python -m bench.distributed JOB`, is one process of a run that `launch` or horovodrun starts, or the only
-process. Worker 0 prints the result. Nothing here imports mxnet or Horovod into the calling process.
+`work` runs in each process of a run that `launch` or horovodrun starts, or in the only process. Nothing here imports
+mxnet or Horovod into the calling process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import socket
 import struct
@@ -113,7 +112,7 @@ def traffic() -> tuple[int, int]:
     return sent, received
 
 
-def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
+def measure(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
     """Measure time and traffic per step. exchange: False trains the processes without summing gradients."""
     size, warm_up = BATCH_SIZE[model], WARM_UP_STEPS[model]
     steps = max(5, round(steps * STEP_SHARE[model]))
@@ -134,19 +133,12 @@ def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dic
     return {"step_ms": step_ms, "sent_bytes": sent, "received_bytes": received, "peak_mb": harness.peak_mb()}
 
 
-def main() -> None:
-    """Serve or measure, depending on this process's role. Worker 0 prints the result."""
-    arguments = json.loads(sys.argv[1])
-    here = process.expect(arguments["kvstore"])
+def work(kvstore: str, **arguments: Any) -> dict[str, float] | None:
+    """Serve or measure, depending on this process's role. Returns worker 0's result."""
+    here = process.expect(kvstore)
     if here.role != "worker":
         serve.serve(here)
-        return
+        return None
     engine.configure(2 // here.workers, processes=here.local_workers)
-    if here.rank == 0:
-        harness.main(work)
-    else:
-        work(**arguments)
-
-
-if __name__ == "__main__":
-    main()
+    found = measure(kvstore, **arguments)
+    return found if here.rank == 0 else None

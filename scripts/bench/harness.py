@@ -1,7 +1,7 @@
 """Code that measurements share: worker processes, rounds, training, statistics, tables, and --out.
 
-A measurement runs in a separate process, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings only
-once. ARGUMENTS and the last line that the process prints are JSON. Nothing here imports mxnet into the calling process.
+A measurement runs in a worker, a separate process, because the engine reads its settings only once: see __main__.py.
+Nothing here imports mxnet into the calling process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def environment(
 
 
 class Job(NamedTuple):
-    """One measurement, which a worker runs: `python -m bench.MODULE ARGUMENTS`."""
+    """One measurement, which a worker runs: bench.MODULE.work(**ARGUMENTS)."""
 
     module: str
     arguments: Mapping[str, Any]
@@ -77,7 +77,7 @@ def start(name: str, job: Job) -> dict[str, Any]:
     name: what is measured, for messages. Raises the worker's own Error or UsageError; Error if it fails in any other
     way or prints no result.
     """
-    command = [*job.launcher, sys.executable, "-m", f"bench.{job.module}", json.dumps(job.arguments)]
+    command = [*job.launcher, sys.executable, "-m", "bench", job.module, json.dumps(job.arguments)]
     finished = subprocesses.run(command, env=job.env or environment(), seconds=job.seconds)
     subprocesses.check(name, finished, job.advice)
     last = finished.out.strip().rpartition("\n")[2]
@@ -87,19 +87,13 @@ def start(name: str, job: Job) -> dict[str, Any]:
         raise Error(f"{name} failed: its last line of output is not a result: {last!r}") from None
 
 
-def main(work: Callable[..., dict[str, Any]]) -> None:
-    """Print the result of work(**ARGUMENTS). Called in a worker."""
-    print(json.dumps(work(**json.loads(sys.argv[1]))), flush=True)
-
-
 def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
     """Run jobs that return {what: value}. Returns {subject: {what: [value per round]}}.
 
     Each round runs every job once, so results from the same round can be compared even if the machine's speed changes.
     """
     results: dict[Subject, Run] = {subject: {} for subject in jobs}
-    disable = not sys.stderr.isatty()
-    with tqdm(total=rounds * len(jobs), unit=" run", leave=False, disable=disable) as bar:
+    with tqdm(total=rounds * len(jobs), unit=" run", leave=False, disable=None) as bar:
         for _ in range(rounds):
             for subject, job in jobs.items():
                 bar.set_description(str(subject))

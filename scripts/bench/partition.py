@@ -1,7 +1,4 @@
-"""`partition`: compares three ways to split LeNet across devices: time, bytes moved, and idle time.
-
-A worker, `python -m bench.partition JOB`, trains on synthetic data.
-"""
+"""`partition`: compares three ways to split LeNet across devices: time, bytes moved, and idle time."""
 
 from __future__ import annotations
 
@@ -89,7 +86,3 @@ def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dic
     times = harness.time_steps(timed(step, SIZE), "lenet", SIZE, steps)
     found = timeline.summary(harness.record(step, ctx, SIZE, RECORDED_STEPS, way))["contexts"]
     return {**times, "idle": [device["idle_share"] for device in found.values()]}
-
-
-if __name__ == "__main__":
-    harness.main(work)

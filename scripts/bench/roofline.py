@@ -115,7 +115,7 @@ def table(result: dict) -> str:
 # In a worker
 
 
-def _measure(model: str, steps: int) -> dict[str, Any]:
+def work(model: str, steps: int) -> dict[str, Any]:
     examples = BATCH_SIZE[model] // 2
     made = harness.replicas("highlevel", model, 1, size=examples)
     import mxnet as mx
@@ -185,7 +185,3 @@ def _copied(size: int, times: int) -> float:
             np.copyto(b, a)
         best = min(best, (time.perf_counter() - start) / times)
     return 2 * size / best
-
-
-if __name__ == "__main__":
-    harness.main(_measure)

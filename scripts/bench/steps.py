@@ -1,6 +1,6 @@
 """`steps`: measures speed and memory of the training step and of the notebook's code, in turn, in separate processes.
 
-A worker, `python -m bench.steps JOB`, trains on synthetic data. docs/performance.md and docs/engine.md have results.
+docs/performance.md and docs/engine.md have results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Subject(NamedTuple):
         return self.batch_size or BATCH_SIZE[self.model]
 
     def job(self, mode: str, steps: int) -> Job:
-        """Create the job of a worker that measures the subject. mode: a key of MODES."""
+        """Create the job of a worker that measures the subject. mode: "time" or "profile"."""
         arguments = {"mode": mode, "subject": self, "steps": steps}
         advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
         return Job("steps", arguments, harness.environment(self.settings), seconds=900, advice=advice)
@@ -192,10 +192,9 @@ def _profile(subject: Subject, steps: int) -> dict[str, float]:
     return {name: times["Total"] / steps for name, times in operators.items()}
 
 
-MODES = {
-    "time": lambda subject, steps: harness.time_steps(trainer(subject), subject.model, subject.size, steps),
-    "profile": _profile,
-}
-
-if __name__ == "__main__":
-    harness.main(lambda mode, subject, steps: MODES[mode](Subject(*subject), steps))
+def work(mode: str, subject: list[Any], steps: int) -> dict[str, Any]:
+    """Measure the time of a step, or with mode "profile", the time of each operator. subject: a Subject's fields."""
+    of = Subject(*subject)
+    if mode == "profile":
+        return _profile(of, steps)
+    return harness.time_steps(trainer(of), of.model, of.size, steps)

@@ -1,7 +1,4 @@
-"""`timeline`: records what each context does during a few training steps, with the engine's profiler.
-
-The worker, `python -m bench.timeline JOB`, trains on synthetic data.
-"""
+"""`timeline`: records what each context does during a few training steps, with the engine's profiler."""
 
 from __future__ import annotations
 
@@ -73,7 +70,3 @@ def work(impl: str, model: str, contexts: int, batch_size: int, steps: int) -> d
     harness.train(step, data, batch_size, range(examples))
     unrecorded = 1e3 * (time.perf_counter() - start) / (UNRECORDED * steps)
     return {"about": about, "unrecorded_step_ms": unrecorded, "trace": trace}
-
-
-if __name__ == "__main__":
-    harness.main(work)

@@ -23,6 +23,7 @@ def bench(monkeypatch, tmp_path):
     """Makes modules of `bench` from code, for workers."""
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench/__init__.py").write_text("")
+    (tmp_path / "bench/__main__.py").write_text((SCRIPT.parent / "bench/__main__.py").read_text())
     monkeypatch.setattr(harness, "SCRIPTS", tmp_path)
 
     def write(name, code):
@@ -34,10 +35,10 @@ def bench(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "code, kind",
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Error),
-        ("print('12 pears')", Error),
-        ("", Error),
-        ("print(1); import sys; sys.exit('gone')", Error),
+        ("def work(): import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Error),
+        ("def work(): print('12 pears')", Error),
+        ("def work(): pass", Error),
+        ("def work(): print(1); import sys; sys.exit('gone')", Error),
         ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError('use 2')", UsageError),
     ],
 )
@@ -52,7 +53,7 @@ def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, bench):
 def test_a_worker_gets_its_settings_and_none_of_the_users(monkeypatch, bench):
     for name, value in (("OMP_NUM_THREADS", "7"), ("MXNET_ENGINE_TYPE", "NaiveEngine"), ("UNRELATED", "kept")):
         monkeypatch.setenv(name, value)
-    bench("environment_shown", "import json, os; print(json.dumps(dict(os.environ)))")
+    bench("environment_shown", "import os\ndef work(): return dict(os.environ)")
     found = harness.start("it", Job("environment_shown", {}, harness.environment({"OMP_NUM_THREADS": "3"})))
     assert (found["OMP_NUM_THREADS"], found["UNRELATED"]) == ("3", "kept")
     assert "MXNET_ENGINE_TYPE" not in found
