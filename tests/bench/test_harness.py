@@ -147,7 +147,7 @@ def test_bench_is_a_script_whose_subcommands_have_help():
     "options",
     [
         ["steps", "--rounds", "1"],
-        ["timeline", "--batch-size", "1"],
+        ["timeline", "--batch-size", "0"],
         ["model", "/nonexistent"],
     ],
 )
