@@ -19,11 +19,12 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from bench import harness
-from bench.harness import BATCH_SIZE, IMPLS, LR, STEP_SHARE, TITLE, WARM_UP_STEPS, Job, Run, ratios
+from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Run, ratios
 from gluon_mgpu.distributed import process, serve, workers
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets
 
 LAUNCHERS = {
     "horovod": ("horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2"),
@@ -95,42 +96,43 @@ def _megabytes(run: Run) -> str:
     return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
 
 
-def traffic() -> tuple[int, int]:
+def traffic() -> np.ndarray:
     """(bytes sent, bytes received) over this process's TCP connections since each was opened, without headers.
 
     Source: the kernel's struct tcp_info, tcpi_bytes_acked and tcpi_bytes_received (linux/tcp.h).
     """
-    sent = received = 0
+    total = np.zeros(2)
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not a TCP socket, or already closed
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
                 if len(info) == 136:
-                    acked, got = struct.unpack_from("QQ", info, 120)
-                    sent, received = sent + acked, received + got
-    return sent, received
+                    total += struct.unpack_from("QQ", info, 120)
+    return total
 
 
 def measure(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
     """Measure time and traffic per step. exchange: False trains the processes without summing gradients."""
-    size, warm_up = BATCH_SIZE[model], WARM_UP_STEPS[model]
-    steps = max(5, round(steps * STEP_SHARE[model]))
-    data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
+    size = BATCH_SIZE[model]
+    moved = np.zeros(2)
     with workers.join(kvstore, model=model) as group:
         contexts = 2 // group.count
         group.exchange_device_counts(contexts)
         replicas = harness.replicas(impl, model, contexts, group if exchange else workers.ALONE)
         step = partial(replicas.train_batch, lr=LR[model], batch_size=size)
-        harness.train(step, data, size, range(warm_up * size), group.part)
-        group.all_gather(None)  # all workers start at the same time
-        start, before = time.perf_counter(), traffic()
-        harness.train(step, data, size, range(steps * size), group.part)
-        group.all_gather(None)
-        seconds, after = time.perf_counter() - start, traffic()
-    sent, received = ((b - a) / steps for a, b in zip(before, after))
-    step_ms = 1000 * seconds / steps
-    return {"step_ms": step_ms, "sent_bytes": sent, "received_bytes": received, "peak_mb": harness.peak_mb()}
+
+        def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
+            group.all_gather(None)  # all workers start at the same time
+            before, start = traffic(), time.perf_counter()
+            loss = harness.train(step, data, size, order, group.part)
+            group.all_gather(None)
+            seconds = time.perf_counter() - start
+            moved[:] = (traffic() - before) * size / len(order)
+            return loss, seconds
+
+        found = harness.time_steps(train, model, size, steps)
+    return {**found, "sent_bytes": moved[0], "received_bytes": moved[1]}
 
 
 def work(kvstore: str, **arguments: Any) -> dict[str, float] | None:
