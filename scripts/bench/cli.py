@@ -22,12 +22,6 @@ def bench() -> None:
     """Measure speed and memory. Each subcommand prints a table."""
 
 
-def command(name: str, *examples: str, **options: Any) -> Any:
-    """Declare a subcommand. examples: arguments of the example commands in its --help."""
-    lines = [" ".join(["python scripts/bench.py", name, *example.split()]) for example in examples]
-    return bench.command(name, cls=common.Command, examples="\n".join(lines), **options)
-
-
 def measurement(
     name: str, help: str, *options: Any, module: str | None = None, example: str = "", **arguments: Any
 ) -> None:
@@ -49,7 +43,8 @@ def measurement(
 
     for option in (common.out("Write the result, and its plot if there is one, to this folder."), *reversed(options)):
         measure = option(measure)
-    command(name, example, f"{example} --out runs/bench", help=help)(measure)
+    first = " ".join(["python scripts/bench.py", name, *example.split()])
+    bench.command(name, cls=common.Command, help=help, examples=f"{first}\n{first} --out runs/bench")(measure)
 
 
 def number(name: str, help: str, default: Any = None, least: int = 1, **options: Any) -> Any:
@@ -77,25 +72,20 @@ steps = number("--steps", "Steps per run of LeNet; ResNet-18 takes a tenth of th
 steps_of_lenet = number("--steps", "Steps per run.", 100, least=10)
 
 
-@command("steps", "", "--rounds 5 --steps 200", "--what engine")
-@common.option(
-    "--what",
-    type=click.Choice(("step", "resnet18", "engine", "profile")),
-    default=("step", "resnet18"),
-    multiple=True,
-    help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings. profile: "
-    "the time of each operator.",
+measurement(
+    "steps",
+    "Measure the time and memory of a training step and of the notebook's step, each in its own process.",
+    common.option(
+        "--what",
+        type=click.Choice(("step", "resnet18", "engine", "profile")),
+        default=("step", "resnet18"),
+        multiple=True,
+        help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings. "
+        "profile: the time of each operator.",
+    ),
+    rounds(3),
+    steps,
 )
-@rounds(3)
-@steps
-def steps_command(what: tuple[str, ...], rounds: int, steps: int) -> None:
-    """Measure the time and memory of a training step and of the notebook's step, each in its own process."""
-    from bench import steps as benchmark
-
-    for name in what:
-        click.echo(benchmark.profile(steps) if name == "profile" else benchmark.speeds(name, rounds, steps))
-
-
 measurement(
     "roofline",
     "Measure the time, FLOP and bytes of each operator of a step, next to what a core sustains.",

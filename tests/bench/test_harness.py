@@ -85,7 +85,7 @@ def test_ratios_are_those_of_runs_of_one_round(monkeypatch):
         return {"step_ms": next(left[name]) if name in left else 100, "peak_mb": 100}
 
     monkeypatch.setattr(harness, "start", start)
-    lines = steps.speeds("step", rounds=3).splitlines()
+    lines = steps.table(steps.run(["step"])).splitlines()
     row = next(line.split() for line in lines if line.startswith("scratch, 2 contexts "))
     # 256 examples in the median's 20 ms; 60/20, 30/10, 90/45 -> 3
     assert row[3:] == ["20.0", "(10.0-45.0)", "12800", "3.00", "(2.00-3.00)", "100"]
@@ -130,7 +130,7 @@ def test_every_trainer_starts_with_the_same_weights_and_learns_alike():
 
 @pytest.mark.slow
 def test_a_profile_names_the_convolutions_of_each_implementation():
-    rows = [line.split() for line in steps.profile(steps=10).splitlines()]
+    rows = [line.split() for line in steps.table(steps.run(["profile"], steps=10)).splitlines()]
     assert all(float(ms) > 0 for ms in next(row for row in rows if row[0] == "Convolution")[1:])
 
 
