@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -39,6 +40,7 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that affect the engine
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
+PACKAGES = {"mxnet": "MXNet", "mxnet-cu112": "MXNet", "numpy": "NumPy", "torch": "PyTorch"}
 
 Subject = TypeVar("Subject", bound=Hashable)
 Run = dict[str, list]  # {what was measured: one value per round}
@@ -229,19 +231,21 @@ def plural(count: int, noun: str) -> str:
 
 
 def facts() -> dict[str, Any]:
-    """{name: value} for the machine, the versions, and the engine's settings in this process's environment."""
+    """{name: value} for the machine and the versions."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     fields = dict(line.replace("\t", "").split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     flags = fields.get("flags", "").split()
+    versions = {"Python": platform.python_version()}
+    for package, name in PACKAGES.items():
+        with suppress(PackageNotFoundError):
+            versions[name] = version(package)
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": fields.get("model name", platform.machine()).strip(),
         "instruction_sets": [name for flag, name in INSTRUCTION_SETS.items() if flag in flags],
         "DNNL_MAX_CPU_ISA": os.environ.get("DNNL_MAX_CPU_ISA"),
         "gluon_mgpu": __version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("mxnet", "numpy", "torch")},
-        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
+        "versions": versions,
     }
 
 
@@ -253,20 +257,12 @@ def processor() -> str:
 
 
 def machine_line() -> str:
-    """Format the facts, without the settings, in one line."""
+    """Format the facts in one line."""
     found = facts()
     limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
     sets = ", ".join(found["instruction_sets"]) or "no AVX2"
-    versions = {"Python": "python", "MXNet": "mxnet", "NumPy": "numpy", "PyTorch": "torch"}
-    named = ", ".join(f"{name} {found[key]}" for name, key in versions.items() if found[key])
-    return f"{plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {named}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return version("mxnet-cu112") if package == "mxnet" else None
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    return f"{plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {versions}"
 
 
 def peak_mb() -> float:
