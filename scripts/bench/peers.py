@@ -31,6 +31,13 @@ TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
 NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
 HIGHLEVEL = "highlevel, 2 contexts"
+COLORS = {
+    "notebook": "0.6",
+    "PyTorch": "tab:orange",
+    "DDP": "tab:orange",
+    "scratch": "tab:blue",
+    "highlevel": "tab:blue",
+}
 
 # Programs that print the instruction sets that a library uses, as "isa:NAME".
 ISA = {
@@ -127,7 +134,7 @@ def draw(result: dict, file: BinaryIO) -> None:
         rates = np.array([1000 * BATCH_SIZE[model] / np.array(run["step_ms"]) for run in runs.values()])
         middle = np.median(rates, axis=1)
         ranges = middle - rates.min(axis=1), rates.max(axis=1) - middle
-        bars = axes.barh([*runs], middle, xerr=ranges, color=[_color(name) for name in runs])
+        bars = axes.barh([*runs], middle, xerr=ranges, color=[COLORS[name.split(",")[0]] for name in runs])
         axes.bar_label(bars, [harness.three_digits(rate) for rate in middle], padding=5)
         axes.invert_yaxis()
         axes.margins(x=0.12)
@@ -135,9 +142,3 @@ def draw(result: dict, file: BinaryIO) -> None:
         axes.set_axisbelow(True)
         axes.set_title(f"{TITLE[model]}, batch {BATCH_SIZE[model]}: examples/s, median of {result['rounds']} rounds")
     figure.savefig(file, format="png", dpi=120)
-
-
-def _color(name: str) -> str:
-    if name == NOTEBOOK:
-        return "0.6"
-    return "tab:blue" if name.startswith(("scratch", "highlevel")) else "tab:orange"
