@@ -159,7 +159,8 @@ measurement(
 )
 measurement(
     "timeline",
-    "Record what each context does during a few steps, with the engine's profiler.",
+    "Record what each context does during a few steps, with the engine's profiler. chrome://tracing and Perfetto open "
+    "the result.",
     common.impl,
     common.option("--model", type=click.Choice(NETWORKS), default="lenet", help="scratch supports only lenet."),
     number("--contexts", "Number of CPU contexts.", 2),

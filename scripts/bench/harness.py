@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -271,23 +271,14 @@ def peak_mb() -> float:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
-def write(
-    out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None] | None = None
-) -> None:
-    """Write the result and the machine's facts to NAME.json in `out`. If there is a trace, write it to NAME.trace.json.
-    If `draw` is given, write its plot to NAME.png."""
+def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:
+    """Write the result and the machine's facts to NAME.json in `out`. draw(result, file) draws NAME.png, if given."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
-    numbers = {"machine": facts(), **result}
-    if "trace" in numbers:
-        _write_json(folder / f"{name}.trace.json", numbers.pop("trace"))
-    _write_json(folder / f"{name}.json", numbers)
+    text = json.dumps({"machine": facts(), **result}, indent=1)
+    checkpoint.write_whole(folder / f"{name}.json", lambda file: file.write(text.encode()))
     if draw:
         checkpoint.write_whole(folder / f"{name}.png", lambda file: draw(result, file))
-
-
-def _write_json(path: Path, content: Any) -> None:
-    checkpoint.write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode()))

@@ -18,25 +18,24 @@ def run(
     batch_size: int | None = None,
     steps: int = timeline.STEPS,
 ) -> dict:
-    """Record `steps` training steps on CPU contexts. Returns `timeline.summary` and the trace.
+    """Record `steps` training steps on CPU contexts. Returns the trace, with the items of `timeline.summary`.
 
-    batch_size: across all contexts; None: as in `bench.py steps`.
+    batch_size: across all contexts; None: as in `bench.py steps`. chrome://tracing and Perfetto open the result's file.
     """
     size = batch_size or BATCH_SIZE[model]
-    about = f"{TITLE[model]}, {impl}, {harness.plural(contexts, 'context')}, batch {size}"
-    arguments = {"impl": impl, "model": model, "contexts": contexts, "batch_size": size, "steps": steps, "about": about}
-    trace = harness.start("timeline", Job("timeline", arguments, advice="use fewer steps or a smaller batch"))
-    return {**arguments, "trace": trace, **timeline.summary(trace)}
+    arguments = {"impl": impl, "model": model, "contexts": contexts, "batch_size": size, "steps": steps}
+    trace = harness.start("timeline", Job("timeline", arguments))
+    return {**trace, **timeline.summary(trace)}
 
 
 def table(result: dict) -> str:
     """Format each context's milliseconds per step in each phase, and its idle share."""
-    steps, columns = result["steps"], (*timeline.PHASES, "idle")
+    steps, columns = len(result["step_ms"]), (*timeline.PHASES, "idle")
     rows = [[f"ms/step, mean of {steps} recorded", *columns, "idle share"]]
     for context, seconds in result["contexts"].items():
         ms = (f"{1e3 * seconds[name] / steps:.2f}" for name in columns)
         rows.append([context, *ms, f"{100 * seconds['idle_share']:.1f}%"])
-    lines = [f"{result['about']}; {harness.machine_line()}", *harness.table(rows), _note(result)]
+    lines = [f"{result['otherData']['about']}; {harness.machine_line()}", *harness.table(rows), _note(result)]
     if len(result["contexts"]) > harness.facts()["cores"]:
         lines.append("More contexts than cores: an operator that waits for a core counts as busy.")
     return "\n".join(lines)
@@ -44,14 +43,15 @@ def table(result: dict) -> str:
 
 def draw(result: dict, file: BinaryIO) -> None:
     """Draw the trace as PNG."""
-    timeline.draw(result["trace"], file, _note(result))
+    timeline.draw(result, file, _note(result))
 
 
 def _note(result: dict) -> str:
     return f"{timeline.ONE_BY_ONE}: {median(result['step_ms']):.1f} ms/step"
 
 
-def work(impl: str, model: str, contexts: int, batch_size: int, steps: int, about: str) -> dict[str, Any]:
+def work(impl: str, model: str, contexts: int, batch_size: int, steps: int) -> dict[str, Any]:
     """Record steps. Returns the trace."""
+    about = f"{TITLE[model]}, {impl}, {harness.plural(contexts, 'context')}, batch {batch_size}"
     replicas = harness.replicas(impl, model, contexts, size=batch_size)
     return harness.record(partial(replicas.train_batch, lr=harness.LR[model]), replicas.ctx, batch_size, steps, about)
