@@ -16,13 +16,15 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Run, ratios
+from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, ratios
 from gluon_mgpu.distributed import process, serve, workers
 from gluon_mgpu.runtime import engine
 
@@ -52,10 +54,8 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
         for impl in IMPLS[name]
         for way, arguments in ways.items()
     }
-    runs: dict[str, dict] = {}
-    for (name, impl, way), run in harness.measure(jobs, rounds).items():
-        series = runs.setdefault(f"{TITLE[name]}, {impl}", {"batch_size": BATCH_SIZE[name], "ways": {}})
-        series["ways"][way] = run
+    measured = harness.measure(jobs, rounds)
+    runs = [{"model": name, "impl": impl, "way": way, **measured[name, impl, way]} for name, impl, way in jobs]
     return {"rounds": rounds, "runs": runs}
 
 
@@ -78,19 +78,14 @@ def table(result: dict) -> str:
         harness.machine_line(),
         NOTES,
     ]
-    for name, series in result["runs"].items():
-        one, size = next(iter(series["ways"].values())), series["batch_size"]
-        rows = [
-            (way, size, run, {"ratio": ratios(one, run), "MB out, in": _megabytes(run)})
-            for way, run in series["ways"].items()
-        ]
-        lines += ["", *harness.speed_table(f"{name}, batch {size}", rows)]
+    for (model, impl), group in groupby(result["runs"], itemgetter("model", "impl")):
+        runs, size, rows = list(group), BATCH_SIZE[model], []
+        for run in runs:
+            sent, received = (f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
+            columns = {"ratio": ratios(runs[0], run), "MB out, in": f"{sent}, {received}"}
+            rows.append((run["way"], size, run, columns))
+        lines += ["", *harness.speed_table(f"{TITLE[model]}, {impl}, batch {size}", rows)]
     return "\n".join(lines)
-
-
-def _megabytes(run: Run) -> str:
-    """Format the median MB that worker 0 sent and received per step."""
-    return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
 
 
 def traffic() -> np.ndarray:
