@@ -56,10 +56,6 @@ def rounds(default: int, least: int = 3) -> Any:
     return number("--rounds", "Number of repetitions of each measurement.", default, least)
 
 
-def contexts(note: str) -> Any:
-    return number("--contexts", f"Number of CPU contexts; {note}", (1, 2, 4, 8), multiple=True)
-
-
 NETWORKS = ("lenet", "resnet18")
 model = common.option(
     "--model",
@@ -69,7 +65,6 @@ model = common.option(
     help="Network. The batch size is 256 (lenet) or 64 (resnet18) unless it is varied.",
 )
 steps = number("--steps", "Steps per run of LeNet; ResNet-18 takes a tenth of this number.", 100, least=10)
-steps_of_lenet = number("--steps", "Steps per run.", 100, least=10)
 
 
 measurement(
@@ -113,20 +108,20 @@ measurement(
 measurement(
     "allreduce",
     "Measure ways to sum gradients across CPU contexts.",
-    contexts("8 contexts need 3.5 GB of memory."),
+    number("--contexts", "Number of CPU contexts; 8 contexts need 3.5 GB of memory.", (1, 2, 4, 8), multiple=True),
     rounds(5),
 )
 measurement(
     "partition",
     "Compare three ways to split LeNet across two devices. Shows times, bytes moved and idle times.",
     rounds(3),
-    steps_of_lenet,
+    steps,
 )
 measurement(
     "scaling",
     "Measure strong and weak scaling across CPU contexts.",
     model,
-    contexts("1 is always measured."),
+    number("--contexts", "Number of CPU contexts; 1 is always measured.", (1, 2, 4, 8), multiple=True),
     number("--batch-size", "Batch size (weak scaling: per context). Default: 256, or 64 for ResNet-18.", multiple=True),
     rounds(3),
     steps,
@@ -142,7 +137,7 @@ measurement(
     "shares",
     "Compare equal and unequal shards while one of two cores also runs other programs.",
     rounds(3),
-    steps_of_lenet,
+    steps,
 )
 measurement(
     "distributed",

@@ -11,13 +11,7 @@ from bench.harness import BATCH_SIZE, TITLE, Job
 from gluon_mgpu.training import timeline
 
 
-def run(
-    impl: str = "scratch",
-    model: str = "lenet",
-    contexts: int = 2,
-    batch_size: int | None = None,
-    steps: int = timeline.STEPS,
-) -> dict:
+def run(impl: str, model: str, contexts: int, batch_size: int | None, steps: int) -> dict:
     """Record `steps` training steps on CPU contexts. Returns the trace, with the items of `timeline.summary`.
 
     batch_size: across all contexts; None: as in `bench.py steps`. chrome://tracing and Perfetto open the result's file.

@@ -35,7 +35,7 @@ def test_a_measured_way_has_a_time_and_an_idle_share_of_each_device():
 
 
 def test_a_timeline_has_the_phases_of_each_context():
-    result = json.loads(json.dumps(timeline.run("highlevel", batch_size=32, steps=2)))
+    result = json.loads(json.dumps(timeline.run("highlevel", "lenet", contexts=2, batch_size=32, steps=2)))
     assert len(result["step_ms"]) == 2 and len(result["contexts"]) == 2
     for context, seconds in result["contexts"].items():
         row = next(line.split() for line in timeline.table(result).splitlines() if line.startswith(context))
