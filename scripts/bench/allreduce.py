@@ -1,15 +1,15 @@
-"""`allreduce`: measures ways to sum arrays across CPU contexts, and computes the bytes that each way moves.
+"""`allreduce`: measures ways to sum arrays across CPU contexts.
 
-A worker, `python -m bench.allreduce JOB`, measures all ways, in turn, for one number of contexts.
+A worker measures all ways, in turn, for one number of contexts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import harness
 from bench.harness import TITLE, Job
@@ -19,18 +19,15 @@ if TYPE_CHECKING:
     from mxnet import Context
     from mxnet.ndarray import NDArray
 
-CONTEXTS = (1, 2, 4, 8)
 SECONDS = 0.02  # each way runs for at least this long in each round
 
-# {way: (bytes it reads and writes on k contexts, what it does)}. (a, b) means a * k + b times the array's size. A copy
-# moves 2 times the size, an addition 3 times, and a sum of k arrays k + 1 times.
 WAYS = {
-    "star": ((7, -7), "as in the notebook: copy each array to the first context and add it there; copy the sum back"),
-    "tree": ((7, -7), "copy and add in pairs, then in pairs of pairs; copy the sum back in the reverse order"),
-    "add_n": ((5, -3), "copy all arrays to the first context; compute one sum there; copy it back as in star"),
-    "direct add_n": ((3, -1), "add_n without the copies before the sum; possible on CPU contexts only"),
-    "KVStore local": ((5, 1), "pushpull: copy all arrays to the host's store; compute one sum there; copy it to all"),
-    "KVStore device": ((5, 1), "the same, with each array's store on one of the contexts"),
+    "star": "as in the notebook: copy each array to the first context and add it there; copy the sum back",
+    "tree": "copy and add in pairs, then in pairs of pairs; copy the sum back in the reverse order",
+    "add_n": "copy all arrays to the first context; compute one sum there; copy it back as in star",
+    "direct add_n": "add_n without the copies before the sum; possible on CPU contexts only",
+    "KVStore local": "pushpull: copy all arrays to the host's store; compute one sum there; copy it to all",
+    "KVStore device": "the same, with each array's store on one of the contexts",
 }
 
 
@@ -77,69 +74,58 @@ def pushpull(arrays: list[list[NDArray]], kind: str) -> Callable[[], None]:
     return sum_all
 
 
+def each(allreduce: Callable[[list[NDArray]], None], arrays: list[list[NDArray]]) -> None:
+    """Sum the arrays of one parameter after another."""
+    for data in arrays:
+        allreduce(data)
+
+
 def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
     """{way: a function that sums all arrays in place}. arrays: for each parameter, one array per device."""
     from gluon_mgpu import scratch
 
-    def each(allreduce: Callable[..., None], **options: bool) -> Callable[[], None]:
-        def sum_all() -> None:
-            for data in arrays:
-                allreduce(data, **options)
-
-        return sum_all
-
     return {
-        "star": each(scratch.allreduce),
-        "tree": each(tree),
-        "add_n": each(add_n),
-        "direct add_n": each(add_n, copy=False),
+        "star": partial(each, scratch.allreduce, arrays),
+        "tree": partial(each, tree, arrays),
+        "add_n": partial(each, add_n, arrays),
+        "direct add_n": partial(each, partial(add_n, copy=False), arrays),
         "KVStore local": pushpull(arrays, "local"),
         "KVStore device": pushpull(arrays, "device"),
     }
 
 
-def moved(way: str, contexts: int) -> int:
-    """The total bytes read and written on all contexts, as a multiple of the size of an array."""
-    a, b = WAYS[way][0]
-    return a * contexts + b if contexts > 1 else 0
-
-
-def run(contexts: Sequence[int] = CONTEXTS, rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
+def run(contexts: Sequence[int] = (1, 2, 4, 8), rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
     """Measure all ways, with a separate process per number of contexts. Returns the input of `table`.
 
     models: networks whose gradients are summed, array by array and as one flat array.
     """
-    arguments = {"models": models, "rounds": rounds}
-    jobs = {
-        harness.plural(k, "context"): Job("allreduce", {"contexts": k, **arguments}, seconds=120 * rounds)
-        for k in contexts
-    }
-    measured = zip(contexts, harness.measure(jobs, 1).values())
-    return {"rounds": rounds, "workers": [{"contexts": k, "points": run["points"][0]} for k, run in measured]}
+    workers = {}
+    for k in contexts:
+        job = Job("allreduce", {"contexts": k, "models": models, "rounds": rounds}, seconds=120 * rounds)
+        name = harness.plural(k, "context")
+        workers[name] = harness.start(name, job)
+    return {"rounds": rounds, "workers": workers}
 
 
-def work(contexts: int, models: list[str], rounds: int) -> dict[str, Any]:
-    """Measure all ways with all models' gradients, on CPU contexts."""
+def work(contexts: int, models: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Measure all ways with all models' gradients, on CPU contexts. Returns {gradients: {way: ms of each round}}."""
     engine.configure(contexts)
     import mxnet as mx
 
     ctx = [mx.cpu(i) for i in range(contexts)]
-    points = []
+    found = {}
     for model in models:
         shapes = [gradient.shape for gradient in harness.replicas("highlevel", model, 1).gradients().values()]
-        size = sum(map(prod, shapes))
-        for name, some in ((TITLE[model], shapes), (f"{TITLE[model]}, flat", [(size,)])):
-            about = {"name": name, "arrays": len(some), "bytes": 4 * size}
-            points.append({**about, "ms": _measure(some, ctx, rounds)})
-    return {"points": points}
+        found[TITLE[model]] = _measure(shapes, ctx, rounds)
+        found[f"{TITLE[model]}, flat"] = _measure([(sum(map(prod, shapes)),)], ctx, rounds)
+    return found
 
 
 def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> dict[str, list[float]]:
     """Measure {way: ms of each round}, from the first call until every context holds the sums."""
     from mxnet import nd
 
-    arrays = [[nd.zeros(shape, c) for c in ctx] for shape in shapes]  # zeros, so that sums stay finite
-    functions = ways(arrays)
+    functions = ways([[nd.zeros(shape, c) for c in ctx] for shape in shapes])  # zeros, so that sums stay finite
     for sum_all in functions.values():  # warm up: the first sums allocate memory
         sum_all()
     nd.waitall()
@@ -156,26 +142,13 @@ def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> 
 
 
 def table(result: dict) -> str:
-    """Format the ways and, for each number of contexts, milliseconds and GB/s moved."""
+    """Format the ways and, for each number of contexts, the milliseconds of each way."""
     lines = [
         "Time to sum gradients over CPU contexts, array by array and as one flat array, from the first call until",
         f"every context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
-        "Bytes read and written on k contexts, as multiples of the array's size:",
-        *(f"  {way:16}{a}k{b:+d}  {about}" for way, ((a, b), about) in WAYS.items()),
+        *(f"  {way:16}{about}" for way, about in WAYS.items()),
     ]
-    for worker in result["workers"]:
-        k, points = worker["contexts"], worker["points"]
-        lines += ["", harness.plural(k, "context").upper()]
-        rows = [[way, *(harness.spread(p["ms"][way]) for p in points)] for way in WAYS]
-        lines += harness.table([["ms", *(p["name"] for p in points)], *rows])
-        rows = [[way, *(_gb_s(way, k, p) for p in points)] for way in WAYS]
-        lines += harness.table([["GB/s moved", *(p["name"] for p in points)], *rows])
+    for name, gradients in result["workers"].items():
+        rows = [[way, *(harness.spread(ms[way]) for ms in gradients.values())] for way in WAYS]
+        lines += ["", *harness.table([[f"{name}, ms", *gradients], *rows])]
     return "\n".join(lines)
-
-
-def _gb_s(way: str, contexts: int, point: dict) -> str:
-    return harness.three_digits(moved(way, contexts) * point["bytes"] / median(point["ms"][way]) / 1e6)
-
-
-if __name__ == "__main__":
-    harness.main(work)

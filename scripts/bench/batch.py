@@ -33,7 +33,7 @@ def compared(model: str, size: int) -> tuple[Subject, ...]:
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
     """Measure the models at SIZES. Returns the input of `table`. steps: per run of LeNet with batch size 256."""
     rows = [(name, size, compared(name, size)) for name in model for size in SIZES[name]]
-    measured = measure(dict.fromkeys(subject for *_, subjects in rows for subject in subjects), rounds, steps)
+    measured = measure((subject for *_, subjects in rows for subject in subjects), rounds, steps)
     found = [
         {"model": name, "batch_size": size, "runs": [measured[s] for s in subjects]} for name, size, subjects in rows
     ]

@@ -1,15 +1,14 @@
-"""`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and
-MXNet's parameter servers.
+"""`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and MXNet's
+parameter servers.
 
-A worker, `python -m bench.distributed JOB`, is one process of a run that `launch` or horovodrun starts, or the only
-process. Worker 0 prints the result. Nothing here imports mxnet or Horovod into the calling process.
+`work` runs in each process of a run that `launch` or horovodrun starts, or in the only process. Nothing here imports
+mxnet or Horovod into the calling process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import socket
 import struct
@@ -17,14 +16,17 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from bench import harness
-from bench.harness import BATCH_SIZE, IMPLS, LR, STEP_SHARE, TITLE, WARM_UP_STEPS, Job, Run, ratios
+from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, ratios
 from gluon_mgpu.distributed import process, serve, workers
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets
 
 LAUNCHERS = {
     "horovod": ("horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2"),
@@ -33,17 +35,17 @@ LAUNCHERS = {
 
 NOTES = """\
 ratio: examples/s relative to 1 process of 2 contexts in the same round. MB out, in: megabytes that worker 0 sends and
-receives per step, as counted by the kernel. Without the exchange, the 2 processes train without summing gradients."""
+receives per step, as counted by the kernel. Without the exchange, the 2 processes train without summing gradients.
+Horovod is measured if it is installed; `make horovod` builds it."""
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) -> dict:
     """Train the models with each implementation in each setup, in turn. Returns the input of `table`.
 
-    steps: per run of LeNet. result["skipped"]: one line for each kvstore that cannot be measured here.
+    steps: per run of LeNet.
     """
-    kvstores, skipped = installed()
     ways = {"1 process of 2 contexts": {"kvstore": "local", "exchange": True}}
-    for kvstore in kvstores:
+    for kvstore in installed():
         ways[f"{kvstore}, 2 processes"] = {"kvstore": kvstore, "exchange": True}
         ways[f"{kvstore}, without the exchange"] = {"kvstore": kvstore, "exchange": False}
     jobs = {
@@ -52,18 +54,14 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
         for impl in IMPLS[name]
         for way, arguments in ways.items()
     }
-    runs: dict[str, dict] = {}
-    for (name, impl, way), run in harness.measure(jobs, rounds).items():
-        series = runs.setdefault(f"{TITLE[name]}, {impl}", {"batch_size": BATCH_SIZE[name], "ways": {}})
-        series["ways"][way] = run
-    return {"rounds": rounds, "skipped": skipped, "runs": runs}
+    measured = harness.measure(jobs, rounds)
+    runs = [{"model": name, "impl": impl, "way": way, **measured[name, impl, way]} for name, impl, way in jobs]
+    return {"rounds": rounds, "runs": runs}
 
 
-def installed() -> tuple[tuple[str, ...], list[str]]:
-    """The kvstores that can be measured here, and one line for each kvstore that cannot."""
-    if importlib.util.find_spec("horovod"):
-        return ("horovod", "dist_sync"), []
-    return ("dist_sync",), ["Horovod is not installed and was not measured; `make horovod` builds it"]
+def installed() -> list[str]:
+    """The kvstores that can be measured here."""
+    return [kvstore for kvstore in LAUNCHERS if kvstore != "horovod" or importlib.util.find_spec("horovod")]
 
 
 def job(kvstore: str, **arguments: Any) -> Job:
@@ -79,74 +77,62 @@ def table(result: dict) -> str:
         f"2 processes of 1 context against 1 process of 2 contexts, medians of {result['rounds']} rounds (min-max);",
         harness.machine_line(),
         NOTES,
-        *result["skipped"],
     ]
-    for name, series in result["runs"].items():
-        one, size = next(iter(series["ways"].values())), series["batch_size"]
-        rows = [
-            (way, size, run, {"ratio": ratios(one, run), "MB out, in": _megabytes(run)})
-            for way, run in series["ways"].items()
-        ]
-        lines += ["", *harness.speed_table(f"{name}, batch {size}", rows)]
+    for (model, impl), group in groupby(result["runs"], itemgetter("model", "impl")):
+        runs, size, rows = list(group), BATCH_SIZE[model], []
+        for run in runs:
+            sent, received = (f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
+            columns = {"ratio": ratios(runs[0], run), "MB out, in": f"{sent}, {received}"}
+            rows.append((run["way"], size, run, columns))
+        lines += ["", *harness.speed_table(f"{TITLE[model]}, {impl}, batch {size}", rows)]
     return "\n".join(lines)
 
 
-def _megabytes(run: Run) -> str:
-    """Format the median MB that worker 0 sent and received per step."""
-    return ", ".join(f"{median(run[name]) / 1e6:.2f}" for name in ("sent_bytes", "received_bytes"))
-
-
-def traffic() -> tuple[int, int]:
+def traffic() -> np.ndarray:
     """(bytes sent, bytes received) over this process's TCP connections since each was opened, without headers.
 
     Source: the kernel's struct tcp_info, tcpi_bytes_acked and tcpi_bytes_received (linux/tcp.h).
     """
-    sent = received = 0
+    total = np.zeros(2)
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not a TCP socket, or already closed
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
                 if len(info) == 136:
-                    acked, got = struct.unpack_from("QQ", info, 120)
-                    sent, received = sent + acked, received + got
-    return sent, received
+                    total += struct.unpack_from("QQ", info, 120)
+    return total
 
 
-def work(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
+def measure(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
     """Measure time and traffic per step. exchange: False trains the processes without summing gradients."""
-    size, warm_up = BATCH_SIZE[model], WARM_UP_STEPS[model]
-    steps = max(5, round(steps * STEP_SHARE[model]))
-    data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
+    size = BATCH_SIZE[model]
+    moved = np.zeros(2)
     with workers.join(kvstore, model=model) as group:
         contexts = 2 // group.count
         group.exchange_device_counts(contexts)
         replicas = harness.replicas(impl, model, contexts, group if exchange else workers.ALONE)
         step = partial(replicas.train_batch, lr=LR[model], batch_size=size)
-        harness.train(step, data, size, range(warm_up * size), group.part)
-        group.all_gather(None)  # all workers start at the same time
-        start, before = time.perf_counter(), traffic()
-        harness.train(step, data, size, range(steps * size), group.part)
-        group.all_gather(None)
-        seconds, after = time.perf_counter() - start, traffic()
-    sent, received = ((b - a) / steps for a, b in zip(before, after))
-    step_ms = 1000 * seconds / steps
-    return {"step_ms": step_ms, "sent_bytes": sent, "received_bytes": received, "peak_mb": harness.peak_mb()}
+
+        def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
+            group.all_gather(None)  # all workers start at the same time
+            before, start = traffic(), time.perf_counter()
+            loss = harness.train(step, data, size, order, group.part)
+            group.all_gather(None)
+            seconds = time.perf_counter() - start
+            moved[:] = (traffic() - before) * size / len(order)
+            return loss, seconds
+
+        found = harness.time_steps(train, model, size, steps)
+    return {**found, "sent_bytes": moved[0], "received_bytes": moved[1]}
 
 
-def main() -> None:
-    """Serve or measure, depending on this process's role. Worker 0 prints the result."""
-    arguments = json.loads(sys.argv[1])
-    here = process.expect(arguments["kvstore"])
+def work(kvstore: str, **arguments: Any) -> dict[str, float] | None:
+    """Serve or measure, depending on this process's role. Returns worker 0's result."""
+    here = process.expect(kvstore)
     if here.role != "worker":
         serve.serve(here)
-        return
+        return None
     engine.configure(2 // here.workers, processes=here.local_workers)
-    if here.rank == 0:
-        harness.main(work)
-    else:
-        work(**arguments)
-
-
-if __name__ == "__main__":
-    main()
+    found = measure(kvstore, **arguments)
+    return found if here.rank == 0 else None

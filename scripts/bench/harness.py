@@ -1,7 +1,7 @@
 """Code that measurements share: worker processes, rounds, training, statistics, tables, and --out.
 
-A measurement runs in a separate process, `python -m bench.MODULE ARGUMENTS`, because the engine reads its settings only
-once. ARGUMENTS and the last line that the process prints are JSON. Nothing here imports mxnet into the calling process.
+A measurement runs in a worker, a separate process, because the engine reads its settings only once: see __main__.py.
+Nothing here imports mxnet into the calling process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -39,6 +40,7 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that affect the engine
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
+PACKAGES = {"mxnet": "MXNet", "mxnet-cu112": "MXNet", "numpy": "NumPy", "torch": "PyTorch"}
 
 Subject = TypeVar("Subject", bound=Hashable)
 Run = dict[str, list]  # {what was measured: one value per round}
@@ -61,7 +63,7 @@ def environment(
 
 
 class Job(NamedTuple):
-    """One measurement, which a worker runs: `python -m bench.MODULE ARGUMENTS`."""
+    """One measurement, which a worker runs: bench.MODULE.work(**ARGUMENTS)."""
 
     module: str
     arguments: Mapping[str, Any]
@@ -77,7 +79,7 @@ def start(name: str, job: Job) -> dict[str, Any]:
     name: what is measured, for messages. Raises the worker's own Error or UsageError; Error if it fails in any other
     way or prints no result.
     """
-    command = [*job.launcher, sys.executable, "-m", f"bench.{job.module}", json.dumps(job.arguments)]
+    command = [*job.launcher, sys.executable, "-m", "bench", job.module, json.dumps(job.arguments)]
     finished = subprocesses.run(command, env=job.env or environment(), seconds=job.seconds)
     subprocesses.check(name, finished, job.advice)
     last = finished.out.strip().rpartition("\n")[2]
@@ -87,19 +89,13 @@ def start(name: str, job: Job) -> dict[str, Any]:
         raise Error(f"{name} failed: its last line of output is not a result: {last!r}") from None
 
 
-def main(work: Callable[..., dict[str, Any]]) -> None:
-    """Print the result of work(**ARGUMENTS). Called in a worker."""
-    print(json.dumps(work(**json.loads(sys.argv[1]))), flush=True)
-
-
 def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
     """Run jobs that return {what: value}. Returns {subject: {what: [value per round]}}.
 
     Each round runs every job once, so results from the same round can be compared even if the machine's speed changes.
     """
     results: dict[Subject, Run] = {subject: {} for subject in jobs}
-    disable = not sys.stderr.isatty()
-    with tqdm(total=rounds * len(jobs), unit=" run", leave=False, disable=disable) as bar:
+    with tqdm(total=rounds * len(jobs), unit=" run", leave=False, disable=None) as bar:
         for _ in range(rounds):
             for subject, job in jobs.items():
                 bar.set_description(str(subject))
@@ -235,19 +231,21 @@ def plural(count: int, noun: str) -> str:
 
 
 def facts() -> dict[str, Any]:
-    """{name: value} for the machine, the versions, and the engine's settings in this process's environment."""
+    """{name: value} for the machine and the versions."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     fields = dict(line.replace("\t", "").split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     flags = fields.get("flags", "").split()
+    versions = {"Python": platform.python_version()}
+    for package, name in PACKAGES.items():
+        with suppress(PackageNotFoundError):
+            versions[name] = version(package)
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": fields.get("model name", platform.machine()).strip(),
         "instruction_sets": [name for flag, name in INSTRUCTION_SETS.items() if flag in flags],
         "DNNL_MAX_CPU_ISA": os.environ.get("DNNL_MAX_CPU_ISA"),
         "gluon_mgpu": __version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("mxnet", "numpy", "torch")},
-        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
+        "versions": versions,
     }
 
 
@@ -259,20 +257,12 @@ def processor() -> str:
 
 
 def machine_line() -> str:
-    """Format the facts, without the settings, in one line."""
+    """Format the facts in one line."""
     found = facts()
     limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
     sets = ", ".join(found["instruction_sets"]) or "no AVX2"
-    versions = {"Python": "python", "MXNet": "mxnet", "NumPy": "numpy", "PyTorch": "torch"}
-    named = ", ".join(f"{name} {found[key]}" for name, key in versions.items() if found[key])
-    return f"{plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {named}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return version("mxnet-cu112") if package == "mxnet" else None
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    return f"{plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {versions}"
 
 
 def peak_mb() -> float:
@@ -281,23 +271,14 @@ def peak_mb() -> float:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
-def write(
-    out: str | Path, name: str, result: dict[str, Any], draw: Callable[[dict, BinaryIO], None] | None = None
-) -> None:
-    """Write the result and the machine's facts to NAME.json in `out`. If there is a trace, write it to NAME.trace.json.
-    If `draw` is given, write its plot to NAME.png."""
+def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:
+    """Write the result and the machine's facts to NAME.json in `out`. draw(result, file) draws NAME.png, if given."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
-    numbers = {"machine": facts(), **result}
-    if "trace" in numbers:
-        _write_json(folder / f"{name}.trace.json", numbers.pop("trace"))
-    _write_json(folder / f"{name}.json", numbers)
+    text = json.dumps({"machine": facts(), **result}, indent=1)
+    checkpoint.write_whole(folder / f"{name}.json", lambda file: file.write(text.encode()))
     if draw:
         checkpoint.write_whole(folder / f"{name}.png", lambda file: draw(result, file))
-
-
-def _write_json(path: Path, content: Any) -> None:
-    checkpoint.write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode()))

@@ -140,8 +140,8 @@ def _predict(model: str, terms: list[float], speed: int, link: str) -> dict[str,
     for way in CLUSTER:
         times = [1000 * allreduce_seconds(way, k, GRADIENT_BYTES[model], *LINKS[link]) for k in DEVICES]
         efficiency[way] = [compute / (compute + ms) for ms in times]
-    about = {"model": model, "speed": speed, "link": link}
-    return {**about, "predicted_compute_ms": compute, "predicted_efficiency": efficiency}
+    predicted = {"predicted_compute_ms": compute, "predicted_efficiency": efficiency}
+    return {"model": model, "speed": speed, "link": link, **predicted}
 
 
 def table(result: dict) -> str:
@@ -205,10 +205,8 @@ def draw(result: dict, file: BinaryIO) -> None:
         axes.grid(alpha=0.3)
         speed = "one core" if case["speed"] == 1 else f"{case['speed']} x one core"
         axes.set_title(f"predicted: {TITLE[case['model']]}, {speed}, {case['link']}", fontsize="small")
-    for axes in panels[:, 0]:
-        axes.set_ylabel("predicted efficiency, %")
-    for axes in panels[-1]:
-        axes.set_xlabel("devices")
+    right.supxlabel("devices")
+    right.supylabel("predicted efficiency, %")
     panels[0, 0].legend(title="allreduce", fontsize="small")
     figure.savefig(file, format="png", dpi=100)
 

@@ -1,7 +1,4 @@
-"""`partition`: compares three ways to split LeNet across devices: time, bytes moved, and idle time.
-
-A worker, `python -m bench.partition JOB`, trains on synthetic data.
-"""
+"""`partition`: compares three ways to split LeNet across devices: time, bytes moved, and idle time."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ RECORDED_STEPS = 20
 
 PARAMETERS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, layer by layer
 ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # outputs of each layer, per example
-PIXELS = 28 * 28
-
 
 WAYS = {  # {name: arguments of `work`}
     "one device, one thread": {"way": "data parallelism", "contexts": 1},
@@ -36,42 +31,39 @@ WAYS = {  # {name: arguments of `work`}
 def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
     """Measure the named entries of WAYS in turn. Returns the input of `table`. steps: number of timed steps per run.
 
-    For each way, the result contains "step_ms" and "idle" (each device's idle share) per round, and the bytes from
-    `bytes_moved`. "idle" comes from additional steps with the engine's profiler.
+    For each way, the result contains "step_ms" and "idle" (each device's idle share) per round, and "bytes_moved".
+    "idle" comes from additional steps with the engine's profiler.
     """
     env = harness.environment(harness.ONE_THREAD)  # otherwise, one context would use more threads
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
-    ways = []
-    for name, run in harness.measure(jobs, rounds).items():
-        between, from_host = bytes_moved(WAYS[name]["way"], WAYS[name].get("contexts", 2), SIZE)
-        ways.append({"name": name, "bytes_between": between, "bytes_from_host": from_host, **run})
-    return {"batch_size": SIZE, "rounds": rounds, "steps": steps, "ways": ways}
+    ways = {
+        name: {**run, "bytes_moved": bytes_moved(WAYS[name]["way"], WAYS[name].get("contexts", 2), SIZE)}
+        for name, run in harness.measure(jobs, rounds).items()
+    }
+    return {"rounds": rounds, "ways": ways}
 
 
-def bytes_moved(way: str, devices: int, n: int) -> tuple[int, int]:
-    """The bytes that a step on n examples copies between devices, and from the host to devices other than the CPU.
-
-    Values are float32. tests/bench/test_bench_partition.py counts the copied bytes.
-    """
-    labels, images, others = n, n * PIXELS, devices - 1
+def bytes_moved(way: str, devices: int, n: int) -> int:
+    """The bytes that a step on n examples copies between devices, as float32. tests/bench/test_bench_partition.py
+    counts the copied bytes."""
+    others = devices - 1
     if way == "data parallelism":  # every other device sends gradients to the first and receives the sums
-        return 4 * 2 * others * PARAMETERS, 4 * (images + labels)
+        return 4 * 2 * others * PARAMETERS
     if way == "network partitioning":  # sends activations at each cut, and their gradients back
-        return 4 * 2 * n * sum(ACTIVATIONS[:others]), 4 * (images + labels)
+        return 4 * 2 * n * sum(ACTIVATIONS[:others])
     # Each device sends its channels to every other device and gets their gradients back. Scores are sent
     # only to the first device, which itself computes 10 / devices of the scores.
     scores = 10 - -(-10 // devices)
-    return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores), 4 * (devices * images + labels)
+    return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores)
 
 
 def table(result: dict) -> str:
     """Format ms and MB per step of each way, and the idle share of each device."""
-    rows = [["", "ms/step", "MB between devices", "MB from host", "% idle, by device"]]
-    for way in result["ways"]:
-        idle = " ".join(f"{100 * median(shares):3.0f}" for shares in zip(*way["idle"]))
-        mb = (f"{way[key] / 1e6:.3f}" for key in ("bytes_between", "bytes_from_host"))
-        rows.append([way["name"], harness.spread(way["step_ms"], 1), *mb, idle])
-    title = f"LeNet split over devices, training, batch {result['batch_size']}, one thread per device, medians of"
+    rows = [["", "ms/step", "MB between devices", "% idle, by device"]]
+    for name, run in result["ways"].items():
+        idle = " ".join(f"{100 * median(shares):3.0f}" for shares in zip(*run["idle"]))
+        rows.append([name, harness.spread(run["step_ms"], 1), f"{run['bytes_moved'] / 1e6:.3f}", idle])
+    title = f"LeNet split over devices, training, batch {SIZE}, one thread per device, medians of"
     return "\n".join([f"{title} {result['rounds']} rounds (min-max);", harness.machine_line(), *harness.table(rows)])
 
 
@@ -89,7 +81,3 @@ def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dic
     times = harness.time_steps(timed(step, SIZE), "lenet", SIZE, steps)
     found = timeline.summary(harness.record(step, ctx, SIZE, RECORDED_STEPS, way))["contexts"]
     return {**times, "idle": [device["idle_share"] for device in found.values()]}
-
-
-if __name__ == "__main__":
-    harness.main(work)

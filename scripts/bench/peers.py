@@ -15,7 +15,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
+
+import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, ratios, spread
@@ -23,15 +25,19 @@ from bench.steps import Subject, one_thread
 from gluon_mgpu.runtime import engine, subprocesses
 from gluon_mgpu.runtime.errors import Error
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 # Environment variables that change how PyTorch computes, besides the engine's settings.
 TORCH_SETTINGS = ("TORCH", "PYTORCH_", "MKL_", "KMP_", "GLOO_")
 TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes": {"processes": 2, "threads": 1}}
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
 NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
 HIGHLEVEL = "highlevel, 2 contexts"
+COLORS = {
+    "notebook": "0.6",
+    "PyTorch": "tab:orange",
+    "DDP": "tab:orange",
+    "scratch": "tab:blue",
+    "highlevel": "tab:blue",
+}
 
 # Programs that print the instruction sets that a library uses, as "isa:NAME".
 ISA = {
@@ -118,34 +124,21 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw examples per second of each subject, one panel per model, as PNG."""
+    """Draw examples per second of each subject, one panel per model, as PNG. Lines: from minimum to maximum."""
     from matplotlib.figure import Figure
 
     heights = [len(runs) for runs in result["models"].values()]
     figure = Figure(figsize=(8, 0.9 + 0.42 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, (model, runs) in zip(panels, result["models"].items()):
-        _bars(axes, {name: [1000 * BATCH_SIZE[model] / ms for ms in run["step_ms"]] for name, run in runs.items()})
+        rates = np.array([1000 * BATCH_SIZE[model] / np.array(run["step_ms"]) for run in runs.values()])
+        middle = np.median(rates, axis=1)
+        ranges = middle - rates.min(axis=1), rates.max(axis=1) - middle
+        bars = axes.barh([*runs], middle, xerr=ranges, color=[COLORS[name.split(",")[0]] for name in runs])
+        axes.bar_label(bars, [harness.three_digits(rate) for rate in middle], padding=5)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
         axes.set_title(f"{TITLE[model]}, batch {BATCH_SIZE[model]}: examples/s, median of {result['rounds']} rounds")
     figure.savefig(file, format="png", dpi=120)
-
-
-def _bars(axes: Axes, rates: dict[str, list[float]]) -> None:
-    """Draw one horizontal bar per name: the median of its rates, with a line from minimum to maximum."""
-    for i, (name, values) in enumerate(rates.items()):
-        axes.barh(i, median(values), color=_color(name))
-        axes.plot([min(values), max(values)], [i, i], color="black", linewidth=1.5)
-        label = harness.three_digits(median(values))
-        axes.annotate(label, (max(values), i), (5, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(rates)), list(rates))
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-
-
-def _color(name: str) -> str:
-    if name == NOTEBOOK:
-        return "0.6"
-    return "tab:blue" if name.startswith(("scratch", "highlevel")) else "tab:orange"

@@ -14,16 +14,8 @@ from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
 from bench.steps import Subject, measure, one_thread
 
-CONTEXTS = (1, 2, 4, 8)
 
-
-def run(
-    model: Sequence[str] = tuple(TITLE),
-    contexts: Sequence[int] = CONTEXTS,
-    batch_size: Sequence[int] = (),
-    rounds: int = 3,
-    steps: int = 100,
-) -> dict:
+def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int], rounds: int, steps: int) -> dict:
     """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
     Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: 1 is always
@@ -38,7 +30,7 @@ def run(
         for kind in ("strong", "weak")
         for k in sorted({1, *contexts})
     }
-    measured = measure(tuple(dict.fromkeys(subjects.values())), rounds, steps)
+    measured = measure(subjects.values(), rounds, steps)
     runs = [
         {**dict(zip(("impl", "model", "kind", "contexts"), point)), "batch_size": of_it.size, **measured[of_it]}
         for point, of_it in subjects.items()

@@ -1,7 +1,6 @@
 """`shares`: compares equal and unequal shards on two contexts while one context's core also runs other programs.
 
-A worker, `python -m bench.shares JOB`, keeps the thread of each context on its own core, so that programs on the
-second core slow down only cpu(1).
+A worker keeps the thread of each context on its own core, so that programs on the second core slow down only cpu(1).
 """
 
 from __future__ import annotations
@@ -78,7 +77,3 @@ def work(shares: list[int] | str | None, programs: int, steps: int) -> dict[str,
         for other in others:
             other.kill()
             other.wait()
-
-
-if __name__ == "__main__":
-    harness.main(work)

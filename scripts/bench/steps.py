@@ -1,17 +1,15 @@
 """`steps`: measures speed and memory of the training step and of the notebook's code, in turn, in separate processes.
 
-A worker, `python -m bench.steps JOB`, trains on synthetic data. docs/performance.md and docs/engine.md have results.
+docs/performance.md and docs/engine.md have results.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,7 +48,7 @@ class Subject(NamedTuple):
         return self.batch_size or BATCH_SIZE[self.model]
 
     def job(self, mode: str, steps: int) -> Job:
-        """Create the job of a worker that measures the subject. mode: a key of MODES."""
+        """Create the job of a worker that measures the subject. mode: "time" or "profile"."""
         arguments = {"mode": mode, "subject": self, "steps": steps}
         advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
         return Job("steps", arguments, harness.environment(self.settings), seconds=900, advice=advice)
@@ -87,33 +85,44 @@ def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> d
     return harness.measure({subject: subject.job("time", steps) for subject in subjects}, rounds)
 
 
-def speeds(what: str, rounds: int = 3, steps: int = 100) -> str:
-    """Measure SUBJECTS[what]. Returns a table for a terminal."""
-    groups = SUBJECTS[what]
-    results = measure(itertools.chain(*groups), rounds, steps)
-    lines = [f"Medians of {rounds} rounds (min-max); {harness.machine_line()}"]
-    for group in groups:
-        first = group[0]
-        columns = {subject: {f"x {first}": ratios(results[first], results[subject])} for subject in group}
-        title = f"{TITLE[first.model]}, batch {first.size}"
-        lines += harness.speed_table(title, [(str(s), s.size, results[s], columns[s]) for s in group])
+def run(what: Sequence[str] = ("step", "resnet18"), rounds: int = 3, steps: int = 100) -> dict:
+    """Measure the named SUBJECTS; "profile": the time of each operator. Returns the input of `table`."""
+    groups = []
+    for name in what:
+        for subjects in SUBJECTS.get(name, []):
+            runs = {str(subject): run for subject, run in measure(subjects, rounds, steps).items()}
+            groups.append({"model": subjects[0].model, "batch_size": subjects[0].size, "runs": runs})
+    return {"rounds": rounds, "groups": groups, "profile": profile(steps) if "profile" in what else {}}
+
+
+def profile(steps: int) -> dict[str, dict[str, float]]:
+    """Measure {implementation: {operator: milliseconds per step}} with the engine's profiler."""
+    settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # run operators one by one
+    subjects = [Subject(impl, 1, settings=settings) for impl in ("notebook", "scratch", "highlevel")]
+    return {subject.impl: harness.start(subject.impl, subject.job("profile", steps)) for subject in subjects}
+
+
+def table(result: dict) -> str:
+    """Format each group's times, compared with its first subject, and the time of each operator."""
+    lines = [f"Medians of {result['rounds']} rounds (min-max); {harness.machine_line()}"]
+    for group in result["groups"]:
+        size, runs = group["batch_size"], group["runs"]
+        first = next(iter(runs))
+        rows = [(name, size, run, {f"x {first}": ratios(runs[first], run)}) for name, run in runs.items()]
+        lines += harness.speed_table(f"{TITLE[group['model']]}, batch {size}", rows)
+    if result["profile"]:
+        lines += [
+            "ms/step on 1 context with 1 thread, operators of at least 0.05 ms",
+            *_profile_table(result["profile"]),
+        ]
     return "\n".join(lines)
 
 
-def profile(steps: int = 50) -> str:
-    """Measure the milliseconds per step of each operator with the engine's profiler. Returns a table."""
-    settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # run operators one by one
-    impls = ("notebook", "scratch", "highlevel")
-    jobs = {impl: Subject(impl, 1, settings=settings).job("profile", steps) for impl in impls}
-    times = {impl: harness.start(impl, job) for impl, job in jobs.items()}
+def _profile_table(times: dict[str, dict[str, float]]) -> list[str]:
     slowest = {name: max(ms.get(name, 0) for ms in times.values()) for ms in times.values() for name in ms}
-    rows = [["", *impls]]
-    for name in sorted(slowest, key=lambda name: -slowest[name]):
-        if slowest[name] >= 0.05:
-            rows.append([name, *(f"{ms.get(name, 0):.2f}" for ms in times.values())])
-    rows.append(["all", *(f"{sum(ms.values()):.2f}" for ms in times.values())])
-    title = f"ms/step on 1 context with 1 thread, operators of at least 0.05 ms; {harness.machine_line()}"
-    return "\n".join([title, *harness.table(rows)])
+    shown = [name for name in sorted(slowest, key=slowest.__getitem__, reverse=True) if slowest[name] >= 0.05]
+    rows = [[name, *(f"{ms.get(name, 0):.2f}" for ms in times.values())] for name in shown]
+    return harness.table([["", *times], *rows, ["all", *(f"{sum(ms.values()):.2f}" for ms in times.values())]])
 
 
 def trainer(subject: Subject) -> Train:
@@ -178,10 +187,10 @@ def _profile(subject: Subject, steps: int) -> dict[str, float]:
 
     data, order = datasets.synthetic(steps * subject.size, 100, seed=0), np.arange(steps * subject.size)
     train(data, order)
+    on = dict.fromkeys(("profile_imperative", "profile_symbolic", "aggregate_stats"), True)
     folder = tempfile.mkdtemp()
     try:  # the profiler always writes a file, and sometimes writes it while the folder is removed
-        file = os.path.join(folder, "profile.json")
-        mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, aggregate_stats=True, filename=file)
+        mx.profiler.set_config(filename=f"{folder}/profile.json", **on)
         mx.profiler.set_state("run")
         train(data, order)
         mx.profiler.set_state("stop")
@@ -191,10 +200,9 @@ def _profile(subject: Subject, steps: int) -> dict[str, float]:
     return {name: times["Total"] / steps for name, times in operators.items()}
 
 
-MODES = {
-    "time": lambda subject, steps: harness.time_steps(trainer(subject), subject.model, subject.size, steps),
-    "profile": _profile,
-}
-
-if __name__ == "__main__":
-    harness.main(lambda mode, subject, steps: MODES[mode](Subject(*subject), steps))
+def work(mode: str, subject: list[Any], steps: int) -> dict[str, Any]:
+    """Measure the time of a step, or with mode "profile", the time of each operator. subject: a Subject's fields."""
+    of = Subject(*subject)
+    if mode == "profile":
+        return _profile(of, steps)
+    return harness.time_steps(trainer(of), of.model, of.size, steps)

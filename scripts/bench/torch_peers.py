@@ -1,6 +1,6 @@
 """The PyTorch part of `peers`: the same networks, and a worker that trains one of them. Only this module imports torch.
 
-A worker, `python -m bench.torch_peers JOB`, starts the processes of DistributedDataParallel itself. It never imports
+A worker starts the processes of DistributedDataParallel itself. It never imports
 mxnet, which would load a second OpenMP runtime.
 """
 
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +145,3 @@ def work(steps: int, **subject: Any) -> dict[str, Any]:
         raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
     together = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
     return {what: join([of_rank[what] for of_rank in found]) for what, join in together.items()}
-
-
-if __name__ == "__main__":
-    try:
-        harness.main(work)
-    except Exception as error:  # PyTorch's messages span many lines
-        traceback.print_exc()
-        sys.exit(f"error: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")

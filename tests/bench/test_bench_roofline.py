@@ -69,6 +69,6 @@ def test_a_measured_step_has_the_flop_of_lenet_and_no_operator_takes_longer_than
     # With padded channels, it is more. The first convolution has no data gradient.
     assert convolutions >= 0.999 * 2 * 128 * (2 * 20 * 26**2 * 9 + 3 * 50 * 9**2 * 20 * 25)
     assert 0 < sum(row["ms"] for row in found["operators"]) < found["step_ms"]
-    assert min(found["flops"], found["bytes_per_s"], found["cached_bytes_per_s"]) > 1e8
+    assert min(found["flops"], found["bytes_per_s"]) > 1e8
     table = roofline.table({"models": {"lenet": found}})
     assert "% of step" in table and "outside oneDNN" in table

@@ -58,7 +58,7 @@ def test_weak_scaling_trains_k_times_the_batch_and_each_point_is_measured_once(m
         return {"step_ms": 10.0 * subject.size, "peak_mb": 1.0}
 
     monkeypatch.setattr(harness, "start", start)
-    runs = scaling.run(("lenet", "resnet18"), (2, 4), batch_size, rounds=2)["runs"]
+    runs = scaling.run(("lenet", "resnet18"), (2, 4), batch_size, rounds=2, steps=10)["runs"]
     assert len(asked) == 2 * len(set(asked)) == 2 * 3 * points  # 3: scratch's LeNet and highlevel's two networks
     found = {(run["impl"], run["model"], run["kind"], run["contexts"], run["batch_size"]) for run in runs}
     assert found == {
