@@ -11,14 +11,12 @@ import time
 from pathlib import Path
 
 import interrupts
-import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from mxnet.gluon import nn
 from small_networks import softmax_regression
 
-from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, records
 from gluon_mgpu.training.settings import RENAMED
@@ -113,25 +111,6 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(impl, resume=tmp_path, **options)
     assert_same_bits(results(tmp_path), whole[impl, kind])
-
-
-def with_batch_norm():
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, strides=2), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(10))
-    net[0].weight.grad_req = "null"  # frozen, though it is not a running statistic
-    return net
-
-
-networks.register("with_batch_norm", with_batch_norm, mx.init.Xavier())
-
-
-def test_a_run_with_batch_normalization_is_resumed_with_its_running_statistics(monkeypatch, tmp_path):
-    options = {"model": "with_batch_norm", "epochs": 1, "momentum": 0.9}
-    train("highlevel", **options, out=tmp_path / "whole")
-    interrupted(monkeypatch, "highlevel", 5, **options, out=tmp_path / "run")
-    train("highlevel", **options, resume=tmp_path / "run")
-    assert_same_bits(results(tmp_path / "run"), results(tmp_path / "whole"))
-    assert "1.running_var" in arrays(tmp_path / "run")
 
 
 def test_a_finished_run_can_be_given_more_epochs(whole, begun):
