@@ -1,14 +1,8 @@
 """However a run ended, it can be resumed, and gives the same result as a run that nothing interrupted."""
 
 import json
-import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import interrupts
 import numpy as np
@@ -21,7 +15,6 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, records
 from gluon_mgpu.training.settings import RENAMED
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
 IMPLS = {"scratch": scratch, "highlevel": highlevel}
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
@@ -292,34 +285,3 @@ def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begu
         train(resume=begun)
     state, facts = checkpoint.load(begun / "checkpoint.npz")
     assert len(facts["history"]) == 2 and all(np.isfinite(array).all() for array in state.values())
-
-
-LONGER = {"momentum": 0.9, "weight_decay": 0.001, "schedule": "cosine", "warmup_epochs": 0.5, "epochs": 6}
-
-
-def start(**options):
-    """`train.py` with these options, as a process."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    command = [sys.executable, str(SCRIPT), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_command_killed_at_a_random_moment_and_resumed_has_the_bits_of_a_whole_run_in_python(kills, tmp_path):
-    history = train(out=tmp_path / "whole", **LONGER)
-    expected, moments = results(tmp_path / "whole"), random.Random(5)
-    options = {**SIZE, **LONGER, "gpus": 2, "batch_size": BATCH, "lr": LR}
-    for kill in range(kills):
-        folder = tmp_path / f"run{kill}"
-        run = start(out=folder, **options)
-        epochs, part = divmod(LONGER["epochs"] * moments.random(), 1)
-        for _ in range(1 + int(epochs)):  # "running on", and a line per epoch
-            assert run.stdout.readline()
-        time.sleep(part * history[-1].train_seconds)
-        run.send_signal(signal.SIGKILL)
-        run.communicate()
-        again = start(resume=folder) if records.exists(folder) else start(out=folder, **options)
-        _, err = again.communicate()
-        assert again.returncode == 0, err
-        assert_same_bits(results(folder), expected)
-        assert sorted(os.listdir(folder)) == sorted(records.FILES)
