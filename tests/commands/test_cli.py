@@ -5,7 +5,6 @@ import re
 import runpy
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
+from own_process import finished
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.launch import launch
@@ -108,6 +108,10 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatc
         ("train --shares fast", ["--shares: 'fast'", "auto"]),
         ("parity --seeds 4,4", ["--seeds: '4,4'"]),
         ("launch --workers 0 -- true", ["--workers: 0"]),
+        ("launch --servers 129 -- true", ["--servers: 129"]),
+        ("launch --port 0 -- true", ["--port: 0"]),
+        ("launch --port 65535 -- true", ["--port: 65535"]),
+        ("launch no-such-program", ["no-such-program"]),
         ("evaluate", ["RUN"]),
         ("train --out", ["--out"]),
         # found by Settings and others, which name arguments of Python
@@ -215,13 +219,11 @@ def test_the_shell_completes_commands_options_words_and_files_without_importing_
     (tmp_path / "mxnet.py").write_text("import os; os._exit(9)")
     environment = {"PYTHONPATH": str(tmp_path), "_GLUON_MGPU_COMPLETE": "bash_complete"}
     environment.update(COMP_WORDS=f"gluon-mgpu {line}", COMP_CWORD=str(len(line.split(" "))))
-    program = [Path(sys.executable).with_name("gluon-mgpu")]
-    done = subprocess.run(program, env={**os.environ, **environment}, capture_output=True, text=True)
+    done = finished(Path(sys.executable).with_name("gluon-mgpu"), env={**os.environ, **environment})
     assert (done.returncode, done.stderr, set(done.stdout.split())) == (0, "", offered)
 
 
 @pytest.mark.parametrize("script", ["train", "bench"])  # of gluon_mgpu, and of a module in scripts/
 def test_a_script_starts_if_python_does_not_import_from_its_folder(script):
-    command, environment = [sys.executable, f"scripts/{script}.py", "-h"], {**os.environ, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = finished(sys.executable, f"scripts/{script}.py", "-h", cwd=ROOT, env={**os.environ, "PYTHONSAFEPATH": "1"})
     assert (done.returncode, done.stderr) == (0, "")
