@@ -7,12 +7,11 @@ missing.
 import importlib.util
 import io
 import re
-import subprocess
 import sys
-import textwrap
 
 import pytest
 from bench import harness, peers
+from own_process import finished, program
 
 from gluon_mgpu.runtime.errors import Error
 
@@ -125,7 +124,6 @@ PYTORCHS = """
 @pytest.mark.parametrize("model", ("lenet", "resnet18"))
 def test_pytorchs_network_has_our_loss_and_our_gradients(model, tmp_path):
     for code in (OURS, PYTORCHS):
-        command = [sys.executable, "-c", textwrap.dedent(code), model, str(tmp_path / "ours.npz")]
-        done = subprocess.run(command, env=harness.environment(), capture_output=True, text=True)
+        done = finished(sys.executable, "-c", program(code), model, tmp_path / "ours.npz", env=harness.environment())
         assert done.returncode == 0, done.stderr
     assert max(map(float, done.stdout.split())) < 1e-12

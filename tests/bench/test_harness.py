@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from bench import cli, harness, steps
 from bench.harness import Job
 from click.testing import CliRunner
+from own_process import finished
 
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -93,7 +93,7 @@ def test_ratios_are_those_of_runs_of_one_round(monkeypatch):
 def test_peak_memory_is_of_the_process_alone_and_not_of_the_one_that_started_it():
     large = np.ones(40_000_000)  # 320 MB
     code = f"import sys; sys.path.append({str(SCRIPT.parent)!r}); from bench import harness; print(harness.peak_mb())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = finished(sys.executable, "-c", code)
     assert 5 < float(done.stdout) < 160 and harness.peak_mb() > large.nbytes / 2**20
 
 
@@ -138,7 +138,7 @@ def test_bench_is_a_script_whose_subcommands_have_help():
     assert sorted(cli.bench.commands) == names.split()
     for name in names.split():
         assert CliRunner().invoke(cli.bench, [name, "-h"]).exit_code == 0
-    done = subprocess.run([sys.executable, SCRIPT, "-h"], capture_output=True, text=True)
+    done = finished(sys.executable, SCRIPT, "-h")
     assert done.returncode == 0 and all(name in done.stdout for name in names)
 
 

@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from own_process import finished
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +30,7 @@ def program(path, code):
 
 def find(path, **environment):
     environment = {"PATH": str(path), "PYENV_ROOT": "/nonexistent", **environment}
-    script = str(ROOT / "scripts/find-python.sh")
-    return subprocess.run(["/bin/sh", script], env=environment, capture_output=True, text=True)
+    return finished("/bin/sh", ROOT / "scripts/find-python.sh", env=environment)
 
 
 def fails_with_one_line(done):
@@ -76,8 +75,7 @@ def test_an_install_that_fails_ends_with_a_line_on_what_it_needs_and_is_not_mark
     # A new environment without pip is made sooner, and every call of pip fails.
     program(python, f'[ "$2" = venv ] && set -- "$@" --without-pip; exec {sys.executable} "$@"')
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "NUMPY", "PYTHON")}
-    command = ["make", "install", f"VENV={venv}", f"PYTHON={python}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = finished("make", "install", f"VENV={venv}", f"PYTHON={python}", cwd=ROOT, env=environment)
     last = [line for line in done.stderr.splitlines() if not line.startswith("make")][-1]
     assert done.returncode == 2 and str(venv) in last and "network" in last
     assert (venv / "bin/python").exists() and not list(venv.glob(".installed*"))
@@ -91,6 +89,6 @@ def test_test_all_fails_if_a_suite_fails_or_a_python_cannot_be_installed(tmp_pat
 
     def test_all(pythons):
         environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONS": pythons}
-        return subprocess.run([tmp_path / "scripts/test-all.sh"], env=environment, capture_output=True).returncode
+        return finished(tmp_path / "scripts/test-all.sh", env=environment).returncode
 
     assert [test_all(pythons) for pythons in ("3.9", "3.9 3.10", "3.9 3.11")] == [0, 1, 1]

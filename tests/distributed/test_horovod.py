@@ -1,12 +1,12 @@
 """`make horovod`, and what is specific to Horovod."""
 
 import os
-import subprocess
 import sys
 import zipfile
 
 import pytest
 import runs
+from own_process import finished
 
 from gluon_mgpu.distributed import workers
 
@@ -24,9 +24,8 @@ except Error as error:
 
 
 def run_script(program, **environment):
-    given = {"PYTHONPATH": str(runs.ROOT / "scripts"), **environment}
-    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    environment = {"PYTHONPATH": str(runs.ROOT / "scripts"), **environment}
+    return finished(sys.executable, "-c", program, env=environment, check=True).stdout.strip()
 
 
 def built(folder, *programs):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lenet64
 import numpy as np
+import own_process
 import pytest
 import tiny
 from printed import arrays
@@ -52,8 +53,7 @@ def outputs(path):
 
 
 def command(environment, *arguments):
-    arguments = [sys.executable, "-m", "gluon_mgpu", *map(str, arguments)]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
+    return own_process.command(*arguments, env=environment)
 
 
 EXECUTE = f"""
@@ -66,8 +66,7 @@ nbformat.write(notebook, sys.argv[1])
 
 def execute(path, environment):
     """Execute a notebook with the installed kernel, in place."""
-    command = [sys.executable, "-c", EXECUTE, str(path), str(path.parent)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    run = own_process.finished(sys.executable, "-c", EXECUTE, path, path.parent, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr
 
 
