@@ -13,13 +13,6 @@ import pytest
 
 from gluon_mgpu.training import checkpoint
 
-
-@pytest.fixture
-def empty(tmp_path):
-    (tmp_path / "box").mkdir()
-    return box.Box(random.Random(1), tmp_path / "box", tmp_path, isolated=False)
-
-
 BROKEN = {
     "did not end in time": "import time; time.sleep(60)",
     "processes are left": "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)",
