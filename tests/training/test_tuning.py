@@ -103,11 +103,6 @@ def test_other_networks_are_left_alone(build):
     assert not tuning.tunable(net, [mx.cpu(0)])
 
 
-def test_networks_are_left_alone_on_gpus():
-    net = smooth_lenet()
-    assert tuning.tunable(net, [mx.cpu(0)]) and not tuning.tunable(net, [mx.gpu(0)])
-
-
 @pytest.mark.parametrize("examples, largest_piece", [(32, 0), (64, 32), (128, 64)])
 def test_a_measurement_covers_every_plan_for_the_shard_and_keeps_the_parameters(examples, largest_piece):
     made = highlevel.Replicas([mx.cpu(0), mx.cpu(1)], tune=False)
@@ -160,7 +155,9 @@ def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replic
         np.testing.assert_allclose(p.data(ctx[0]).asnumpy(), q.data(ctx[0]).asnumpy(), rtol=0, atol=atol)
 
 
-def test_other_devices_get_gluons_trainer():
+def test_on_gpus_networks_are_left_alone_and_gluons_trainer_is_used():
+    net = smooth_lenet()
+    assert tuning.tunable(net, [mx.cpu(0)]) and not tuning.tunable(net, [mx.gpu(0)])
     params, rule = [*dense([mx.cpu(0)]).collect_params().values()], {"learning_rate": 0.1, "momentum": 0.0, "wd": 0.0}
     for ctx in ([mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
         assert type(tuning.trainer(params, ctx, rule)) is gluon.Trainer
