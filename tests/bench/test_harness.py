@@ -143,12 +143,7 @@ def test_bench_is_a_script_whose_subcommands_have_help():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ["steps", "--rounds", "1"],
-        ["timeline", "--batch-size", "1"],
-        ["model", "/nonexistent"],
-    ],
+    "options", [["steps", "--rounds", "1"], ["timeline", "--batch-size", "1"], ["model", "/nonexistent"]]
 )
 def test_a_wrong_command_is_one_line_and_status_2(options, capfd):
     with pytest.raises(SystemExit) as ended:

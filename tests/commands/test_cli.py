@@ -56,11 +56,6 @@ def test_help_shows_every_option_with_a_text_under_its_heading_and_h_shows_the_s
     assert found[1] <= IN_ALL and found[0] | IN_ALL == {param.opts[0] for param in options(COMMANDS[name])} | IN_ALL
 
 
-def test_help_shows_the_range_of_a_number(capsys):
-    shown = " ".join(call(capsys, main, "train", "--help")[1].split())
-    assert "Learning rate. [default: 0.2; x>0]" in shown and "[default: 0.0; 0<=x<1]" in shown
-
-
 def parsed(line):
     """(command, options) that click finds in a shell command."""
     program, name, *words = shlex.split(line)
