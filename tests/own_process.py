@@ -24,6 +24,13 @@ def command(*words, **options):
     return finished(sys.executable, "-m", "gluon_mgpu", *words, **options)
 
 
+def write_program(path, code):
+    """Write an executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{code}\n")
+    path.chmod(0o755)
+
+
 def python(code, *arguments, **environment):
     """Run code in a new process, which has these settings of the engine and no others."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}

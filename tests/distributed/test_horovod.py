@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 import runs
-from own_process import finished
+from own_process import finished, write_program
 
 from gluon_mgpu.distributed import workers
 
@@ -30,13 +30,10 @@ def run_script(program, **environment):
 
 def built(folder, *programs):
     """What build_horovod.wheel() returns or says, with an empty cache, these programs, and no network."""
-    path = folder / "bin"
-    path.mkdir(exist_ok=True)
     for name in programs:
-        (path / name).write_text("#!/bin/sh\n")
-        (path / name).chmod(0o755)
+        write_program(folder / "bin" / name, "")
     cache = str(folder / "cache")
-    return run_script(BUILD, XDG_CACHE_HOME=cache, PATH=str(path), PIP_NO_INDEX="1", HOME=cache)
+    return run_script(BUILD, XDG_CACHE_HOME=cache, PATH=str(folder / "bin"), PIP_NO_INDEX="1", HOME=cache)
 
 
 @pytest.mark.parametrize(

@@ -188,10 +188,7 @@ def test_stopped_processes_and_those_that_ignore_sigterm_end_too(run):
     assert not run.left()
 
 
-@pytest.mark.parametrize(
-    "name, status, launchers",
-    [("worker0", 2, 2), ("worker1", 3, 1), ("server0", 2, 1)],
-)
+@pytest.mark.parametrize("name, status, launchers", [("worker0", 2, 2), ("worker1", 3, 1), ("server0", 2, 1)])
 def test_the_exit_status_is_that_of_the_worker_that_failed_first(run, name, status, launchers):
     fails = f"""
     if me == "{name}":

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import runs
 import tiny
+from own_process import write_program
 
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import datasets
@@ -78,7 +79,6 @@ def no_data_anywhere(tmp_path, monkeypatch):
     tiny.hide_data_sets(monkeypatch, tmp_path, SUMS)
     for variable in ("GLUON_MGPU_MIRROR", "MXNET_HOME"):
         monkeypatch.delenv(variable, raising=False)
-    (tmp_path / "bin").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -258,8 +258,7 @@ def stub_apt(tmp_path, monkeypatch, download="touch stub.deb", unpacked=GZIPPED)
         "dpkg-deb": f'test -f "$2" && cp -r {tmp_path}/package/. "$3"\n',
     }
     for program, script in scripts.items():
-        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{script}")
-        (tmp_path / "bin" / program).chmod(0o755)
+        write_program(tmp_path / "bin" / program, script)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     return log
 
