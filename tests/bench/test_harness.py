@@ -12,6 +12,7 @@ from bench import cli, harness, steps
 from bench.harness import Job
 from click.testing import CliRunner
 from own_process import finished
+from printed import call
 
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -146,7 +147,5 @@ def test_bench_is_a_script_whose_subcommands_have_help():
     "options", [["steps", "--rounds", "1"], ["timeline", "--batch-size", "1"], ["model", "/nonexistent"]]
 )
 def test_a_wrong_command_is_one_line_and_status_2(options, capfd):
-    with pytest.raises(SystemExit) as ended:
-        cli.bench(options)
-    out, err = capfd.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")
+    status, out, err = call(capfd, cli.bench, *options)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")

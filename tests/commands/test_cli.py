@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import pytest
 from own_process import finished
+from printed import call
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.launch import launch
@@ -29,13 +30,6 @@ IN_ALL = {"--debug", "--help", "--version"}
 
 def options(command):
     return [param for param in command.params if isinstance(param, click.Option)]
-
-
-def call(capsys, command, *words, program="gluon-mgpu"):
-    """(exit status, standard output, standard error) of a command."""
-    with pytest.raises(SystemExit) as ended:
-        command.main([*words], prog_name=program)
-    return (ended.value.code, *capsys.readouterr())
 
 
 def wrong(capsys, line):

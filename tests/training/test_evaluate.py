@@ -10,6 +10,7 @@ import lenet64
 import numpy as np
 import pytest
 from PIL import Image
+from printed import call
 
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.commands.evaluate import evaluate as command
@@ -52,10 +53,8 @@ def recorded_accuracy(run):
 
 def printed(capfd, *arguments):
     """What the command prints."""
-    with pytest.raises(SystemExit) as ended:
-        command([*map(str, arguments), "--device", "cpu"])
-    out, err = capfd.readouterr()
-    assert (ended.value.code, err) == (0, "")
+    status, out, err = call(capfd, command, *arguments, "--device", "cpu")
+    assert (status, err) == (0, "")
     return out
 
 
