@@ -1,7 +1,6 @@
 """The two lessons: the notebooks' functions, their step against one device and float64, and what `train` calls."""
 
 import inspect
-import json
 from pathlib import Path
 from statistics import NormalDist
 
@@ -189,21 +188,6 @@ class TestWhatYouReadIsWhatRuns:
             monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
         module.train(2, 64, LR, **self.OPTIONS)
         assert called == set(names)
-
-    def test_a_network_of_ones_own_trains_from_scratch_on_several_devices_as_on_one(self, tmp_path):
-        def mlp(X, params):
-            W1, b1, W2, b2 = params
-            hidden = nd.Activation(nd.FullyConnected(X, W1, b1, num_hidden=32), act_type="sigmoid")
-            return nd.FullyConnected(hidden, W2, b2, num_hidden=10)
-
-        rng = np.random.default_rng(0)
-        params = [nd.array(0.1 * rng.standard_normal(s)) for s in ((32, 784), (32,), (10, 32), (10,))]
-        losses = [
-            scratch.train(n, 64, LR, net=mlp, params=params, out=tmp_path / str(n), **self.OPTIONS)[0].train_loss
-            for n in (1, 2)
-        ]
-        assert json.loads((tmp_path / "2" / "config.json").read_text())["model"] == "mlp"
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # smooth: rounding only, over 5 steps
 
     def test_without_tuning_a_plain_gluon_network_trains_with_mxnets_own_store(self):
         made = highlevel.Replicas(contexts(2), tune=False)
