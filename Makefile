@@ -24,12 +24,12 @@ test: install  ## the test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"
 
 # Numerical tests. The variable makes MXNet compute as on another processor.
-NUMERICAL := tests/test_lessons.py tests/training/test_extras.py tests/training/test_tuning.py
+NUMERICAL := tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py
 PROCESSORS := SSE41 AVX2 AVX512_CORE
 test-processors: install  ## numerical tests, resume and parity's exact part as on other processors: PROCESSORS="SSE41 AVX2"
 	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
 	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest $(NUMERICAL) \
-	        tests/test_partition.py tests/test_walkthrough.py tests/training/test_evaluate.py tests/training/test_resume.py \
+	        tests/test_walkthrough.py tests/training/test_evaluate.py tests/training/test_resume.py \
 	        tests/parity -m "not slow" || exit 1; done
 
 test-processors-quick: install

@@ -1,4 +1,4 @@
-"""Code that runs in a process of its own, because MXNet reads its settings only once."""
+"""Programs that run in a process of their own: MXNet reads its settings only once."""
 
 import os
 import subprocess
@@ -13,11 +13,29 @@ def program(text):
     return textwrap.dedent(text).lstrip()
 
 
+def finished(*words, **options):
+    """A program that has ended, with its status and what it printed. options: of subprocess.run."""
+    options = {"capture_output": True, "text": True, "timeout": 300, **options}
+    return subprocess.run([*map(str, words)], **options)
+
+
+def command(*words, **options):
+    """The same of `gluon-mgpu WORDS`."""
+    return finished(sys.executable, "-m", "gluon_mgpu", *words, **options)
+
+
+def write_program(path, code):
+    """Write an executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{code}\n")
+    path.chmod(0o755)
+
+
 def python(code, *arguments, **environment):
     """Run code in a new process, which has these settings of the engine and no others."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
-    command, streams = [sys.executable, "-c", textwrap.dedent(code), *arguments], {"capture_output": True, "text": True}
-    return subprocess.run(command, env={**kept, **environment}, timeout=60, **streams)
+    words = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return finished(*words, env={**kept, **environment}, timeout=60)
 
 
 PROFILE = """

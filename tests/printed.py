@@ -1,8 +1,16 @@
-"""Reads what programs printed."""
+"""Reads what programs and commands print."""
 
 import re
 
 import numpy as np
+import pytest
+
+
+def call(capture, command, *words, program="gluon-mgpu"):
+    """(exit status, standard output, standard error) of a command, called in this process."""
+    with pytest.raises(SystemExit) as ended:
+        command.main([*map(str, words)], prog_name=program)
+    return (ended.value.code, *capture.readouterr())
 
 
 def arrays(text):

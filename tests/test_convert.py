@@ -13,6 +13,7 @@ import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from printed import call
 
 from gluon_mgpu import convert, highlevel, scratch
 from gluon_mgpu.commands.convert import convert as command
@@ -41,17 +42,10 @@ def runs(tmp_path_factory):
     return folder
 
 
-def call(capfd, *arguments):
-    """(exit status, standard output, standard error) of the command."""
-    with pytest.raises(SystemExit) as ended:
-        command([*map(str, arguments)])
-    return (ended.value.code, *capfd.readouterr())
-
-
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("run", ["lenet", "normalized"])
 def test_a_converted_run_gives_the_scores_of_the_run(run, to, runs, tmp_path, capfd):
-    status, out, err = call(capfd, runs / run, "--to", to, tmp_path / "net")
+    status, out, err = call(capfd, command, runs / run, "--to", to, tmp_path / "net")
     assert (status, err) == (0, ""), err
     files = {tmp_path / f"net{suffix}" for suffix in convert.TARGETS[to].SUFFIXES}
     assert {*tmp_path.iterdir()} == files and all(str(file) in out for file in files)
@@ -268,7 +262,7 @@ def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
         ((tmp_path / "none", *out), "is not a run"),
         ((runs / "lenet", "--to", "pytorch", tmp_path / "my-net"), "my-net"),
     ):
-        status, printed, err = call(capfd, *arguments)
+        status, printed, err = call(capfd, command, *arguments)
         assert (status, printed, err.count("\n")) == (2, "", 1) and expected in err, err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="^to=onnx: requires missing packages; run `pip install onnx onnxruntime`$"):

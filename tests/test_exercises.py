@@ -2,17 +2,15 @@
 
 import configparser
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import mxnet as mx
+import own_process
 import pytest
 
 from gluon_mgpu import exercises
 from gluon_mgpu.exercises import check
 
-PROGRAM = [sys.executable, "-m", "gluon_mgpu", "exercise"]
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
 # replaces its function.
 ANSWERS = re.findall(
@@ -80,7 +78,7 @@ def test_a_name_that_only_a_pytorch_tensor_has_is_translated(name, instead):
 
 
 def run(*words, folder):
-    return subprocess.run([*PROGRAM, *words], cwd=folder, capture_output=True, text=True)
+    return own_process.command("exercise", *words, cwd=folder)
 
 
 def test_start_edit_check_and_correct(tmp_path):

@@ -1,13 +1,13 @@
 """The lesson pages as notebooks, as `make docs` has written them: complete, without errors, readable in Jupyter."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
+from own_process import finished
 
 from gluon_mgpu.runtime import engine
 
@@ -54,7 +54,7 @@ def test_the_first_cell_sets_up_or_says_how_to_install_the_package(name):
     source = code_cells(notebook(name))[0].source
     assert source.index("gluon_mgpu.configure(") < source.index("import mxnet")
     program = f"import sys; sys.modules['gluon_mgpu'] = None\n{source}"  # as if it were not installed
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    run = finished(sys.executable, "-c", program)
     assert run.stderr.splitlines()[-1].startswith("ImportError: gluon_mgpu is not installed: run `make install`")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from own_process import finished
 
 from gluon_mgpu import scratch
 from gluon_mgpu.runtime import engine
@@ -75,16 +76,14 @@ dist.destroy_process_group()
 def test_a_carried_over_checkpoint_has_its_accuracy_in_pytorch(tmp_path):
     """The page's command and program, with synthetic images."""
     script, *options = TRAIN
-    command = [sys.executable, ROOT / script, *options, "--dataset", "synthetic", "--device", "cpu"]
+    options += ["--dataset", "synthetic", "--device", "cpu"]
     (tmp_path / "runs").mkdir()
-    subprocess.run(command, cwd=tmp_path, env=engine.users_environment(), check=True, timeout=300)
+    finished(sys.executable, ROOT / script, *options, cwd=tmp_path, env=engine.users_environment(), check=True)
     load = 'datasets.load("fashion-mnist", limit=6000)'
     assert load in CARRY_OVER
     program = "\n".join([*TWINS, CARRY_OVER.replace(load, 'datasets.load("synthetic", limit=6000, seed=1)')])
     (tmp_path / "carry_over.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "carry_over.py"], cwd=tmp_path, env=engine.users_environment(), capture_output=True, text=True
-    )
+    done = finished(sys.executable, "carry_over.py", cwd=tmp_path, env=engine.users_environment())
     assert done.returncode == 0, done.stderr
     last = json.loads((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()[-1])
     assert abs(float(done.stdout.split()[-1]) - last["test_accuracy"]) <= 1e-3  # one of 1000 images

@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon
-from printed import arrays
+from printed import arrays, call
 
 from gluon_mgpu import scratch, walkthrough
 from gluon_mgpu.commands.walkthrough import walkthrough as command
@@ -23,10 +23,8 @@ def cells(capsys):
 
     def walk(impl, gpus, seed=0):
         options = ("--impl", impl, "--gpus", gpus, "--seed", seed, "--dataset", "synthetic", "--device", "cpu")
-        with pytest.raises(SystemExit) as ended:
-            command([*map(str, options)])
-        out, err = capsys.readouterr()
-        assert (ended.value.code, err) == (0, "") and max(map(len, out.splitlines())) <= 100
+        status, out, err = call(capsys, command, *options)
+        assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= 100
         head, *printed = re.split(r"^(\d)\. ", out, flags=re.M)
         assert head.startswith(f"{impl} on [cpu(0)") and printed[::2] == list("123456")
         return printed[1::2]

@@ -4,6 +4,8 @@ import hashlib
 
 import numpy as np
 
+from gluon_mgpu.training import datasets
+
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -17,10 +19,25 @@ def files(data):
 def write(folder, data):
     """Write the files of a data set to a new folder. Returns {file: SHA-256}."""
     contents, hashes = files(data)
-    folder.mkdir()
+    put(folder, contents)
+    return hashes
+
+
+def put(folder, contents):
+    """Write files, {name: content}, to a folder. Returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    return hashes
+    return folder
+
+
+def hide_data_sets(monkeypatch, folder, hashes):
+    """As on a machine without data sets. folder: has the system's, the cache and MXNet's. hashes: of each data set."""
+    monkeypatch.setattr(datasets, "SHA256", {"fashion-mnist": hashes, "mnist": hashes})
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", folder / "system")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("MXNET_HOME", str(folder / "mxnet"))
+    monkeypatch.delenv("GLUON_MGPU_DATA", raising=False)
 
 
 def _idx(array):

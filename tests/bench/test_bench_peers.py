@@ -7,14 +7,17 @@ missing.
 import importlib.util
 import io
 import re
-import subprocess
 import sys
-import textwrap
 
+import numpy as np
 import pytest
 from bench import harness, peers
+from mxnet import nd
+from own_process import finished, program
 
+from gluon_mgpu import highlevel
 from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training import datasets
 
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make bench-peers installs PyTorch")
 
@@ -71,33 +74,22 @@ def test_ddp_trains_as_ours_and_as_one_process(tmp_path):
     assert losses[peers.HIGHLEVEL] == pytest.approx(losses[peers.PYTORCH], rel=1e-5)
 
 
-# In float64 nothing is hidden by rounding: gradients are sums over the examples, of the same arithmetic.
-OURS = """
-    import sys
-    import numpy as np
-    from bench import harness
-    from gluon_mgpu.training import datasets
-    model, file = sys.argv[1:]
-    replicas = harness.replicas("highlevel", model, 1, tune=False)
-    import mxnet as mx
-    from gluon_mgpu import highlevel
-    rng = np.random.default_rng(0)
-    parameters = {
-        name: p + 0.1 * rng.standard_normal(p.shape, np.float32) if p.ndim == 1 and "running" not in name else p
-        for name, p in replicas.state_dict().items()
-    }
-    replicas.load_state_dict(parameters)
+def step_in_float64(model):
+    """Images, labels, losses; the trained parameters; their gradients, which are sums over the examples."""
+    made, rng = harness.replicas("highlevel", model, 1, tune=False), np.random.default_rng(0)
+    state = made.state_dict()
+    for name, p in state.items():
+        if p.ndim == 1 and "running" not in name:
+            state[name] = p + 0.1 * rng.standard_normal(p.shape, np.float32)
+    made.load_state_dict(state)
+    made.net.cast("float64")
     images, labels = datasets.synthetic(4, 1, seed=3)[1:3]
-    X, y = mx.nd.array(images / 255, dtype="float64"), mx.nd.array(labels, dtype="float64")
-    replicas.net.cast("float64")
-    losses = highlevel.forward_backward(replicas.net, [X], [y])
-    found = {"X": X.asnumpy(), "y": y.asnumpy(), "losses": losses[0].asnumpy()}
-    params = [p for p in replicas.net.collect_params().values() if p.grad_req != "null"]
-    named = [name for name in parameters if "running" not in name]
-    found.update({f"parameter {name}": parameters[name] for name in named})
-    found.update({f"gradient {name}": p.grad().asnumpy() for name, p in zip(named, params)})
-    np.savez(file, **found)
-"""
+    X, y = nd.array(images / 255, dtype="float64"), nd.array(labels, dtype="float64")
+    [losses] = highlevel.forward_backward(made.net, [X], [y])
+    params = [p for p in made.net.collect_params().values() if p.grad_req != "null"]
+    return [X, y, losses], [p.data() for p in params], [p.grad() for p in params]
+
+
 PYTORCHS = """
     import sys
     import numpy as np
@@ -105,27 +97,26 @@ PYTORCHS = """
     from bench import torch_peers
     assert "mxnet" not in sys.modules
     model, file = sys.argv[1:]
-    ours = np.load(file)
-    net = torch_peers.network(model)
-    torch_peers.load(net, {name: ours[name] for name in ours if name.startswith("parameter")})
-    net.double()
-    scores = net(torch.from_numpy(ours["X"]))
-    losses = torch.nn.functional.cross_entropy(scores, torch.from_numpy(ours["y"]).long(), reduction="none")
-    losses.sum().backward()
-    gradients = [p.grad.numpy() for p in net.parameters()]
-    of_ours = [ours[name] for name in ours if name.startswith("gradient")]
-    assert [g.shape for g in of_ours] == [g.shape for g in gradients]
-    whole = np.sqrt(sum((g**2).sum() for g in gradients))
-    print(float(np.abs(ours["losses"] - losses.detach().numpy()).max()))
-    print(max(float(np.linalg.norm(a - b) / whole) for a, b in zip(of_ours, gradients)))
+    X, y, losses, *arrays = np.load(file).values()
+    params, gradients = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    net = torch_peers.network(model).double()
+    torch_peers.load(net, dict(enumerate(params)))
+    found = torch.nn.functional.cross_entropy(net(torch.from_numpy(X)), torch.from_numpy(y).long(), reduction="none")
+    found.sum().backward()
+    found_gradients = [p.grad.numpy() for p in net.parameters()]
+    assert [g.shape for g in gradients] == [g.shape for g in found_gradients]
+    whole = np.sqrt(sum((g**2).sum() for g in found_gradients))
+    print(float(np.abs(losses - found.detach().numpy()).max()))
+    print(max(float(np.linalg.norm(a - b) / whole) for a, b in zip(gradients, found_gradients)))
 """
 
 
 @needs_torch
 @pytest.mark.parametrize("model", ("lenet", "resnet18"))
 def test_pytorchs_network_has_our_loss_and_our_gradients(model, tmp_path):
-    for code in (OURS, PYTORCHS):
-        command = [sys.executable, "-c", textwrap.dedent(code), model, str(tmp_path / "ours.npz")]
-        done = subprocess.run(command, env=harness.environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    ours = [array.asnumpy() for arrays in step_in_float64(model) for array in arrays]
+    np.savez(tmp_path / "ours.npz", *ours)
+    words = [sys.executable, "-c", program(PYTORCHS), model, tmp_path / "ours.npz"]
+    done = finished(*words, env=harness.environment())
+    assert done.returncode == 0, done.stderr
     assert max(map(float, done.stdout.split())) < 1e-12

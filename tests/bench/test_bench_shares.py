@@ -1,11 +1,11 @@
 """A context that shares its core is slower, and gets less work."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 from bench import harness, shares
+from own_process import finished
 
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -42,8 +42,7 @@ print(*({*os.sched_getaffinity(int(thread))} for thread in os.listdir("/proc/sel
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 2 cores")
 def test_each_context_stays_on_a_core_of_its_own_and_python_on_none():
-    env = harness.environment(harness.ONE_THREAD)
-    done = subprocess.run([sys.executable, "-c", AFFINITIES], capture_output=True, text=True, env=env, check=True)
+    done = finished(sys.executable, "-c", AFFINITIES, env=harness.environment(harness.ONE_THREAD), check=True)
     cores, own = os.sched_getaffinity(0), sorted(os.sched_getaffinity(0))[:2]
     threads = [set(map(int, text.strip("{}").split(","))) for text in done.stdout.strip().split(";")]
     assert {own[0]} in threads and threads.count({own[1]}) == 1 and cores in threads

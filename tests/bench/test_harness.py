@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 from bench import cli, harness, steps
 from bench.harness import Job
 from click.testing import CliRunner
+from own_process import finished
+from printed import call
 
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -94,7 +95,7 @@ def test_ratios_are_those_of_runs_of_one_round(monkeypatch):
 def test_peak_memory_is_of_the_process_alone_and_not_of_the_one_that_started_it():
     large = np.ones(40_000_000)  # 320 MB
     code = f"import sys; sys.path.append({str(SCRIPT.parent)!r}); from bench import harness; print(harness.peak_mb())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = finished(sys.executable, "-c", code)
     assert 5 < float(done.stdout) < 160 and harness.peak_mb() > large.nbytes / 2**20
 
 
@@ -138,20 +139,13 @@ def test_bench_is_a_script_whose_subcommands_have_help():
     assert sorted(cli.bench.commands) == names.split()
     for name in names.split():
         assert CliRunner().invoke(cli.bench, [name, "-h"]).exit_code == 0
-    done = subprocess.run([sys.executable, SCRIPT, "-h"], capture_output=True, text=True)
+    done = finished(sys.executable, SCRIPT, "-h")
     assert done.returncode == 0 and all(name in done.stdout for name in names)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ["steps", "--rounds", "1"],
-        ["timeline", "--batch-size", "0"],
-        ["model", "/nonexistent"],
-    ],
+    "options", [["steps", "--rounds", "1"], ["timeline", "--batch-size", "0"], ["model", "/nonexistent"]]
 )
 def test_a_wrong_command_is_one_line_and_status_2(options, capfd):
-    with pytest.raises(SystemExit) as ended:
-        cli.bench(options)
-    out, err = capfd.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")
+    status, out, err = call(capfd, cli.bench, *options)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")

@@ -3,7 +3,6 @@
 import ctypes
 import gzip
 import os
-import subprocess
 import sys
 import textwrap
 import venv
@@ -13,6 +12,7 @@ import click
 import numpy as np
 import pytest
 import tiny
+from own_process import finished
 
 from gluon_mgpu.commands import doctor
 from gluon_mgpu.runtime import engine, errors
@@ -25,8 +25,7 @@ TRAIN = "train --dataset=synthetic --limit=100 --epochs=1".split()
 
 def run(*arguments, python=sys.executable, **environment):
     """A finished `python ARGUMENTS`."""
-    command, environment = [python, *map(str, arguments)], {**engine.users_environment(), **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return finished(python, *arguments, env={**engine.users_environment(), **environment})
 
 
 def examine(**options):
@@ -218,27 +217,22 @@ def test_the_driver_says_which_cuda_it_supports_and_which_gpus_it_shows(monkeypa
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     """No data set on this machine. Returns a function that writes tiny files of both data sets to a folder."""
-    files, sums = tiny.files(datasets.synthetic(30, 10))
-    monkeypatch.setattr(datasets, "SHA256", {"fashion-mnist": sums, "mnist": sums})
-    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", tmp_path / "system")
-    monkeypatch.delenv("GLUON_MGPU_DATA", raising=False)
-    monkeypatch.setenv("MXNET_HOME", str(tmp_path / "mxnet"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files, hashes = tiny.files(datasets.synthetic(30, 10))
+    tiny.hide_data_sets(monkeypatch, tmp_path, hashes)
+    return lambda folder: tiny.put(folder, {f"{file}.gz": gzip.compress(raw) for file, raw in files.items()})
 
-    def write(folder):
-        folder.mkdir(parents=True)
-        for file, raw in files.items():
-            (folder / f"{file}.gz").write_bytes(gzip.compress(raw))
-        return folder
 
-    return write
+def data_marks(folder=None):
+    """The marks of the two data sets. The third line is the cache."""
+    *found, (cache, _) = doctor._data(folder)
+    assert cache == "ok"
+    return [mark for mark, _ in found]
 
 
 def test_data_sets_are_listed_with_their_folders_or_noted_as_missing(data, tmp_path):
-    assert [mark for mark, _ in doctor._data(None)] == ["note", "note", "ok"]  # the last line is the cache
+    assert data_marks() == ["note", "note"]
     folder = data(tmp_path / "system/fashion-mnist")
-    found = list(doctor._data(None))
-    assert [mark for mark, _ in found] == ["ok", "note", "ok"] and str(folder) in found[0][1]
+    assert data_marks() == ["ok", "note"] and str(folder) in next(doctor._data(None))[1]
 
 
 @pytest.mark.parametrize("name, mark", [("fashion-mnist", "problem"), ("mnist", "note")])
@@ -253,9 +247,9 @@ def test_a_damaged_file_is_a_problem_if_the_main_job_needs_it(data, tmp_path, na
 
 
 def test_a_data_folder_without_the_data_is_a_problem(data, tmp_path, monkeypatch):
-    assert [mark for mark, _ in doctor._data(str(tmp_path))] == ["problem", "note", "ok"]
+    assert data_marks(str(tmp_path)) == ["problem", "note"]
     monkeypatch.setenv("GLUON_MGPU_DATA", "/nonexistent")
-    assert [mark for mark, _ in doctor._data(None)] == ["problem", "note", "ok"]
+    assert data_marks() == ["problem", "note"]
 
 
 @pytest.mark.parametrize("present, mark", [(False, "problem"), (True, "note")])

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from own_process import finished
 
 ROOT = Path(__file__).parents[2]
 OMITTED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.slow
 
 def run(*command, cwd):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    words = list(map(str, command))
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
+    done = finished(*command, cwd=cwd, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

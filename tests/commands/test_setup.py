@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from own_process import finished, write_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,22 +16,15 @@ def uname(tmp_path):
     """A function that puts a stand-in for uname on the PATH of these tests."""
 
     def write(machine):
-        program(tmp_path / "uname", f"echo {machine}")
+        write_program(tmp_path / "uname", f"echo {machine}")
 
     write("Linux x86_64")
     return write
 
 
-def program(path, code):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{code}\n")
-    path.chmod(0o755)
-
-
 def find(path, **environment):
     environment = {"PATH": str(path), "PYENV_ROOT": "/nonexistent", **environment}
-    script = str(ROOT / "scripts/find-python.sh")
-    return subprocess.run(["/bin/sh", script], env=environment, capture_output=True, text=True)
+    return finished("/bin/sh", ROOT / "scripts/find-python.sh", env=environment)
 
 
 def fails_with_one_line(done):
@@ -39,7 +32,7 @@ def fails_with_one_line(done):
 
 
 def test_the_first_suitable_python_is_found(tmp_path):
-    program(tmp_path / "python3.11", "exit 127")  # does not start
+    write_program(tmp_path / "python3.11", "exit 127")  # does not start
     os.symlink(sys.executable, tmp_path / "python3.9")
     assert find(tmp_path).stdout == f"{tmp_path}/python3.9\n"
 
@@ -53,7 +46,7 @@ def test_a_python_requested_by_version_is_found_in_pyenv(tmp_path):
 
 
 def test_without_a_suitable_python_one_line_says_which_are(tmp_path):
-    program(tmp_path / "python3", "exit 1")  # too new
+    write_program(tmp_path / "python3", "exit 1")  # too new
     for environment in ({}, {"PYTHON": "python3"}):
         done = find(tmp_path, **environment)
         assert fails_with_one_line(done) and "3.9 to 3.13" in done.stderr
@@ -74,10 +67,9 @@ def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, uname, machine)
 def test_an_install_that_fails_ends_with_a_line_on_what_it_needs_and_is_not_marked_as_done(tmp_path):
     venv, python = tmp_path / "venv", tmp_path / "python"
     # A new environment without pip is made sooner, and every call of pip fails.
-    program(python, f'[ "$2" = venv ] && set -- "$@" --without-pip; exec {sys.executable} "$@"')
+    write_program(python, f'[ "$2" = venv ] && set -- "$@" --without-pip; exec {sys.executable} "$@"')
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "NUMPY", "PYTHON")}
-    command = ["make", "install", f"VENV={venv}", f"PYTHON={python}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = finished("make", "install", f"VENV={venv}", f"PYTHON={python}", cwd=ROOT, env=environment)
     last = [line for line in done.stderr.splitlines() if not line.startswith("make")][-1]
     assert done.returncode == 2 and str(venv) in last and "network" in last
     assert (venv / "bin/python").exists() and not list(venv.glob(".installed*"))
@@ -86,11 +78,11 @@ def test_an_install_that_fails_ends_with_a_line_on_what_it_needs_and_is_not_mark
 def test_test_all_fails_if_a_suite_fails_or_a_python_cannot_be_installed(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     for name, status in {"3.9": 0, "3.10": 1}.items():
-        program(tmp_path / ".venvs" / name / "bin/python", f"case $* in *pytest*) exit {status};; esac")
-    program(tmp_path / "bin/make", "case $* in *3.11*) exit 2;; esac")
+        write_program(tmp_path / ".venvs" / name / "bin/python", f"case $* in *pytest*) exit {status};; esac")
+    write_program(tmp_path / "bin/make", "case $* in *3.11*) exit 2;; esac")
 
     def test_all(pythons):
         environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONS": pythons}
-        return subprocess.run([tmp_path / "scripts/test-all.sh"], env=environment, capture_output=True).returncode
+        return finished(tmp_path / "scripts/test-all.sh", env=environment).returncode
 
     assert [test_all(pythons) for pythons in ("3.9", "3.9 3.10", "3.9 3.11")] == [0, 1, 1]

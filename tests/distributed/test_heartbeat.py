@@ -2,7 +2,6 @@
 
 import json
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -10,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 import runs
+from own_process import finished
 
 from gluon_mgpu import Error
 from gluon_mgpu.distributed import heartbeat
@@ -285,5 +285,5 @@ time.sleep(60)
 
 
 def test_a_time_limit_ends_the_process_with_an_error_unless_it_is_cancelled():
-    done = subprocess.run([sys.executable, "-c", TAKES_TOO_LONG], capture_output=True, text=True, timeout=50)
+    done = finished(sys.executable, "-c", TAKES_TOO_LONG, timeout=50)
     assert (done.returncode, done.stderr) == (1, "error: nobody came\n")

@@ -1,12 +1,12 @@
 """`make horovod`, and what is specific to Horovod."""
 
 import os
-import subprocess
 import sys
 import zipfile
 
 import pytest
 import runs
+from own_process import finished, write_program
 
 from gluon_mgpu.distributed import workers
 
@@ -24,20 +24,16 @@ except Error as error:
 
 
 def run_script(program, **environment):
-    given = {"PYTHONPATH": str(runs.ROOT / "scripts"), **environment}
-    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    environment = {"PYTHONPATH": str(runs.ROOT / "scripts"), **environment}
+    return finished(sys.executable, "-c", program, env=environment, check=True).stdout.strip()
 
 
 def built(folder, *programs):
     """What build_horovod.wheel() returns or says, with an empty cache, these programs, and no network."""
-    path = folder / "bin"
-    path.mkdir(exist_ok=True)
     for name in programs:
-        (path / name).write_text("#!/bin/sh\n")
-        (path / name).chmod(0o755)
+        write_program(folder / "bin" / name, "")
     cache = str(folder / "cache")
-    return run_script(BUILD, XDG_CACHE_HOME=cache, PATH=str(path), PIP_NO_INDEX="1", HOME=cache)
+    return run_script(BUILD, XDG_CACHE_HOME=cache, PATH=str(folder / "bin"), PIP_NO_INDEX="1", HOME=cache)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import machines
 import mxnet as mx
 import pytest
 import runs
+from own_process import write_program
 from test_workers import ARGS, MODULES, RTOL, STEPS, apart, parameters, train_alone
 
 from gluon_mgpu.runtime import engine
@@ -25,14 +26,14 @@ pytestmark = [pytest.mark.network, pytest.mark.skipif(bool(lacks), reason=lacks 
 WORKERS, SERVERS, PORT = 3, 2, 9091
 LONG = ["--device", "cpu", "--dataset", "synthetic", "--limit", 20000, "--epochs", 50, "--seed", 3]
 # Stands for ssh, with which Horovod reaches the other machines: HOST COMMAND, with options before and after HOST.
-SSH = """#!/bin/sh
+SSH = """
 while [ "$1" = -o ]; do shift 2; done
 host=$1; shift
 while [ "$1" = -o ]; do shift 2; done
 exec nsenter -t "$(cat "{folder}/pid.$host")" -n -m -u -- sh -c "$*"
 """
 # Stands for srun: runs a command on every node.
-SRUN = """#!/bin/sh
+SRUN = """
 while [ "${{1#-}}" != "$1" ]; do shift; done
 for node in 0 1 2; do
     nsenter -t "$(cat "{folder}/pid.node$node")" -n -m -u -- sh -c 'cd {root} && exec "$@"' sh \\
@@ -63,12 +64,9 @@ def environment(**given):
 
 def programs(folder, **scripts):
     """A folder with executable scripts, for PATH."""
-    made = folder / "programs"
-    made.mkdir()
-    for name, text in scripts.items():
-        (made / name).write_text(text)
-        (made / name).chmod(0o755)
-    return f"{made}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for name, code in scripts.items():
+        write_program(folder / "programs" / name, code)
+    return f"{folder}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def start(network, kvstore, folder, *args):
@@ -178,7 +176,7 @@ def test_the_scripts_of_the_docs_train_on_several_machines(name, build, tmp_path
         hosts.write_text(f"127.0.0.1 localhost\n{addresses}{network.addresses[0]} train-0.train\n")
     options = " ".join(map(str, ["--kvstore dist_sync", *ARGS, "--out", tmp_path / "run"]))
     script = re.sub(r"--kvstore dist_sync --out \S+(?=\")", options, SCRIPTS[name])
-    srun, scontrol = SRUN.format(folder=tmp_path, root=runs.ROOT), "#!/bin/sh\nprintf 'node%d\\n' 0 1 2\n"
+    srun, scontrol = SRUN.format(folder=tmp_path, root=runs.ROOT), "printf 'node%d\\n' 0 1 2"
     given = environment(PATH=programs(tmp_path, srun=srun, scontrol=scontrol))
     if name == "by hand":
         script = script.replace("10.0.0.1", network.addresses[0])

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -446,11 +445,10 @@ def test_a_horovod_that_does_not_load_is_an_error_that_says_how_to_install_it(mo
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no.host.invalid"])
-def test_a_scheduler_that_cannot_listen_is_one_error(host):
+def test_a_scheduler_that_cannot_listen_is_one_error(host, by_hand, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        shared = {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(taken.getsockname()[1])}
-        shared.update({"DMLC_ROLE": "scheduler", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"})
-        line = [*runs.TRAIN, "--kvstore", "dist_sync"]
-        ended = subprocess.run(line, env={**os.environ, **shared}, capture_output=True, text=True, timeout=runs.HORIZON)
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("error: the scheduler: ") and host in ended.stderr
+        monkeypatch.setattr(launch, "free_port", lambda: taken.getsockname()[1])
+        scheduler = by_hand(host)[0]
+        _, err = scheduler.communicate(timeout=runs.HORIZON)
+    assert scheduler.returncode == 1 and err.count("\n") == 1
+    assert err.startswith("error: the scheduler: ") and host in err

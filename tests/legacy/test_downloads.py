@@ -1,13 +1,13 @@
 """MXNet's dead downloads: MNIST and Fashion-MNIST come from verified files, any other download fails in one line."""
 
 import json
-import subprocess
 import sys
 import textwrap
 
 import numpy as np
 import pytest
 import tiny
+from own_process import finished
 
 from gluon_mgpu.legacy import prepare
 from gluon_mgpu.training import datasets
@@ -33,15 +33,10 @@ def program(data, tmp_path):
 
     def run(text):
         folder, hashes = data
-        settings = prepare.environment(prepare.Settings())
-        return subprocess.run(
-            [sys.executable, "-c", START + textwrap.dedent(text), json.dumps(hashes)],
-            env={**settings, "GLUON_MGPU_DATA": str(folder), "HOME": str(tmp_path), "MXNET_HOME": str(tmp_path / "mx")},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        folders = {"GLUON_MGPU_DATA": str(folder), "HOME": str(tmp_path), "MXNET_HOME": str(tmp_path / "mx")}
+        environment = {**prepare.environment(prepare.Settings()), **folders}
+        words = [sys.executable, "-c", START + textwrap.dedent(text), json.dumps(hashes)]
+        return finished(*words, env=environment, cwd=tmp_path)
 
     return run
 

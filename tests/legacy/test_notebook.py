@@ -5,12 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import lenet64
 import numpy as np
+import own_process
 import pytest
+import runs
 import tiny
 from printed import arrays
 
@@ -52,8 +53,7 @@ def outputs(path):
 
 
 def command(environment, *arguments):
-    arguments = [sys.executable, "-m", "gluon_mgpu", *map(str, arguments)]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
+    return own_process.command(*arguments, env=environment)
 
 
 EXECUTE = f"""
@@ -66,8 +66,7 @@ nbformat.write(notebook, sys.argv[1])
 
 def execute(path, environment):
     """Execute a notebook with the installed kernel, in place."""
-    command = [sys.executable, "-c", EXECUTE, str(path), str(path.parent)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    run = own_process.finished(sys.executable, "-c", EXECUTE, path, path.parent, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr
 
 
@@ -93,9 +92,7 @@ def test_ctrl_c_ends_with_one_line(tmp_path, environment):
     path = write(tmp_path / "old.ipynb", ["import time; open('started', 'w').close(); time.sleep(60)"])
     command = [sys.executable, "-m", "gluon_mgpu", "run", str(path)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "started").exists():
-        assert process.poll() is None
-        time.sleep(0.1)
+    runs.wait((tmp_path / "started").exists, 100)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in error, error
@@ -140,9 +137,7 @@ def test_an_interrupt_stops_the_cell_and_the_next_cell_runs(tmp_path, environmen
                 [mx.nd.dot(a, a).wait_to_read() for a in x]
         """
         cell = client.execute(code, stop_on_error=False)  # otherwise, a cell sent right after the error is aborted
-        while not (tmp_path / "started").exists():
-            assert manager.is_alive()
-            time.sleep(0.1)
+        runs.wait((tmp_path / "started").exists, 100)
         manager.interrupt_kernel()
         replies = iter(lambda: client.get_shell_msg(timeout=60), None)
         reply = next(reply for reply in replies if reply["parent_header"]["msg_id"] == cell)

@@ -1,11 +1,11 @@
 """`gluon-mgpu run` runs programs as `python` does, with what old MXNet programs need. Each claim runs a program."""
 
 import json
-import subprocess
 import sys
 import textwrap
 
 import pytest
+from own_process import command, finished
 
 from gluon_mgpu.legacy import prepare
 from gluon_mgpu.runtime import engine
@@ -19,15 +19,8 @@ def program(tmp_path):
         path = tmp_path / "old.py"
         path.write_text(textwrap.dedent(text))
         start = [] if by_python else ["-m", "gluon_mgpu", "run", *map(str, options)]
-        return subprocess.run(
-            [sys.executable, *start, str(path), *map(str, arguments)],
-            env={**engine.users_environment(), **environment},
-            cwd=tmp_path,
-            input=input,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        options = {"env": {**engine.users_environment(), **environment}, "cwd": tmp_path, "input": input}
+        return finished(sys.executable, *start, path, *arguments, **options)
 
     return start
 
@@ -60,8 +53,7 @@ def test_a_program_behaves_as_under_python(program, text):
 
 
 def test_a_module_runs_as_with_python_m():
-    command = [sys.executable, "-m", "gluon_mgpu", "run", "-m", "json.tool", "--compact"]
-    run = subprocess.run(command, input='{"a": 1}', capture_output=True, text=True, timeout=60)
+    run = command("run", "-m", "json.tool", "--compact", input='{"a": 1}')
     assert (run.returncode, json.loads(run.stdout)) == (0, {"a": 1})
 
 
@@ -200,9 +192,8 @@ def test_a_new_context_does_not_raise_the_errors_of_other_operators(program):
 
 
 def test_pythons_flags_reach_the_program(program):
-    command = [sys.executable, "-O", "-W", "error", "-m", "gluon_mgpu", "run", "-"]
     text = "import sys; print(__debug__, sys.warnoptions)"
-    run = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    run = finished(sys.executable, "-O", "-W", "error", "-m", "gluon_mgpu", "run", "-", input=text)
     assert run.stdout == "False ['error']\n"
 
 
@@ -220,6 +211,5 @@ def test_settings_that_run_did_not_make_are_refused(program, text):
 
 
 def test_a_missing_program_is_a_wrong_command():
-    command = [sys.executable, "-m", "gluon_mgpu", "run", "no-such.py"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = command("run", "no-such.py")
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1

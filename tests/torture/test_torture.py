@@ -1,21 +1,17 @@
 """A box finds each kind of broken invariant; scenarios repeat from their seed."""
 
 import random
+import shutil
+import signal
 import sys
 
 import box
+import crashes
 import fuzz
 import numpy as np
 import pytest
 
 from gluon_mgpu.training import checkpoint
-
-
-@pytest.fixture
-def empty(tmp_path):
-    (tmp_path / "box").mkdir()
-    return box.Box(random.Random(1), tmp_path / "box", tmp_path, isolated=False)
-
 
 BROKEN = {
     "did not end in time": "import time; time.sleep(60)",
@@ -54,6 +50,21 @@ def test_a_box_finds_other_bits_and_an_incomplete_checkpoint(empty):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(box.Violation, match="not complete"):
         empty.check_checkpoint(empty.folder / "a")
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_command_killed_at_random_moments_and_resumed_has_the_bits_of_a_whole_run(kills, empty):
+    extras = {"momentum": 0.9, "weight-decay": 0.001, "schedule": "cosine", "warmup-epochs": 0.5}
+    plan = {"dataset": "synthetic", "limit": 300, "gpus": 2, "batch-size": 32, "epochs": 6, "seed": 2, **extras}
+    seconds = empty.usual_seconds(plan)
+    for kill in range(kills):
+        fault = crashes.Send(empty.rng, seconds, [signal.SIGKILL])
+        if kill == 0:
+            fault.moment = "epoch"  # so that there is a checkpoint
+        empty.go_on(plan, faults=[fault])
+        assert kill or empty.check_checkpoint()
+        empty.finish(plan)
+        shutil.rmtree(empty.out)
 
 
 @pytest.mark.parametrize("reader", fuzz.READERS)

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 import tiny
+from own_process import write_program
 
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import datasets
@@ -75,24 +76,18 @@ def server():
 @pytest.fixture(autouse=True)
 def no_data_anywhere(tmp_path, monkeypatch):
     """A home, a system and a network without data, and a PATH without apt-get."""
-    for variable in ("GLUON_MGPU_DATA", "GLUON_MGPU_MIRROR", "MXNET_HOME"):
+    tiny.hide_data_sets(monkeypatch, tmp_path, SUMS)
+    for variable in ("GLUON_MGPU_MIRROR", "MXNET_HOME"):
         monkeypatch.delenv(variable, raising=False)
-    (tmp_path / "bin").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", tmp_path / "system")
-    monkeypatch.setattr(datasets, "SHA256", {NAME: SUMS, "mnist": SUMS})
     monkeypatch.setattr(datasets, "TIMEOUT", (5, 0.5))
     monkeypatch.setattr(datasets, "MIRRORS", dict.fromkeys((NAME, "mnist"), ("http://127.0.0.1:1/",)))
 
 
 def put(folder, files=GZIPPED):
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, content in files.items():
-        (folder / file).write_bytes(content)
-    return folder
+    return tiny.put(folder, files)
 
 
 def in_cache():
@@ -240,10 +235,7 @@ def test_two_processes_that_download_at_the_same_time_both_succeed(server):
 
 def test_ctrl_c_in_the_middle_of_a_transfer_leaves_no_part_of_a_file(server):
     child = start_child(server.url("stalled"))
-    deadline = time.monotonic() + 30
-    while len(server.requests) < 2:  # the second file stalls
-        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
-        time.sleep(0.02)
+    runs.wait(lambda: len(server.requests) == 2, 30)  # the second file stalls
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=10)
     assert child.returncode == -signal.SIGINT
@@ -266,8 +258,7 @@ def stub_apt(tmp_path, monkeypatch, download="touch stub.deb", unpacked=GZIPPED)
         "dpkg-deb": f'test -f "$2" && cp -r {tmp_path}/package/. "$3"\n',
     }
     for program, script in scripts.items():
-        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{script}")
-        (tmp_path / "bin" / program).chmod(0o755)
+        write_program(tmp_path / "bin" / program, script)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     return log
 

@@ -1,34 +1,20 @@
-"""A registered network with 14 arrays, batch normalization and a frozen layer is trained, resumed and evaluated."""
+"""A registered network, with batch normalization and a frozen array, is trained, resumed and evaluated."""
 
-import subprocess
-import sys
+import signal
 
+import interrupts
 import mxnet as mx
 import numpy as np
+import own_process
 import pytest
-from mxnet.gluon import nn
+import small_networks  # noqa: F401 (registers the network "normalized")
 
-from gluon_mgpu import highlevel, networks
+from gluon_mgpu import highlevel
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import checkpoint, datasets, evaluate, settings
+from gluon_mgpu.training import checkpoint, evaluate, settings
 from gluon_mgpu.training.settings import Settings
 
-CTX = [mx.cpu(0), mx.cpu(1)]
-OPTIONS = {"model": "deep", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}
-
-
-def deep():
-    net = nn.HybridSequential(prefix="deep_")
-    with net.name_scope():
-        net.add(nn.Conv2D(8, 3, strides=2), nn.BatchNorm(), nn.Activation("relu"), nn.Flatten())
-        net[0].weight.grad_req = "null"  # frozen, though it is not a running statistic
-        for units in (40, 30, 20):
-            net.add(nn.Dense(units, activation="relu"))
-        net.add(nn.Dense(10))
-    return net
-
-
-networks.register("deep", deep, mx.init.Xavier())
+OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}
 
 
 def train(devices=2, lr=0.05, **options):
@@ -39,33 +25,43 @@ def arrays(run):
     return checkpoint.load(run / "checkpoint.npz")[0]
 
 
-def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(tmp_path):
-    train(epochs=1, out=tmp_path)
-    trained = evaluate.load(tmp_path, gpus=2, device="cpu").parameters
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return train(epochs=1, out=folder), folder
+
+
+def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
+    trained = evaluate.load(run[1], gpus=2, device="cpu").parameters
     mx.random.seed(1)
-    initial = highlevel.Replicas(CTX, Settings(model="deep")).parameters()
-    # A weight and a bias of the convolution and of each dense layer; gamma, beta, mean and variance.
-    assert len(trained) == 5 * 2 + 4 and trained.keys() == initial.keys()
-    assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["0.weight"]
-    velocities = [name for name in arrays(tmp_path) if name.startswith("velocity/")]
-    assert len(velocities) == len(trained) - 3  # not of the frozen weight, the mean and the variance
+    initial = highlevel.Replicas([mx.cpu(0), mx.cpu(1)], Settings(model="normalized")).parameters()
+    # Weights of three layers and one bias; two times gamma, beta, mean and variance.
+    assert len(trained) == 3 + 1 + 2 * 4 and trained.keys() == initial.keys()
+    assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["5.gamma"]
+    velocities = [name for name in arrays(run[1]) if name.startswith("velocity/")]
+    assert len(velocities) == len(trained) - 5  # not of the frozen array, the means and the variances
 
 
-def test_its_run_is_evaluated_and_resumed(tmp_path, capsys):
-    first = train(epochs=1, out=tmp_path / "run")
-    trained = evaluate.load(tmp_path / "run", gpus=2, device="cpu")
-    data = datasets.synthetic(900, 150, 1)
-    correct = evaluate.scores(trained, data.test_images).argmax(1) == data.test_labels
-    assert correct.mean() == first[-1].test_accuracy
-    train(epochs=2, resume=tmp_path / "run")
-    train(epochs=2, out=tmp_path / "whole")
-    for name, array in arrays(tmp_path / "whole").items():
-        np.testing.assert_array_equal(arrays(tmp_path / "run")[name], array, err_msg=name)
+def test_its_accuracy_is_the_one_that_the_run_recorded(run):
+    (epoch,), folder = run
+    trained = evaluate.load(folder, gpus=2, device="cpu")
+    images, labels = evaluate.held_out(trained.settings)
+    assert (evaluate.scores(trained, images).argmax(1) == labels).mean() == epoch.test_accuracy
+
+
+def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(
+    run, monkeypatch, tmp_path, capsys
+):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        interrupts.at_step(patched, highlevel.Replicas, 5, (signal.SIGINT, 0))
+        train(epochs=1, out=tmp_path)
+    train(epochs=1, resume=tmp_path)
+    for name, array in arrays(run[1]).items():
+        np.testing.assert_array_equal(arrays(tmp_path)[name], array, err_msg=name)
     capsys.readouterr()
-    train(1, epochs=3, resume=tmp_path / "run")
-    assert (
-        "batch normalization" in capsys.readouterr().err
-    )  # of larger shards: the result differs by more than rounding
+    train(1, epochs=2, resume=tmp_path)
+    said = capsys.readouterr().err  # of larger shards: the result differs by more than rounding
+    assert "batch normalization" in said
 
 
 def test_a_name_that_is_known_but_not_registered_is_a_usage_error():
@@ -74,9 +70,6 @@ def test_a_name_that_is_known_but_not_registered_is_a_usage_error():
         train(model="function_of_scratch")
 
 
-def test_a_command_that_does_not_know_the_network_says_so_in_one_line(tmp_path):
-    train(epochs=1, out=tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "gluon_mgpu", "evaluate", tmp_path, "--device", "cpu"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and "model=deep" in done.stderr
+def test_a_command_that_does_not_know_the_network_says_so_in_one_line(run):
+    done = own_process.command("evaluate", run[1], "--device", "cpu")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and "model=normalized" in done.stderr

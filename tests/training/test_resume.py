@@ -1,29 +1,20 @@
 """However a run ended, it can be resumed, and gives the same result as a run that nothing interrupted."""
 
 import json
-import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import interrupts
-import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from mxnet.gluon import nn
 from small_networks import softmax_regression
 
-from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, records
 from gluon_mgpu.training.settings import RENAMED
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
 IMPLS = {"scratch": scratch, "highlevel": highlevel}
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
@@ -113,25 +104,6 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(impl, resume=tmp_path, **options)
     assert_same_bits(results(tmp_path), whole[impl, kind])
-
-
-def with_batch_norm():
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, strides=2), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(10))
-    net[0].weight.grad_req = "null"  # frozen, though it is not a running statistic
-    return net
-
-
-networks.register("with_batch_norm", with_batch_norm, mx.init.Xavier())
-
-
-def test_a_run_with_batch_normalization_is_resumed_with_its_running_statistics(monkeypatch, tmp_path):
-    options = {"model": "with_batch_norm", "epochs": 1, "momentum": 0.9}
-    train("highlevel", **options, out=tmp_path / "whole")
-    interrupted(monkeypatch, "highlevel", 5, **options, out=tmp_path / "run")
-    train("highlevel", **options, resume=tmp_path / "run")
-    assert_same_bits(results(tmp_path / "run"), results(tmp_path / "whole"))
-    assert "1.running_var" in arrays(tmp_path / "run")
 
 
 def test_a_finished_run_can_be_given_more_epochs(whole, begun):
@@ -313,34 +285,3 @@ def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begu
         train(resume=begun)
     state, facts = checkpoint.load(begun / "checkpoint.npz")
     assert len(facts["history"]) == 2 and all(np.isfinite(array).all() for array in state.values())
-
-
-LONGER = {"momentum": 0.9, "weight_decay": 0.001, "schedule": "cosine", "warmup_epochs": 0.5, "epochs": 6}
-
-
-def start(**options):
-    """`train.py` with these options, as a process."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    command = [sys.executable, str(SCRIPT), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_command_killed_at_a_random_moment_and_resumed_has_the_bits_of_a_whole_run_in_python(kills, tmp_path):
-    history = train(out=tmp_path / "whole", **LONGER)
-    expected, moments = results(tmp_path / "whole"), random.Random(5)
-    options = {**SIZE, **LONGER, "gpus": 2, "batch_size": BATCH, "lr": LR}
-    for kill in range(kills):
-        folder = tmp_path / f"run{kill}"
-        run = start(out=folder, **options)
-        epochs, part = divmod(LONGER["epochs"] * moments.random(), 1)
-        for _ in range(1 + int(epochs)):  # "running on", and a line per epoch
-            assert run.stdout.readline()
-        time.sleep(part * history[-1].train_seconds)
-        run.send_signal(signal.SIGKILL)
-        run.communicate()
-        again = start(resume=folder) if records.exists(folder) else start(out=folder, **options)
-        _, err = again.communicate()
-        assert again.returncode == 0, err
-        assert_same_bits(results(folder), expected)
-        assert sorted(os.listdir(folder)) == sorted(records.FILES)

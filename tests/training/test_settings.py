@@ -3,10 +3,9 @@
 import mxnet as mx
 import pytest
 
-from gluon_mgpu import highlevel
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import recipes
-from gluon_mgpu.training.settings import MODELS, RENAMED, Settings
+from gluon_mgpu.training.settings import RENAMED, Settings
 
 
 def rates(settings, steps_per_epoch=10):
@@ -72,11 +71,6 @@ def test_old_names_work_and_a_notice_says_the_new_name(capsys):
         assert [line for line in said.err.splitlines() if all(name in line for name in names)]
     Settings.create(64, 0.1, **new)
     assert capsys.readouterr().err == ""
-
-
-def test_highlevel_has_the_models_of_the_command_line():
-    assert MODELS[:3] == ["lenet", "lenet-max", "resnet18"]
-    assert highlevel.networks.NETWORKS.keys() >= {*MODELS[:3]}
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

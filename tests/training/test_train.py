@@ -19,6 +19,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
+from own_process import finished
 
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
@@ -30,8 +31,7 @@ IMPLS = {"scratch": scratch, "highlevel": highlevel}
 
 
 def command(*options):
-    words = [sys.executable, SCRIPT, *map(str, options)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+    return finished(sys.executable, SCRIPT, *options)
 
 
 def train(impl="scratch", num_gpus=2, batch_size=50, lr=0.2, **options):

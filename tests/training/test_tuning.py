@@ -103,11 +103,6 @@ def test_other_networks_are_left_alone(build):
     assert not tuning.tunable(net, [mx.cpu(0)])
 
 
-def test_networks_are_left_alone_on_gpus():
-    net = smooth_lenet()
-    assert tuning.tunable(net, [mx.cpu(0)]) and not tuning.tunable(net, [mx.gpu(0)])
-
-
 @pytest.mark.parametrize("examples, largest_piece", [(32, 0), (64, 32), (128, 64)])
 def test_a_measurement_covers_every_plan_for_the_shard_and_keeps_the_parameters(examples, largest_piece):
     made = highlevel.Replicas([mx.cpu(0), mx.cpu(1)], tune=False)
@@ -117,20 +112,6 @@ def test_a_measurement_covers_every_plan_for_the_shard_and_keeps_the_parameters(
     assert len({len(seconds) for seconds in times.values()}) == 1 and min(map(min, times.values())) > 0
     for name, array in made.parameters().items():
         np.testing.assert_array_equal(array, before[name])
-
-
-@pytest.mark.parametrize("k", [2, 3, 5])
-def test_after_a_push_every_context_holds_numpys_sum_in_the_array_it_had(k):
-    values = np.random.default_rng(k).standard_normal((k, 7, 11)).astype(np.float32)
-    for key in range(k):
-        data = [nd.array(x, mx.cpu(i)) for i, x in enumerate(values)]
-        before = list(data)
-        tuning.SharedMemoryStore().pushpull(key, data)
-        for i, x in enumerate(data):
-            assert x is before[i] and x.context == mx.cpu(i)
-            atol = k * EPS * np.abs(values).sum(0).max()
-            np.testing.assert_allclose(x.asnumpy(), values.astype(np.float64).sum(0), rtol=0, atol=atol)
-            np.testing.assert_array_equal(x.asnumpy(), data[0].asnumpy())
 
 
 def test_the_contexts_share_the_sums_evenly():
@@ -148,7 +129,7 @@ def dense(ctx):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replicas_equal(k, momentum):
     ctx, rule = [mx.cpu(i) for i in range(k)], {"learning_rate": 0.3, "momentum": momentum, "wd": 0.01}
     net, plain = dense(ctx), dense(ctx)
@@ -174,24 +155,10 @@ def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replic
         np.testing.assert_allclose(p.data(ctx[0]).asnumpy(), q.data(ctx[0]).asnumpy(), rtol=0, atol=atol)
 
 
-def test_other_devices_get_gluons_trainer():
+def test_on_gpus_networks_are_left_alone_and_gluons_trainer_is_used():
+    net = smooth_lenet()
+    assert tuning.tunable(net, [mx.cpu(0)]) and not tuning.tunable(net, [mx.gpu(0)])
     params, rule = [*dense([mx.cpu(0)]).collect_params().values()], {"learning_rate": 0.1, "momentum": 0.0, "wd": 0.0}
     for ctx in ([mx.gpu(0), mx.gpu(1)], [mx.cpu(0), mx.gpu(0)]):
         assert type(tuning.trainer(params, ctx, rule)) is gluon.Trainer
     assert type(tuning.trainer(params, [mx.cpu(0), mx.cpu(1)], rule)) is tuning.Trainer
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_updates_like_mxnets_own_to_rounding(momentum):
-    rule = {"learning_rate": 0.1, "momentum": momentum, "wd": 0.01, "rescale_grad": 1 / 32}
-    rng, found = np.random.default_rng(1), []
-    start, grads = rng.standard_normal((50, 20), np.float32), rng.standard_normal((3, 50, 20), np.float32)
-    for sgd in (mx.optimizer.SGD(**rule), tuning.SGD(**rule)):
-        updater, w = mx.optimizer.get_updater(sgd), nd.array(start)
-        for grad in grads:
-            updater([0], [nd.array(grad)], [w])
-        found.append(w.asnumpy())
-    own, expected = found[1], found[0]
-    # Three updates of three roundings each, of values up to the largest weight.
-    np.testing.assert_allclose(own, expected, rtol=0, atol=3 * 3 * EPS * np.abs(start).max())
-    assert (own != start).all()

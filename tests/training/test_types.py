@@ -2,9 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from own_process import finished
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
@@ -32,9 +33,8 @@ scratch.train(2, "256", 0.2)  # wrong
 
 def test_mypy_refuses_each_wrong_line_and_no_other(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "program.py"]
-    environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    mypy = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent"]
+    done = finished(*mypy, "program.py", cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)})
     refused = [int(number) for number in re.findall(r"^program.py:(\d+): error: ", done.stdout, re.MULTILINE)]
     wrong = [number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")]
     assert refused == wrong, done.stdout + done.stderr
