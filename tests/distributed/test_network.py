@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import time
+from itertools import cycle
 from pathlib import Path
 
 import machines
@@ -70,19 +71,23 @@ def programs(folder, **scripts):
 
 
 def start(network, kvstore, folder, *args):
-    """{name: Popen}: with dist_sync, one process per machine; with Horovod, horovodrun on the first machine."""
-    train = [*runs.TRAIN, "--kvstore", kvstore, "--out", folder / "run", *args]
+    """`start_program` with train.py."""
+    return start_program(network, kvstore, folder, [*runs.TRAIN, "--kvstore", kvstore, "--out", folder / "run", *args])
+
+
+def start_program(network, kvstore, folder, program):
+    """{name: Popen}: with dist_sync, one process per machine, in turn; with Horovod, horovodrun on the first machine."""
     if kvstore == "horovod":
         path = programs(folder, ssh=SSH.format(folder=folder))
         hosts = ",".join(f"{machine.name}:1" for machine in network.machines)
         run = [runs.HOROVODRUN, "--gloo", "--network-interfaces", "eth0", "-np", len(network.machines), "-H", hosts]
         given = environment(PATH=path, HOME=str(folder), PYTHONUNBUFFERED="1")
-        return {"horovodrun": network.machines[0].start([*run, *train], given)}
+        return {"horovodrun": network.machines[0].start([*run, *program], given)}
     roles = [("scheduler", 0), *(("server", i) for i in range(SERVERS)), *(("worker", i) for i in range(WORKERS))]
     started = {}
-    for machine, (role, rank) in zip(network.machines, roles):
+    for machine, (role, rank) in zip(cycle(network.machines), roles):
         name = role if role == "scheduler" else f"{role} {rank}"
-        started[name] = machine.start(train, dist_sync(network.addresses[0], role, rank))
+        started[name] = machine.start(program, dist_sync(network.addresses[0], role, rank))
     return started
 
 
