@@ -76,7 +76,7 @@ def start(network, kvstore, folder, *args):
 
 
 def start_program(network, kvstore, folder, program):
-    """{name: Popen}: with dist_sync, one process per machine, in turn; with Horovod, horovodrun on the first machine."""
+    """{name: Popen}: with dist_sync, processes on the machines in turn; with Horovod, horovodrun on the first one."""
     if kvstore == "horovod":
         path = programs(folder, ssh=SSH.format(folder=folder))
         hosts = ",".join(f"{machine.name}:1" for machine in network.machines)
