@@ -32,7 +32,8 @@ CRASH = re.compile(
     "Traceback|core dumped|terminate called|Assertion|Check failed|Segmentation fault|Fatal Python|Exception ignored|"
     "Stack trace|stack smashing|double free|corrupted"
 )
-CACHES = re.compile(r"home/(\.(cache|config)(/(matplotlib|gluon_mgpu)(/.*)?)?|\.horovod(/cache.bin)?)$")
+# Files of libraries in the home directory; .nv is written by NVIDIA's driver.
+CACHES = re.compile(r"home/(\.(cache|config)(/(matplotlib|gluon_mgpu)(/.*)?)?|\.horovod(/cache.bin)?|\.nv(/.*)?)$")
 
 Finished = namedtuple("Finished", "status out err seconds sent")
 

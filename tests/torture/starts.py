@@ -32,7 +32,7 @@ PYTHONUTF8 PYTHONCOERCECLOCALE: 0 1
 PYTHONIOENCODING: ascii latin-1 utf-8:strict utf-16
 PYTHONMALLOC: malloc debug pymalloc_debug
 PYTHONWARNINGS: ignore default always nonsense
-PYTHONPYCACHEPREFIX: /nowhere /dev/null
+PYTHONPYCACHEPREFIX: /proc/nowhere /dev/null
 PYTHONINTMAXSTRDIGITS: 640 0
 MPLBACKEND: agg nonsense
 """

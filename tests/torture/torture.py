@@ -153,6 +153,7 @@ class Runner:
 
 
 def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # commands may hold any bytes
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--seed", type=int, default=1)
