@@ -13,6 +13,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
+BULK = "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
 STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
 PRODUCTS = program("""
     import mxnet as mx
@@ -101,6 +102,12 @@ def test_the_users_settings_are_kept_if_they_are_safe(contexts, setting, expecte
     names = ["OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT"]
     code = CONFIGURE.format(contexts) + f"import os; print(*map(os.environ.get, {names}))"
     assert python(code, **setting).stdout.strip() == expected
+
+
+@pytest.mark.parametrize("workers, users, expected", [(1, {}, "None"), (2, {}, "1"), (2, {BULK: "9"}, "9")])
+def test_operators_of_a_backward_pass_run_one_by_one_if_there_are_several_workers(workers, users, expected):
+    code = f"import os; print(os.environ.get({BULK!r}))"
+    assert python(CONFIGURE.format(f"1, workers={workers}") + code, **users).stdout.strip() == expected
 
 
 @pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "true"}], ids=str)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gluon_mgpu import highlevel
+from gluon_mgpu.distributed.workers import Workers
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import plans, records, tuning
 from gluon_mgpu.training.plans import DEFAULT, PLANS, Plan
@@ -26,7 +27,7 @@ def measured(monkeypatch):
     cases = []
 
     def set_up(plan):
-        def measure(net, ctx, examples, forward_backward):
+        def measure(net, ctx, examples, forward_backward, candidates):
             cases.append(examples)
             return {other: [1.0 if other == plan else 2.0] * 3 for other in PLANS}
 
@@ -47,6 +48,25 @@ def test_a_plan_is_measured_once_for_each_size_of_the_shards(cache, measured, ca
     assert cases == [128, 64, 32]
     assert capfd.readouterr().err.count("tuned lenet") == len(cases)
     assert len(plans.read()) == len(cases)
+
+
+def test_with_several_workers_only_plans_with_whole_shards_are_measured_and_kept_apart(cache, monkeypatch):
+    found = []
+
+    def measure(net, ctx, examples, forward_backward, candidates):
+        found.append(candidates)
+        return {plan: [1.0 if plan == candidates[-1] else 2.0] for plan in candidates}
+
+    class Two(Workers):
+        count = 2
+
+        def all_gather(self, value):
+            return [value, value]
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    two = highlevel.Replicas([mx.cpu()], Settings(256), Two()).own_config["tune"]
+    assert two == found[0][-1] and {plan.piece for plan in found[0]} == {0} and len(found[0]) > 1
+    assert chosen() == found[1][-1] and {plan.piece for plan in found[1]} > {0}
 
 
 def test_another_processor_emulated_or_not_is_measured_again(cache, measured, monkeypatch):
