@@ -133,6 +133,6 @@ def work(kvstore: str, **arguments: Any) -> dict[str, float] | None:
     if here.role != "worker":
         serve.serve(here)
         return None
-    engine.configure(2 // here.workers, processes=here.local_workers)
+    engine.configure(2 // here.workers, here.local_workers, here.workers)
     found = measure(kvstore, **arguments)
     return found if here.rank == 0 else None
