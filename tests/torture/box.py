@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,7 +65,9 @@ class Box:
             MARK: str(self.folder),
         }
         self.out = self.folder / "runs" / "run"
+        self.surroundings = {}  # environment variables of every command, except those of undisturbed runs
         self.log = []  # the commands so far
+        self.counts = Counter()  # commands started, signals sent, runs compared with undisturbed runs
 
     # Commands
 
@@ -97,13 +99,15 @@ class Box:
         whether libraries may abort or hang.
         """
         command = [str(word) for word in command]
-        self.log.append(shlex.join([*(f"{n}={v}" for n, v in (environment or {}).items()), *command])[:2000])
+        environment = {**self.surroundings, **(environment or {})}
+        self.log.append(shlex.join([*(f"{n}={v}" for n, v in environment.items()), *command])[:2000])
+        self.counts["starts"] += 1
         before = self.files(paths)
         began, sent = time.monotonic(), []
         with open(self.folder / "out", "w+b") as out, open(self.folder / "err", "w+b") as err:
             process = subprocess.Popen(
                 command,
-                env={**self.environment, **(environment or {})},
+                env={**self.environment, **environment},
                 cwd=self.folder / "cwd",
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -124,6 +128,7 @@ class Box:
                 process.wait()
         texts = [(self.folder / name).read_bytes().decode(errors="replace") for name in ("out", "err")]
         done = Finished(status, *texts, time.monotonic() - began, sent)
+        self.counts["signals"] += len(sent)
         self._check_end(done, left, command, may_crash)
         changed = {path for path, what in self.files(paths).items() ^ before.items()}
         self.require(not changed, f"files outside the run's folder changed: {sorted(changed)[:5]}", done)
@@ -201,6 +206,7 @@ class Box:
         names = ("epoch", "train_loss", "test_accuracy", "learning_rate")
         histories = [[[epoch[name] for name in names] for epoch in facts["history"]] for facts in (found, wanted)]
         self.require(histories[0] == histories[1], f"the histories differ: {histories}", done)
+        self.counts["compared"] += 1
 
     def plan(self, workers=1):
         """Draw options of a short training. There are few plans, so that undisturbed runs are shared."""
@@ -232,7 +238,9 @@ class Box:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "seconds").exists():
                 plan = {name: value for name, value in plan.items() if name != "restarts"}
+                surroundings, self.surroundings = self.surroundings, {}
                 done = self.train(plan, "--out", folder / "run")
+                self.surroundings = surroundings
                 self.require(done.status == 0, "an undisturbed run fails", done)
                 (folder / "seconds").write_text(json.dumps(done.seconds))
         return folder / "run"

@@ -54,17 +54,36 @@ def harmless_values():
     return {name: [v.strip("'") for v in values.split()] for names, values in lines for name in names.split()}
 
 
+def surroundings(rng, box):
+    """Up to 8 harmless variables in which Python starts, for the commands of any scenario."""
+    values = harmless_values()
+    del values["XDG_CACHE_HOME"]  # in another cache, highlevel is tuned again
+    drawn = drawn_variables(rng, box, [values], rng.randrange(9))
+    return drawn if python_starts(box, drawn) else {}
+
+
+def drawn_variables(rng, box, tables, count):
+    """{name: value} of `count` variables, some perhaps equal, each from one of the tables {name: values}."""
+    drawn = {}
+    for _ in range(count):
+        table = rng.choice(tables)
+        name = rng.choice(list(table))
+        drawn[name] = rng.choice(table[name]).replace("RUNS", str(box.folder / "runs"))
+    return drawn
+
+
+def python_starts(box, variables):
+    """Whether Python, NumPy and Matplotlib start with these environment variables."""
+    command = [sys.executable, "-c", "import numpy, matplotlib.figure"]
+    return not subprocess.run(command, env={**box.environment, **variables}, capture_output=True).returncode
+
+
 def environment(rng, box):
     """Up to 8 variables. Harmless ones change nothing; with any others, a run works or is refused."""
     plan, harmless, values = box.plan(), rng.random() < 0.5, harmless_values()
     others = {name: NUMBERS for name in [*names_in_libraries(), "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]}
-    drawn = {}
-    for _ in range(rng.randint(1, 8)):
-        table = values if harmless or rng.random() < 0.3 else others
-        name = rng.choice(list(table))
-        drawn[name] = rng.choice(table[name]).replace("RUNS", str(box.folder / "runs"))
-    starts = [sys.executable, "-c", "import numpy, matplotlib.figure"]
-    if subprocess.run(starts, env={**box.environment, **drawn}, capture_output=True).returncode:
+    drawn = drawn_variables(rng, box, [values] if harmless else [values, others, others], rng.randint(1, 8))
+    if not python_starts(box, drawn):
         raise Skipped("Python, NumPy or Matplotlib does not start in this environment")
     allowed = [] if harmless else [box.folder / "cwd"]  # MXNet's profiler writes there
     done = box.train(plan, "--out", box.out, environment=drawn, paths=allowed)

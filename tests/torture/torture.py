@@ -6,6 +6,7 @@ its own mounts, network and process ids on a read-only file system, so that noth
 
 import argparse
 import ctypes
+import json
 import os
 import random
 import shutil
@@ -27,6 +28,10 @@ SETUP += 'mount -o remount,bind,ro /; shift 2; exec "$@"'
 SECONDS = 900  # time limit for one scenario
 JOBS = 2  # scenarios at a time
 SKIPPED = 3  # exit status
+COUNTS = "counts:"  # begins the last line of a scenario's output
+COLUMNS = ("runs", "skipped", "violations", "starts", "signals", "compared")
+# Kinds of scenarios that draw their own environment, or in which horovodrun or a limit would not bear some variables.
+PLAIN = ("environment", "command line", "horovod", "file size", "memory", "readers")
 
 
 def scenarios():
@@ -42,9 +47,12 @@ def scenarios():
 def one(kind, seed, folder, cache):
     """Run one scenario. Returns the exit status."""
     from box import Box, Skipped, Violation
+    from starts import surroundings
 
     box = Box(random.Random(seed), folder, cache, ISOLATED in os.environ)
     try:
+        if kind not in PLAIN:
+            box.surroundings = surroundings(box.rng, box)
         scenarios()[kind][0](box.rng, box)
     except Skipped as reason:
         print(f"skipped: {reason}")
@@ -54,6 +62,7 @@ def one(kind, seed, folder, cache):
         return 1
     finally:
         box.kill()
+        print(COUNTS, json.dumps(box.counts))
     return 0
 
 
@@ -127,6 +136,9 @@ class Runner:
                 self._count(kind, seed, process.returncode, out)
 
     def _count(self, kind, seed, status, out):
+        out, _, counts = out.rpartition(COUNTS)
+        for name, n in json.loads(counts or "{}").items():
+            self.counts[kind, name] += n
         if status == 0:
             self.counts[kind, "runs"] += 1
         elif status == SKIPPED:
@@ -139,13 +151,13 @@ class Runner:
             print(f"{out}\n  again: python tests/torture/torture.py --scenario '{kind}' --seed {seed}\n", flush=True)
 
     def table(self):
-        """Print the table. Returns the number of violations."""
-        row = "{:16} {:>6} {:>8} {:>11} {:>8}"
-        print(row.format("scenario", "runs", "skipped", "violations", "minutes"))
+        """Print the table; for the last columns, see Box.counts. Returns the number of violations."""
+        row = "{:13}" + " {:>10}" * (len(COLUMNS) + 1)
+        print(row.format("scenario", *COLUMNS, "minutes"))
         for kind in [*self.shares, "all"]:
             cells = [
                 sum(n for (k, what), n in self.counts.items() if kind in (k, "all") and what == column)
-                for column in ("runs", "skipped", "violations")
+                for column in COLUMNS
             ]
             seconds = sum(seconds for k, seconds in self.busy.items() if kind in (k, "all"))
             print(row.format(kind, *cells, f"{seconds / 60:.1f}"), self.skips.get(kind, "") if not cells[0] else "")
