@@ -6,6 +6,7 @@ servers, has its own network namespace. In turn, it times steps, steps without t
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -92,6 +93,7 @@ def main():
     parser.add_argument("--kvstore", choices=("horovod", "dist_sync"), action="append")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # the workers are pinned to different cores of this machine
     print(harness.machine_line())
     rows = [["medians (min-max), ms", *PARTS, "step / longer part"]]
     for model, impl in CASES:
