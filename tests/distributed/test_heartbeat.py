@@ -1,5 +1,6 @@
 """The heartbeat: clients that never connect, connect twice, end or fall silent, and connections from strangers."""
 
+import gc
 import json
 import socket
 import sys
@@ -15,8 +16,6 @@ from gluon_mgpu import Error
 from gluon_mgpu.distributed import heartbeat
 from gluon_mgpu.distributed.process import Process
 
-CLIENTS = []  # of the test that runs
-
 
 @pytest.fixture
 def ends(monkeypatch):
@@ -27,9 +26,9 @@ def ends(monkeypatch):
     monkeypatch.setattr(heartbeat, "end_process", lambda line, status, seconds: found.append((line, status)))
     monkeypatch.setattr(heartbeat, "after", lambda seconds, function, status: found.append((None, status)))
     yield found
-    for client in CLIENTS:
-        client.finished = True
-    CLIENTS.clear()
+    for made in gc.get_objects():
+        if isinstance(made, heartbeat.Client):
+            made.finished = True  # otherwise, it would end this process when its connection closes
 
 
 @pytest.fixture
@@ -57,7 +56,6 @@ def joined(coordinator):
         made[name] = heartbeat.Client(here, "127.0.0.1", coordinator.port)
 
     in_threads(join, coordinator.expected)
-    CLIENTS.extend(made.values())
     return [made[name] for name in coordinator.expected]
 
 
