@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -51,16 +51,15 @@ def choose(
     cache cannot be written: otherwise, the same command could give different results.
     """
     examples = min(LARGEST, 1 << max(5, (examples - 1).bit_length()))
-    candidates = [plan for plan in plans.PLANS if plan.piece < (examples if pieces else 1)]
     network = f"{name} ({zlib.crc32(str(net).encode()):08x})"
-    shard = f"{examples} examples" + ("" if any(plan.piece for plan in candidates) else " at once")
+    shard = f"{examples} examples" + ("" if any(plan.piece for plan in candidates(examples, pieces)) else " at once")
     case = f"{network}, {shard}, OMP_NUM_THREADS={engine.openmp_threads()}"
     known = plans.read()
     if case in known:
         return known[case]
     start = time.perf_counter()
     try:
-        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward, candidates)))
+        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward, pieces)))
     except Error as error:
         log.say(f"{error}: {name} is not tuned for this processor")
         return DEFAULT
@@ -68,21 +67,22 @@ def choose(
     return plan
 
 
+def candidates(examples: int, pieces: bool) -> list[Plan]:
+    """The plans that differ for a shard of this size. pieces: whether it may be computed in pieces."""
+    return [plan for plan in plans.PLANS if plan.piece < (examples if pieces else 1)]
+
+
 def measure(
-    net: gluon.Block,
-    ctx: Context,
-    examples: int,
-    forward_backward: ForwardBackward,
-    candidates: Sequence[Plan] = plans.PLANS,
+    net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward, pieces: bool = True
 ) -> dict[Plan, list[float]]:
-    """Time steps of each candidate, without updates: {plan: seconds in each round}. Other arguments as for `choose`.
+    """Time steps of each candidate, without updates: {plan: seconds in each round}. Arguments as for `choose`.
 
     The gradients change, but neither the parameters nor the state of the random number generators. One context is
     measured, because the speed of several contexts at once varies more.
     """
     images = np.random.default_rng(0).random((examples, 1, 28, 28), np.float32)
     data, label = [nd.array(images, ctx)], [nd.zeros(examples, ctx)]
-    nets = {plan: tuned(net, plan) for plan in candidates if plan.piece < examples}
+    nets = {plan: tuned(net, plan) for plan in candidates(examples, pieces)}
 
     def seconds(fast: gluon.Block) -> float:
         start = time.perf_counter()

@@ -27,7 +27,7 @@ def measured(monkeypatch):
     cases = []
 
     def set_up(plan):
-        def measure(net, ctx, examples, forward_backward, candidates):
+        def measure(net, ctx, examples, forward_backward, pieces):
             cases.append(examples)
             return {other: [1.0 if other == plan else 2.0] * 3 for other in PLANS}
 
@@ -53,9 +53,9 @@ def test_a_plan_is_measured_once_for_each_size_of_the_shards(cache, measured, ca
 def test_with_several_workers_only_plans_with_whole_shards_are_measured_and_kept_apart(cache, monkeypatch):
     found = []
 
-    def measure(net, ctx, examples, forward_backward, candidates):
-        found.append(candidates)
-        return {plan: [1.0 if plan == candidates[-1] else 2.0] for plan in candidates}
+    def measure(net, ctx, examples, forward_backward, pieces):
+        found.append(tuning.candidates(examples, pieces))
+        return {plan: [1.0 if plan == found[-1][-1] else 2.0] for plan in found[-1]}
 
     class Two(Workers):
         count = 2
