@@ -26,7 +26,7 @@ BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 SILENCE_LIMIT = 10.0  # seconds; a process that is silent for longer is lost; no worker holds the GIL that long
 CONNECT_LIMIT = 300.0  # seconds for all processes to connect
 NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
-GRACE_PERIOD = 3.0  # seconds until servers and the scheduler exit after the last worker; ps-lite may take 10 s
+GRACE_PERIOD = 3.0  # seconds that the scheduler waits for the servers to exit
 MAX_GREETING = 4096  # maximum size of a client's first message, in bytes
 MAX_LINE = 16 << 20  # maximum size of any other message, in bytes: enough for the history of 80,000 epochs
 
@@ -39,7 +39,7 @@ class Coordinator:
 
     def __init__(self, here: Process, host: str, port: int) -> None:
         self.here, self.expected = here, here.names()
-        self.workers = self.expected[: here.workers]
+        self.workers, self.servers = self.expected[: here.workers], self.expected[here.workers :]
         self.listener = listen(host, port)
         self.listener.settimeout(BEAT_INTERVAL / 4)
         self.address, self.port = self.listener.getsockname()
@@ -47,6 +47,8 @@ class Coordinator:
         self.clients: dict[str, _Connection] = {}
         self.strangers: set[_Connection] = set()  # connections that have not sent a greeting yet
         self.ended: set[str] = set()  # clients that announced their exit, or were lost
+        self.closed: set[str] = set()  # clients whose connection has been closed
+        self.leaving = False  # whether this is the scheduler, and only waits for the servers to exit
         self.gathering: dict[str, Any] = {}  # values of an incomplete all_gather
         self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to stop
         self.finished = False
@@ -103,9 +105,13 @@ class Coordinator:
         name = connection.name
         with self.lock:
             self.strangers.discard(connection)
+            if name:
+                self.closed.add(name)
             if name and name not in self.ended:
                 self.ended.add(name)
                 self._end(f"{name} ({connection.about}) was lost: {why}")
+            elif self.leaving and not self.finished and self.closed.issuperset(self.servers):
+                end_process(None, 0, 0)
 
     def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
         name = connection.name
@@ -130,10 +136,11 @@ class Coordinator:
         elif "done" in message:
             self.ended.add(name)
             if self.ended.issuperset(self.workers):
-                self._send_all({"finished": True})
+                self._send_all({"done": True})  # to the servers
                 self.ended.update(self.expected)  # a server that exits from now on is not reported as lost
                 if self.here.role == "scheduler":
-                    after(GRACE_PERIOD, os._exit, 0)
+                    self.leaving = True
+                    end_process(None, 0, GRACE_PERIOD)
 
     def _welcome(self, connection: _Connection, message: dict[str, Any]) -> None:
         name, counts = str(message.get("name")), message.get("of")
@@ -299,9 +306,9 @@ class Client:
         elif "stop at" in message:
             self.stop_at = message["stop at"]
             self.stop_known.set()
-        elif "finished" in message:
+        elif "done" in message:  # sent to servers only
             self.finished = True
-            after(GRACE_PERIOD, os._exit, 0)
+            end_process(None, 0, 0)
         elif "end" in message and not self.finished:
             self._end(message["end"], message["status"], message["report"])
 

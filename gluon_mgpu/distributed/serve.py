@@ -14,7 +14,7 @@ from gluon_mgpu.runtime import engine
 
 
 def serve(here: Process) -> None:
-    """Serve until all workers are done. here: this process, a server or the scheduler."""
+    """Serve until all workers are done, when the heartbeat ends this process. here: a server or the scheduler."""
     engine.configure(1)
     # Import MXNet before the heartbeat starts, because loading libmxnet from a slow disk blocks Python for a long time.
     # Import it as a worker: in a server, the import would run MXNet's own server, which unpickles any optimizer that a
@@ -33,7 +33,6 @@ def serve(here: Process) -> None:
         heartbeat.notice(f"{here}: ignoring a command from a worker: servers only sum arrays")
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, ignore, None))
-    connection.close()
 
 
 def _server(here: Process) -> heartbeat.Client:

@@ -87,7 +87,9 @@ class DistSync:
             self.kv.pushpull(name, array, out=array, priority=priority)
 
     def close(self) -> None:
-        """Wait for the other workers, then let the servers exit."""
+        """Disconnect. The heartbeat has waited for the other workers, and ends the servers: ps-lite's own barrier can
+        hang."""
+        self.abandon()
         self.kv.__del__()
         self.kv.handle = None
 
