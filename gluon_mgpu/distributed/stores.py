@@ -87,8 +87,7 @@ class DistSync:
             self.kv.pushpull(name, array, out=array, priority=priority)
 
     def close(self) -> None:
-        """Disconnect. The heartbeat has waited for the other workers, and ends the servers: ps-lite's own barrier can
-        hang."""
+        """Disconnect, without ps-lite's barrier: the heartbeat waits for the other workers and ends the servers."""
         self.abandon()
         self.kv.__del__()
         self.kv.handle = None
