@@ -76,8 +76,10 @@ def processes(mark):
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            arguments = (folder / "cmdline").read_text().split("\0")
-            environment = dict(e.partition("=")[::2] for e in (folder / "environ").read_text().split("\0"))
+            arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
+            environment = dict(
+                e.partition("=")[::2] for e in (folder / "environ").read_text(errors="replace").split("\0")
+            )
         except OSError:
             continue
         if mark not in arguments or "train.py" not in arguments[1] or not alive([folder.name]):
