@@ -117,8 +117,7 @@ class Replicas(replicas.Replicas):
         network = networks.NETWORKS[settings.model]
         self.net = network.build()
         initialize(self.net, self.ctx, hybridize, network.init)
-        tunable = hybridize and tuning.tunable(self.net, self.ctx)
-        plan = self._plan(tune) if tune and tunable else None
+        plan = self._plan(tune, hybridize and tuning.tunable(self.net, self.ctx)) if tune else None
         self.fast = tuning.tuned(self.net, plan) if plan else self.net
         self.own_config = {"hybridize": hybridize, "tune": plan or tune}
         params = self.net._collect_params_with_prefix()
@@ -138,18 +137,17 @@ class Replicas(replicas.Replicas):
                 updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(self.trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
 
-    def _plan(self, tune: bool | Sequence[int]) -> Plan:
-        """The plan that tune names. If it is True, worker 0 chooses the plan of all workers."""
-        if tune is not True:
-            return Plan.create(tune)
-        plan = None
-        if self.workers.rank == 0:
+    def _plan(self, tune: bool | Sequence[int], tunable: bool) -> Plan | None:
+        """Worker 0's plan, for all workers: the one that tune names or, if tune is True, the fastest. None: no plan."""
+        plan = None if tune is True else Plan.create(tune)
+        if tune is True and tunable and self.workers.rank == 0:
             shards = len(self.ctx) * self.workers.count * self.settings.grad_accum_steps
             examples = -(-self.settings.batch_size // shards)
             # In pieces, no gradient is complete before the last piece's, and none could be summed over workers earlier.
             pieces = self.workers.count == 1
             plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward, pieces)
-        return Plan.create(self.workers.all_gather(plan)[0])
+        plan = self.workers.all_gather(plan)[0]
+        return Plan.create(plan) if plan and tunable else None
 
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)

@@ -64,7 +64,9 @@ def train(
     with join(kvstore, compress, settings.model) as workers:
         _check_batch(settings, len(ctx), workers)
         given = {"resume": bool(resume), "profile": bool(profile), **({} if resume else asdict(settings))}
-        flags = {name: bool(own.get(name, True)) for name in lesson.flags}
+        flags = {name: own.get(name, True) for name in lesson.flags}
+        if resume:  # worker 0 may be the only one that can read the run's plan of tuning
+            flags = {name: bool(value) for name, value in flags.items()}
         workers.agree({**config, **flags, **given})
         first = workers.rank == 0  # only this worker prints and writes
         with records.Run(out, resume, tensorboard) if first else records.Run() as run:

@@ -154,6 +154,26 @@ def test_a_run_of_two_workers_is_resumed_by_one_process(two, impl, tmp_path):
     assert apart(parameters(folder), parameters(expected), impl) < RTOL
 
 
+# train.py in a folder that only worker 0 has
+ONLY_WORKER_0 = """
+import os
+from gluon_mgpu.commands.train import train
+os.chdir(FOLDER if os.environ.get("DMLC_TASK_ID") == "0" else "/")
+train()
+"""
+
+
+def test_a_tuned_run_is_resumed_with_its_plan_if_only_worker_0_has_its_folder(tmp_path):
+    folder = train_alone("highlevel", 2, tmp_path / "tuned", tune=(16, 0))
+    program = [sys.executable, "-c", ONLY_WORKER_0.replace("FOLDER", repr(str(tmp_path)))]
+    options = ["--kvstore", "dist_sync", "--resume", "tuned", "--impl", "highlevel", "--gpus", 1, "--epochs", 2]
+    status, _, err = runs.run("dist_sync", 2, program=[*program, "--device", "cpu", *map(str, options)])
+    assert status == 0, err
+    assert records.options(folder)["tune"] == [16, 0]
+    expected = train_alone("highlevel", 2, tmp_path / "whole", epochs=2, tune=(16, 0))
+    assert apart(parameters(folder), parameters(expected), "highlevel") < RTOL
+
+
 @pytest.mark.slow
 def test_a_run_of_unequal_contexts_is_resumed_by_three_workers(tmp_path):
     folder = train_alone("scratch", 2, tmp_path / "run", shares=(70, 30))
@@ -375,7 +395,7 @@ def test_fp16_sends_gradients_as_16_bit_numbers(tmp_path):
 def group(rank, count, *others):
     """A worker whose all_gather returns its own value, then `others`."""
     client = SimpleNamespace(all_gather=lambda value: [value, *others])
-    return workers.Group(Process("horovod", "worker", rank, count), None, None, client)
+    return workers.Group(Process("horovod", "worker", rank, count), None, client)
 
 
 def test_workers_that_differ_are_refused_with_both_values():
