@@ -66,7 +66,7 @@ def machine() -> str:
 
 
 def read() -> dict[str, Plan]:
-    """{case: plan} in the cache for this machine. Raises Error if the cache is damaged."""
+    """{case: plan} in the cache for this machine. Raises Error if the cache is damaged or cannot be read."""
     return {case: Plan.create(plan) for case, plan in _read().get(machine(), {}).items()}
 
 
@@ -92,7 +92,9 @@ def _read() -> dict[str, dict[str, Any]]:
             Plan.create(plan)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, AttributeError, RecursionError, UsageError) as error:
+    except OSError as error:
+        raise Error(f"cannot read {_path()} ({error.strerror})") from None
+    except (ValueError, AttributeError, RecursionError, UsageError) as error:
         raise Error(f"{_path()} is damaged ({error}): remove it") from None
     return found
 
