@@ -163,6 +163,7 @@ class Coordinator:
             self._send_all({"missing": self._missing()})
             return
         connection.send({"end": refusal, "status": UsageError.exit_status, "report": True})
+        connection.close()
 
     def _missing(self) -> list[str]:
         return [name for name in self.expected if name not in self.clients]

@@ -137,7 +137,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         _terminate(processes, events)
     if not failed:
         return 0
-    return failed.returncode if failed.role == "worker" and failed.returncode in (1, 2, 130) else 1
+    return failed.returncode if failed.role == "worker" and failed.returncode in (2, 130) else 1
 
 
 def _interrupt(processes: list[_Process], workers: list[_Process], events: _Events) -> None:
@@ -259,7 +259,7 @@ def free_port() -> int:
         with suppress(UsageError):
             _check_ports(port)
             return port
-    raise Error(f"there are no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose a port with --port")
+    raise Error(f"found no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose a port with --port")
 
 
 def _check_ports(port: int) -> None:

@@ -36,11 +36,10 @@ SECONDS_TO_BLAME = 5.0  # how long a worker waits after an unexpected error, bec
 class Workers:
     """One worker's view of all workers in a run. This base class is for a process that trains alone.
 
-    rank: this worker's rank, from 0. count: number of workers. compress: kind of gradient compression, or None.
+    rank: this worker's rank, from 0. count: number of workers.
     """
 
     rank, count = 0, 1
-    compress: str | None = None
     devices: Sequence[int] = (1,)
 
     @property
@@ -114,12 +113,11 @@ class Group(Workers):
     def __init__(
         self,
         here: Process,
-        compress: str | None,
         store: Horovod | DistSync,
         client: heartbeat.Client,
         coordinator: heartbeat.Coordinator | None = None,
     ) -> None:
-        self.rank, self.count, self.compress = here.rank, here.workers, compress
+        self.rank, self.count = here.rank, here.workers
         self.store, self.client, self.coordinator = store, client, coordinator
 
     @property
@@ -198,7 +196,7 @@ def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
     host, port, secret = address.split()
     client = heartbeat.Client(here._replace(secret=secret), host, int(port))
     pin_to_cores(here.rank, client.all_gather)
-    return Group(here, compress, store, client, coordinator)
+    return Group(here, store, client, coordinator)
 
 
 def _join_dist_sync(here: Process, compress: str | None) -> Group:
@@ -213,7 +211,7 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
     time_limit = heartbeat.after(heartbeat.CONNECT_LIMIT, heartbeat.end_process, blocked, 1, heartbeat.BEAT_INTERVAL)
     store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
     time_limit.cancel()
-    return Group(here, compress, store, client)
+    return Group(here, store, client)
 
 
 def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
