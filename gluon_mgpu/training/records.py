@@ -283,8 +283,10 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
             raise ValueError(f"impl {config['impl']}")
         _devices(config)
     except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
-        own = isinstance(error, UsageError) and config.get("model") not in MODELS
-        advice = "register the network from Python first" if own else "start the run again in another folder"
+        advice = "start the run again in another folder"
+        if isinstance(error, UsageError) and config.get("model") not in MODELS:
+            scratch = config.get("impl") == "scratch"
+            advice = "only scratch.train can continue it" if scratch else "register the network from Python first"
         raise Error(f"{path}: invalid run configuration ({error}); {advice}") from None
     return arrays, config, settings, position
 
