@@ -135,7 +135,7 @@ class Coordinator:
             self._end(f"{name}: {message['failed']}", int(message["status"]), report)
         elif "done" in message:
             self.ended.add(name)
-            if self.ended.issuperset(self.workers):
+            if self.ended.issuperset(self.workers) and not self.finished:
                 self._send_all({"done": True})  # to the servers
                 self.ended.update(self.expected)  # a server that exits from now on is not reported as lost
                 if self.here.role == "scheduler":
@@ -178,7 +178,7 @@ class Coordinator:
             self.clients[name].send({"end": line, "status": status, "report": reports})
         self.finished = True  # set last, because `close` returns once this is set, and the process may then exit
         if self.here.role == "scheduler":
-            end_process(None if remaining else f"{self.here}: {line}", 1, BEAT_INTERVAL)
+            end_process(None if remaining or status == 130 else f"{self.here}: {line}", status, BEAT_INTERVAL)
 
     def _send_all(self, message: dict[str, Any]) -> None:
         for name, connection in self.clients.items():
@@ -381,4 +381,5 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
 
 def notice(line: str) -> None:
     """Print a line on standard error, in any process; `log.say` prints only in worker 0."""
-    print(f"gluon_mgpu: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # the reader may be gone
+        print(f"gluon_mgpu: {line}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 from gluon_mgpu.distributed import heartbeat, process
@@ -55,9 +56,9 @@ def _scheduler(here: Process) -> heartbeat.Coordinator:
 
 
 def _pass_signals_on(ask_to_stop: Callable[[], bool]) -> None:
-    """On Ctrl-C or SIGTERM, which a cluster manager sends to every process, ask the workers to stop. A second signal
-    terminates this process. MXNet's loop never returns to Python to run a signal handler, so a thread waits for
-    signals."""
+    """On Ctrl-C or SIGTERM, which a cluster manager sends to every process, ask the workers to stop. A second signal,
+    unless it is a duplicate, terminates this process. MXNet's loop never returns to Python to run a signal handler, so
+    a thread waits for signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -66,8 +67,10 @@ def _pass_signals_on(ask_to_stop: Callable[[], bool]) -> None:
 
     def wait() -> None:
         os.read(reader, 1)
+        asked = time.monotonic()
         if ask_to_stop():
-            os.read(reader, 1)
+            while os.read(reader, 1) and time.monotonic() - asked < process.SAME_SIGNAL:
+                pass
         os._exit(130)
 
     threading.Thread(target=wait, daemon=True).start()

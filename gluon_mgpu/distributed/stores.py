@@ -54,9 +54,6 @@ class Horovod:
     def close(self) -> None:
         self.hvd.shutdown()
 
-    def abandon(self) -> None:
-        """Do not wait for the other workers when this process exits."""
-
 
 class DistSync:
     """Sums arrays with MXNet's parameter servers (ps-lite). Each server only sums its own part of the arrays.
@@ -66,6 +63,8 @@ class DistSync:
 
     def __init__(self, threshold: float | None) -> None:
         self.kv = mx.kv.create("dist_sync")
+        # At the end, the heartbeat waits for the other workers. In ps-lite's own barrier, processes can hang.
+        check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self.kv.handle, 0))
         self.threshold, self.compressing = threshold, False
         self.keys: set[str] = set()
 
@@ -87,11 +86,5 @@ class DistSync:
             self.kv.pushpull(name, array, out=array, priority=priority)
 
     def close(self) -> None:
-        """Disconnect, without ps-lite's barrier: the heartbeat waits for the other workers and ends the servers."""
-        self.abandon()
         self.kv.__del__()
         self.kv.handle = None
-
-    def abandon(self) -> None:
-        """Do not wait for the other workers when this process exits."""
-        check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self.kv.handle, 0))

@@ -139,7 +139,13 @@ class Group(Workers):
     def leave(self) -> None:
         """Leave the run, once all workers have finished or stopped."""
         with _one_signal_ignored():  # a cluster manager signals every process, perhaps this one late
-            self.all_gather(None)  # worker 0 may still be writing; a launcher stops all workers when one worker exits
+            try:
+                self.all_gather(
+                    None
+                )  # worker 0 may still be writing; if one worker exits, a launcher stops all of them
+            except KeyboardInterrupt as error:
+                self.fail(error)
+                raise
             self.store.close()
             self.client.close()
             if self.coordinator:
@@ -155,7 +161,6 @@ class Group(Workers):
         self.client.failed(line, status)
         if self.coordinator:
             self.coordinator.close()  # waits until the remaining processes have been told
-        self.store.abandon()
 
 
 @contextmanager

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
+from gluon_mgpu.distributed.process import SAME_SIGNAL
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime.errors import Interrupted
-
-SAME_CTRL_C = 0.5  # seconds; a second signal within this time is a duplicate, sent by a launcher or a cluster manager
 
 Item = TypeVar("Item")
 
@@ -42,7 +41,7 @@ class CtrlC:
 
     def _handle(self, *_: object) -> None:
         if self.asked:
-            if time.monotonic() - self.since < SAME_CTRL_C:
+            if time.monotonic() - self.since < SAME_SIGNAL:
                 return
             raise KeyboardInterrupt
         self.asked, self.since = True, time.monotonic()

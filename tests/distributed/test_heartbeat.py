@@ -24,7 +24,6 @@ def ends(monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 5.0)
     found = []
     monkeypatch.setattr(heartbeat, "end_process", lambda line, status, seconds: found.append((line, status)))
-    monkeypatch.setattr(heartbeat, "after", lambda seconds, function, status: found.append((None, status)))
     yield found
     for made in gc.get_objects():
         if isinstance(made, heartbeat.Client):

@@ -238,12 +238,13 @@ def by_hand():
         runs.end(one)
 
 
-@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1, 2)], ids=["scheduler", "server", "all"])
+@pytest.mark.parametrize("asked", [(0,), (1, 1), (0, 1, 2) * 2], ids=["scheduler", "server twice", "all twice"])
 def test_sigterm_at_any_process_of_a_run_leaves_a_checkpoint(asked, by_hand, tmp_path):
     started = by_hand("localhost", "--limit", 1000, "--epochs", 999, "--out", tmp_path / "run")
     started[2].stdout.readline()  # running on:
-    for number in asked:
+    for number in asked:  # a second signal at once is a duplicate
         started[number].send_signal(signal.SIGTERM)
+        time.sleep(0.05)
     said = [one.communicate(timeout=runs.HORIZON)[1] for one in started]
     assert [one.returncode for one in started] == [0, 0, 130], said
     assert records.last(tmp_path / "run")[0]
@@ -326,7 +327,6 @@ def test_if_a_worker_fails_or_is_lost_one_line_names_it(engine, rank, what, tmp_
 )
 def test_no_worker_ends_on_ctrl_c_before_worker_0_has_written_the_checkpoint(engine, tmp_path):
     body = """
-        group.store.close = lambda: None  # MXNet's waits for the other workers anyway
         if group.rank:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()  # late, as from a cluster
         else:
@@ -335,6 +335,18 @@ def test_no_worker_ends_on_ctrl_c_before_worker_0_has_written_the_checkpoint(eng
             print('written', flush=True)
         raise Interrupted"""
     assert "written" in run_program(tmp_path, engine, body, launcher=runs.sooner())[1]
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_worker_0_waits_for_another_worker(tmp_path):
+    body = """
+        if group.rank:
+            time.sleep(60)
+            print('late', flush=True)
+        for seconds in (0.5, 1):
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        raise Interrupted"""
+    status, out, _ = run_program(tmp_path, "dist_sync", body)
+    assert status and "late" not in out
 
 
 def test_a_server_does_not_unpickle_what_a_worker_sends(tmp_path):

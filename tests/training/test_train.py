@@ -169,7 +169,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if
 
 
 def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_epoch(monkeypatch, tmp_path):
-    twice = ((signal.SIGINT, interrupt.SAME_CTRL_C), (signal.SIGINT, 60))
+    twice = ((signal.SIGINT, interrupt.SAME_SIGNAL), (signal.SIGINT, 60))
     interrupts.at_step(monkeypatch, scratch.Replicas, 13, *twice)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
