@@ -44,7 +44,7 @@ def lost(one: Sequence[float], half: Sequence[float], alone: Sequence[float], tw
     """The milliseconds per step that 2 devices lose to shards of half a batch, to sharing the machine, and to
     allreduce, in each round: (3, rounds). `two` is half of `one` plus these losses. Arguments: step times of
     `compared`."""
-    return np.diff([np.array(one) / 2, half, alone, two], axis=0)
+    return np.diff(np.array([np.array(one) / 2, half, alone, two]), axis=0)
 
 
 def table(result: dict) -> str:

@@ -44,7 +44,7 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
 
     steps: per run of LeNet.
     """
-    ways = {"1 process of 2 contexts": {"kvstore": "local", "exchange": True}}
+    ways: dict[str, dict[str, Any]] = {"1 process of 2 contexts": {"kvstore": "local", "exchange": True}}
     for kvstore in installed():
         ways[f"{kvstore}, 2 processes"] = {"kvstore": kvstore, "exchange": True}
         ways[f"{kvstore}, without the exchange"] = {"kvstore": kvstore, "exchange": False}

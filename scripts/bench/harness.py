@@ -215,7 +215,7 @@ def table(rows: Iterable[Sequence[object]]) -> list[str]:
     return lines
 
 
-def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Sequence[float] | str]]]) -> list[str]:
+def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Any]]]) -> list[str]:
     """Format a table of steps. rows: name, batch size, run, and more columns: ratios (one per round) or text."""
     cells = []
     for name, size, run, columns in rows:

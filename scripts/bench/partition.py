@@ -19,7 +19,7 @@ RECORDED_STEPS = 20
 PARAMETERS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, layer by layer
 ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # outputs of each layer, per example
 
-WAYS = {  # {name: arguments of `work`}
+WAYS: dict[str, dict[str, Any]] = {  # {name: arguments of `work`}
     "one device, one thread": {"way": "data parallelism", "contexts": 1},
     "network partitioning": {"way": "network partitioning"},
     "network partitioning, 4 micro-batches": {"way": "network partitioning", "micro_batches": 4},

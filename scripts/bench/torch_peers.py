@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,5 +144,5 @@ def work(steps: int, **subject: Any) -> dict[str, Any]:
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
     if subject.get("compiled") and not any(Path(tempfile.gettempdir()).rglob("*.so")):
         raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
-    together = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
+    together: dict[str, Callable[[list[float]], Any]] = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
     return {what: join([of_rank[what] for of_rank in found]) for what, join in together.items()}
