@@ -145,7 +145,7 @@ def _with_options(text: str, params: Iterable[click.Parameter]) -> str:
     """Replace argument names in an error message, such as `lr=0: ...`, with options: `--lr 0: ...`."""
     options = {param.name: param.opts[0] for param in params if isinstance(param, click.Option)}
     options["num_gpus"] = "--gpus"  # the name of this argument in `train`
-    if text.partition("=")[0] not in options:
+    if text.partition("=")[0].rpartition(": ")[2] not in options:
         return text
     for name, option in options.items():
         text = re.sub(rf"(?<![\w/.-]){name}=True\b", option, text)

@@ -4,6 +4,7 @@ shard sizes."""
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ def parse(gpus: int | str | Sequence[int]) -> list[int]:
     """
     try:
         return count_or_list(gpus)
-    except ValueError:
+    except (TypeError, ValueError):
         raise UsageError(
             f"num_gpus={gpus}: must be a number of devices, such as 2, or distinct indices below {MOST}, such as 0,2"
         ) from None
@@ -35,11 +36,12 @@ def parse(gpus: int | str | Sequence[int]) -> list[int]:
 def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int = MOST) -> list[int]:
     """Parse a count or a list of distinct numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
 
-    Raises ValueError for anything else, if there are more than 1024 numbers, or if a number is not in range(below).
+    Raises ValueError or TypeError for anything else, if there are more than 1024 numbers, or if a number is not in
+    range(below).
     """
     text = str(given)
     if isinstance(given, (list, tuple)):
-        numbers = list(given)
+        numbers = [operator.index(number) for number in given]
     elif "," in text:
         numbers = [int(part) for part in text.strip().removesuffix(",").split(",")]
     else:

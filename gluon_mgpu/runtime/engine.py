@@ -43,7 +43,6 @@ MOST = 1024  # limit on threads and on temporary spaces
 NEGATIVE = ("MXNET_MKLDNN_CACHE_NUM",)  # -1 means no limit
 TEXT = ("MXNET_GPU_MEM_POOL_TYPE",)
 ENGINES = ("ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine")
-ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 
 # (environment variable for the user's own value, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
@@ -206,7 +205,7 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     alone = (
         contexts == 1
         and os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") == "1"
-        and os.environ.get("MXNET_ENGINE_TYPE", "") in ONE_WORKER_ENGINES
+        and os.environ.get("MXNET_ENGINE_TYPE") != "ThreadedEngine"
     )
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:

@@ -32,10 +32,12 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     Raises Error if writing fails, for example because the disk is full; an existing file is then left unchanged.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which the file would replace
-        raise Error(f"{path} is not a regular file; pass a file path")
     temporary = path.parent / f".{path.name}.{os.getpid()}{PART}"
     try:
+        if (
+            path.exists() and not path.is_file()
+        ):  # a folder, or a device such as /dev/null, which the file would replace
+            raise Error(f"{path} is not a regular file; pass a file path")
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
@@ -51,7 +53,8 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 def remove_partial(path: str | Path) -> None:
     """Remove temporary files left by processes that were killed while writing `path`."""
     for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
-        left.unlink()
+        with suppress(OSError):  # if the folder cannot be written, the next step says so
+            left.unlink()
 
 
 def lock(folder: str | Path, option: str) -> int:

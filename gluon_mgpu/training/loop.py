@@ -247,7 +247,8 @@ def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3,
     ctx, settings = replicas.ctx, replicas.settings
     n = max(len(ctx), -(-settings.batch_size // settings.grad_accum_steps))
     if n > len(data.train_labels):
-        raise UsageError(f"limit={len(data.train_labels)}: too few examples to measure shares; omit shares=auto")
+        few = f"measuring shares takes {n} examples, but there are only {len(data.train_labels)}"
+        raise UsageError(f"batch_size={settings.batch_size}: {few}; omit shares=auto")
     X, y = next(batches(data.train_images, data.train_labels, n))
     assert X is not None and y is not None
     shares: tuple[float, ...] = (1,) * len(ctx)

@@ -20,6 +20,7 @@ import numpy as np
 
 from gluon_mgpu import IMPLS, __version__
 from gluon_mgpu.runtime import log
+from gluon_mgpu.runtime.devices import joined
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.settings import MODELS, NAMES, RENAMED, Settings
@@ -162,6 +163,7 @@ class Run:
                 continue
             if name == "epochs":
                 raise UsageError(f"epochs={given}: the run's cosine schedule ends at epoch {kept}; omit it")
+            given, kept = (joined(value) if isinstance(value, tuple) else value for value in (given, kept))
             raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit it")
 
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:

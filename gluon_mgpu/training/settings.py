@@ -107,7 +107,9 @@ class Settings:
 
     def _check_milestones(self) -> None:
         if self.schedule == "step":
-            self._require("schedule", bool(self.milestones), "needs milestones, such as milestones=2,3")
+            self._require(
+                "schedule", bool(self.milestones), "needs epochs at which the rate changes, such as milestones=2,3"
+            )
         self._require("milestones", self.schedule == "step" or not self.milestones, "needs schedule=step")
         integers = all(isinstance(epoch, int) for epoch in self.milestones)
         increasing = integers and list(self.milestones) == sorted(set(self.milestones))
