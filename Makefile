@@ -1,5 +1,5 @@
 # make train and make test set up everything they need in .venv. PYTHON=python3.12 selects the interpreter, NUMPY=2.1 the
-# NumPy version; a .venv with another version is created again.
+# NumPy version. If .venv has a different version, it is replaced.
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
@@ -14,19 +14,19 @@ ifneq ($(call version,"$$(PYTHON=$(PYTHON) scripts/find-python.sh 2>/dev/null)")
 endif
 endif
 
-train: install  ## the main job: LeNet on Fashion-MNIST, from scratch, on 2 devices
+train: install  ## train LeNet from scratch on Fashion-MNIST, on 2 devices: the main job
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --batch-size 256 --lr 0.2 --epochs 4
 
-demo: install  ## ten seconds: LeNet learns to tell ten synthetic pictures apart, on 2 devices
+demo: install  ## train LeNet on ten classes of synthetic pictures, on 2 devices; takes ten seconds
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --dataset synthetic --limit 6000 --batch-size 32 --lr 0.2 --epochs 3
 
-test: install  ## the test suite
+test: install  ## run the test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"
 
-# Numerical tests. The variable makes MXNet compute as on another processor.
+# Numerical tests. DNNL_MAX_CPU_ISA limits the instruction sets that MXNet uses, as on an older processor.
 NUMERICAL := tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py
 PROCESSORS := SSE41 AVX2 AVX512_CORE
-test-processors: install  ## numerical tests, resume and parity's exact part as on other processors: PROCESSORS="SSE41 AVX2"
+test-processors: install  ## run the numerical, resume and parity tests with other instruction sets: PROCESSORS="SSE41 AVX2"
 	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
 	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest $(NUMERICAL) \
 	        tests/test_walkthrough.py tests/training/test_evaluate.py tests/training/test_resume.py \
@@ -35,41 +35,41 @@ test-processors: install  ## numerical tests, resume and parity's exact part as 
 test-processors-quick: install
 	DNNL_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest -n 2 $(NUMERICAL)
 
-test-slow: install  ## the test suite, including tests that take minutes
+test-slow: install  ## run the test suite, including tests that take minutes
 	$(BIN)/python -m pytest
 
-test-faults: install  ## kill the processes of a run, one by one, and show what the others do
+test-faults: install  ## kill one process of a run at a time, and show how the other processes end
 	$(BIN)/python -m pytest -m faults -s
 
-test-network: install  ## workers in separate network namespaces: needs root, ip and tc
+test-network: install  ## test workers in separate network namespaces; needs root, ip and tc
 	@cd tests/distributed && ../../$(BIN)/python -c "import machines, sys; sys.exit(machines.missing())"
 	$(BIN)/python -m pytest -m network -rs
 
 MINUTES := 30
 SEED := 1
-torture: install  ## random runs with random faults, and the fuzzing of all readers: MINUTES=30 SEED=1
+torture: install  ## test random runs with random faults, and fuzz every file reader: MINUTES=30 SEED=1
 	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --seed $(SEED)
 
-test-cuda: install  ## mxnet-cu112 and NVIDIA's wheels, in a separate environment: downloads 2.1 GB
+test-cuda: install  ## test mxnet-cu112 with NVIDIA's wheels in a separate environment; downloads 2.1 GB
 	$(BIN)/python -m pytest -m cuda_wheels
 
-test-packages: install  ## a job for each of several packages that need MXNet 1.x: downloads 500 MB
+test-packages: install  ## run one program for each of several packages that need MXNet 1.x; downloads 500 MB
 	$(BIN)/python tests/legacy/packages.py
 
-test-all:  ## the test suite with each installed Python: PYTHONS="3.9 3.12:2.1" selects Python and NumPy, TESTS=... the tests
+test-all:  ## run the test suite with each installed Python: PYTHONS="3.9 3.12:2.1" selects Python and NumPy, TESTS=... tests
 	@scripts/test-all.sh
 
-parity: install  ## compare with everything that the notebooks printed
+parity: install  ## compare this project's results with everything that the notebooks printed
 	$(BIN)/python scripts/parity.py
 
-parity-quick: install  ## the same in 3 minutes: one training run for each of two recipes
+parity-quick: install  ## a 3-minute version of parity: one training run for each of two recipes
 	$(BIN)/python scripts/parity.py --quick
 
-bench: install  ## speed and memory, compared with the notebook's own code
+bench: install  ## compare speed and memory with the notebook's own code
 	$(BIN)/python scripts/bench.py steps
 
-# PyTorch's build for CPUs takes 190 MB, and the default build several GB. pip finds the former only if it knows its index.
-bench-peers: install  ## the same, compared with PyTorch, which this installs
+# PyTorch's CPU build takes 190 MB; the default build takes several GB. pip finds the CPU build only in PyTorch's index.
+bench-peers: install  ## install PyTorch, and compare speed and memory with it
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,bench]'
 	$(BIN)/python scripts/bench.py peers
@@ -77,33 +77,33 @@ bench-peers: install  ## the same, compared with PyTorch, which this installs
 horovod: install  ## build and install Horovod, for training on several machines
 	@$(BIN)/python scripts/build_horovod.py
 
-docs: install  ## the website, in build/docs; runs every code cell
+docs: install  ## build the website in build/docs; runs every code cell
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	rm -rf build/docs docs/api
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python -m pytest -m notebooks tests/test_notebooks.py
 
 docs-quick: export GLUON_MGPU_DOCS_QUICK = 1
-docs-quick: docs  ## the same, trained on few examples and without the long cells
+docs-quick: docs  ## build the website quickly, with few training examples and without the slow cells
 
-notebooks: docs  ## the lessons as executed notebooks, in build/docs/notebooks
+notebooks: docs  ## build the website, and the lessons as executed notebooks in build/docs/notebooks
 
-lint: install  ## ruff and mypy
+lint: install  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-install: $(READY)  ## only set up .venv
+install: $(READY)  ## set up .venv and do nothing else
 
 $(READY): setup.cfg pyproject.toml scripts/find-python.sh
 	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
-	@# mxnet comes with --no-deps because of its pin of NumPy: docs/install.md.
+	@# mxnet is installed with --no-deps because it pins an old NumPy: docs/install.md.
 	@pip="$(BIN)/python -m pip install --quiet --disable-pip-version-check"; \
 	    $$pip --editable $(if $(NUMPY),'.[dev]' 'numpy==$(NUMPY).*','.[cpu,dev]') && $$pip --no-deps mxnet==1.9.1 || \
 	    { echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), 660 MB, and a writable checkout" >&2; exit 1; }
 	@touch $@
 
-clean:  ## remove .venv and everything that was built
+clean:  ## remove .venv, .venvs and all build output
 	rm -rf $(VENV) .venvs build dist docs/api *.egg-info
 
 help:  ## list the targets

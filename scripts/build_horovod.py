@@ -1,7 +1,7 @@
 """`make horovod`: build Horovod for this environment's MXNet, install it, and check it.
 
-The wheel is kept in the user's cache, so it is built once per Python and MXNet version. It is a release of Horovod with
-PATCHES applied.
+The wheel is kept in the user's cache, so it is built once per Python and MXNet version. It contains a Horovod release
+with PATCHES applied.
 """
 
 import importlib.metadata
@@ -28,18 +28,18 @@ from gluon_mgpu.training import checkpoint
 
 HOROVOD = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # hash of the source archive
-MARK = "gluon.mgpu.2"  # local version of our wheel; change it when PATCHES change
+MARK = "gluon.mgpu.2"  # local version of the patched wheel; change it when PATCHES change
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure()\n"
 PATCHES = (  # (source file, a string in it, the line to insert after that string)
     # Without this, neither workers nor horovodrun can import MXNet with a current NumPy.
     ("horovod/mxnet/__init__.py", "=====\n", CONFIGURE),
-    # Without this, workers listen on the address of their host name, which is 127.0.1.1 in Debian's /etc/hosts.
+    # Without this, workers listen on the address that their host name resolves to: on Debian, 127.0.1.1.
     (
         "horovod/common/gloo/gloo_context.cc",
         "assert(global_context.IsEnabled());\n",
         "  gloo_iface_ = global_context.gloo_iface_;\n",
     ),
-    # Without this, the thread that serves the sockets spins on the core that the thread holding the lock needs.
+    # Without this, the socket thread spins on the core that the thread with the lock needs.
     (
         "third_party/gloo/gloo/transport/tcp/pair.cc",
         "std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n",
@@ -54,7 +54,7 @@ FLAGS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_PYTORCH": "1",
     "HOROVOD_LOCAL_VERSION": MARK,
-    "LDFLAGS": "-Wl,--strip-debug",  # 2 MB instead of 47 MB
+    "LDFLAGS": "-Wl,--strip-debug",  # reduces the library from 47 MB to 2 MB
 }
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check"
 COMPILERS = "c++", "g++"
@@ -70,7 +70,7 @@ assert hvd.size() == 2 and (x.asnumpy() == 3 * np.arange(1000)).all(), x
 
 @click.command(cls=common.Command, examples="make horovod")
 def build_horovod():
-    """Build Horovod for this environment's MXNet, install it, and sum an array over two processes."""
+    """Build Horovod for this environment's MXNet, install it, and check that two processes can sum an array."""
     if version("horovod") != f"{HOROVOD}+{MARK}":
         install(wheel())
     click.echo(check())
@@ -98,7 +98,7 @@ def wheel():
 
 
 def is_whole(path):
-    """Whether a wheel exists and its files match their checksums."""
+    """Whether the wheel exists and all files in it match their checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -156,7 +156,7 @@ def compiled(folder, log):
     with tqdm(total=100, unit="%", desc="compiling", leave=False, disable=None) as bar:
 
         def show(line):
-            percent = re.match(r"\s*\[ *(\d+)%\]", line)  # from make
+            percent = re.match(r"\s*\[ *(\d+)%\]", line)  # progress that make prints
             if percent:
                 bar.update(int(percent[1]) - bar.n)
 
@@ -175,7 +175,7 @@ def step(log, command, environment=None, on_line=None):
 
 
 def cause(output):
-    """The first error in a build's output, or its last line."""
+    """The first error in a build's output; if there is none, the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if line.startswith("CMake Error"):  # the next lines contain the message
@@ -186,11 +186,11 @@ def cause(output):
 
 
 def install(path):
-    """Install the wheel and its dependencies. Downloads everything first, so that the rest takes only a second."""
+    """Install the wheel and its dependencies. Downloads everything first, so that installing takes only a second."""
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         pip("download", "--dest", folder, str(path))
         held = signal.SIGINT, signal.SIGTERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, held)  # Ctrl-C takes effect later, so no install is left incomplete
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)  # a Ctrl-C takes effect after the installation
         try:
             pip("install", "--no-index", "--find-links", folder, str(path))
         finally:

@@ -1,4 +1,4 @@
-"""All scripts here call `start`, which requires gluon_mgpu to be installed for the Python that runs them.
+"""All commands here except build_horovod.py call `start`, which reports an error if gluon_mgpu is not installed.
 
 They run this file by its path instead of importing it: if PYTHONSAFEPATH is set, Python cannot import from this folder.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def start(command, module=None):
-    """Run a command. module: the module in this folder that defines it; None: gluon_mgpu.commands.COMMAND."""
+    """Run a command. module: the module in this folder that defines the command; None: gluon_mgpu.commands.COMMAND."""
     try:
         from gluon_mgpu.__main__ import run
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the test suite with every suitable Python, each in its own environment under .venvs/, and prints a table.
-# PYTHONS="3.9 3.9:1.22 3.12:2.1" selects Pythons and, after the colon, NumPy; TESTS="tests/training" selects tests.
-# Fails if anything failed, or if a selected Python is missing.
+# PYTHONS="3.9 3.9:1.22 3.12:2.1" selects versions of Python and, after a colon, NumPy; TESTS="tests/training" selects
+# tests. Fails if an installation or a command fails, or if a selected Python is missing.
 cd "$(dirname "$0")/.." || exit 1
 if [ -z "${PYTHONS:-}" ]; then
     for minor in 9 10 11 12 13; do
@@ -21,14 +21,14 @@ row() {
 row Python NumPy "MXNet imports" "main job" suite
 trap 'exit 130' INT
 trap 'exit 143' TERM
-trap 'printf "\n%s" "$table"' EXIT  # also if this is interrupted
+trap 'printf "\n%s" "$table"' EXIT  # also if the script is interrupted
 
-# try NAME COMMAND: runs a command with its output in NAME.log and a time limit; sets $result to the table's entry.
+# try NAME COMMAND: runs a command with a time limit, logs its output to NAME.log, and sets $result to its table entry.
 try() {
     log=$venv/$1.log
     shift
     if timeout --foreground 2h "$@" >"$log" 2>&1; then result=yes; else result="no ($?)"; fi
-    [ "$result" = yes ] || { status=1; echo "failed, $log ends with:"; tail -n 5 "$log"; }
+    [ "$result" = yes ] || { status=1; echo "failed; $log ends with:"; tail -n 5 "$log"; }
 }
 
 for selected in $PYTHONS; do

@@ -1,4 +1,4 @@
-"""Pages of the site in a headless Chromium: the fixture `page` in conftest.py opens them."""
+"""Controls pages of the website in headless Chromium. The fixture `page` in conftest.py opens them."""
 
 import shutil
 from contextlib import contextmanager

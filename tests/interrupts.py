@@ -1,4 +1,4 @@
-"""Signals that arrive while a training step is issued."""
+"""Sends signals while a training step is being issued."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Programs that run in a process of their own: MXNet reads its settings only once."""
+"""Runs programs in their own processes, because MXNet reads its settings only once per process."""
 
 import os
 import subprocess

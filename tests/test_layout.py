@@ -1,4 +1,4 @@
-"""Imports only go down, even imports for types only, and there are no cycles."""
+"""Modules never import from a higher layer, even for type hints, and there are no import cycles."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The two lessons: the notebooks' functions, their step against one device and float64, and what `train` calls."""
+"""The two lessons: the notebooks' functions, a step compared with one device and float64, and what `train` calls."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The three ways to split LeNet over devices, against NumPy in float64. tests/bench counts the bytes they copy."""
+"""The three ways to split LeNet across devices, compared with NumPy in float64. tests/bench counts the copied bytes."""
 
 from contextlib import contextmanager
 from functools import cache, partial

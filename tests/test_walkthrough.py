@@ -1,4 +1,4 @@
-"""The notebooks' inspection cells: what they print, against NumPy and the notebooks' own output."""
+"""The notebooks' inspection cells: what they print, compared with NumPy and with the notebooks' own output."""
 
 import re
 

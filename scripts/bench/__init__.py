@@ -1,1 +1,1 @@
-"""Benchmarks, one module per topic. scripts/bench.py runs them; docs/performance.md has the results."""
+"""Benchmarks, one module per topic. scripts/bench.py runs them; docs/performance.md shows results."""

@@ -1,6 +1,6 @@
 """A worker, `python -m bench MODULE ARGUMENTS`: prints the result of bench.MODULE.work(**ARGUMENTS).
 
-ARGUMENTS and the result, on the last line, are JSON. With None as the result, nothing is printed.
+ARGUMENTS is JSON. The result is printed as JSON on the last line; if it is None, nothing is printed.
 """
 
 import json

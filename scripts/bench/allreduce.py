@@ -1,6 +1,6 @@
-"""`allreduce`: measures ways to sum arrays across CPU contexts.
+"""`allreduce`: compares ways to sum arrays across CPU contexts.
 
-A worker measures all ways, in turn, for one number of contexts.
+For each number of contexts, one worker measures all of WAYS in turn.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from mxnet import Context
     from mxnet.ndarray import NDArray
 
-SECONDS = 0.02  # each way runs for at least this long in each round
+SECONDS = 0.02  # in each round, each of WAYS runs for at least this long
 
 WAYS = {
-    "star": "as in the notebook: copy each array to the first context and add it there; copy the sum back",
+    "star": "as in the notebook: copy each array to the first context and add it there; copy the sum to all contexts",
     "tree": "copy and add in pairs, then in pairs of pairs; copy the sum back in the reverse order",
-    "add_n": "copy all arrays to the first context; compute one sum there; copy it back as in star",
+    "add_n": "copy all arrays to the first context; compute one sum there; copy the sum back as in star",
     "direct add_n": "add_n without the copies before the sum; possible on CPU contexts only",
-    "KVStore local": "pushpull: copy all arrays to the host's store; compute one sum there; copy it to all",
-    "KVStore device": "the same, with each array's store on one of the contexts",
+    "KVStore local": "pushpull: copy all arrays to the host's store; compute one sum there; copy it to all contexts",
+    "KVStore device": "as KVStore local, but with each array's store on one of the contexts",
 }
 
 
 def tree(data: list[NDArray]) -> None:
-    """Sum arrays of the same shape, one per device, in place: add pairs in log2(k) rounds, then copy in reverse
-    order."""
+    """Sum arrays of the same shape, one per device, in place: add pairs in log2(k) rounds (rounded up) for k devices,
+    then copy the sum back in reverse order."""
     distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -75,13 +75,13 @@ def pushpull(arrays: list[list[NDArray]], kind: str) -> Callable[[], None]:
 
 
 def each(allreduce: Callable[[list[NDArray]], None], arrays: list[list[NDArray]]) -> None:
-    """Sum the arrays of one parameter after another."""
+    """Sum the arrays, one parameter at a time."""
     for data in arrays:
         allreduce(data)
 
 
 def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
-    """{way: a function that sums all arrays in place}. arrays: for each parameter, one array per device."""
+    """Create {way: function that sums all arrays in place}. arrays: for each parameter, one array per device."""
     from gluon_mgpu import scratch
 
     return {
@@ -95,7 +95,7 @@ def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
 
 
 def run(contexts: Sequence[int] = (1, 2, 4, 8), rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
-    """Measure all ways, with a separate process per number of contexts. Returns the input of `table`.
+    """Measure all of WAYS, with a separate process for each number of contexts. Returns the input of `table`.
 
     models: networks whose gradients are summed, array by array and as one flat array.
     """
@@ -108,7 +108,7 @@ def run(contexts: Sequence[int] = (1, 2, 4, 8), rounds: int = 5, models: Sequenc
 
 
 def work(contexts: int, models: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Measure all ways with all models' gradients, on CPU contexts. Returns {gradients: {way: ms of each round}}."""
+    """Sum each model's gradients in each of WAYS, on CPU contexts. Returns {gradients: {way: ms by round}}."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -122,7 +122,7 @@ def work(contexts: int, models: list[str], rounds: int) -> dict[str, dict[str, l
 
 
 def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> dict[str, list[float]]:
-    """Measure {way: ms of each round}, from the first call until every context holds the sums."""
+    """Measure {way: ms by round}: the time until every context holds all sums."""
     from mxnet import nd
 
     functions = ways([[nd.zeros(shape, c) for c in ctx] for shape in shapes])  # zeros, so that sums stay finite
@@ -142,7 +142,7 @@ def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> 
 
 
 def table(result: dict) -> str:
-    """Format the ways and, for each number of contexts, the milliseconds of each way."""
+    """Format WAYS and, for each number of contexts, the milliseconds that each of them takes."""
     lines = [
         "Time to sum gradients over CPU contexts, array by array and as one flat array, from the first call until",
         f"every context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",

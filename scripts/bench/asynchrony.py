@@ -1,4 +1,4 @@
-"""`async` and `copy`: times the functions of gluon_mgpu.asynchrony in rounds."""
+"""`async` and `copy`: time the functions of gluon_mgpu.asynchrony in several rounds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gluon_mgpu.runtime import devices, engine
 ON_GPU = (4000, 50)  # as in the notebook
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
-BASE = "one device, until they are done"  # all rows are compared with this row
+BASE = "one device, until all products are done"  # all rows are compared with this row
 CALLS = "one device, until the calls return"
-COPIES = "copies to the host, once all are done"
+COPIES = "copies to the host, after all products"
 ALL_DEVICES = ("all devices, one after another", "all devices at once")
 
 
@@ -28,7 +28,7 @@ def run(
     size: int | None = None,
     products: int | None = None,
 ) -> dict:
-    """Measure "async", or "copy" on the first device. Returns the input of `table`.
+    """Measure `what`: "async", or "copy", which uses only the first device. Returns the input of `table`.
 
     gpus, device: see `devices.contexts`. size: matrices are (size, size), float32. products: number per device. None:
     the notebook's values on GPUs, smaller values on CPU contexts. CPU contexts get one OpenMP thread each.
@@ -62,7 +62,7 @@ def table(result: dict) -> str:
 
 
 def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | None, products: int | None) -> Any:
-    """Measure one round, after a warm-up round. Returns the seconds of each row, and the devices and sizes."""
+    """Measure one round, after a warm-up round. Returns the seconds of each row, the devices and the sizes."""
     ctx = devices.contexts(gpus, device)[: 1 if what == "copy" else None]
     from gluon_mgpu import asynchrony
 
@@ -94,7 +94,7 @@ def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | No
         return seconds
 
     measure = copy if what == "copy" else multiply
-    measure()  # warm up: the first call maps memory and loads a GPU's libraries
+    measure()  # warm up: the first call maps memory and loads the GPU libraries
     cpu = f"{harness.facts()['cpu']}, one OpenMP thread each"
     names = [devices.gpu(c.device_id)[0] for c in ctx] if on_gpu else [cpu]
     about = {

@@ -1,6 +1,6 @@
-"""`batch`: measures the speed-up from a second device at several batch sizes, what limits it, and peak memory.
+"""`batch`: measures, at several batch sizes, peak memory, the speed-up from a second device, and what limits it.
 
-Each step is measured by a worker of `steps`, with one OpenMP thread per context.
+Workers of `steps` measure each step, with one OpenMP thread per context.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SIZES = {"lenet": (128, 256, 512, 1024), "resnet18": (32, 64)}
 NOTES = """\
 The time on 2 devices is half the time on 1 device plus three losses, in ms/step. half: half a batch takes more than
 half the time. machine: 2 devices without allreduce take longer than 1 device with half a batch, because they share
-memory and cache, and share the cores with Python's thread. allreduce: the time that allreduce adds. Python is not a
-loss: it is the CPU time of Python's thread per step on 2 devices."""
+memory and cache, and share the cores with Python's thread. allreduce: the time that allreduce adds. The column Python
+is not a loss, but the CPU time of Python's thread per step on 2 devices."""
 
 
 def compared(model: str, size: int) -> tuple[Subject, ...]:
-    """The subjects of a table row: 1 device, 1 device with half a batch, 2 devices without allreduce, 2 devices."""
+    """The subjects in a table row: 1 device, 1 device with half a batch, 2 devices without allreduce, and 2 devices."""
     two = Subject(IMPLS[model][0], 2, model=model, batch_size=size)
     one = one_thread(two)
     return one, one._replace(batch_size=size // 2), two._replace(exchange=False), two
@@ -42,13 +42,13 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
 
 def lost(one: Sequence[float], half: Sequence[float], alone: Sequence[float], two: Sequence[float]) -> np.ndarray:
     """The milliseconds per step that 2 devices lose to shards of half a batch, to sharing the machine, and to
-    allreduce, in each round: (3, rounds). `two` is half of `one` plus these losses. Arguments: step times of
-    `compared`."""
+    allreduce, as an array (3, rounds). `two` is half of `one` plus these losses. Arguments: step times of the
+    subjects of `compared`, by round."""
     return np.diff(np.array([np.array(one) / 2, half, alone, two]), axis=0)
 
 
 def table(result: dict) -> str:
-    """Format, per model, time, speed-up, lost time and memory by batch size."""
+    """Format the time, speed-up, lost time and memory for each model and batch size."""
     lines = [f"Medians of {result['rounds']} rounds (min-max); {harness.machine_line()}", NOTES]
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = [["batch", "1 device, ms/step", "2 devices", "speed-up", "half", "machine", "allreduce", "Python"]]

@@ -25,9 +25,9 @@ def bench() -> None:
 def measurement(
     name: str, help: str, *options: Any, module: str | None = None, example: str = "", **arguments: Any
 ) -> None:
-    """Declare a subcommand that measures with `run` of bench.MODULE (None: of the same name) and prints its table.
+    """Declare a subcommand that calls `run` of bench.MODULE (None: bench.NAME) and prints a table of the result.
 
-    arguments: passed to `run` besides the options. With --out, it writes the result and its plot, if there is one.
+    arguments: passed to `run` with the options. --out also writes the result, and a plot if the module can draw one.
     """
 
     def measure(out: str | None, **chosen: Any) -> None:
@@ -64,7 +64,7 @@ model = common.option(
     multiple=True,
     help="Network. The batch size is 256 (lenet) or 64 (resnet18) unless it is varied.",
 )
-steps = number("--steps", "Steps per run of LeNet; ResNet-18 takes a tenth of this number.", 100, least=10)
+steps = number("--steps", "Steps per run of LeNet; a run of ResNet-18 has a tenth of this number.", 100, least=10)
 
 
 measurement(
@@ -83,13 +83,13 @@ measurement(
 )
 measurement(
     "roofline",
-    "Measure the time, FLOP and bytes of each operator of a step, next to what a core sustains.",
+    "Compare the time, FLOP and bytes of each operator in a step with the rates of a core.",
     model,
     steps,
 )
 measurement(
     "async",
-    "Measure when calls return and when their work is done. Multiplies matrices on the devices in turn and at once.",
+    "Measure when calls return and when their work is done. Multiplies matrices on one device at a time, then on all.",
     common.gpus("2"),
     common.device,
     rounds(5),
@@ -98,7 +98,7 @@ measurement(
 )
 measurement(
     "copy",
-    "Measure matrix products and copies to the host. Copies results after all products, or as early as possible.",
+    "Measure matrix products and copies to the host. Copies all results at the end, or each as soon as possible.",
     common.gpus("1", "Number of devices, or their indices. Only the first device is measured."),
     common.device,
     rounds(5),
@@ -107,7 +107,7 @@ measurement(
 )
 measurement(
     "allreduce",
-    "Measure ways to sum gradients across CPU contexts.",
+    "Compare ways to sum gradients across CPU contexts.",
     number("--contexts", "Number of CPU contexts; 8 contexts need 3.5 GB of memory.", (1, 2, 4, 8), multiple=True),
     rounds(5),
 )
@@ -128,7 +128,7 @@ measurement(
 )
 measurement(
     "batch",
-    "Measure the speed-up from a second device at several batch sizes, what limits it, and peak memory.",
+    "Measure peak memory, the speed-up from a second device, and what limits the speed-up, at several batch sizes.",
     model,
     rounds(3),
     steps,
@@ -154,7 +154,7 @@ measurement(
 )
 measurement(
     "timeline",
-    "Record what each context does during a few steps, with the engine's profiler. chrome://tracing and Perfetto open "
+    "Use the engine's profiler to record what each context does during a few steps. chrome://tracing and Perfetto open "
     "the result.",
     common.impl,
     common.option("--model", type=click.Choice(NETWORKS), default="lenet", help="scratch supports only lenet."),
@@ -164,7 +164,7 @@ measurement(
 )
 measurement(
     "peers",
-    "Compare with PyTorch on the same network, data and batches. Measures training in one and in two processes.",
+    "Compare this project with PyTorch on the same network, data and batches. PyTorch uses one and two processes.",
     model,
     rounds(5, least=5),
     steps,

@@ -1,8 +1,8 @@
 """`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and MXNet's
 parameter servers.
 
-`work` runs in each process of a run that `launch` or horovodrun starts, or in the only process. Nothing here imports
-mxnet or Horovod into the calling process.
+`work` runs in each process that `launch` or horovodrun starts, or in a single process. Nothing here imports mxnet
+or Horovod into the calling process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAUNCHERS = {
 
 NOTES = """\
 ratio: examples/s relative to 1 process of 2 contexts in the same round. MB out, in: megabytes that worker 0 sends and
-receives per step, as counted by the kernel. Without the exchange, the 2 processes train without summing gradients.
+receives per step, as counted by the kernel. "without the exchange": the 2 processes do not sum gradients.
 Horovod is measured if it is installed; `make horovod` builds it."""
 
 
@@ -60,19 +60,19 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
 
 
 def installed() -> list[str]:
-    """The kvstores that can be measured here."""
+    """The kvstores that this environment can measure."""
     return [kvstore for kvstore in LAUNCHERS if kvstore != "horovod" or importlib.util.find_spec("horovod")]
 
 
 def job(kvstore: str, **arguments: Any) -> Job:
-    """Create a job: one process, or two workers. Worker 0 prints the result."""
+    """Create a job that runs one process ("local") or two workers. Worker 0 prints the result."""
     launcher = (sys.executable, "-m", *LAUNCHERS[kvstore]) if kvstore != "local" else ()
     env = harness.environment({"PYTHONUNBUFFERED": "1"})
     return Job("distributed", {"kvstore": kvstore, **arguments}, env, launcher)
 
 
 def table(result: dict) -> str:
-    """Format, per model and implementation, each setup's time, ratio and traffic."""
+    """Format the time, ratio and traffic of each setup, for each model and implementation."""
     lines = [
         f"2 processes of 1 context against 1 process of 2 contexts, medians of {result['rounds']} rounds (min-max);",
         harness.machine_line(),
@@ -89,7 +89,7 @@ def table(result: dict) -> str:
 
 
 def traffic() -> np.ndarray:
-    """(bytes sent, bytes received) over this process's TCP connections since each was opened, without headers.
+    """Count (bytes sent, bytes received), without headers, over this process's TCP connections since each was opened.
 
     Source: the kernel's struct tcp_info, tcpi_bytes_acked and tcpi_bytes_received (linux/tcp.h).
     """
@@ -105,7 +105,7 @@ def traffic() -> np.ndarray:
 
 
 def measure(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> dict[str, float]:
-    """Measure time and traffic per step. exchange: False trains the processes without summing gradients."""
+    """Measure time and traffic per step. exchange: if False, the processes do not sum gradients."""
     size = BATCH_SIZE[model]
     moved = np.zeros(2)
     with workers.join(kvstore, model=model) as group:

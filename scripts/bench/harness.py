@@ -70,14 +70,14 @@ class Job(NamedTuple):
     env: Mapping[str, str] | None = None  # None: `environment()`
     launcher: tuple[str, ...] = ()  # a command that starts the worker
     seconds: float = 300  # time limit
-    advice: str = "use fewer steps"  # what to do if the job takes longer
+    advice: str = "use fewer steps"  # tells the user what to do if the job takes longer
 
 
 def start(name: str, job: Job) -> dict[str, Any]:
     """Run a job in a separate process and return its result, the last line that it prints.
 
-    name: what is measured, for messages. Raises the worker's own Error or UsageError; Error if it fails in any other
-    way or prints no result.
+    name: what is measured, for messages. Raises the Error or UsageError that the worker raised, or Error if the
+    worker fails in another way or prints no result.
     """
     command = [*job.launcher, sys.executable, "-m", "bench", job.module, json.dumps(job.arguments)]
     finished = subprocesses.run(command, env=job.env or environment(), seconds=job.seconds)
@@ -109,9 +109,9 @@ def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
 
 
 def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
-    """Time training on synthetic data, after a warm-up. size: examples per step. steps: for LeNet with batch size 256.
+    """Time training on synthetic data, after a warm-up. "python_ms" is the CPU time of Python's thread per step.
 
-    "python_ms" is the CPU time of Python's thread per step.
+    size: examples per step. steps: number of steps of LeNet with batch size 256; adjusted for other models and sizes.
     """
     steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
     warm_up = WARM_UP_STEPS[model]
@@ -125,7 +125,7 @@ def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any
 
 def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     """Draw all weights from normal(0, 0.01), the same for every trainer; keep biases and the arrays of batch
-    normalization. parameters: {name: NumPy array}, in the order of the layers."""
+    normalization unchanged. parameters: {name: NumPy array}, in the order of the layers."""
     rng = np.random.default_rng(0)
     return {
         name: 0.01 * rng.standard_normal(p.shape, np.float32) if p.ndim > 1 else p for name, p in parameters.items()
@@ -136,7 +136,7 @@ def replicas(
     impl: str, model: str, contexts: int, *args: Any, size: int | None = None, shares: Any = None, **options: Any
 ) -> Any:
     """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. size:
-    examples per step. shares: as in Settings. args, options: further arguments of Replicas."""
+    examples per step. shares: as in Settings. args, options: other arguments of Replicas."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -156,7 +156,7 @@ def replicas(
 
 
 def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarray, part: Any = None) -> float:
-    """Train with MXNet as the training loop does. Returns the mean of the losses that this process computed.
+    """Train with MXNet in the same way as the training loop. Returns the mean of the losses that this process computed.
 
     size: examples per step. order: indices of the examples. part: see `batches.batches`.
     """
@@ -195,7 +195,7 @@ def spread(values: Sequence[float], digits: int | None = None) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format a number like 1234, 123, 12.3, 1.23, 0.123, 0.012."""
+    """Format a number with about three digits: 1234, 123, 12.3, 1.23, 0.123, 0.012."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
@@ -216,7 +216,7 @@ def table(rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Any]]]) -> list[str]:
-    """Format a table of steps. rows: name, batch size, run, and more columns: ratios (one per round) or text."""
+    """Format a table of steps. rows: name, batch size, run, and more columns, of text or of one ratio per round."""
     cells = []
     for name, size, run, columns in rows:
         others = [value if isinstance(value, str) else spread(value, 2) for value in columns.values()]
@@ -231,7 +231,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def facts() -> dict[str, Any]:
-    """{name: value} for the machine and the versions."""
+    """Describe the machine and the versions of this project and its packages, as {name: value}."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     fields = dict(line.replace("\t", "").split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     flags = fields.get("flags", "").split()
@@ -250,14 +250,14 @@ def facts() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """A part of a file name: the processor, and the one that DNNL_MAX_CPU_ISA emulates."""
+    """Format the processor's name, and DNNL_MAX_CPU_ISA if it is set, for use in a file name."""
     found = facts()
     name = " ".join(filter(None, [found["cpu"], found["DNNL_MAX_CPU_ISA"]]))
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def machine_line() -> str:
-    """Format the facts in one line."""
+    """Format the machine and the package versions as one line."""
     found = facts()
     limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
     sets = ", ".join(found["instruction_sets"]) or "no AVX2"
@@ -266,13 +266,13 @@ def machine_line() -> str:
 
 
 def peak_mb() -> float:
-    """This process's peak memory in MB. getrusage would include the process that started it."""
+    """This process's peak memory in MB. getrusage would include the peak of the process that started it."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
 def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:
-    """Write the result and the machine's facts to NAME.json in `out`. draw(result, file) draws NAME.png, if given."""
+    """Write the result and the machine's facts to NAME.json in `out`. draw(result, file), if given, draws NAME.png."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

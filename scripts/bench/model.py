@@ -1,7 +1,7 @@
-"""`model`: a cost model of a data-parallel step, fitted to the result of `scaling` on this machine.
+"""`model`: a cost model of a data-parallel step, fitted to a result of `scaling`.
 
 It is fitted to measurements on fewer than CHECKED contexts, and checked against the rest. Then it predicts step times
-on clusters, which were not measured: every such value is labelled as predicted. This module does not import mxnet.
+on clusters. Clusters were not measured, so these times are labeled as predicted. This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHECKED = 8  # measurements on at least this many contexts are not used for the fit
 GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
 
-# In the modelled clusters, each device has its own link to a non-blocking switch. A link sends at most one message and
+# In the modeled clusters, each device has its own link to a non-blocking switch. A link sends at most one message and
 # receives at most one message at a time. A message of n bytes takes latency + n / bandwidth. The gradients of all
 # parameters are sent as one array, and additions cost nothing (Thakur, Rabenseifner, Gropp: Optimization of Collective
 # Communication Operations in MPICH, 2005, without the term for additions). So an allreduce takes
@@ -33,7 +33,7 @@ GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
 CLUSTER = {
     # one device receives all gradients, then sends the sum to each device
     "star": lambda k: (2 * (k - 1), 2 * (k - 1)),
-    # sums of pairs, then of pairs of pairs: log2(k) rounds, rounded up, each way (Thakur et al. 2005)
+    # sum pairs, then pairs of pairs, and back: log2(k) rounds each way, rounded up (Thakur et al. 2005)
     "tree": lambda k: (2 * (k - 1).bit_length(), 2 * (k - 1).bit_length()),
     # k - 1 rounds of reduce-scatter and k - 1 rounds of all-gather, each with 1/k of the bytes (Patarasuk, Yuan 2009)
     "ring": lambda k: (2 * (k - 1), 2 * (k - 1) / k),
@@ -47,7 +47,7 @@ LINKS = {  # (seconds per message, bytes/s each way)
     "10 Gbit/s, 20 us": (20e-6, 10e9 / 8),
     "100 Gbit/s, 2 us": (2e-6, 100e9 / 8),
 }
-SPEEDS = {1: "as fast as one core here", 100: "100 times as fast"}  # speed of a device; 100 is roughly a GPU
+SPEEDS = {1: "as fast as one core here", 100: "100 times as fast"}  # {speed of a device: text}; 100 is roughly a GPU
 DEVICES = tuple(2**i for i in range(13))  # 1 to 4096
 SHOWN = (8, 64, 512, 4096)  # numbers of devices in the table
 
@@ -64,7 +64,7 @@ def allreduce_seconds(way: str, devices: int, size: float, latency: float, bandw
 def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
     """Compute the weights of the terms below; the weighted sum is the time of a step. The terms are in milliseconds.
 
-    1. The time that each context adds to a step, whatever the batch size: calls, its update, its part of the sum.
+    1. The time that each context adds to a step at any batch size: calls, its update, and its part of the sum.
     2. The time per example on a core while no other core works. 3. The time that each additional working core adds to
     term 2.
     """
@@ -133,7 +133,7 @@ def _fitted(points: list[dict]) -> dict[str, Any]:
 
 
 def _predict(model: str, terms: list[float], speed: int, link: str) -> dict[str, Any]:
-    """Predict weak scaling: each device has the same batch size. The allreduce starts after the last gradient, and the
+    """Predict weak scaling: all devices have the same batch size. The allreduce starts after the last gradient, and the
     next step starts after the allreduce. A faster device reduces the time per example, but not the time for calls."""
     compute = terms[0] + harness.BATCH_SIZE[model] * terms[1] / speed
     efficiency = {}
@@ -167,12 +167,12 @@ def table(result: dict) -> str:
             f"A cost model fitted to the result of bench.py scaling on {cores} cores of {result['cpu']}.",
             f"Errors are relative, median (largest); {CHECKED} or more contexts were not used for the fit.",
             "",
-            "FITTED: (contexts x a context's ms + examples x an example's ms) / cores at work",
+            "FITTED: (contexts x ms per context + examples x ms per example) / cores in use",
             *harness.table(steps),
             "",
-            "PREDICTED, NOT MEASURED: efficiency of clusters with the best way to sum",
-            "Each device has its own link, which sends one message and receives one at a time; nothing overlaps with",
-            "the sum. Links and speeds are assumptions; 100 times is about the speed of a GPU.",
+            "PREDICTED, NOT MEASURED: efficiency of clusters with the fastest allreduce",
+            "Each device has its own link, which sends one message and receives one at a time. Nothing overlaps with",
+            "the allreduce. Links and speeds are assumptions; 100 times one core is about the speed of a GPU.",
             *harness.table(predicted),
         ]
     )
@@ -183,7 +183,7 @@ STYLES = {"star": ":", "tree": "-.", "ring": "-", "PS": "--"}
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw a PNG image. Left: modelled against measured times. Right: predicted efficiency by number of devices, with
+    """Draw a PNG image. Left: modeled against measured times. Right: predicted efficiency by number of devices, with
     one row per network and speed and one column per link."""
     from matplotlib.figure import Figure
 
@@ -212,7 +212,7 @@ def draw(result: dict, file: BinaryIO) -> None:
 
 
 def _scatter(axes: Axes, fits: dict[str, dict]) -> None:
-    """Plot modelled against measured times: hollow markers for points used in the fit, filled markers for the rest."""
+    """Plot modeled against measured times: hollow markers for points used in the fit, filled markers for the rest."""
     for (name, found), color, marker in zip(fits.items(), COLORS.values(), "osD"):
         for p in found["points"]:
             face = "none" if p["contexts"] < CHECKED else color
@@ -222,7 +222,7 @@ def _scatter(axes: Axes, fits: dict[str, dict]) -> None:
     ends = [0.7 * min(every), 1.4 * max(every)]
     axes.plot(ends, ends, color="gray", linewidth=1, zorder=0)
     axes.fill_between(ends, [e / 1.25 for e in ends], [1.25 * e for e in ends], color="gray", alpha=0.15, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modelled, ms")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modeled, ms")
     note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a factor of 1.25"
     axes.set_title(f"Steps\n{note}", fontsize="small")
     axes.legend(fontsize="small")

@@ -1,4 +1,4 @@
-"""`partition`: compares three ways to split LeNet across devices: time, bytes moved, and idle time."""
+"""`partition`: compares the time, the bytes moved and the idle time of three ways to split LeNet across devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = harness.BATCH_SIZE["lenet"]
 RECORDED_STEPS = 20
 
 PARAMETERS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, layer by layer
-ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # outputs of each layer, per example
+ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # number of outputs of each layer, per example
 
 WAYS: dict[str, dict[str, Any]] = {  # {name: arguments of `work`}
     "one device, one thread": {"way": "data parallelism", "contexts": 1},
@@ -29,12 +29,12 @@ WAYS: dict[str, dict[str, Any]] = {  # {name: arguments of `work`}
 
 
 def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
-    """Measure the named entries of WAYS in turn. Returns the input of `table`. steps: number of timed steps per run.
+    """Measure the WAYS that `names` lists, in turn. Returns the input of `table`. steps: number of timed steps per run.
 
     For each way, the result contains "step_ms" and "idle" (each device's idle share) per round, and "bytes_moved".
     "idle" comes from additional steps with the engine's profiler.
     """
-    env = harness.environment(harness.ONE_THREAD)  # otherwise, one context would use more threads
+    env = harness.environment(harness.ONE_THREAD)  # otherwise, a single context would use more threads
     jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
     ways = {
         name: {**run, "bytes_moved": bytes_moved(WAYS[name]["way"], WAYS[name].get("contexts", 2), SIZE)}
@@ -45,14 +45,14 @@ def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -
 
 def bytes_moved(way: str, devices: int, n: int) -> int:
     """The bytes that a step on n examples copies between devices, as float32. tests/bench/test_bench_partition.py
-    counts the copied bytes."""
+    compares this with the bytes that are copied."""
     others = devices - 1
-    if way == "data parallelism":  # every other device sends gradients to the first and receives the sums
+    if way == "data parallelism":  # all other devices send gradients to the first and receive the sums
         return 4 * 2 * others * PARAMETERS
-    if way == "network partitioning":  # sends activations at each cut, and their gradients back
+    if way == "network partitioning":  # each cut sends activations forward and their gradients back
         return 4 * 2 * n * sum(ACTIVATIONS[:others])
-    # Each device sends its channels to every other device and gets their gradients back. Scores are sent
-    # only to the first device, which itself computes 10 / devices of the scores.
+    # Each device sends its outputs to every other device and gets their gradients back. Scores are sent
+    # only to the first device, which computes 10 / devices of the scores itself, rounded up.
     scores = 10 - -(-10 // devices)
     return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores)
 
@@ -68,7 +68,7 @@ def table(result: dict) -> str:
 
 
 def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:
-    """Measure one entry of partition.WAYS on CPU contexts; returns the times and each device's idle share, "idle"."""
+    """Measure one of gluon_mgpu.partition.WAYS on CPU contexts. Returns times and idle shares, as in `run`."""
     engine.configure(contexts)
     import mxnet as mx
 

@@ -1,4 +1,4 @@
-"""`peers`: compares this project with PyTorch on the same networks, data, batches, arithmetic and cores, in turn.
+"""`peers`: compares this project with PyTorch, in turn, on the same networks, data, batches, arithmetic and cores.
 
 Workers of `steps` train this project's networks and run the notebook's code; workers of `torch_peers` train PyTorch's
 networks. Nothing here imports mxnet or torch into the calling process.
@@ -25,7 +25,7 @@ from bench.steps import Subject, one_thread
 from gluon_mgpu.runtime import engine, subprocesses
 from gluon_mgpu.runtime.errors import Error
 
-# Environment variables that change how PyTorch computes, besides the engine's settings.
+# Environment variables that change how PyTorch computes, in addition to the engine's settings.
 TORCH_SETTINGS = ("TORCH", "PYTORCH_", "MKL_", "KMP_", "GLOO_")
 TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes": {"processes": 2, "threads": 1}}
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
@@ -39,7 +39,7 @@ COLORS = {
     "highlevel": "tab:blue",
 }
 
-# Programs that print the instruction sets that a library uses, as "isa:NAME".
+# For each library, a program that prints the instruction sets that the library uses, as "isa:NAME".
 ISA = {
     "oneDNN in MXNet": "import gluon_mgpu; from mxnet import nd; nd.FullyConnected(nd.ones((8, 8)), nd.ones((8, 8)), "
     "no_bias=True, num_hidden=8).wait_to_read()",
@@ -52,14 +52,14 @@ backward pass, allreduce, the update, and reading the losses. It excludes startu
 the notebook's code, which waits for every step and reads no loss, it also excludes making the batches. DDP is
 DistributedDataParallel over gloo with gradient_as_bucket_view, static_graph and the default buckets. peak MB: for DDP,
 the sum over both processes, which counts shared pages twice. loss: the mean over the steps, which is the same in all
-rows."""
+rows that show it."""
 
 
 def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) -> dict:
     """Measure all subjects of the models in turn. Returns the input of `table` and `draw`.
 
-    steps: number of LeNet steps per round. Raises Error if PyTorch or a compiler for it is missing, or if a worker
-    fails.
+    steps: number of LeNet steps per round. Raises Error if PyTorch is missing, if the C++ compiler that
+    torch.compile needs is missing, or if a worker fails.
     """
     _check_torch()
     with tempfile.TemporaryDirectory() as compiled:
@@ -68,7 +68,7 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) 
 
 
 def _isa(name: str) -> str:
-    """The instruction sets that a library uses on this processor, in its own words."""
+    """The instruction sets that a library says it uses on this processor."""
     env = harness.environment({"DNNL_VERBOSE": "1"})
     finished = subprocesses.run([sys.executable, "-c", ISA[name]], env=env, seconds=120)
     subprocesses.check(name, finished)
@@ -91,8 +91,8 @@ def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
 
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
-    settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files there
-    if threads > 1:  # as `engine` does for one context; without it, other work slows PyTorch down a lot
+    settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files in TMPDIR
+    if threads > 1:  # as `engine` does for one context; without it, other programs slow PyTorch down a lot
         settings["GOMP_SPINCOUNT"] = engine.SPINS
     return harness.environment(settings, without=(*harness.SETTINGS, *TORCH_SETTINGS))
 
@@ -124,7 +124,7 @@ def table(result: dict) -> str:
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw examples per second of each subject, one panel per model, as PNG. Lines: from minimum to maximum."""
+    """Draw each subject's examples per second as PNG, with one panel per model. Lines: from minimum to maximum."""
     from matplotlib.figure import Figure
 
     heights = [len(runs) for runs in result["models"].values()]

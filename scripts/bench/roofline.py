@@ -1,8 +1,8 @@
-"""`roofline`: the time, FLOP and bytes of each operator of a training step, next to what a core sustains.
+"""`roofline`: compares the time, FLOP and bytes of each operator in a training step with the rates of a core.
 
-oneDNN prints a line for each operator that it runs (DNNL_VERBOSE=1). A roofline says that an operator takes at least
-FLOP / FLOP/s and at least bytes / bytes/s (Williams, Waterman, Patterson: Roofline, 2009). Both rates are measured in
-the same process.
+With DNNL_VERBOSE=1, oneDNN prints a line for each operator that it runs. In the roofline model, an operator takes at
+least FLOP / FLOP/s and at least bytes / bytes/s (Williams, Waterman, Patterson: Roofline, 2009). The FLOP/s and the
+bytes/s that a core sustains are measured in the same process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, TITLE, Job
 
-ROUNDS = 3  # the fastest counts, because other programs only make a round slower
-SHOWN = 0.01  # smallest share of a step's time for a row of its own
-FLOAT = 4  # bytes
+ROUNDS = 3  # the fastest round counts, because other programs can only slow a round down
+SHOWN = 0.01  # operators that take a smaller share of a step's time have no row of their own
+FLOAT = 4  # bytes per float32 number
 PASSES = {
     "forward_training": "forward",
     "backward_data": "data gradient",
@@ -35,16 +35,16 @@ PASSES = {
 
 
 class Operator(NamedTuple):
-    """One line of oneDNN's: what ran, its work, and its time."""
+    """One line of oneDNN's output: an operator, its work and its time."""
 
     name: str
-    flop: float  # multiplications and additions of convolutions and dense layers
-    bytes: float  # of its inputs and outputs, each counted once
+    flop: float  # multiplications and additions; counted only for convolutions and dense layers
+    bytes: float  # size of the inputs and outputs, each counted once
     ms: float
 
 
 def parse(line: str) -> Operator | None:
-    """The operator in a line of DNNL_VERBOSE=1; None for other lines."""
+    """Parse a line that oneDNN may have printed. Returns None if the line does not describe an operator."""
     if not line.startswith("dnnl_verbose,exec,"):
         return None
     _, _, _, kind, _, way, *_, problem, ms = line.split(",")
@@ -65,14 +65,14 @@ def parse(line: str) -> Operator | None:
         elements = size["mb"] * size["ic"] * (size["ih"] * size["iw"] + size["oh"] * size["ow"])
     else:
         shapes = [prod(size.values())] if size else [prod(map(int, s.split("x"))) for s in problem.split(":")]
-        arrays = 3 if way == "backward" or kind in ("sum", "binary") else 2  # read and written, as large as the input
+        arrays = 3 if way == "backward" or kind in ("sum", "binary") else 2  # read or written, of the input's size
         elements = arrays * sum(shapes)
     return Operator(", ".join(filter(None, [kind.replace("_", " "), way])), 0, FLOAT * elements, float(ms))
 
 
 def run(model: Sequence[str] = tuple(TITLE), steps: int = 100) -> dict[str, Any]:
-    """Measure one context with one OpenMP thread, on half of the default batch: its part on 2 contexts. Returns the
-    input of `table`. steps: of LeNet."""
+    """Measure one context with one OpenMP thread, on half the default batch, as if 2 contexts shared the batch. Returns
+    the input of `table`. steps: number of steps of LeNet."""
     jobs = {name: Job("roofline", {"model": name, "steps": steps}, _environment()) for name in model}
     return {"models": {name: harness.start(TITLE[name], job) for name, job in jobs.items()}}
 
@@ -82,10 +82,10 @@ def _environment() -> dict[str, str]:
 
 
 def table(result: dict) -> str:
-    """Format, per model, the operators that take at least SHOWN of a step."""
+    """Format, for each model, the operators that take at least SHOWN of a step's time."""
     lines = [
         f"One context, one thread, highlevel; {harness.machine_line()}",
-        "x limit: time / max(FLOP / FLOP/s, bytes / bytes/s); below 1 if the data are in a cache.",
+        "x limit: time / max(FLOP / FLOP/s, bytes / bytes/s); can be below 1 if the data is in a cache.",
     ]
     for name, found in result["models"].items():
         flops, bandwidth, step = found["flops"], found["bytes_per_s"], found["step_ms"]
@@ -105,7 +105,7 @@ def table(result: dict) -> str:
             rows.append([row["name"], f"{row['ms']:.2f}", share, *work, *moved, f"{row['ms'] / limit:.1f}"])
         small = sum(row["ms"] for row in found["operators"]) - sum(row["ms"] for row in shown)
         outside = step - sum(row["ms"] for row in found["operators"])
-        for title, ms in (("smaller ones", small), ("outside oneDNN: MXNet's own operators, Python", outside)):
+        for title, ms in (("smaller operators", small), ("outside oneDNN: MXNet's own operators, Python", outside)):
             rows.append([title, f"{ms:.2f}", f"{100 * ms / step:.1f}"])
         lines += harness.table(rows)
     return "\n".join(lines)
@@ -145,7 +145,7 @@ def work(model: str, steps: int) -> dict[str, Any]:
 
 
 def _operators(work: Callable[[], Any]) -> tuple[list[Operator], Any]:
-    """Run `work`. Returns (the operators that oneDNN printed, the result). They are printed by C, not by Python."""
+    """Run `work`. Returns (the operators that oneDNN printed, the result). oneDNN does not print through Python."""
     out = os.dup(1)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 1)
@@ -161,7 +161,7 @@ def _operators(work: Callable[[], Any]) -> tuple[list[Operator], Any]:
 
 
 def _by_name(found: list[Operator], steps: int) -> list[dict[str, Any]]:
-    """Add up the operators that have the same name, per step."""
+    """Add up operators with the same name. Returns averages per step."""
     rows: dict[str, dict[str, Any]] = {}
     for operator in found:
         row = rows.setdefault(operator.name, {"name": operator.name, "flop": 0, "bytes": 0, "ms": 0})
@@ -171,6 +171,6 @@ def _by_name(found: list[Operator], steps: int) -> list[dict[str, Any]]:
 
 
 def _copied() -> float:
-    """Bytes per second, read and written, while NumPy copies a large array."""
+    """The bytes per second that are read and written while NumPy copies a large array."""
     a, b = np.ones(128 << 20, np.uint8), np.ones(128 << 20, np.uint8)
     return 2 * a.nbytes / min(timeit.repeat(lambda: np.copyto(b, a), number=1, repeat=15))

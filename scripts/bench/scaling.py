@@ -1,6 +1,6 @@
 """`scaling`: measures strong and weak scaling of a training step across CPU contexts, with one OpenMP thread each.
 
-A worker of `steps` measures each point.
+Workers of `steps` measure the times.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from bench.steps import Subject, measure, one_thread
 def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int], rounds: int, steps: int) -> dict:
     """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
 
-    Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: 1 is always
-    measured, for comparison. batch_size: of each measurement; empty: BATCH_SIZE[model]. steps: per run of LeNet with
-    batch size 256.
+    Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: numbers of
+    contexts; 1 is always measured, for comparison. batch_size: batch sizes; empty: BATCH_SIZE[model]. steps: per run of
+    LeNet with batch size 256.
     """
     subjects = {
         (impl, name, kind, k, size): subject(impl, name, kind, k, size)
@@ -45,13 +45,13 @@ def subject(impl: str, model: str, kind: str, k: int, batch_size: int) -> Subjec
 
 
 def efficiencies(one: dict, many: dict, cores: int) -> list[float]:
-    """For each round, examples/s on many contexts relative to one context, divided by the number of cores in use."""
+    """For each round, the speed-up in examples/s over one context, divided by the number of cores in use."""
     grown = many["batch_size"] / one["batch_size"]
     return [grown * ratio / min(many["contexts"], cores) for ratio in harness.ratios(one, many)]
 
 
 def table(result: dict) -> str:
-    """Format, per model, implementation and kind, the time and efficiency by number of contexts."""
+    """Format, for each model, implementation and kind of scaling, the time and efficiency by number of contexts."""
     cores = result["cores"]
     lines = [
         f"A training step on CPU contexts, medians of {result['rounds']} rounds (min-max);",

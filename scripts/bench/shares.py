@@ -20,12 +20,12 @@ from gluon_mgpu.training import datasets
 
 SIZE = BATCH_SIZE["lenet"]
 SHARES = {"cpu(0) alone": None, "equal shards": (50, 50), "shares 80,20": (80, 20), "shares auto": "auto"}
-PROGRAMS = (0, 3)  # number of programs on the second core; with 3, the context's thread is one of four there
+PROGRAMS = (0, 3)  # number of programs that share the second core with the context's thread
 
 
 def run(rounds: int = 3, steps: int = 100) -> dict:
-    """Measure LeNet with each of SHARES and PROGRAMS. Returns the input of `table`. Raises UsageError if this process
-    may use only one core."""
+    """Measure LeNet with each combination of SHARES and PROGRAMS. Returns the input of `table`.
+    Raises UsageError if this process may use only one core."""
     if len(os.sched_getaffinity(0)) < 2:
         raise UsageError("shares: needs 2 cores, but this process may use only 1")
     env = harness.environment(harness.ONE_THREAD)
@@ -52,7 +52,7 @@ def table(result: dict) -> str:
 
 
 def work(shares: list[int] | str | None, programs: int, steps: int) -> dict[str, Any]:
-    """Measure a step. shares: one per device; None: cpu(0) alone. Also returns the shares, which "auto" measures."""
+    """Measure a step. shares: one per device; None: only cpu(0); "auto": measured. Also returns the shares."""
     contexts, cores = 2 if shares else 1, sorted(os.sched_getaffinity(0))
     engine.configure(contexts)
     import mxnet as mx

@@ -1,6 +1,6 @@
 """`steps`: measures speed and memory of the training step and of the notebook's code, in turn, in separate processes.
 
-docs/performance.md and docs/engine.md have results.
+docs/performance.md and docs/engine.md show results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Subject(NamedTuple):
 
 
 def one_thread(subject: Subject) -> Subject:
-    """The subject on one context with one OpenMP thread."""
+    """The same subject, but on one context with one OpenMP thread."""
     return subject._replace(contexts=1, note="1 thread", settings=tuple(harness.ONE_THREAD.items()))
 
 
@@ -73,7 +73,7 @@ def _engine(impl: str) -> tuple[Subject, ...]:
 
 
 NOTEBOOK = (Subject("notebook", 2), Subject("notebook", 1))
-SUBJECTS = {  # {name: groups}; subjects are compared with the first subject of their group
+SUBJECTS = {  # {name: groups}; each subject is compared with the first subject in its group
     "step": [(*NOTEBOOK, *_scaled(Subject("scratch", 1)), *_scaled(Subject("highlevel", 1)))],
     "resnet18": [_scaled(Subject("highlevel", 1, model="resnet18"))],
     "engine": [_engine("scratch"), (*_engine("highlevel"), Subject("highlevel", 2, "not tuned", tune=False))],
@@ -86,7 +86,7 @@ def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> d
 
 
 def run(what: Sequence[str] = ("step", "resnet18"), rounds: int = 3, steps: int = 100) -> dict:
-    """Measure the named SUBJECTS; "profile": the time of each operator. Returns the input of `table`."""
+    """Measure the SUBJECTS in `what`, and with "profile", the time of each operator. Returns the input of `table`."""
     groups = []
     for name in what:
         for subjects in SUBJECTS.get(name, []):
@@ -103,7 +103,7 @@ def profile(steps: int) -> dict[str, dict[str, float]]:
 
 
 def table(result: dict) -> str:
-    """Format each group's times, compared with its first subject, and the time of each operator."""
+    """Format the times of each group, relative to the group's first subject, and the time of each operator."""
     lines = [f"Medians of {result['rounds']} rounds (min-max); {harness.machine_line()}"]
     for group in result["groups"]:
         size, runs = group["batch_size"], group["runs"]
@@ -142,7 +142,7 @@ def trainer(subject: Subject) -> Train:
 
 
 def timed(step: Step, size: int) -> Train:
-    """Create a function that trains by calling `step`, and times the training. size: examples per step."""
+    """Create a function that trains by calling `step` and measures the time. size: examples per step."""
 
     def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         start = time.perf_counter()
@@ -189,7 +189,7 @@ def _profile(subject: Subject, steps: int) -> dict[str, float]:
     train(data, order)
     on = dict.fromkeys(("profile_imperative", "profile_symbolic", "aggregate_stats"), True)
     folder = tempfile.mkdtemp()
-    try:  # the profiler always writes a file, and sometimes writes it while the folder is removed
+    try:  # the profiler always writes a file, and sometimes writes it while the folder is being removed
         mx.profiler.set_config(filename=f"{folder}/profile.json", **on)
         mx.profiler.set_state("run")
         train(data, order)

@@ -1,4 +1,4 @@
-"""`timeline`: records what each context does during a few training steps, with the engine's profiler."""
+"""`timeline`: uses the engine's profiler to record what each context does during a few training steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gluon_mgpu.training import timeline
 def run(impl: str, model: str, contexts: int, batch_size: int | None, steps: int) -> dict:
     """Record `steps` training steps on CPU contexts. Returns the trace, with the items of `timeline.summary`.
 
-    batch_size: across all contexts; None: as in `bench.py steps`. chrome://tracing and Perfetto open the result's file.
+    batch_size: across all contexts; None: BATCH_SIZE[model]. chrome://tracing and Perfetto open the file of the result.
     """
     size = batch_size or BATCH_SIZE[model]
     arguments = {"impl": impl, "model": model, "contexts": contexts, "batch_size": size, "steps": steps}
@@ -31,7 +31,7 @@ def table(result: dict) -> str:
         rows.append([context, *ms, f"{100 * seconds['idle_share']:.1f}%"])
     lines = [f"{result['otherData']['about']}; {harness.machine_line()}", *harness.table(rows), _note(result)]
     if len(result["contexts"]) > harness.facts()["cores"]:
-        lines.append("More contexts than cores: an operator that waits for a core counts as busy.")
+        lines.append("There are more contexts than cores, so operators that wait for a core count as busy.")
     return "\n".join(lines)
 
 
@@ -45,7 +45,7 @@ def _note(result: dict) -> str:
 
 
 def work(impl: str, model: str, contexts: int, batch_size: int, steps: int) -> dict[str, Any]:
-    """Record steps. Returns the trace."""
+    """Record training steps and return the trace."""
     about = f"{TITLE[model]}, {impl}, {harness.plural(contexts, 'context')}, batch {batch_size}"
     replicas = harness.replicas(impl, model, contexts, size=batch_size)
     return harness.record(partial(replicas.train_batch, lr=harness.LR[model]), replicas.ctx, batch_size, steps, about)

@@ -1,7 +1,7 @@
-"""The PyTorch part of `peers`: the same networks, and a worker that trains one of them. Only this module imports torch.
+"""The PyTorch part of `peers`: this project's networks in PyTorch, and a worker that trains one of them.
 
-A worker starts the processes of DistributedDataParallel itself. It never imports
-mxnet, which would load a second OpenMP runtime.
+Only this module imports torch. A worker starts the processes of DistributedDataParallel itself. It never imports mxnet,
+which would load a second OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def network(model: str) -> nn.Module:
 
 @torch.no_grad()
 def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
-    """Copy arrays, {any name: NumPy array}, into the network's parameters, in the same order."""
+    """Copy arrays, {any name: NumPy array}, into the network's parameters, in the order of `net.parameters()`."""
     for p, array in zip(net.parameters(), arrays.values()):
         p.copy_(torch.from_numpy(array))
 
@@ -91,7 +91,7 @@ def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
 def trainer(
     rank: int, model: str, processes: int, threads: int, channels_last: bool = False, compiled: bool = False
 ) -> Train:
-    """Create a function that trains the network in this process, number `rank` of `processes`."""
+    """Create a function that trains the network in this process, which is number `rank` of `processes`."""
     torch.set_num_threads(threads)
     size = BATCH_SIZE[model]
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -110,7 +110,7 @@ def trainer(
             y = torch.from_numpy(data.train_labels[shard].astype(np.int64))
             loss = F.cross_entropy(replica(X.to(memory_format=layout)), y)
             optimizer.zero_grad()
-            loss.backward()  # averages gradients over the processes, and so over the batch
+            loss.backward()  # DDP averages gradients over the processes, and so over the batch
             optimizer.step()
             losses.append(loss.detach())
             sizes.append(len(shard))
@@ -120,7 +120,7 @@ def trainer(
 
 
 def process(rank: int, folder: str, steps: int, subject: dict[str, Any]) -> None:
-    """Measure in one of the subject's processes, and write the result to a file."""
+    """Measure in process number `rank` of the subject, and write the result to a file."""
     several = subject["processes"] > 1
     if several:
         meet = f"file://{folder}/meet"
@@ -134,7 +134,7 @@ def process(rank: int, folder: str, steps: int, subject: dict[str, Any]) -> None
 
 
 def work(steps: int, **subject: Any) -> dict[str, Any]:
-    """Measure in all processes of a subject. Combines the results: longest time, mean loss, sum of memory."""
+    """Measure in all processes of a subject. Returns the longest time, the mean loss and the total memory."""
     ranks = range(subject["processes"])
     with tempfile.TemporaryDirectory() as folder:
         if len(ranks) == 1:

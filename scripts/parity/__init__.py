@@ -12,7 +12,7 @@ from typing import NamedTuple
 class Finding(NamedTuple):
     """The result of one check."""
 
-    check: str  # the group of claims
+    check: str  # the group that the claim belongs to
     claim: str
-    holds: bool | None  # None: it cannot be decided on this machine
+    holds: bool | None  # None: cannot be decided on this machine
     evidence: str

@@ -1,7 +1,8 @@
 """Bands of test accuracy per epoch: could a run of this project have printed a notebook's accuracies?
 
-A notebook's log error, log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean of n new runs. s is
-the standard deviation of the kept runs in spread.json. docs/parity.md gives the reasons and the false-alarm rate.
+A notebook's log error, log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean log error of n new
+runs. s is the standard deviation of the log errors in spread.json, which come from earlier runs, the "kept runs".
+docs/parity.md gives the reasons and the false-alarm rate.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ def bands(
 ) -> list[Band]:
     """Compute one Band per epoch for the recorded accuracies (epochs,), which were printed with `digits` decimals.
 
-    runs, kept_runs: accuracies (runs, epochs). s is raised to at least half of the next epoch's s, because it
-    underestimates the spread while nearly all runs still guess. The band is widened by half a unit in the last printed
-    digit.
+    runs, kept_runs: accuracies (runs, epochs). s is raised to at least half of the next epoch's s: while nearly all
+    runs still guess, s underestimates the spread. The band is widened by half a unit of the last printed digit.
     """
     errors, kept_errors = (np.log(np.maximum(1 - np.array(group), LEAST_ERROR)) for group in (runs, kept_runs))
     s = kept_errors.std(0, ddof=1)
@@ -54,12 +54,12 @@ def bands(
 
 
 def decimals(printed: Sequence[float]) -> int:
-    """The number of decimals in printed accuracies."""
+    """The largest number of decimals in printed accuracies."""
     return max(len(str(number).partition(".")[2]) for number in printed)
 
 
 def of_recipe(recipe: str, runs: Sequence[Sequence[float]]) -> list[Band]:
-    """Compute one Band per epoch for the accuracies that the notebook printed, around the mean of the new runs."""
+    """Compute one Band per epoch for the notebook's printed accuracies, around the mean of the new runs."""
     recorded = RECIPES[recipe].test_accuracy
     return bands(runs, recorded, list(kept(recipe).values()), decimals(recorded))
 

@@ -1,4 +1,4 @@
-"""Checks the lecture's claims about the notebooks, as far as the devices allow.
+"""Checks the lecture's claims about the notebooks, as far as this machine's devices allow.
 
 Accuracies can confirm or refute a claim. Times can confirm but not refute a claim, because they depend on the machine.
 Source: the lecture "L14_6 Multi-GPU Training in Python".
@@ -21,7 +21,7 @@ from gluon_mgpu.training.settings import Settings
 from parity import Finding, bands, drift
 
 CHECK = "the lecture's claims"
-RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # the recipe that `batch_size` varies
+RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # `batch_size` varies the options of this recipe
 EXAMPLES, SHARES = 100, (80, 20)
 ENOUGH = 3  # minimum number of seeds for a verdict; two seeds could agree by chance
 OF_BATCH_SIZE = (
@@ -34,7 +34,7 @@ OF_BATCH_SIZE = (
 
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
-    """Check that ResNet-18's parameters are only on the contexts that they were initialized on."""
+    """Check that ResNet-18's parameters exist only on the contexts that they were initialized on."""
     params = list(highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values())
     right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
@@ -44,11 +44,11 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
         refused, evidence = False, "no error"
     except RuntimeError as error:
         refused, evidence = True, str(error).splitlines()[0]
-    yield Finding(CHECK, f"reading them from {other} raises RuntimeError", refused, evidence)
+    yield Finding(CHECK, f"reading ResNet-18's parameters from {other} raises RuntimeError", refused, evidence)
 
 
 def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
-    """Check uneven shards for devices of unequal speed: their sizes, and that the update is the same as on 1 device."""
+    """Check the sizes of uneven shards for devices of unequal speed, and that the update is the same as on 1 device."""
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
     for impl in ("scratch", "highlevel"):
         one = implementation(impl).Replicas(ctx[:1])
@@ -66,7 +66,7 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         )
         holds = sizes == list(SHARES) and error <= limit
         yield Finding(CHECK, claim, holds, f"shards of {sizes}; updates differ by {error:.1e}, limit {limit:.1e}")
-    yield Finding(CHECK, "uneven shards save time on unequal devices", None, "the devices are assumed to be equal")
+    yield Finding(CHECK, "uneven shards save time on unequal devices", None, "devices are assumed to be equally fast")
 
 
 def batch_size(experiments: list[list[Result]], cpu: bool) -> Iterator[Finding]:
@@ -74,14 +74,14 @@ def batch_size(experiments: list[list[Result]], cpu: bool) -> Iterator[Finding]:
 
     experiments: one result of `batch_size.run` per seed.
     """
-    accuracy, seconds = (  # (seeds, runs, epochs), in the order of RUNS
+    accuracy, seconds = (  # shape (seeds, runs, epochs); runs are in the order of batch_size.RUNS
         np.array([[[getattr(epoch, name) for epoch in result.epochs] for result in results] for results in experiments])
         for name in ("test_accuracy", "train_seconds")
     )
     kept = list(bands.kept(RECIPE).values())
     compared = [band for one, two, *_ in accuracy for band in bands.bands([one], two, kept, digits=4)]
     outside = sum(not band.holds for band in compared)
-    evidence = f"{outside} of {len(compared)} accuracies outside the band of 1 device"
+    evidence = f"{outside} of {len(compared)} accuracies are outside the bands of 1 device"
     yield Finding(CHECK, OF_BATCH_SIZE[0], outside == 0, evidence)
 
     medians = np.median(seconds, axis=2)

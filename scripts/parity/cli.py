@@ -47,8 +47,8 @@ def parse_seeds(text: str) -> list[int]:
 )
 @click.pass_context
 def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **options: Any) -> None:
-    """Compare this project's results with the notebooks' results. Compares accuracies, printed values and claims. The
-    exit status is 0 if everything agrees; otherwise it is 1, and the first line names a difference."""
+    """Compare this project's accuracies and printed values with the notebooks', and check the lecture's claims. If a
+    claim fails, the exit status is 1, and the first line of the output names it. Otherwise, the exit status is 0."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick uses one seed: omit --seeds")
     engine.configure(4)  # the largest recipe uses 4 contexts; must run before mxnet is imported

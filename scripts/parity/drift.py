@@ -1,8 +1,8 @@
 """Measures how far scratch and highlevel drift from the notebook's own code over many steps.
 
-The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Each implementation
-trains on the same batches twice: once with every step starting from the reference's parameters, and once with only the
-first step starting from them.
+The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Its path is the
+list of its parameters before the first step and after each step. Each implementation trains on the same batches twice.
+The first time, every step starts from the reference's parameters. The second time, only the first step does.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ NOTEBOOK = "the notebook's code in float32"
 
 EPSILON = 2.0**-23  # of float32
 POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients of the first convolution
-# Rounding may move the input of a ReLU to the other side of 0, which changes the gradient of one example. The mean
-# is over n such gradients; each is about sqrt(n) times longer than the mean, because they point in many directions.
+# Rounding may move the input of a ReLU to the other side of 0, which changes the gradient of one example. A step uses
+# the mean gradient of n examples. Each example's gradient is about sqrt(n) times as long as the mean, because the
+# gradients point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
-FACTOR = 20  # limit for the ratio of the path errors of two correct implementations; at most 9 for seeds 1 to 6
+FACTOR = 20  # limit for the ratio of two correct implementations' path errors; it was at most 9 for seeds 1 to 6
 
 State = dict[str, np.ndarray]
 
 
 class Drift(NamedTuple):
-    step_errors: dict[str, list[float]]  # {name: for each step, the distance from the reference / the step's length}
+    step_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / length of the step}
     step_limit: float  # limit for the median of step_errors; a single error may be up to RELU_FLIP
-    path_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / the reference's length}
+    path_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / length of the reference}
     path_limit: float  # limit for each path error
-    moved: float  # the reference's total movement / the length of its initial parameters
+    moved: float  # distance from the reference's first to its last parameters / length of the first
 
 
 class Notebook:
@@ -67,7 +68,7 @@ class Notebook:
 
 
 def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
-    """Train the reference. Returns its parameters before the first step and after each step."""
+    """Train the reference and return its path."""
     mx.random.seed(SEED)
     path = [{name: _transposed(p.asnumpy()) for name, p in zip(LENET, notebook.init_params())}]
     exact = Notebook(ctx, "float64")
@@ -79,7 +80,7 @@ def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
 
 
 def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
-    """Compare all implementations, on two contexts, with the reference's path."""
+    """Train all implementations and compare them with the reference. ctx: two contexts. path: of the reference."""
     subjects: dict[str, Notebook | Replicas] = {
         NOTEBOOK: Notebook(ctx),
         "scratch": scratch.Replicas(ctx),
@@ -103,11 +104,11 @@ def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
 
 
 def limits(path: list[State], notebook_steps: list[float], notebook_path: list[float]) -> tuple[float, float]:
-    """Compute (step_limit, path_limit) from the reference's path and the errors of the notebook's code in float32.
+    """Compute (step_limit, path_limit) from the reference's path and the errors of the notebook's float32 code.
 
     step_limit: `rounding`, or twice the notebook's error if that is larger, as on GPUs that round to TF32. path_limit:
     FACTOR times the notebook's error, plus one ReLU flip in the longest step. The notebook's error is measured, because
-    the growth of errors along a path depends on the data and the processor.
+    how fast errors grow from step to step depends on the data and the processor.
     """
     expected = [rounding(before, after, BATCH_SIZE * POSITIONS) for before, after in zip(path, path[1:])]
     longest = max(distance(before, after) for before, after in zip(path, path[1:]))
@@ -118,13 +119,13 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
 def rounding(before: State, after: State, additions: int) -> float:
     """The largest distance between two correct float32 steps, relative to the step's length.
 
-    Sums of n terms differ by about EPSILON * sqrt(n), and rounded parameters by at most EPSILON times their length.
+    Sums of n terms differ by about EPSILON * sqrt(n). Rounded parameters differ by at most EPSILON times their length.
     """
     return EPSILON * (math.sqrt(additions) + length(before) / distance(before, after))
 
 
 def check(drift: Drift) -> Iterator[Finding]:
-    """Yields two findings per implementation."""
+    """Yields two findings for each implementation: one for single steps, one for all steps."""
     for name in drift.step_errors:
         if name == NOTEBOOK:
             continue
@@ -132,10 +133,10 @@ def check(drift: Drift) -> Iterator[Finding]:
         holds = median <= drift.step_limit and largest <= RELU_FLIP
         figures = f"median error {median:.1e}, limit {drift.step_limit:.1e}; "
         figures += f"largest {largest:.1e}, limit {RELU_FLIP:.1e}"
-        yield Finding(CHECK, f"{name}: each step matches the notebook's", holds, figures)
+        yield Finding(CHECK, f"{name}: each step matches the notebook's step", holds, figures)
         steps, apart = len(drift.path_errors[name]), max(drift.path_errors[name])
         figures = f"distance {apart:.1e}, limit {drift.path_limit:.1e}; the parameters moved {drift.moved:.1e}"
-        yield Finding(CHECK, f"{name}: {steps} steps lead to the same parameters", apart <= drift.path_limit, figures)
+        yield Finding(CHECK, f"{name}: {steps} steps end near the reference", apart <= drift.path_limit, figures)
 
 
 def length(state: State) -> float:

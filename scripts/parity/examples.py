@@ -1,7 +1,7 @@
-"""Checks the notebooks' printed values and the equality of replicas.
+"""Checks the values that the notebooks print, and that all replicas have the same parameters.
 
-Both implementations are checked through the functions and `Replicas` that training uses. Sources: the notebooks that
-`scratch` and `highlevel` port and, for scattering, the PyTorch notebook.
+For each implementation, the checks call the functions and the `Replicas` that training uses. Sources: the notebooks
+that `scratch` and `highlevel` port and, for scattering, the PyTorch notebook.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         shards = module.split_and_load(nd.array(data), devices)
         values = [shard.asnumpy().tolist() for shard in shards]
         right = values == [data[rows].tolist() for rows in shown["rows"]]
-        claim = f"rows {shown['rows']} of {numbers} numbers go to {len(devices)} devices"
+        claim = f"rows {shown['rows']} of an array of {numbers} numbers go to {len(devices)} devices"
         placed = [shard.context for shard in shards]
         yield finding(claim, right and placed == devices, f"{[len(rows) for rows in values]} rows on {placed}")
 
@@ -64,22 +64,24 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     scores = [replicas.predict(shard).shape for shard in Xs]
     yield finding(f"each of {len(ctx)} devices computes 4 x 10 scores", scores == [(4, 10)] * len(ctx), scores)
     start = replicas.parameters()
-    yield finding(f"the parameters on all {len(ctx)} devices are equal", *_all_equal(replicas))
+    yield finding(f"the parameters are the same on all {len(ctx)} devices", *_all_equal(replicas))
     replicas.forward_backward(Xs, ys)
     W1 = {replicas.gradients(device)["W1"].tobytes() for device in range(len(ctx))}
     yield finding(
-        "the gradients of the devices' shards differ", len(W1) == len(ctx), f"{len(W1)} different gradients of W1"
+        "each device's shard has a different gradient", len(W1) == len(ctx), f"{len(W1)} different gradients of W1"
     )
     for _ in range(3):
         replicas.train_batch(X, y, 0.2)
     changed = sum(not np.array_equal(array, start[name]) for name, array in replicas.parameters().items())
     equal, evidence = _all_equal(replicas)
     right = equal and changed == len(start)
-    yield finding("after 3 steps, all parameters have changed and are equal", right, f"{changed} changed; {evidence}")
+    claim = "after 3 steps, every parameter has changed and is the same on every device"
+    yield finding(claim, right, f"{changed} changed; {evidence}")
 
 
 def _all_equal(replicas: Replicas) -> tuple[bool, str]:
-    """Whether the parameters are bit-for-bit equal on all devices, with the evidence."""
+    """Returns whether the parameters are identical, bit for bit, on all devices, and the evidence."""
     first, *others = [replicas.parameters(device) for device in range(len(replicas.ctx))]
     unequal = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
-    return not unequal, f"{', '.join(sorted(unequal))} differ" if unequal else f"all {len(first)} arrays are equal"
+    same = f"all {len(first)} arrays are the same on every device"
+    return not unequal, f"the devices differ in {', '.join(sorted(unequal))}" if unequal else same

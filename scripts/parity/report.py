@@ -55,7 +55,7 @@ def draw(result: dict[str, Any], file: BinaryIO) -> None:
             axes.set_axis_off()
     titles = ("drift: single steps (the limit is for the median)", "drift: all steps so far")
     for axes, kind, title in zip(panels[-1], ("step", "path"), titles):
-        # Some implementations compute the same values, so thin lines lie on wide lines.
+        # Lines can coincide, so each line is thinner than the line under it.
         for (name, errors), width in zip(drift[f"{kind}_errors"].items(), (4.5, 2.5, 1.5, 0.8)):
             axes.semilogy(range(1, len(errors) + 1), errors, linewidth=width, label=name)
         axes.axhline(drift[f"{kind}_limit"], color="black", linestyle="--", label="limit")

@@ -40,11 +40,11 @@ def run(
 ) -> dict[str, Any]:
     """Run all checks, write parity.json and parity.png to `out`, and return the content of parity.json.
 
-    seeds: for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed, skip
-    the experiment, and write parity-quick.json and parity-quick.png. device, data_dir: as for `train`; "auto" uses
-    GPUs only if there are at least DEVICES. Finished runs of the same code and libraries are skipped. A training run
-    that fails becomes a finding.
-    Raises UsageError if devices do not exist or another process is writing to `out`, Error if the data is missing.
+    seeds: used for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed,
+    skip the experiment, and write parity-quick.json and parity-quick.png. device, data_dir: as for `train`; "auto" uses
+    GPUs only if there are at least DEVICES. Runs that the same code and libraries have finished are skipped. A training
+    run that fails becomes a finding.
+    Raises UsageError if a device does not exist or another process is writing to `out`, Error if the data is missing.
     """
     with _locked(out):
         ctx = _contexts(device)
@@ -97,7 +97,7 @@ def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One line: all claims hold, or the number of failures and the first failure."""
+    """One line that says either that no claim fails, or how many claims fail and which is the first."""
     failed = [f"{f.check}: {f.claim} ({f.evidence})" for f in findings if f.holds is False]
     if failed:
         return f"parity FAILS: {len(failed)} of {len(findings)} claims; {failed[0]}"
@@ -130,7 +130,7 @@ def _contexts(device: str) -> list[Context]:
 def _train_all(
     recipes: Sequence[str], seeds: Sequence[int], folder: Path, kind: str, data_dir: str | Path | None
 ) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
-    """Train all runs. Returns ({recipe: accuracies and bands}, findings about accuracies and failed runs)."""
+    """Train each recipe with each seed. Returns ({recipe: accuracies and bands}, findings about the runs)."""
     accuracy, findings = {}, []
     epochs = sum(RECIPES[recipe].options["epochs"] for recipe in recipes) * len(seeds)
     with log.progress(total=epochs, unit="epoch") as bar:
@@ -149,7 +149,7 @@ def _train_all(
                 bar.clear()
                 log.say(f"{name}: test accuracy {' '.join(f'{value:.4f}' for value in found)}")
                 within = _within(bands.among_kept(recipe, found))
-                findings.append(Finding(ACCURACY, f"{name}: learns like the kept runs", *within))
+                findings.append(Finding(ACCURACY, f"{name}: accuracies agree with the kept runs", *within))
             if runs:
                 held = bands.of_recipe(recipe, list(runs.values()))
                 findings.append(
@@ -162,17 +162,17 @@ def _train_all(
 
 
 def _within(held: list[bands.Band]) -> tuple[bool, str]:
-    """Whether all epochs are within their bands, with the evidence."""
+    """Returns whether the accuracies of all epochs are within their bands, and the evidence."""
     outside = [
-        f"epoch {epoch}: {band.recorded:.4g} is not within {band.low:.4f} to {band.high:.4f}"
+        f"epoch {epoch}: {band.recorded:.4g} is not between {band.low:.4f} and {band.high:.4f}"
         for epoch, band in enumerate(held, 1)
         if not band.holds
     ]
-    return not outside, "; ".join(outside) or f"{len(held)} epochs within their bands"
+    return not outside, "; ".join(outside) or f"all {len(held)} epochs are within their bands"
 
 
 def _version() -> str:
-    """8 hexadecimal digits that identify the versions of this project's code and of the libraries."""
+    """8 hexadecimal digits that identify this project's code, except commands, and the versions of the libraries."""
     digest = hashlib.sha256(f"{mx.__version__} {np.__version__} {platform.python_version()}".encode())
     package = Path(gluon_mgpu.__file__).parent
     for path in sorted(package.rglob("*.py")):

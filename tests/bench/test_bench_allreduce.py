@@ -1,4 +1,4 @@
-"""Every way of summing leaves NumPy's sum everywhere."""
+"""Every way to sum gives the same sum as NumPy, on every context."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The command line: --help, the line for a wrong command, exit statuses, completion."""
+"""The command line: --help, the error line for an invalid command, exit statuses, completion."""
 
 import os
 import re

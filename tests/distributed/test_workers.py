@@ -1,4 +1,4 @@
-"""Several workers train as one process does, agree on what they do, and end together."""
+"""Several workers train as a single process does, agree on what to do, and end together."""
 
 import json
 import os

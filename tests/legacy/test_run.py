@@ -1,4 +1,4 @@
-"""`gluon-mgpu run` runs programs as `python` does, with what old MXNet programs need. Each claim runs a program."""
+"""`gluon-mgpu run` runs programs as `python` does, and adds what old MXNet programs need. Each test runs a program."""
 
 import json
 import sys

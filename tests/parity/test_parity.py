@@ -1,4 +1,4 @@
-"""Parity as a whole: what its checks say about this code, about the notebooks' records, and about planted faults."""
+"""Parity as a whole: what the checks report on this code, on the notebooks' recorded values and on planted faults."""
 
 import json
 import shlex

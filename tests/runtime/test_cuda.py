@@ -1,4 +1,4 @@
-"""mxnet-cu112 and NVIDIA's wheels, with stand-ins for both in a folder, each in a process of its own."""
+"""mxnet-cu112 and NVIDIA's wheels, with stand-ins for both. Checks run in separate processes."""
 
 import configparser
 import re

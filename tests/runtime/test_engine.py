@@ -1,4 +1,4 @@
-"""Settings that MXNet reads when it loads: each claim is checked in a process of its own."""
+"""Settings that MXNet reads when it loads. Checks run in separate processes."""
 
 import os
 import sys

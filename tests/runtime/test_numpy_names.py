@@ -1,4 +1,4 @@
-"""NumPy names that MXNet finds and other code does not: each claim is checked in a process of its own."""
+"""NumPy names that MXNet finds but other code does not. Checks run in separate processes."""
 
 import json
 

@@ -1,7 +1,8 @@
 """Tortures training runs: draws random scenarios from a seed, runs them, and checks the invariants in box.py.
 
 `make torture MINUTES=30 SEED=1`. Each scenario runs in its own process and, if this user may create namespaces, with
-its own mounts, network and process ids on a read-only file system, so that nothing is left of it. docs/reliability.md
+its own mounts, network and process ids on a read-only file system, so that it leaves nothing behind. See
+docs/reliability.md.
 """
 
 import argparse

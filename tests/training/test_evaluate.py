@@ -1,4 +1,4 @@
-"""`evaluate`: its numbers are counted again in NumPy, and its exports are loaded by stock MXNet in another process."""
+"""`evaluate`: NumPy computes its numbers again, and stock MXNet loads its exports in another process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A rehearsal of training on GPUs, on a machine without one: contexts that say they are GPUs compute on the CPU.
+"""Rehearses training on GPUs on a machine without GPUs: contexts that claim to be GPUs compute on the CPU.
 
 So these tests run the code that `device="gpu"` selects. A real GPU has never been tried.
 """

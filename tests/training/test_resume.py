@@ -1,4 +1,4 @@
-"""However a run ended, it can be resumed, and gives the same result as a run that nothing interrupted."""
+"""However a run ended, it can be resumed, and its result is the same as that of an uninterrupted run."""
 
 import json
 import shutil

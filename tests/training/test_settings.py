@@ -1,4 +1,4 @@
-"""Settings: schedules against MXNet's own schedulers, invalid values, names of the previous version."""
+"""Settings: schedules compared with MXNet's own schedulers, invalid values, and names from the previous version."""
 
 import mxnet as mx
 import pytest

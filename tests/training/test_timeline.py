@@ -1,4 +1,4 @@
-"""The recorded timeline: against counts of the network's layers, made-up profiles, and a run without recording."""
+"""The recorded timeline, compared with counts of the network's layers, made-up profiles and a run without recording."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Tuning changes how a network is computed, not what: the transformed network against the plain one."""
+"""Tuning changes how a network is computed, but not the results: compares the tuned network with the original."""
 
 import mxnet as mx
 import numpy as np

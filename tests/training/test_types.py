@@ -1,4 +1,4 @@
-"""The type hints find wrong uses of the package in a user's program, and accept right ones."""
+"""The type hints reject incorrect uses of the package in a user's program, and accept correct ones."""
 
 import os
 import re
