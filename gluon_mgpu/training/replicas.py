@@ -38,7 +38,7 @@ class Replicas(ABC):
     """A network with a replica on every device of ctx.
 
     A derived class sets `arrays` to a list with one dict {name: NDArray} per device, which holds the parameters and the
-    running statistics. The parameters have a gradient attached.
+    running statistics. Arrays that are trained have a gradient attached.
     """
 
     networks: tuple[str, ...] = ()  # names of the networks that the class supports; (): any registered network
@@ -139,7 +139,7 @@ class Replicas(ABC):
         return self.split_and_load(data)
 
     def grads(self) -> list[dict[str, NDArray]]:
-        """The gradients of the parameters: one dict {name: gradient} per device."""
+        """The gradients of the arrays that are trained: one dict {name: gradient} per device."""
         return [
             {name: array.grad for name, array in arrays.items() if array.grad is not None} for arrays in self.arrays
         ]
@@ -204,7 +204,7 @@ class Replicas(ABC):
     # State
 
     def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
-        """Returns {name: NumPy array} of all arrays on one device, including statistics. device: its index in ctx."""
+        """Returns {name: NumPy array} of `arrays` on one device, including statistics. device: its index in ctx."""
         nd.waitall()  # a forward pass that still runs may change the layout of weights (docs/engine.md)
         return {name: array.asnumpy() for name, array in self.arrays[device].items()}
 
