@@ -14,9 +14,9 @@ def main() -> None:
 
 
 def run(module: str, command: str, program: str | None = None) -> None:
-    """Run a click command from a module. If the import fails, exit with a one-line error message.
+    """Import a module and run its click command. If the import fails, exit with a one-line error message.
 
-    program: the program's name in messages; None: `python` and the script's path.
+    program: the program's name in messages; None: `python` followed by the script's path.
     """
     try:
         function = getattr(importlib.import_module(module), command)

@@ -1,8 +1,8 @@
 """Lesson 4: asynchronous calls, parallel work on all devices, and copies, shown with matrix products.
 
 A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a Python
-loop over devices keeps all of them busy at once. Each function is one cell of the notebook and prints the same lines.
-Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
+loop over devices keeps all of them busy at once. Each `run_` function prints the same lines as one cell of the source,
+the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SIZE, PRODUCTS = 4000, 50  # as in the notebook
 def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
     """Multiply a matrix (n, n) by itself `products` times, on its device. Returns without waiting for the results.
 
-    nd.dot uses one of MXNET_CPU_TEMP_COPY temporary spaces, which all CPU contexts share. If the queued products need
-    more spaces, contexts wait for each other (docs/engine.md).
+    All CPU contexts share MXNET_CPU_TEMP_COPY temporary spaces, and each nd.dot takes one of them. If the queued
+    products need more spaces, contexts wait for each other (docs/engine.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 
 
 class BenchMark:
-    """Times a `with` block, prints the name and the time in seconds, and stores the time in `seconds`."""
+    """Times a `with` block. Prints the block's name and time in seconds, and stores the time in `seconds`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,7 +51,7 @@ def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
 def run_asynchronously(x: NDArray, products: int = PRODUCTS) -> float:
     """Run computations on one device asynchronously. Returns the number of seconds until the calls return."""
     with BenchMark(str(x.context)) as until_calls_return:
-        _held = run(x, products)  # keep the results, because releasing them takes time
+        _held = run(x, products)  # keep the results, so that freeing them is not timed
     nd.waitall()
     return until_calls_return.seconds
 

@@ -1,8 +1,8 @@
 """Lesson 2: LeNet and ResNet-18 on several devices with Gluon. Each function has a counterpart in `scratch`.
 
 `initialize` with a list of contexts copies the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the
-gradients and updates every replica. Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope),
-which has the same function names and arguments; its `run` is called `train` here.
+gradients and updates every replica. Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope).
+`forward_backward` and `train_batch` keep the notebook's names; the notebook's `run` is called `train` here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gluon_mgpu.training.plans import Plan
 from gluon_mgpu.training.records import Epoch
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
-loss.hybridize(static_alloc=True, static_shape=True)  # one call instead of five reduces the work in Python
+loss.hybridize(static_alloc=True, static_shape=True)  # one call of a graph instead of five calls saves time
 
 
 def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSequential:
-    """LeNet for images (n, 1, 28, 28), not yet initialized. pooling: nn.AvgPool2D as in `scratch`, or nn.MaxPool2D."""
+    """Build LeNet for images (n, 1, 28, 28), uninitialized. pooling: nn.AvgPool2D as in `scratch`, or nn.MaxPool2D."""
     net = nn.HybridSequential(prefix="cnn_")
     with net.name_scope():
         net.add(nn.Conv2D(channels=20, kernel_size=3, activation="relu"))  # (n, 20, 26, 26)
@@ -46,9 +46,9 @@ networks.register("lenet-max", lambda: lenet(nn.MaxPool2D), mx.init.Uniform(0.07
 def initialize(
     net: gluon.Block, ctx: list[Context], hybridize: bool = True, init: mx.init.Initializer = networks.NORMAL
 ) -> None:
-    """Put a replica of the network on each device. Weights are drawn only once, with init.
+    """Put a replica of the network on each device. The weights are drawn once, with init, so all replicas are equal.
 
-    net: takes images of shape (n, 1, 28, 28). hybridize: run the network as one graph, whose memory is planned once,
+    net: a network for images of shape (n, 1, 28, 28). hybridize: run the network as one graph with preallocated memory,
     instead of operator by operator.
     """
     net.initialize(init, ctx=ctx)
@@ -73,9 +73,9 @@ def forward_backward(net: gluon.Block, data: list[NDArray], label: list[NDArray]
 
 
 def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], trainer: gluon.Trainer) -> list[NDArray]:
-    """Run a training step on X (n, 1, 28, 28), y (n,), with a network that has a replica on each device of ctx.
+    """Run one training step on images X (n, 1, 28, 28) and labels y (n,), with one replica on each device in ctx.
 
-    Returns the losses of each shard. The step is only queued: nothing waits for a device.
+    Returns the losses of each shard. This function only queues the step, and does not wait for the devices.
     """
     assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     data, label = split_and_load(X, ctx), split_and_load(y, ctx)
@@ -87,9 +87,9 @@ def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], tr
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples whose top-scoring class is the label. Each device scores its shard of each batch.
+    """The fraction of examples for which the label has the highest score. Each device scores its shard of each batch.
 
-    net: computes scores on the device of its input.
+    net: a function that computes scores on the device of its input.
     """
 
     def correct() -> Iterable[list[NDArray]]:
@@ -179,10 +179,10 @@ class Replicas(replicas.Replicas):
 
 
 def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
-    """Run the notebook's experiment (its function `run`), and print time and accuracy per epoch.
+    """Run the notebook's experiment, which the notebook calls `run`. Prints time and accuracy per epoch.
 
     num_gpus: number of devices, or their indices ([0, 2]). batch_size: examples per step, across all devices. options:
-    see `loop.train`; in addition, hybridize=False runs the network operator by operator, tune=False runs it exactly as
-    written, and tune=(16, 64) pads channels to multiples of 16 and computes batches in pieces of 64 examples.
+    see `loop.train`. In addition, hybridize=False runs the network operator by operator, tune=False trains the network
+    exactly as written, and tune=(16, 64) pads channels to multiples of 16 and computes shards in pieces of 64 examples.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

@@ -22,7 +22,7 @@ NORMAL = mx.init.Normal(0.01)  # as in scratch.init_params
 class Network(NamedTuple):
     build: Callable[[], gluon.Block]  # returns a new network, not yet initialized
     init: mx.init.Initializer = NORMAL  # for the weights
-    names: tuple[str, ...] = ()  # names of its arrays in checkpoints; (): Gluon's names
+    names: tuple[str, ...] = ()  # names of the arrays in checkpoints; (): Gluon's names
 
 
 NETWORKS: dict[str, Network] = {}
@@ -31,19 +31,19 @@ NETWORKS: dict[str, Network] = {}
 def register(
     name: str, build: Callable[[], gluon.Block], init: mx.init.Initializer = NORMAL, names: tuple[str, ...] = ()
 ) -> None:
-    """Make a network available as `model=name` to `highlevel.train` and to all code that reads its runs.
+    """Make a network available as `model=name` to `highlevel.train` and to all code that loads the network's runs.
 
-    build: returns a new, uninitialized network for images (n, 1, 28, 28) in [0, 1] and 10 classes. init: initializer of
-    its weights. names: the names of its arrays in checkpoints; default: Gluon's names.
+    build: returns a new, uninitialized network for 10 classes and images (n, 1, 28, 28) with values in [0, 1]. init:
+    the initializer for its weights. names: the names of its arrays in checkpoints; default: Gluon's names.
     """
     NETWORKS[name] = Network(build, init, names)
     settings.add_model(name)
 
 
 class Residual(nn.HybridBlock):
-    """Two 3x3 convolutions whose output is added to their input: (n, c, h, w) to (n, channels, h/stride, w/stride).
+    """Two 3x3 convolutions. Their output is added to their input: (n, c, h, w) to (n, channels, h/stride, w/stride).
 
-    If the shape changes, a 1x1 convolution adapts the input. Source: He et al., arXiv:1512.03385.
+    If the shape changes, a 1x1 convolution gives the input the new shape. Source: He et al., arXiv:1512.03385.
     """
 
     def __init__(self, channels: int, stride: int = 1, change_shape: bool = False) -> None:
@@ -61,8 +61,8 @@ class Residual(nn.HybridBlock):
 
 
 def resnet18() -> nn.HybridSequential:
-    """ResNet-18 for images (n, 1, 28, 28): a 3x3 stem without pooling (Dive into Deep Learning's variant for small
-    images)."""
+    """Build ResNet-18 for images (n, 1, 28, 28). As in Dive into Deep Learning's variant for small images, the first
+    layer is a 3x3 convolution without pooling."""
     net = nn.HybridSequential(prefix="resnet_")
     with net.name_scope():
         net.add(nn.Conv2D(64, kernel_size=3, padding=1), nn.BatchNorm(), nn.Activation("relu"))  # (n, 64, 28, 28)

@@ -1,8 +1,9 @@
 """Lesson 3: LeNet split across devices in three ways: by layers, by channels and by examples.
 
-Each device records and differentiates its own part. Copies between devices are made outside `autograd.record`, so the
-recorded graph ends there, and the code passes the gradient back with `output.backward(gradient)`. Every exchange is
-visible in the code. Source: the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
+Each device records and differentiates its own part of the computation. Copies between devices are made outside
+`autograd.record`, so the recorded graph ends there, and the code passes the gradient back with
+`output.backward(gradient)`. The code therefore shows every exchange between devices. Source: the notebook "Multi-GPU
+training" (Dive into Deep Learning, in PyTorch).
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from gluon_mgpu.training.batches import split_batch
 
 
 def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Apply a convolution, ReLU and 2x2 average pooling: (n, c, h, w) to (n, outputs, ...)."""
+    """Apply a convolution, ReLU and 2x2 average pooling to X (n, c, h, w). Returns (n, outputs, ...)."""
     h = nd.Convolution(data=X, weight=W, bias=b, kernel=W.shape[2:], num_filter=W.shape[0])
     return nd.Pooling(nd.Activation(h, act_type="relu"), pool_type="avg", kernel=(2, 2), stride=(2, 2))
 
 
 def hidden(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Apply a dense layer with ReLU: flattens (n, ...) and returns (n, outputs)."""
+    """Flatten X (n, ...), and apply a dense layer and ReLU. Returns (n, outputs)."""
     return nd.Activation(scores(X, W, b), act_type="relu")
 
 
 def scores(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
-    """Apply a dense layer: flattens (n, ...) and returns (n, outputs)."""
+    """Flatten X (n, ...), and apply a dense layer. Returns (n, outputs)."""
     return nd.FullyConnected(X, W, b, num_hidden=W.shape[0])
 
 
 Layer = Callable[[NDArray, NDArray, NDArray], NDArray]
-# The layers of scratch.lenet, with two parameters each. Every output has a row in W and in b, so a device that holds
-# only some of the rows computes only those outputs. Images (n, 1, 28, 28) become:
+# The layers of scratch.lenet. Each layer has two parameters, W and b, with one row per output, so a device that holds
+# only some rows computes only the outputs of these rows. Each comment shows the shape of a layer's output.
 LAYERS: tuple[Layer, ...] = (
     convolution,  # (n, 20, 13, 13)
     convolution,  # (n, 50, 4, 4)
@@ -49,11 +50,11 @@ LAYERS: tuple[Layer, ...] = (
 
 
 def stages(devices: int) -> list[slice]:
-    """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last.
+    """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
 
     With 2 devices, the first device computes only the first convolution. More than 90% of the arithmetic is on the
-    second device, but the first device's ReLU and pooling are slow too: they read 13,520 values per example. A cut
-    after the second convolution would send a quarter of the bytes and leave the last device almost nothing to do.
+    second device, but the first device's ReLU and pooling also take time: each reads 13,520 values per example. A cut
+    after the second convolution would copy only a quarter as many bytes, but leave the last device almost idle.
     """
     layers = len(LAYERS)
     if devices > layers:
@@ -62,7 +63,7 @@ def stages(devices: int) -> list[slice]:
 
 
 def partition_network(params: Params, ctx: list[Context]) -> list[Params]:
-    """For each device, the parameters of its layers."""
+    """Copy the parameters of each device's layers to that device. Returns one list per device."""
     return [
         scratch.get_params(params[2 * layers.start : 2 * layers.stop], c) for layers, c in zip(stages(len(ctx)), ctx)
     ]
@@ -96,11 +97,11 @@ def forward_backward_network(device_params: list[Params], X: NDArray, y: NDArray
 def train_batch_network(
     X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float, micro_batches: int = 1
 ) -> list[NDArray]:
-    """Train one step with network partitioning: X (n, 1, 28, 28), y (n,). Returns the losses of each micro-batch.
+    """Run one training step with network partitioning on images X (n, 1, 28, 28) and labels y (n,).
 
     With one micro-batch, only one device works at a time. With more, the first device computes the second micro-batch
-    while the next device computes the first. No code here schedules this: each device starts as soon as its inputs
-    arrive.
+    while the second device computes the first. No code here schedules this: each device starts as soon as its inputs
+    arrive. Returns the losses of each micro-batch.
     """
     if micro_batches > 1:
         for params in device_params:
@@ -116,7 +117,7 @@ def train_batch_network(
 
 
 def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
-    """For each device, its rows of the eight parameters. Each row (first axis) belongs to one output of the layer."""
+    """Split the rows (first axis) of the eight parameters across the devices. Each row belongs to one output."""
     if len(ctx) > 10:
         raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: use at most 10; LeNet has 10 outputs")
     shards = zip(*[scratch.split_and_load(p, ctx) for p in params])
@@ -131,9 +132,9 @@ def gather(parts: list[NDArray], device: Context) -> NDArray:
 
 
 def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """For each of `parts` (n, some, ...), the gradient of its channels, on its device.
+    """Returns the gradient of each array in `parts` (n, some, ...), on the device of that array.
 
-    gradients: one array (n, all, ...) per device. They are summed, because every device used every channel.
+    gradients: one array (n, all, ...) per device that used all channels. The arrays are summed.
     """
     reduced, start = [], 0
     for part in parts:
@@ -148,7 +149,7 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
     """Compute the gradients of each device's channels. Returns the losses (n,), on the first device."""
     inputs, exchanges = [X.as_in_context(c) for c in ctx], []
     for i, layer in enumerate(LAYERS):
-        with autograd.record():  # a channel depends on all channels of the previous layer
+        with autograd.record():  # each channel depends on all channels of the previous layer
             parts = [layer(x, *params[2 * i : 2 * i + 2]) for x, params in zip(inputs, device_params)]
         receivers = ctx if i + 1 < len(LAYERS) else ctx[:1]  # only the first device computes the loss
         inputs = [gather(parts, c) for c in receivers]
@@ -166,7 +167,10 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
 def train_batch_layers(
     X: NDArray, y: NDArray, device_params: list[Params], ctx: list[Context], lr: float
 ) -> list[NDArray]:
-    """Train one step with layer-wise partitioning: X (n, 1, 28, 28), y (n,). Returns a list with the losses (n,)."""
+    """Run one training step with layer-wise partitioning on images X (n, 1, 28, 28) and labels y (n,).
+
+    Returns a list with one array, the losses (n,).
+    """
     losses = forward_backward_layers(device_params, X, y, ctx)
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
@@ -177,11 +181,11 @@ def train_batch_layers(
 
 
 def replicate(params: Params, ctx: list[Context]) -> list[Params]:
-    """For each device, a replica of the eight parameters."""
+    """Copy the eight parameters to each device. Returns one replica per device."""
     return [scratch.get_params(params, c) for c in ctx]
 
 
-# {way: (the function that places the parameters on the devices, the function that trains one step)}
+# {name: (the function that places the parameters on the devices, the function that trains one step)}
 WAYS: dict[str, tuple[Callable[..., list[Params]], Callable[..., list[NDArray]]]] = {
     "network partitioning": (partition_network, train_batch_network),
     "layer-wise partitioning": (partition_layers, train_batch_layers),

@@ -1,8 +1,8 @@
-"""Lesson 1: LeNet on several devices with NDArray alone. Each step of data parallelism is one function.
+"""Lesson 1: LeNet on several devices with NDArray alone. Each part of data parallelism is one function.
 
-The steps: copy the parameters to each device, split a batch, compute and sum the gradients, and update the parameters.
-`highlevel` uses Gluon instead. Source and function names: the notebook "Multi-GPU Computation with Data Parallelism"
-(Dive into Deep Learning, 2019).
+The functions copy the parameters to each device, split a batch, compute and sum the gradients, and update the
+parameters. `highlevel` uses Gluon instead. Source of the code and of the function names: the notebook "Multi-GPU
+Computation with Data Parallelism" (Dive into Deep Learning, 2019).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Net = Callable[[NDArray, Params], NDArray]
 
 
 def init_params(scale: float = 0.01) -> Params:
-    """LeNet's eight parameters on the host: weights normal(0, scale), biases zero. Dense weights are (outputs, inputs),
-    as in Gluon; in the notebook, they are (inputs, outputs)."""
+    """Create LeNet's eight parameters on the host, with weights from normal(0, scale) and zero biases. Dense weights
+    have the shape (outputs, inputs), as in Gluon; in the notebook, the shape is (inputs, outputs)."""
     params = []
     for shape in [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]:
         params += [nd.random.normal(scale=scale, shape=shape), nd.zeros(shape[0])]
@@ -31,7 +31,7 @@ def init_params(scale: float = 0.01) -> Params:
 
 
 def lenet(X: NDArray, params: Params) -> NDArray:
-    """LeNet with average pooling: images (n, 1, 28, 28) in [0, 1] to scores (n, 10)."""
+    """LeNet with average pooling. X: images (n, 1, 28, 28), values in [0, 1]. Returns scores (n, 10)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1_conv = nd.Convolution(data=X, weight=W1, bias=b1, kernel=(3, 3), num_filter=20)  # (n, 20, 26, 26)
     h1_activation = nd.Activation(h1_conv, act_type="relu")  # faster than nd.relu: docs/engine.md
@@ -46,7 +46,7 @@ def lenet(X: NDArray, params: Params) -> NDArray:
 
 
 def loss(y_hat: NDArray, y: NDArray) -> NDArray:
-    """Softmax cross-entropy of each example: scores (n, 10) and labels (n,) to losses (n,)."""
+    """Compute the softmax cross-entropy (n,) of each example from scores (n, 10) and labels (n,)."""
     return -nd.pick(nd.log_softmax(y_hat), y)
 
 
@@ -69,7 +69,8 @@ def allreduce(data: Sequence[NDArray]) -> None:
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
     """Split a batch along its first axis and copy one shard to each device.
 
-    If the batch does not divide evenly, the first shards get one more example; the last devices may get no shard.
+    If the split is uneven, the first shards get one extra example each. With fewer examples than devices, the last
+    devices get no shard.
     """
     shards, start = [], 0
     for size, c in zip(shard_sizes(data.shape[0], len(ctx)), ctx[: data.shape[0]]):
@@ -94,7 +95,7 @@ def forward_backward(
 
 
 def sgd(params: Params, lr: float, batch_size: int) -> None:
-    """One step of gradient descent on one device: p -= lr * gradient / batch_size. Gradients are sums over a batch."""
+    """Update the parameters on one device: p -= lr * gradient / batch_size. The gradients are sums over the batch."""
     for p in params:
         nd.sgd_update(p, p.grad, out=p, lr=lr, rescale_grad=1 / batch_size)
 
@@ -102,9 +103,9 @@ def sgd(params: Params, lr: float, batch_size: int) -> None:
 def train_batch(
     X: NDArray, y: NDArray, device_params: Sequence[Params], ctx: list[Context], lr: float, *, net: Net | None = None
 ) -> list[NDArray]:
-    """Run a training step on X (n, 1, 28, 28), y (n,), with a replica of the parameters on each device of ctx.
+    """Run one training step on images X (n, 1, 28, 28) and labels y (n,), with one replica on each device in ctx.
 
-    Returns the losses of each shard. The step is only queued: nothing waits for a device.
+    Returns the losses of each shard. This function only queues the step, and does not wait for the devices.
     """
     assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
@@ -119,9 +120,9 @@ def train_batch(
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples whose top-scoring class is the label. Each device scores its shard of each batch.
+    """The fraction of examples for which the label has the highest score. Each device scores its shard of each batch.
 
-    net: computes scores on the device of its input.
+    net: a function that computes scores on the device of its input.
     """
 
     def correct() -> Iterable[list[NDArray]]:
@@ -133,7 +134,7 @@ def evaluate_accuracy(
 
 
 class Replicas(replicas.Replicas):
-    """The training loop's interface to this lesson: these functions, and a replica of the parameters on each device.
+    """Connects the training loop to the functions above, and holds a replica of the parameters on each device.
 
     net, params: a network other than LeNet, and its initial parameters on the host.
     """
@@ -192,7 +193,7 @@ def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: 
     """Run the notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`. Prints time and accuracy per epoch.
 
     num_gpus: number of devices, or their indices ([0, 2]). batch_size: examples per step, across all devices. options:
-    see `loop.train`. To train your own network, pass net, a function of images and parameters, and params, its initial
-    parameters.
+    see `loop.train`. To train your own network, pass it as net, a function of images and parameters, and pass its
+    initial parameters as params.
     """
     return loop.train(Replicas, num_gpus, batch_size, lr, **options)

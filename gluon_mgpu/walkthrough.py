@@ -1,7 +1,7 @@
 """The notebooks' inspection cells on real data: what each device holds at each stage of a training step.
 
-Each function prints one cell. `Scratch` and `Gluon` implement the differences between the lessons. Sources: the
-notebooks of `scratch` and `highlevel`, and the lecture, which requests parameters on a context without a replica.
+Each function prints the output of one cell. `Scratch` and `Gluon` implement what differs between the lessons. Sources:
+the notebooks of `scratch` and `highlevel`, and the lecture, which requests parameters on a context without a replica.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def walk(
     device: str = "auto",
     seed: int = 0,
 ) -> None:
-    """Print all cells. impl: "scratch" or "highlevel". seed: seeds the parameters and the synthetic data set.
+    """Print the output of all cells. impl: "scratch" or "highlevel". seed: for the parameters and synthetic data.
 
     num_gpus, device: see `devices.contexts`; GPUs that the machine does not have are omitted. dataset, data_dir: see
-    `datasets.load`. Raises the same exceptions as these functions.
+    `datasets.load`. Raises the same exceptions as these two functions.
     """
     ctx = devices.contexts(num_gpus, device, fewer=True)
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
@@ -62,9 +62,9 @@ class Scratch:
     copying = "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy."
     summing = "allreduce(data) adds all arrays on the first device and copies the sum back to the other devices."
     missing = (
-        "An NDArray is on exactly one context. For an operator's inputs, MXNet only checks that all are on CPUs or all "
-        "on GPUs, and scratch adds no check. This calls lenet with the first device's parameters and with images on a "
-        "context without a replica"
+        "An NDArray is on exactly one context. MXNet only checks that an operator's inputs are all on CPUs or all on "
+        "GPUs, and scratch adds no check. Here, lenet is called with the first device's parameters and with images on "
+        "a context without a replica"
     )
 
     def __init__(self, ctx: list[Context]) -> None:
@@ -83,7 +83,7 @@ class Scratch:
         scratch.allreduce(data)
 
     def ask(self, context: Context, X: NDArray) -> str:
-        """Compute scores of images on a context without a replica. Returns MXNet's answer."""
+        """Compute the scores of images on a context without a replica. Returns MXNet's response."""
         try:
             found = scratch.lenet(X.as_in_context(context), self.replicas[0])
             found.wait_to_read()
@@ -100,7 +100,7 @@ class Gluon:
     summing = 'Trainer.step uses a KVStore of type "device": pushpull(key, data) leaves the sum on each device.'
     missing = (
         "The parameters are on the contexts that the network was initialized on, and Gluon rejects any other context. "
-        "This calls weight.data(context) of the first convolution for a context without a replica"
+        "Here, weight.data(context) of the first convolution is called with a context without a replica"
     )
 
     def __init__(self, ctx: list[Context]) -> None:
@@ -122,7 +122,7 @@ class Gluon:
         store.pushpull("data", data)
 
     def ask(self, context: Context, X: NDArray) -> str:
-        """Request the weights on a context without a replica. Returns Gluon's answer."""
+        """Request the weights on a context without a replica. Returns Gluon's response."""
         try:
             return f"No error: {self.params['cnn_conv0_weight'].data(context)}"
         except RuntimeError as error:
@@ -136,16 +136,16 @@ def copied_parameters(net: Scratch | Gluon) -> None:
 
 def allreduce(net: Scratch | Gluon) -> None:
     data = [nd.ones((1, 2), ctx=c) * (i + 1) for i, c in enumerate(net.ctx)]
-    show(f"2. Arrays, one per device, are summed, and every device gets the sum. {net.summing} Before:", *data)
+    show(f"2. Allreduce sums arrays, one per device, and gives every device the sum. {net.summing} Before:", *data)
     net.allreduce(data)
     show("After:", *data)
 
 
 def split_batch(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
     batch = nd.arange(24).reshape((6, 4))
-    show("3. split_and_load(data, ctx) splits a batch into shards of nearly equal size, one per device. From:", batch)
-    show("To:", *net.lesson.split_and_load(batch, net.ctx))
-    show(f"And a batch of {len(y)} images with their labels:")
+    show("3. split_and_load(data, ctx) splits a batch into shards of nearly equal size, one per device. Batch:", batch)
+    show("Shards:", *net.lesson.split_and_load(batch, net.ctx))
+    show(f"Shards of a batch of {len(y)} images with labels:")
     for X_shard, y_shard in zip(net.lesson.split_and_load(X, net.ctx), net.lesson.split_and_load(y, net.ctx)):
         print(f"{X_shard.shape} and {y_shard.shape} on {X_shard.context}")
 
@@ -162,7 +162,7 @@ def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
     compare("channel 0", channels)
     net.lesson.forward_backward(net.replicas, *(net.lesson.split_and_load(data, net.ctx) for data in (X, y)))
     grads = [W1.grad[0] for W1, *_ in arrays]
-    show("Its gradient, which each device computes from the images of its shard:", *grads)
+    show("The gradient of channel 0, which each device computes from its own shard:", *grads)
     compare("its gradient", grads)
     net.lesson.train_batch(X, y, net.replicas, net.ctx, net.rule)
     step = f"train_batch with learning rate {LR} sums the gradients, and every device updates its replica."
@@ -174,12 +174,12 @@ def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
 def missing_context(net: Scratch | Gluon, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
     show(f"6. {net.missing}, {other}:")
-    nd.waitall()  # a single context uses all OpenMP threads, so no other context may compute now (docs/engine.md)
+    nd.waitall()  # operators may use all OpenMP threads, so contexts must not compute at the same time (docs/engine.md)
     print(textwrap.fill(net.ask(other, X), WIDTH))
 
 
 def show(text: str, *arrays: NDArray) -> None:
-    """Print a paragraph and arrays."""
+    """Print a paragraph of text, then the arrays."""
     print(f"\n{textwrap.fill(text, WIDTH)}")
     for array in arrays:
         print(str(array).strip())

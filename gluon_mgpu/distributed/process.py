@@ -21,7 +21,7 @@ HOW_TO_START = {
     "machines, see docs/distributed.md",
 }
 SECRET = "GLUON_MGPU_SECRET"  # environment variable: shared by the processes of a run
-SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate, sent by a launcher or a cluster manager
+SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from a launcher or a cluster manager
 DIVIDED_SIZE = 10_000  # number of elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
 
 

@@ -19,16 +19,16 @@ from gluon_mgpu.training import checkpoint, datasets, records
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.settings import SGD, Settings
 
-NAME, SWEEP = "batch-size", "batch-size-sweep"  # the experiments' files: NAME.png and NAME.csv
+NAME, SWEEP = "batch-size", "batch-size-sweep"  # names of the experiments; each writes NAME.png and NAME.csv
 
 
 class Run(NamedTuple):
     """The settings that differ between the runs."""
 
     devices: int
-    batch_size: int  # over all devices
-    scale_lr: bool = False  # scale the learning rate with the batch size
-    lr: float = 0.0  # 0: the learning rate of the experiment
+    batch_size: int  # across all devices
+    scale_lr: bool = False  # multiply the learning rate by batch_size / 256
+    lr: float = 0.0  # 0: use the experiment's learning rate
 
     def __str__(self) -> str:
         device = "1 device" if self.devices == 1 else f"{self.devices} devices"
@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
 
 def run(out: str | Path, **options: Any) -> list[Result]:
-    """Train all of RUNS, each in its own folder in `out`, and write a picture and a table there.
+    """Train all runs in RUNS, each in its own folder in `out`, and write a picture and a CSV table to `out`.
 
     options, exceptions: see `train_all`.
     """
@@ -66,9 +66,9 @@ def run(out: str | Path, **options: Any) -> list[Result]:
 
 
 def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result]:
-    """Train on 2 devices with every batch size in SIZES and every learning rate in FACTORS times lr.
+    """Train on 2 devices with each combination of batch size (in SIZES) and learning rate (lr times one of FACTORS).
 
-    Writes a picture and a table to `out`. options, exceptions: see `train_all`.
+    Writes a picture and a CSV table to `out`. options, exceptions: see `train_all`.
     """
     runs = [Run(2, size, lr=float(f"{lr * factor:g}")) for size in SIZES for factor in FACTORS]
     results = train_all(out, runs, lr=lr, **options)
@@ -88,10 +88,10 @@ def train_all(
 ) -> list[Result]:
     """Train all runs, each in its own folder in `out`. Finished runs are skipped, and interrupted runs continue.
 
-    impl, device, data_dir: as for `train`. seed, settings: fields of `Settings`. All runs start from the same
-    parameters. On CPU, each context gets one OpenMP thread, even if it is the only context. Raises UsageError if
-    settings or devices are invalid or `out` holds runs with different options, Error if the data is not available or a
-    run fails.
+    impl: "scratch" or "highlevel". device, data_dir: see `loop.train`. seed, settings: fields of `Settings`. All runs
+    start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context. Raises
+    UsageError if settings or devices are invalid or `out` holds runs with different options, Error if the data is not
+    available or a run fails.
     """
     varied: dict[Run, dict[str, Any]] = {
         r: {"batch_size": r.batch_size, "scale_lr": r.scale_lr, **({"lr": r.lr} if r.lr else {})} for r in runs
@@ -145,7 +145,7 @@ def finish(
 
 
 def _check_same(folder: Path, options: dict[str, Any]) -> None:
-    """Raise UsageError if the run in `folder` has different options. It may have fewer epochs."""
+    """Raise UsageError if the run in `folder` has different options. The run may have fewer epochs."""
     found, wanted = records.options(folder), {**options, "gpus": devices.parse(options["gpus"])}
     if found["epochs"] < wanted["epochs"]:
         del wanted["epochs"]
@@ -155,7 +155,7 @@ def _check_same(folder: Path, options: dict[str, Any]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Format each run's median seconds per epoch, speed-up over the first run, and accuracies."""
+    """Format a table of each run's median seconds per epoch, speed-up over the first run, and accuracies."""
     lines = [_title(results), f"{'':32}   lr  s/epoch  speed-up  test accuracy by epoch"]
     seconds = [median(e.train_seconds for e in result.epochs) for result in results]
     for result, s in zip(results, seconds):
@@ -163,12 +163,12 @@ def table(results: Sequence[Result]) -> str:
         lr = result.epochs[-1].learning_rate
         lines.append(f"{result.run!s:32}{lr:5g}{s:9.2f}{seconds[0] / s:10.2f}  {accuracies}")
     if results[0].config["devices"] == ["cpu(0)"]:
-        lines.append("On CPU, each device has one OpenMP thread; 1 device would otherwise use all cores.")
+        lines.append("On CPU, each device has one OpenMP thread; otherwise, 1 device would use all cores.")
     return "\n".join(lines)
 
 
 def sweep_table(results: Sequence[Result]) -> str:
-    """Format the final test accuracies, and the best learning rate for each batch size."""
+    """Format a table of the final test accuracies and the best learning rate for each batch size."""
     epochs = results[0].config["epochs"]
     lrs = sorted({result.run.lr for result in results})
     head = "".join(f"{f'lr {lr:g}':>9}" for lr in lrs)
@@ -182,20 +182,19 @@ def sweep_table(results: Sequence[Result]) -> str:
 
 
 def _by_size(results: Sequence[Result]) -> dict[int, list[Result]]:
-    """Group the results of a sweep: {batch size: results, by increasing learning rate}."""
+    """Group the results of a sweep: {batch size: results in order of learning rate}."""
     return {size: [r for r in results if r.run.batch_size == size] for size in SIZES}
 
 
 def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Draw accuracy by epoch, by step and by seconds of training, as a PNG image. file: an open binary file or a
-    path."""
+    """Plot accuracy against epochs, steps and training time, as a PNG image. file: an open binary file or a path."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(4.8, 8.5), layout="constrained")  # narrow, so that text is readable on a phone
     figure.suptitle(_title(results), fontsize="medium")
     by_epoch, by_step, by_time = figure.subplots(3, 1, sharey=True)
-    # Runs with the same batch size are equal up to rounding, so one line is thin and lies on a wide line.
+    # Runs with the same batch size and learning rate differ only by rounding, so a thin line lies on a wide line.
     colors = ("0.7", "black", "#ffd0a0", "tab:orange", "tab:blue")
     for result, color, marker, width in zip(results, colors, "o.D.^", (4, 1.2, 4, 1.2, 1.8)):
         epochs, steps = [e.epoch for e in result.epochs], [result.step(e) for e in result.epochs]
@@ -212,7 +211,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 
 def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Draw a sweep's final accuracies by learning rate, and by learning rate per 256 examples, as a PNG image."""
+    """Plot a sweep's final accuracies against the learning rate and the rate per 256 examples, as a PNG image."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 6.5), layout="constrained")
@@ -236,7 +235,7 @@ def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 
 def _write(out: str | Path, name: str, results: Sequence[Result], draw: Callable[..., None]) -> None:
-    """Write NAME.png, and NAME.csv with one row per epoch of each run."""
+    """Write NAME.png, the picture, and NAME.csv, a table with one row per epoch of each run."""
     rows: list[list[Any]] = [
         ["devices", "batch_size", "lr", "epoch", "step", "train_seconds", "train_loss", "test_accuracy"]
     ]

@@ -1,6 +1,6 @@
 """Makes batches in host memory, and reads results while later steps are already queued.
 
-Python runs ahead of MXNet's engine. It issues steps in bursts and reads their results later, so it waits once per
+Python runs ahead of MXNet's engine: it issues steps in bursts and reads their results later, so it waits once per
 burst, not once per step.
 """
 
@@ -37,8 +37,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
 
-    images, labels: uint8 arrays. order: indices of the examples, in the order to use them; None: all. part: maps the
-    size of a batch to the slice that this worker takes; if the slice is empty, yields (None, None).
+    images, labels: uint8 arrays. order: indices of the examples to use, in this order; None: all examples, in order.
+    part: maps the size of a batch to the slice that this worker takes; if the slice is empty, yields (None, None).
     """
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
@@ -56,10 +56,10 @@ def batches(
 
 
 def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
-    """Returns a new float32 NDArray in host memory, and a NumPy view for filling it before use.
+    """Returns a new float32 NDArray in host memory, and a NumPy view that the caller fills before using the NDArray.
 
-    nd.array would wait for everything queued on cpu(0), then copy. nd.from_numpy releases the memory by calling Python
-    from an engine thread, which aborts a process that is about to exit.
+    nd.array would first wait for everything queued on cpu(0). nd.from_numpy would release the memory by calling Python
+    from an engine thread; in a process that is about to exit, this call can abort the process.
     """
     array, memory = nd.empty(shape, mx.cpu()), ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(memory)))
@@ -67,7 +67,7 @@ def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
 
 
 def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the examples in an epoch, as indices (examples,)."""
+    """A random order of the examples for one epoch, as indices (examples,)."""
     return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
@@ -80,7 +80,7 @@ def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, N
 
 
 def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]) -> list[NDArray]:
-    """Split a batch into one shard per device, in proportion to shares; omits empty shards."""
+    """Split a batch into one shard per device, in proportion to shares. Empty shards are omitted."""
     shards, start = [], 0
     for size, c in zip(shard_sizes(data.shape[0], len(ctx), shares), ctx):
         if size:
@@ -110,7 +110,7 @@ def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
 
 
 def mean(issued: Iterable[list[NDArray]]) -> float:
-    """The mean of all results that `issued` yields, read as in `read_behind`."""
+    """The mean of all results of the steps in `issued` (see `read_behind`)."""
     return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
 
 

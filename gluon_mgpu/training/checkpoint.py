@@ -1,6 +1,6 @@
-"""Writes files completely or not at all. A checkpoint is one .npz archive of arrays and JSON facts, without pickle.
+"""Writes files completely or not at all. A checkpoint is one .npz archive of arrays and JSON metadata, without pickle.
 
-Its last bytes, the archive's comment, are the SHA-256 of everything before them.
+A checkpoint ends with the SHA-256 of everything before it, stored as the archive's comment.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     path = Path(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}{PART}"
     try:
-        if (
-            path.exists() and not path.is_file()
-        ):  # a folder, or a device such as /dev/null, which the file would replace
+        if path.exists() and not path.is_file():  # do not replace a folder or a device such as /dev/null
             raise Error(f"{path} is not a regular file; pass a file path")
         with open(temporary, "wb") as file:
             write(file)
@@ -58,10 +56,10 @@ def remove_partial(path: str | Path) -> None:
 
 
 def lock(folder: str | Path, option: str) -> int:
-    """Lock a folder, without a lock file. The lock ends if the returned file descriptor is closed, or with the process.
+    """Lock a folder, without a lock file, until the returned file descriptor is closed or the process exits.
 
-    option: the caller's argument for the folder, such as "out=runs/first". Raises UsageError if another process holds
-    the lock, Error if the folder cannot be locked.
+    option: the caller's argument for the folder, such as "out=runs/first", for error messages. Raises UsageError if
+    another process holds the lock, Error if the folder cannot be locked.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -78,7 +76,7 @@ def lock(folder: str | Path, option: str) -> int:
 
 
 def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
-    """Write a checkpoint. facts: anything that JSON can represent."""
+    """Write a checkpoint. facts: the metadata, a dict that JSON can represent."""
     packed = io.BytesIO()
     members: dict[str, Any] = {**arrays, FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)}
     np.savez(packed, **members)
@@ -120,7 +118,7 @@ def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def _array(content: bytes) -> np.ndarray:
-    """Parse a .npy file. np.load would allocate any size that the header claims, and parse a header of any length."""
+    """Parse a .npy file. np.load would allocate whatever size the header claims, and parse a header of any length."""
     file = io.BytesIO(content)
     if np.lib.format.read_magic(file) != (1, 0) or int.from_bytes(content[8:10], "little") > LONGEST_HEADER:
         raise ValueError("unknown array format")

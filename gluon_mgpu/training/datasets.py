@@ -1,8 +1,8 @@
 """Finds, downloads, verifies and reads the data sets, as uint8 arrays in memory.
 
-Unless the user names a folder, the user's cache, MXNet's folder and the system's folder are searched; if none has the
-data set, it is downloaded into the cache or taken from Debian's package. The SHA-256 of each decompressed file must
-match.
+If the user names a folder, only that folder is searched. Otherwise, the user's cache, MXNet's folder and the system's
+folder are searched; if none of them has the data set, it is downloaded into the cache or unpacked there from Debian's
+package. The SHA-256 of each decompressed file must match.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ MIRRORS = {
     ),
 }
 MOST = 64 << 20  # maximum number of bytes to read from a file; the largest of these files is 47 MB
-TIMEOUT = (4, 8)  # maximum seconds for connecting, and for a pause in the data
+TIMEOUT = (4, 8)  # maximum seconds to connect, and to wait for more data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
-PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # in Debian and Ubuntu
+PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # packages in Debian and Ubuntu
 APT_SECONDS = 300
 
 
@@ -90,9 +90,9 @@ class Dataset(NamedTuple):
 def load(name: str, data_dir: str | Path | None = None, limit: int | None = None, seed: int | None = 0) -> Dataset:
     """Load the data set `name`, one of NAMES; download it if this machine does not have it.
 
-    data_dir: a folder that contains NAME/ or the four files; None: the folder in GLUON_MGPU_DATA, or the usual folders.
-    limit: use only the first `limit` training examples and the first max(limit // 6, 100) test examples; None: all, or
-    60,000 for "synthetic", which can have any size. seed: used only for "synthetic"; None means 0.
+    data_dir: a folder that contains NAME/ or the four files; None: see `find`. limit: use only the first `limit`
+    training examples and the first max(limit // 6, 100) test examples; None: all, or 60,000 for "synthetic", which can
+    have any size. seed: used only for "synthetic"; None means 0.
     Raises UsageError if the name is unknown, limit is out of range, or data_dir does not contain the data set; Error if
     the data is damaged or cannot be downloaded.
     """
@@ -116,9 +116,10 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
-    """The first folder that contains all four files of data set `name`, or None.
+    """Find the first folder that contains all four files of data set `name`. Returns None if no folder does.
 
-    If data_dir or GLUON_MGPU_DATA names a folder, searches only there, and raises UsageError if the files are missing.
+    If data_dir or the environment variable GLUON_MGPU_DATA names a folder, searches only that folder, and raises
+    UsageError if it does not contain the files. Otherwise, searches the user's cache, MXNet's folder and SYSTEM_FOLDER.
     """
     given = f"data_dir={data_dir}"
     if data_dir is None:
@@ -139,10 +140,10 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
 
 
 def fetch(name: str) -> Path:
-    """Download data set `name` into the user's cache, or unpack it there from Debian's package; returns the folder.
+    """Download data set `name` into the user's cache, or unpack it there from Debian's package. Returns the folder.
 
     If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears complete or not at all, so
-    several processes may call this at the same time. Raises Error, with all reasons, if all sources fail.
+    several processes may call this at the same time. If all sources fail, raises Error with all reasons.
     """
     folder = cache_folder(name)
     own = os.environ.get("GLUON_MGPU_MIRROR")
@@ -189,8 +190,9 @@ def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:
 def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
     """Generate a data set of any size with ten equally frequent classes. The seed determines its content.
 
-    Each class has a smooth random picture. Its examples show the picture shifted by up to 2 pixels, brighter or darker,
-    with noise. Brightness and contrast match Fashion-MNIST, so the same learning rate works for LeNet.
+    Each class has a smooth random picture. The examples of a class are copies of its picture: shifted by up to 2
+    pixels, brighter or darker, and with noise. Brightness and contrast match Fashion-MNIST, so LeNet can train on both
+    data sets with the same learning rate.
     """
     rng = np.random.default_rng(seed)
     waves = np.cos(np.pi * np.outer(np.arange(5), np.arange(32) + 0.5) / 32)
@@ -218,7 +220,7 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
 
 
 def cache_folder(name: str) -> Path:
-    """The download folder of data set `name`. XDG_CACHE_HOME changes it."""
+    """The folder for downloads of data set `name`. The environment variable XDG_CACHE_HOME changes its location."""
     return Path(pooch.os_cache("gluon_mgpu")) / name
 
 
@@ -231,7 +233,7 @@ def _missing(folder: Path, name: str) -> list[str]:
 
 
 def _content(path: Path, name: str) -> bytes:
-    """Read and decompress a file of data set `name`. Raises Error if its SHA-256 is wrong."""
+    """Read and decompress a file of data set `name`. Raises Error if it cannot be read or its SHA-256 is wrong."""
     try:
         with open(path, "rb") as file:
             compressed = file.peek(2)[:2] == b"\x1f\x8b"
@@ -245,7 +247,7 @@ def _content(path: Path, name: str) -> bytes:
 
 
 def _download(mirror: str, name: str, folder: Path, temp: Path) -> None:
-    """Download the missing files into folder. Raises Error with the host and the reason if that fails."""
+    """Download the missing files into `folder`. Raises Error, with the host and the reason, if a download fails."""
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
     try:
         for file in _missing(folder, name):
@@ -268,19 +270,19 @@ def _reason(error: Exception) -> str:
 
 
 def _keep(file: Path, name: str, folder: Path) -> None:
-    """Verify a file of data set `name`, and move it into a folder."""
+    """Verify a file of data set `name`, and move the file into `folder`."""
     _content(file, name)
     os.replace(file, folder / file.name)
 
 
 def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
-    """Unpack the missing files from a Debian package into folder, without root. Raises Error if that fails."""
+    """Unpack the missing files from a Debian package into `folder`, without root. Raises Error if a command fails."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise Error("apt-get: not installed")
     log.say(f"could not download {name} from any mirror: downloading the package {package} with apt-get")
     (temp / "lists" / "partial").mkdir(parents=True)
     (temp / "cache" / "archives" / "partial").mkdir(parents=True)
-    # apt's own folders belong to root. If root runs apt, apt switches by default to a user who cannot access the cache.
+    # apt's own folders belong to root. When root runs apt, apt by default downloads as a user who cannot access `temp`.
     settings = [f"Dir::State::Lists={temp}/lists", f"Dir::Cache={temp}/cache", "Debug::NoLocking=1"]
     settings += ["APT::Sandbox::User=root", "Acquire::http::Timeout=10", "Acquire::https::Timeout=10"]
     apt = ["apt-get", "-qq", *(f"-o{setting}" for setting in settings)]
@@ -288,7 +290,7 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     def run(*command: str) -> None:
         subprocesses.check(command[0], subprocesses.run(command, seconds=APT_SECONDS, folder=temp))
 
-    with suppress(Error):  # fails if any apt source fails; the download below shows whether the needed source failed
+    with suppress(Error):  # fails if any apt source fails; the download below fails only if the needed source failed
         run(*apt, "update")
     run(*apt, "download", package)
     run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")

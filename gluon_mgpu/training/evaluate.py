@@ -1,6 +1,6 @@
 """Evaluates a run: test accuracy, confusion matrix, and classes of image files.
 
-Only reads the run's folder, so the run may still be training.
+This module only reads from the run's folder, so it can evaluate a run that is still training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model, implem
 from gluon_mgpu.training.settings import Settings
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
-TOP = 3  # classes printed per image
+TOP = 3  # number of classes printed per image
 
 
 class Trained(NamedTuple):
@@ -58,7 +58,10 @@ def load(
 
 
 def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The run's test set: images uint8 (n, 1, 28, 28), labels uint8 (n,). data_dir, exceptions: see `datasets.load`."""
+    """Load a run's test set: images uint8 (n, 1, 28, 28) and labels uint8 (n,).
+
+    data_dir, exceptions: see `datasets.load`.
+    """
     data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
     return data.test_images, data.test_labels
 
@@ -72,7 +75,7 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
-    """Format the accuracy on a test set and the confusion matrix, for a terminal."""
+    """Format the accuracy and the confusion matrix on a test set, for a terminal."""
     classes = datasets.CLASSES[trained.settings.dataset]
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (labels, scores(trained, images).argmax(axis=1)), 1)
@@ -100,8 +103,8 @@ def table(counts: np.ndarray, classes: Sequence[str]) -> str:
 def read_image(path: str | Path) -> np.ndarray:
     """Read an image file as grayscale, uint8 (1, 28, 28). Prints a notice if it was resized.
 
-    Transparent pixels become black, the background of the data sets. Raises Error if the file is missing, damaged, not
-    in one of FORMATS, or so large that Pillow considers it an attack.
+    Transparent pixels become black, the background color of the data sets. Raises Error if the file is missing,
+    damaged, not in one of FORMATS, or so large that Pillow treats it as a decompression bomb.
     """
     try:
         with warnings.catch_warnings():
@@ -127,7 +130,10 @@ def read_image(path: str | Path) -> np.ndarray:
 
 
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
-    """Format the most probable classes of each image, uint8 (1, 28, 28), and their probabilities, for a terminal."""
+    """Format the TOP most probable classes of each image, with their probabilities, for a terminal.
+
+    paths: names to print. images: one array, uint8 (1, 28, 28), per path.
+    """
     classes = datasets.CLASSES[trained.settings.dataset]
     lines = []
     probabilities = nd.softmax(nd.array(scores(trained, np.stack(images)))).asnumpy()

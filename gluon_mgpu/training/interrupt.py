@@ -20,13 +20,13 @@ Item = TypeVar("Item")
 class CtrlC:
     """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
 
-    A second Ctrl-C takes effect at once. If no step is left, the run finishes as usual. Python delivers signals only to
-    the main thread; in any other thread, this class does nothing. If a worker is interrupted, all workers stop at the
-    same step.
+    A second Ctrl-C takes effect immediately. If no step is left, the run finishes as usual. Python delivers signals
+    only to the main thread; in any other thread, this class does nothing. If one worker is interrupted, all workers
+    stop at the same step.
     """
 
     def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
-        """checkpoint: whether the run saves a checkpoint when it stops; the notice says so."""
+        """checkpoint: whether the run saves a checkpoint when it stops; used only in the notice."""
         self.workers, self.checkpoint = workers, checkpoint
 
     def __enter__(self) -> CtrlC:
@@ -52,7 +52,7 @@ class CtrlC:
     def steps(self, items: Iterable[Item], step: Callable[[], int]) -> Iterator[Item]:
         """Yields the items, one per training step; stops early after Ctrl-C, with all workers at the same step.
 
-        step: returns the number of steps issued so far. Results of steps that are already queued can still be read.
+        step: returns the number of steps issued so far. The caller can still read the results of issued steps.
         """
         for item in items:
             alone = self.asked and not (self.workers.stopping or self.workers.ask_to_stop())

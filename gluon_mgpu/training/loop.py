@@ -1,6 +1,6 @@
 """The training loop of both lessons: shuffle, train, evaluate, print and record, epoch by epoch.
 
-The loop imports neither `scratch` nor `highlevel`; it calls the methods of their `Replicas`.
+The loop imports neither `scratch` nor `highlevel`; it calls the methods of each lesson's `Replicas`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def train(
 ) -> list[records.Epoch]:
     """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
 
-    lesson: the class that implements a lesson's step. num_gpus: number of devices, or their indices ([0, 2]).
-    batch_size: examples per step, across all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore,
-    compress: see `distributed.workers.join`. data_dir: see `datasets.load`. out: folder for the run's files. resume:
-    folder of an earlier run, which continues from its checkpoint; only the settings epochs and shares can be changed.
-    tensorboard: also log the metrics of each epoch to TensorBoard. profile: a file for `timeline.Recorder`. options:
-    the other fields of `Settings` (epochs, dataset, momentum, ...) and the lesson's own (`Replicas.own_options`).
-    Raises UsageError for invalid arguments, Error if a loss is not finite, and KeyboardInterrupt on Ctrl-C, once the
-    step is complete and the checkpoint is saved.
+    lesson: the lesson's class `Replicas`. num_gpus: number of devices, or their indices ([0, 2]). batch_size: examples
+    per step, across all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore, compress: see
+    `distributed.workers.join`. data_dir: see `datasets.load`. out: folder for the run's files. resume: folder of an
+    earlier run, which continues from its checkpoint; only the settings epochs and shares can be changed. tensorboard:
+    also log the metrics of each epoch to TensorBoard. profile: a file for `timeline.Recorder`. options: the other
+    fields of `Settings` (epochs, dataset, momentum, ...), and the options in the lesson's `Replicas.own_options`.
+    Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
+    Ctrl-C, once the step is complete and the checkpoint is saved.
     """
     own = {name: options.pop(name) for name in lesson.own_options if name in options}
     options["model"] = _model_name(lesson, own.get("net"), own.get("params"), options.get("model", "lenet"))
@@ -68,7 +68,7 @@ def train(
         if resume:  # worker 0 may be the only one that can read the run's plan of tuning
             flags = {name: bool(value) for name, value in flags.items()}
         workers.agree({**config, **flags, **given})
-        first = workers.rank == 0  # only this worker prints and writes
+        first = workers.rank == 0  # only worker 0 prints and writes files
         with records.Run(out, resume, tensorboard) if first else records.Run() as run:
             settings, position, arrays = run.start(settings)
             if settings.seed is None:
@@ -76,7 +76,7 @@ def train(
             start = workers.all_gather({"settings": asdict(settings), "position": position.as_json()})[0]
             settings, position = Settings(**start["settings"]), records.Position.from_json(start["position"])
             if len(position.history) == settings.epochs and not profile:
-                run.end(position)  # if the run was killed, its last line or picture may be missing
+                run.end(position)  # if the run was killed, metrics.jsonl or curves.png may be out of date
                 return position.history
             data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
             if settings.shares == "auto":
@@ -85,7 +85,7 @@ def train(
             mx.random.seed(settings.seed)
             replicas = lesson(ctx, settings, workers, **own)
             if replicas.running_stats and (compress or "").startswith("2bit"):
-                raise UsageError(f"compress={compress}: it would also compress the running statistics; omit it")
+                raise UsageError(f"compress={compress}: would also compress the running statistics; omit it")
             if arrays is not None:
                 records.restore(replicas, arrays, run.folder)
             if workers.count > 1:
@@ -101,7 +101,7 @@ def train(
 
 
 def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> str:
-    """The network's name in the run's records. Raises UsageError for a network that cannot be trained."""
+    """The network's name in the run's records. Raises UsageError if the network cannot be trained."""
     if (net is None) != (not params):
         raise UsageError("net and params, its initial parameters: pass both or neither")
     if net is None:
@@ -127,11 +127,11 @@ class Training:
 
     @property
     def step(self) -> int:
-        """The number of steps issued since the run began."""
+        """The number of steps issued since the start of the run."""
         return len(self.position.history) * self.steps_per_epoch + self.position.steps
 
     def recorder(self, profile: str | Path) -> timeline.Recorder:
-        """Create a recorder of this run's steps. Raises UsageError if they cannot be recorded."""
+        """Create a recorder for this run's steps. Raises UsageError if the steps cannot be recorded."""
         settings, ctx = self.settings, self.replicas.ctx
         impl = implementation_name(type(self.replicas))
         about = f"{settings.model}, {impl}, {len(ctx)} device{'s' * (len(ctx) > 1)}, batch {settings.batch_size}"
@@ -141,7 +141,7 @@ class Training:
         return timeline.Recorder(profile, ctx, about, total, self.steps_per_epoch, self.step)
 
     def train(self, recorder: timeline.Recorder | None) -> list[records.Epoch]:
-        """Train the remaining epochs. On Ctrl-C, raises Interrupted with one line that says what was saved."""
+        """Train the remaining epochs. On Ctrl-C, raises Interrupted; its one-line message says what was saved."""
         self.record_step = recorder.step if recorder else nullcontext
         with recorder or nullcontext(), CtrlC(self.workers, checkpoint=self.run.saves) as self.ctrl_c:
             if self.workers.rank == 0:
@@ -160,7 +160,7 @@ class Training:
     def _train_epoch(self) -> None:
         """Train the rest of an epoch. Raises Interrupted on Ctrl-C, Error if a loss or parameter is not finite."""
         position, settings, workers = self.position, self.settings, self.workers
-        assert settings.seed is not None  # `train` has chosen one
+        assert settings.seed is not None  # `train` has chosen a seed
         size, title = settings.batch_size, f"epoch {len(position.history) + 1}"
         order = shuffled(self.examples, settings.seed, len(position.history) + 1)[position.steps * size :]
         train_iter = batches(self.data.train_images, self.data.train_labels, size, order, workers.part)
@@ -214,7 +214,7 @@ class Training:
         if None in of_workers:
             raise Interrupted
         test_acc = sum(of_workers) / len(data.test_labels)
-        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # the last step's rate
+        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # the learning rate of the last step
         position.end_epoch(self.examples, test_acc, lr)
         if workers.rank == 0:
             epoch = position.history[-1]
@@ -239,10 +239,10 @@ def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> Non
 
 
 def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3, steps: int = 5) -> tuple[int, ...]:
-    """Measure each device's speed, and return proportional shares, which sum to max(100, 10 * number of devices).
+    """Measure each device's speed. Returns proportional shares, which sum to 100, or to 10 per device if that is more.
 
-    All devices compute the gradients of their shards at the same time, and each device is timed. The next round uses
-    the new shares. The first step of each round is a warm-up, and its time is ignored.
+    All devices compute the gradients of their shards at the same time, and each device is timed. After each round, the
+    shares are adjusted. The first step of each round is a warm-up, and its time is ignored.
     """
     ctx, settings = replicas.ctx, replicas.settings
     n = max(len(ctx), -(-settings.batch_size // settings.grad_accum_steps))

@@ -15,7 +15,7 @@ CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learnin
 class Recipe(NamedTuple):
     source: str
     options: dict[str, Any]  # for train.py
-    test_accuracy: tuple[float, ...] = ()  # after each epoch, as printed in the source; empty if the source prints none
+    test_accuracy: tuple[float, ...] = ()  # after each epoch, as printed in the source; empty if it prints no accuracy
     train_seconds: tuple[float, ...] = ()  # per epoch, on the authors' GPUs
 
 
@@ -44,7 +44,7 @@ RECIPES = {
 }
 
 
-# Values that SCRATCH and "Multi-GPU training" (Dive into Deep Learning, in PyTorch) print, one list per device.
+# Values printed in SCRATCH and in "Multi-GPU training" (Dive into Deep Learning, in PyTorch), one list per device.
 ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
 SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # arange(24) split over 2 devices
 SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # arange(20) split over 4 devices

@@ -1,7 +1,7 @@
 """Manages the folder of a run: writes config.json, metrics.jsonl, curves.png and checkpoint.npz, and resumes the run.
 
-Every update rewrites a whole file. A run is resumed from its checkpoint alone, which also holds the settings and the
-history. While a run writes to its folder, the folder is locked.
+Every update rewrites the whole file. A run is resumed from the checkpoint alone, which also holds the settings and the
+history. The folder is locked while a run writes to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
-# Entries of config.json that may change when a run is resumed, besides the epochs.
+# A notice is printed if one of these entries of config.json differs when a run is resumed.
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
 SECONDS_PER_DRAWING = 60  # minimum time between two drawings of curves.png during a run
 
@@ -43,9 +43,9 @@ class Epoch(NamedTuple):
     epoch: int  # counted from 1
     train_seconds: float  # time for training, without evaluation
     samples_per_second: float
-    train_loss: float  # mean over the examples, each measured in the step that trained on it
-    test_accuracy: float  # fraction of the test set
-    learning_rate: float  # used in the last step
+    train_loss: float  # mean over the examples; each loss is from the step that trained on the example
+    test_accuracy: float  # fraction of the test set that was classified correctly
+    learning_rate: float  # in the epoch's last step
 
 
 @dataclass
@@ -54,8 +54,8 @@ class Position:
 
     history: list[Epoch] = field(default_factory=list)  # finished epochs
     steps: int = 0  # finished steps of the unfinished epoch
-    loss_sum: float = 0.0  # sum of these steps' losses
-    seconds: float = 0.0  # time for these steps
+    loss_sum: float = 0.0  # sum of the examples' losses in these steps
+    seconds: float = 0.0  # training time for these steps
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
@@ -78,10 +78,10 @@ class Position:
 
 
 class Run:
-    """The folder of one run, locked while this context manager is open. Without `out` or `resume`, nothing is written.
+    """The folder of one run. This context manager locks the folder. Without `out` or `resume`, nothing is written.
 
-    Raises UsageError if `out` already holds a run, if `resume` does not hold a run, or if another process is writing
-    there.
+    Raises UsageError if `out` already holds a run, if `resume` does not hold a run, or if another process is writing to
+    the folder.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Run:
             os.close(self.locked)
 
     def _lock(self) -> None:
-        """Lock the folder, and remove temporary files of killed processes."""
+        """Lock the folder, and remove temporary files left by killed processes."""
         self.locked = checkpoint.lock(self.folder, self.option)
         if not self.resumed:
             self._check_unused()
@@ -136,9 +136,9 @@ class Run:
                 raise UsageError(f"{self.option}: the folder contains {name}, but no checkpoint; {advice}")
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
-        """Returns the (settings, position, arrays) to start with; arrays is None for a new run.
+        """Returns (settings, position, arrays) to start with; arrays is None for a new run.
 
-        Raises UsageError if the settings differ from the resumed run's settings.
+        Raises UsageError if the settings conflict with the settings of the resumed run.
         """
         if not self.resumed:
             return settings, Position(), None
@@ -167,7 +167,7 @@ class Run:
             raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit it")
 
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:
-        """Called when training begins. Creates and locks the folder. config: content of config.json."""
+        """Called when training begins. Creates and locks the folder. config: the content of config.json."""
         if not self.saves:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # the form that `last` reads back
@@ -176,7 +176,7 @@ class Run:
         self.config = config
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()  # fails now, not after the first epoch
+            tempfile.TemporaryFile(dir=self.folder).close()  # fail now, not after the first epoch
         except OSError as error:
             raise Error(f"{self.option}: cannot write to the folder ({error.strerror}); use another folder") from None
         if self.locked is None:
@@ -219,7 +219,7 @@ class Run:
         return f"interrupted after {position}; checkpoint saved; continue with --resume {self.folder}"
 
     def _write_text(self, position: Position) -> None:
-        """Write the checkpoint's settings and history as text."""
+        """Write the configuration to config.json and the history to metrics.jsonl."""
         self._write(CONFIG, json.dumps(self.config, indent=2) + "\n")
         self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
@@ -240,14 +240,14 @@ class Run:
 
 
 def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
-    """Print a notice if a resumed run differs in any of MAY_CHANGE."""
+    """Print a notice if an entry in MAY_CHANGE has changed in a resumed run."""
 
     def shown(name: str, value: Any) -> Any:
         return value if value is not None else "even" if name == "shares" else "none"
 
     changed = [name for name in MAY_CHANGE if name in old and name in new and old[name] != new[name]]
     if changed:
-        effect = "results agree up to rounding, not bit for bit"
+        effect = "results are the same except for rounding"
         if running_stats and {"devices", "shares", "workers"} & {*changed}:
             effect = "results differ, because batch normalization sees only the examples of one shard"
         changes = [f"{name} {shown(name, new[name])} instead of {shown(name, old[name])}" for name in changed]
@@ -294,7 +294,7 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
 
 
 def _no_run(folder: Path) -> str:
-    """Why a path is not the folder of a run, and what to do."""
+    """An error message that explains why a path is not the folder of a run, and what to do."""
     if folder.is_file():
         return f"{folder} is a file; pass the run's folder, such as {folder.parent}"
     runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}"))
@@ -312,7 +312,7 @@ def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def exists(folder: str | Path) -> bool:
-    """Whether the folder holds a run: a checkpoint, even if it is damaged."""
+    """Whether the folder holds a run, that is, a checkpoint, even a damaged one."""
     return os.path.lexists(Path(folder) / CHECKPOINT)
 
 
@@ -334,7 +334,7 @@ def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Pat
 
 
 def draw_curves(history: Sequence[Epoch], file: BinaryIO | str | Path) -> None:
-    """Draw loss and accuracy by epoch, as a PNG image."""
+    """Plot loss and accuracy against epochs, as a PNG image."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

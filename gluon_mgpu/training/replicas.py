@@ -1,7 +1,8 @@
-"""The interface between the training loop and the lessons, and the features that the notebooks' training step lacks.
+"""The interface between the training loop and the lessons, and extras: features that the notebooks' step lacks.
 
-`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are written once. With all extras off,
-a step is the lesson's `train_batch`; otherwise, `Replicas.extended_step` calls the same functions of the lesson.
+`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are written only once. With all extras
+off, a step is the lesson's `train_batch`. Otherwise, a step is `Replicas.extended_step`, which calls the same functions
+of the lesson as `train_batch`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from gluon_mgpu.training.batches import split_batch, split_by_shares
 from gluon_mgpu.training.settings import BUILT_IN, SGD, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
-VELOCITY = "velocity/"  # prefix of a parameter's name in a state_dict
-RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's arrays
+VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix and the parameter's name
+RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's running statistics
 
 
 def implementation(impl: str) -> ModuleType:
@@ -36,14 +37,14 @@ def implementation(impl: str) -> ModuleType:
 class Replicas(ABC):
     """A network with a replica on every device of ctx.
 
-    A derived class sets `arrays`: for each device, {name: NDArray} of the parameters and running statistics. Trained
-    arrays have a gradient attached.
+    A derived class sets `arrays` to a list with one dict {name: NDArray} per device, which holds the parameters and the
+    running statistics. Arrays that are trained have a gradient attached.
     """
 
     networks: tuple[str, ...] = ()  # names of the networks that the class supports; (): any registered network
     own_options: tuple[str, ...] = ()  # keyword arguments of `train` that are passed to __init__
-    flags: tuple[str, ...] = ()  # those that all workers set or do not set
-    own_config: Mapping[str, Any] = {}  # own options for config.json; a resumed run uses them again
+    flags: tuple[str, ...] = ()  # own options that must be true on all workers, or false on all workers
+    own_config: Mapping[str, Any] = {}  # own options to store in config.json; a resumed run uses the stored values
     arrays: list[dict[str, NDArray]]
 
     def __init__(self, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE) -> None:
@@ -55,15 +56,15 @@ class Replicas(ABC):
 
     @abstractmethod
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        """The lesson's train_batch."""
+        """Run the lesson's `train_batch`."""
 
     @abstractmethod
     def split_and_load(self, data: NDArray) -> list[NDArray]:
-        """The lesson's split_and_load."""
+        """Run the lesson's `split_and_load`."""
 
     @abstractmethod
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        """The lesson's forward_backward: returns the losses of each shard."""
+        """Run the lesson's `forward_backward`. Returns the losses of each shard."""
 
     @abstractmethod
     def reduce(self) -> None:
@@ -75,15 +76,15 @@ class Replicas(ABC):
 
     @abstractmethod
     def predict(self, X: NDArray) -> NDArray:
-        """Returns the scores (n, 10) of X (n, 1, 28, 28), on X's device, without waiting for them."""
+        """Compute the scores (n, 10) of images X (n, 1, 28, 28) on X's device, without waiting for them."""
 
     @abstractmethod
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
-        """The lesson's evaluate_accuracy, on all devices."""
+        """Run the lesson's `evaluate_accuracy` on all devices."""
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
-        """{name: velocity} on a device; empty without momentum."""
+        """Returns {name: velocity} of one device; without momentum, an empty dict."""
 
     @property
     def extras(self) -> bool:
@@ -94,13 +95,13 @@ class Replicas(ABC):
     # A step
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
-        """Run one step on X (n, 1, 28, 28), y (n,). Returns the losses of each shard, without waiting for them.
+        """Run one step on images X (n, 1, 28, 28) and labels y (n,). Returns the losses of each shard, without waiting.
 
         batch_size: the size of the global batch, required if there are several workers. X and y are then this worker's
         part of the global batch, or None if the worker has no examples.
         """
         own = 0 if X is None else X.shape[0]
-        if self.workers.count > 1 and batch_size != self._batch_size:  # true on all workers at the same step
+        if self.workers.count > 1 and batch_size != self._batch_size:  # this is true on all workers at the same step
             self.sync_running_stats()
             self._batch_size, self._part = batch_size, own / batch_size
         if self.extras or own < len(self.ctx):
@@ -131,14 +132,14 @@ class Replicas(ABC):
         return losses
 
     def split(self, data: NDArray) -> list[NDArray]:
-        """Split a batch into shards on the devices, by the shares in the settings or as in the lesson."""
+        """Split a batch across the devices: by the shares in the settings, or, without shares, as in the lesson."""
         shares = self.settings.shares
         if isinstance(shares, tuple):
             return split_by_shares(data, self.ctx, shares)
         return self.split_and_load(data)
 
     def grads(self) -> list[dict[str, NDArray]]:
-        """For each device, {name: gradient} of the trained arrays."""
+        """The gradients of the arrays that are trained: one dict {name: gradient} per device."""
         return [
             {name: array.grad for name, array in arrays.items() if array.grad is not None} for arrays in self.arrays
         ]
@@ -161,12 +162,12 @@ class Replicas(ABC):
 
     @property
     def running_stats(self) -> list[str]:
-        """The names of batch normalization's statistics, which each device accumulates and which are not trained."""
+        """The names of batch normalization's running statistics: arrays that each device updates without gradients."""
         return [name for name in self.arrays[0] if name.endswith(RUNNING_STATS)]
 
     def _average_running_stats(self, losses: list[NDArray], n: int) -> None:
-        """Set the running statistics of all replicas to the mean over the devices, weighted by examples, so that
-        evaluation gives the same result on every device."""
+        """Average the running statistics over the devices, weighted by the number of examples, so that all devices give
+        the same result in an evaluation."""
         flat = []
         for c, arrays, grads in zip(self.ctx, self.arrays, self.grads()):
             weight = sum(x.shape[0] for x in losses if x.context == c) / n
@@ -177,10 +178,11 @@ class Replicas(ABC):
         self._set_running_stats(nd.add_n(*[x.as_in_context(self.ctx[0]) for x in flat]))
 
     def sync_running_stats(self) -> None:
-        """Average the running statistics over the workers, weighted by examples. All workers call this.
+        """Average the running statistics over the workers, weighted by the number of examples. All workers call this.
 
-        A step's update of the statistics is linear, so they can be averaged after several steps. The engine does not
-        know about the update, so the sum has to wait for every earlier step, and every later step for the sum.
+        Each step updates the statistics linearly, so averaging once after several steps gives the same result as
+        averaging after each step. The engine does not track these updates, so this method waits for all earlier steps,
+        and later steps wait for it.
         """
         if self.workers.count == 1 or not self.running_stats or not self._batch_size:
             return
@@ -202,14 +204,14 @@ class Replicas(ABC):
     # State
 
     def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
-        """{name: NumPy array} of the parameters on one device. device: its index in ctx."""
-        nd.waitall()  # a forward pass may be changing the layout of weights while they are read (docs/engine.md)
+        """Returns {name: NumPy array} of `arrays` on one device, including statistics. device: its index in ctx."""
+        nd.waitall()  # a forward pass that still runs may change the layout of weights (docs/engine.md)
         return {name: array.asnumpy() for name, array in self.arrays[device].items()}
 
     def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
-        """{name: NumPy array} of the gradients on one device. device: its index in ctx.
+        """Returns {name: NumPy array} of the gradients on one device. device: its index in ctx.
 
-        After a step of a tuned network, a gradient may be the sum over all devices on one of them only.
+        After a step of a tuned network, the sum of a gradient over all devices may be on one device only.
         """
         return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
 
@@ -240,7 +242,7 @@ def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
 def sgd_momentum(
     params: list[NDArray], velocities: list[NDArray], lr: float, batch_size: int, settings: Settings
 ) -> None:
-    """SGD on one device with momentum (if there are velocities) and weight decay.
+    """Update the parameters on one device with weight decay and, if there are velocities, momentum.
 
     v = momentum * v - lr * (gradient / batch_size + weight_decay * p), then p += v.
     """

@@ -1,7 +1,7 @@
 """The settings that determine the result of a run, checked in one place for the command line, Python and resumed runs.
 
-Momentum, weight decay, schedules, gradient accumulation, clipping and shares are off by default. A step then computes
-the same values as the notebooks.
+Momentum, weight decay, schedules, gradient accumulation, clipping and shares are off by default. With all of them off,
+a step computes the same values as in the notebooks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets
 
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
-MODELS = [*BUILT_IN]  # networks.register adds names
+MODELS = [*BUILT_IN]  # networks.register adds names to this list
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
-# Types of the settings that can be None. Every other setting has the type of its default.
+# Types of the settings that can be None. Every other setting must have the type of its default value.
 OPTIONAL: dict[str, Any] = {"limit": int, "seed": int, "max_grad_norm": float, "shares": (tuple, str)}
-RENAMED = {  # names in version 0.1.0, which callers and old checkpoints still use
+RENAMED = {  # names in version 0.1.0, which callers and old checkpoints may still use
     "accumulate": "grad_accum_steps",
     "clip_norm": "max_grad_norm",
     "step_epochs": "milestones",
@@ -48,8 +48,8 @@ class Settings:
     milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
     gamma: float = 0.1
     warmup_epochs: float = 0.0  # lr grows linearly from 0 during this number of epochs
-    scale_lr: bool = False  # treat lr as the rate for a batch of 256, and train with lr * batch_size / 256
-    shares: tuple[float, ...] | str | None = None  # one per device, such as (80, 20), "auto", or None: equal
+    scale_lr: bool = False  # lr is for batches of 256 examples; train with lr * batch_size / 256
+    shares: tuple[float, ...] | str | None = None  # one number per device; "auto": measured; None: equal
 
     def __post_init__(self) -> None:
         for name in ("milestones", "shares"):  # JSON has no tuples, and callers may pass lists
@@ -79,7 +79,7 @@ class Settings:
 
     def _check_values(self) -> None:
         self._require("batch_size", self.batch_size >= 1, "must be at least 1")
-        # The limits lie just within the range of float32. nan is rejected, because comparisons with nan are false.
+        # The limits are just inside the range of float32. nan is rejected, because every comparison with nan is false.
         self._require("lr", 1e-37 < self.lr < 1e38, "must be a number above 0, such as 0.2")
         self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range after scaling to the batch size")
         self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
@@ -127,7 +127,7 @@ class Settings:
         return self.lr * self.batch_size / BASE_BATCH_SIZE if self.scale_lr else self.lr
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
-        """The learning rate of an update. step: the number of updates before it."""
+        """The learning rate of an update. step: the number of earlier updates."""
         warmup = round(self.warmup_epochs * steps_per_epoch)
         if step < warmup:
             return self.peak_lr * (step + 1) / warmup
@@ -144,6 +144,6 @@ SGD = Settings()  # plain SGD, as in the notebooks
 
 
 def add_model(name: str) -> None:
-    """Accept this network name as `model`."""
+    """Accept `name` as a value of the setting `model`."""
     if name not in MODELS:
         MODELS.append(name)

@@ -1,7 +1,7 @@
 """Records what each context does during a few training steps, as a Chrome trace and as a picture.
 
-`Recorder` profiles steps and writes the trace for chrome://tracing or Perfetto. `summary` computes the seconds and idle
-share of each context. `draw` draws the trace with one lane per context. docs/engine.md describes the profile.
+`Recorder` profiles steps and writes the trace for chrome://tracing or Perfetto. `summary` computes the seconds per
+phase and the idle share of each context. `draw` draws one lane per context. docs/engine.md describes MXNet's profiler.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gluon_mgpu.training import checkpoint
 if TYPE_CHECKING:
     from mxnet import Context
 
-WARM_UP = 10  # steps before the recorded steps
+WARM_UP = 10  # minimum number of steps before the recorded steps
 STEPS = 5  # steps that are shown
-AROUND = 2  # steps that are recorded but not shown: one before and one after, so that the engine is busy throughout
+AROUND = 2  # steps recorded but not shown, one before and one after, so that the engine is busy in all shown steps
 HOST_LANES = 2  # one lane for pinned and one for shared host memory, after the lanes of cores and GPUs
 GPU_LANES = 32  # number of lanes for GPUs in a build with CUDA
 
@@ -36,18 +36,18 @@ COLORS = {
     "idle": "#e8e8e8",
 }
 PHASES = tuple(COLORS)[:-1]
-WORKERS = "workers"  # the lane of the sums over workers, which run next to a context's operators
+WORKERS = "workers"  # name of the lane for sums over workers, which overlap with a context's operators
 MEANING = {
     "allreduce": "allreduce: copies between devices, and sums",
     "other": "other: freeing memory, waking Python, layouts",
 }
 ONE_BY_ONE = "During recording, imperative operators run one by one, not in bulk"
 
-# {phase: operators}. In addition, names with `_backward_` belong to backward, names that end with `_update` to update,
-# and names that begin with `Copy` to allreduce. All other operators belong to forward: the network and the loss.
+# {phase: operators}. In addition, names that contain `_backward_` belong to backward, names that end with `_update` to
+# update, and names that begin with `Copy` to allreduce. All other operators belong to forward, which includes the loss.
 OPERATORS = {
     "backward": ("SetValueOp", "_full", "zeros_like"),  # these initialize gradients to ones or zeros
-    "allreduce": ("add_n", "broadcast_add", "ElementwiseSum"),  # sums in scratch, in tuning and in Gluon's store
+    "allreduce": ("add_n", "broadcast_add", "ElementwiseSum"),  # sums in scratch, in tuning and in MXNet's KVStore
     # Gradient clipping uses these operators.
     "update": ("square", "sum", "stack", "sqrt", "_plus_scalar", "_rdiv_scalar", "_minimum_scalar", "broadcast_mul"),
     # These free memory or a network, wake Python when an array is ready, or change a layout for oneDNN.
@@ -56,10 +56,10 @@ OPERATORS = {
 
 
 def phase(operator: str, adds: bool = False) -> str:
-    """Find the phase that an operator, or a bulk of operators, belongs to, from its name.
+    """Return the phase of an operator, or of a bulk of operators, with this name.
 
-    adds: whether the network itself adds arrays; additions then count as forward or backward. All copies count as
-    allreduce, even copies of shards to devices, because all copies have the same name on CPU contexts.
+    adds: whether the network itself adds arrays; if so, additions count as forward or backward. All copies count as
+    allreduce, even copies of shards to devices, because all copies on CPU contexts have the same name.
     """
     if "_backward_" in operator:
         return "backward"
@@ -80,8 +80,9 @@ def _is_exchange(operator: str) -> bool:
 class Recorder:
     """Profiles a few steps of a training run. The training loop issues each step inside `with recorder.step():`.
 
-    The recorded steps follow a warm-up and lie within one epoch. The recorder waits for the engine before and after
-    them, which does not change the computed values. It then writes the trace and, when it closes, the picture (.png).
+    The recorded steps follow a warm-up and are all in one epoch. The recorder waits for the engine before and after
+    these steps; this does not change the computed values. It then writes the trace. On exit, it draws the picture
+    (.png).
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Recorder:
         self.issued += 1
         if self.running and self.issued == self.first + self.needed:
             self._stop()
-            # MXNet writes an extra comma in every profile of a process except the first.
+            # MXNet writes an extra comma into every profile of a process except the first profile.
             profile = json.loads(raw.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1))
             self.trace = chrome_trace(profile["traceEvents"], self.lanes, self.needed, self.about)
             checkpoint.write_whole(self.file, lambda file: file.write(json.dumps(self.trace).encode()))
@@ -164,8 +165,8 @@ class Recorder:
 
 
 def _lanes(ctx: list[Context]) -> dict[int, str]:
-    """{lane number: name} of each context. MXNet's profiler has one lane per core of this process, and aborts if an
-    operator runs on a context without a lane."""
+    """Returns {lane number: name} of the contexts. MXNet's profiler has one lane per core that this process may use,
+    and aborts the process if an operator runs on a context without a lane."""
     import mxnet as mx
 
     cores = len(os.sched_getaffinity(0))
@@ -180,11 +181,11 @@ def _lanes(ctx: list[Context]) -> dict[int, str]:
 
 
 def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, about: str = "") -> dict[str, Any]:
-    """Convert a profile to a Chrome trace (dict). Each lane becomes a process, and an event's category is its phase.
-    Sums over workers have their own lane, because they run while a context computes.
+    """Convert a profile to a Chrome trace (dict). Each lane becomes a process, and each event's category is its phase.
+    Sums over workers get their own lane, because they run while a context computes.
 
     raw: MXNet's traceEvents. lanes: {lane number: name} of the training contexts. steps: number of recorded steps,
-    including one before and one after the steps shown. A step ends with its last update on any context.
+    including the two that are not shown (see AROUND). A step ends with its last update on any context.
     Raises Error if the number of updates is not a multiple of steps.
     """
     marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]
@@ -218,11 +219,11 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
 
 
 def summary(trace: dict[str, Any]) -> dict[str, Any]:
-    """Seconds that each context spent in each phase during the recorded steps, as a JSON-serializable dict.
+    """Compute the seconds that each context spent in each phase of the shown steps, as a JSON-serializable dict.
 
-    Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}.
-    The time of overlapping operators on a context counts once, for the earlier one. With several workers, "contexts"
-    includes the lane of the sums over them. trace: the content of the file.
+    Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
+    operators on a context overlap, the time of the overlap counts only for the earlier operator. With several workers,
+    "contexts" includes the lane for sums over workers. trace: the content of the trace file.
     """
     steps = _steps(trace)
     window = steps[-1][1] - steps[0][0]
@@ -239,7 +240,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def lanes(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    """{context: [(phase, begin, end), ...]} of the recorded steps, in microseconds, sorted and without overlaps."""
+    """Returns {context: [(phase, begin, end), ...]} of the shown steps, in microseconds, sorted, without overlaps."""
     steps = _steps(trace)
     found: dict[str, list[tuple[str, float, float]]] = {}
     for context, pid in trace["otherData"]["contexts"].items():
@@ -260,7 +261,7 @@ def _steps(trace: dict[str, Any]) -> list[tuple[float, float]]:
 def draw(trace: dict[str, Any], file: BinaryIO | str | Path, note: str = ONE_BY_ONE) -> None:
     """Draw a trace as a PNG image, with all shown steps at the top and the end of one step enlarged at the bottom.
 
-    file: an open binary file or a path. note: a line below the title.
+    file: an open binary file or a path. note: text of the line below the title.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,9 +1,9 @@
 """Faster training on CPU contexts without changes to a network's code: `tuned` returns a faster equivalent network.
 
-A plan says how. Channels can be padded with zeros to multiples of 16, the numbers that oneDNN's direct convolutions
-support. Batches can be computed in pieces, so a layer's output is still in the cache when the next layer reads it.
-`choose` measures which plan is the fastest. `trainer` also makes the sums and the updates faster. docs/performance.md
-has the measurements.
+A `Plan` specifies how to compute the network. It can pad channels with zeros to a multiple of 16, because oneDNN's
+direct convolutions require such multiples. It can split a shard into pieces, so that a layer's output is still in the
+processor's cache when the next layer reads it. `choose` measures which plan is the fastest. `trainer` speeds up the
+gradient sums and the updates. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import plans
 from gluon_mgpu.training.plans import DEFAULT, Plan
 
-LARGEST = 128  # examples in a measurement; a larger shard only has more pieces
-ROUNDS, SECONDS = 5, 1.5  # a measurement has at most this many rounds, and starts none after this time
+LARGEST = 128  # maximum number of examples in a measurement; a larger shard only has more pieces
+ROUNDS, SECONDS = 5, 1.5  # limits of a measurement; no round starts after this many seconds
 LAYERS = (
     nn.Conv2D,
     nn.MaxPool2D,
@@ -46,9 +46,10 @@ def choose(
 ) -> Plan:
     """The fastest plan for a network on a CPU context, from the user's cache or, the first time, by measurement.
 
-    net: `tunable`, and initialized on ctx. name: of the network, for the cache and the notice. examples: in a shard.
-    forward_backward: the lesson's function. pieces: whether shards may be computed in pieces. Returns DEFAULT if the
-    cache cannot be written: otherwise, the same command could give different results.
+    net: a `tunable` network, initialized on ctx. name: the network's name in the cache and in the notice. examples: the
+    number of examples in a shard. forward_backward: the lesson's function. pieces: whether shards may be computed in
+    pieces. Returns DEFAULT if the cache cannot be written, because a new measurement could choose a different plan, and
+    the same command would then give different results.
     """
     examples = min(LARGEST, 1 << max(5, (examples - 1).bit_length()))
     network = f"{name} ({zlib.crc32(str(net).encode()):08x})"
@@ -68,17 +69,17 @@ def choose(
 
 
 def candidates(examples: int, pieces: bool) -> list[Plan]:
-    """The plans that differ for a shard of this size. pieces: whether it may be computed in pieces."""
+    """The plans that compute a shard of this size differently. pieces: whether shards may be computed in pieces."""
     return [plan for plan in plans.PLANS if plan.piece < (examples if pieces else 1)]
 
 
 def measure(
     net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward, pieces: bool = True
 ) -> dict[Plan, list[float]]:
-    """Time steps of each candidate, without updates: {plan: seconds in each round}. Arguments as for `choose`.
+    """Time steps without updates for each candidate. Returns {plan: seconds per round}. Arguments: see `choose`.
 
-    The gradients change, but neither the parameters nor the state of the random number generators. One context is
-    measured, because the speed of several contexts at once varies more.
+    This changes the gradients, but neither the parameters nor the state of the random number generators. It uses only
+    one context, because times vary more if several contexts compute at once.
     """
     images = np.random.default_rng(0).random((examples, 1, 28, 28), np.float32)
     data, label = [nd.array(images, ctx)], [nd.zeros(examples, ctx)]
@@ -104,8 +105,8 @@ def measure(
 
 
 def tunable(net: gluon.Block, ctx: list[Context]) -> bool:
-    """Whether `tuned` can transform a network for these devices: a Sequential of LAYERS, on CPU contexts, in a build
-    without CUDA."""
+    """Whether `tuned` can transform a network for these devices: a Sequential of LAYERS, on CPU contexts, in a build of
+    MXNet without CUDA."""
     return (
         _on_cpus(ctx)
         and not mx.runtime.Features().is_enabled("CUDA")
@@ -120,12 +121,12 @@ def _is_plain(layer: nn.Conv2D) -> bool:
 
 
 def tuned(net: gluon.Block, plan: Plan) -> InPieces:
-    """A network that computes the same values as `net`, up to rounding, with the same Parameter objects.
+    """Create a network that uses the Parameter objects of `net` and computes the same values, except for rounding.
 
-    net: `tunable`, and called at least once, so that its shapes are known.
+    net: a `tunable` network that has been called at least once, so that the shapes of its parameters are known.
     """
     fast = InPieces(plan.piece, prefix=f"{net.prefix}tuned_")
-    channels = padded = 0  # numbers of output channels of the last convolution so far, without and with padding
+    channels = padded = 0  # output channels of the most recent convolution, without and with padding
     for layer in net:
         if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
             fast.add(FirstChannels(channels))
@@ -143,8 +144,8 @@ def tuned(net: gluon.Block, plan: Plan) -> InPieces:
 
 
 class PaddedConv2D(HybridBlock):
-    """A convolution with the parameters of `layer`. The weights are padded with zeros to these numbers of input and
-    output channels."""
+    """A convolution with the parameters of `layer`. The weights are padded with zeros to `inputs` input channels and
+    `outputs` output channels."""
 
     def __init__(self, layer: nn.Conv2D, inputs: int, outputs: int) -> None:
         super().__init__(prefix=layer.prefix, params=layer.params)
@@ -179,9 +180,10 @@ class FirstChannels(HybridBlock):
 
 
 class InPieces(nn.HybridSequential):
-    """A HybridSequential that computes a batch in pieces of `piece` examples, within one graph; 0: the whole batch.
+    """A HybridSequential that computes a batch in pieces of `piece` examples, within one graph.
 
-    Every layer must treat each example independently of the rest of the batch.
+    If piece is 0, the whole batch is computed at once. Every layer must treat each example independently of the rest of
+    the batch.
     """
 
     def __init__(self, piece: int, **options: Any) -> None:
@@ -194,12 +196,12 @@ class InPieces(nn.HybridSequential):
         if count <= 1:
             return super().forward(x)
         if count not in self.graphs:
-            self.graphs[count] = _Pieces(self, count).__call__  # a block here would look like an unregistered child
+            self.graphs[count] = _Pieces(self, count).__call__  # a block would look like an unregistered child
         return self.graphs[count](x)
 
 
 class _Pieces(HybridBlock):
-    """The graph of a network for a batch in `count` pieces."""
+    """The graph of a network for a batch that is split into `count` pieces."""
 
     def __init__(self, net: InPieces, count: int) -> None:
         super().__init__()
@@ -214,7 +216,7 @@ class _Pieces(HybridBlock):
 
 
 def trainer(params: list[gluon.Parameter], ctx: list[Context], rule: dict[str, float]) -> gluon.Trainer:
-    """The fastest gluon.Trainer for these devices with this rule of SGD (learning_rate, momentum, wd)."""
+    """Create the fastest gluon.Trainer for SGD on these devices. rule: learning_rate, momentum and wd."""
     if not _on_cpus(ctx):
         return gluon.Trainer(params, "sgd", rule, kvstore="device", update_on_kvstore=False)
     if len(ctx) > 1 and not rule["momentum"]:
@@ -228,8 +230,8 @@ def _on_cpus(ctx: list[Context]) -> bool:
 
 
 class SGD(mx.optimizer.SGD):
-    """MXNet's SGD, one array at a time. On CPUs, `multi_sgd_update`, which MXNet's own class uses for dense arrays,
-    takes twice as long. For float32."""
+    """MXNet's SGD for float32 arrays, which are updated one at a time. On CPUs, `multi_sgd_update`, which MXNet's own
+    class uses for dense arrays, takes twice as long."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -247,15 +249,15 @@ class SGD(mx.optimizer.SGD):
 class SharedMemoryStore(kvstore.KVStoreBase):
     """Sums gradients on CPU contexts, where each context can read the arrays of all contexts.
 
-    On k contexts, this moves (3k - 1) times the size of an array, whereas MXNet's KVStore moves (5k + 1) times that
-    size. The contexts share the work: each context sums some of the arrays.
+    To sum an array over k contexts, this store moves (3k - 1) times the array's size through memory, and MXNet's
+    KVStore (5k + 1) times. The contexts share the work: each context sums some of the arrays.
     """
 
     type, rank, num_workers = "shared_memory", 0, 1
 
     def __init__(self) -> None:
         self._owners: dict[int, int] = {}  # {array: index of the context that sums it}
-        self._loads: dict[int, int] = {}  # {context: total size of its arrays}
+        self._loads: dict[int, int] = {}  # {context: total size of the arrays that it sums}
 
     def broadcast(self, key: int, value: NDArray, out: list[NDArray], priority: int = 0) -> None:
         for x in out:
@@ -278,15 +280,15 @@ class SharedMemoryStore(kvstore.KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        return False  # it runs no optimizer
+        return False  # this store does not run an optimizer
 
 
 class Trainer(gluon.Trainer):
     """A gluon.Trainer for CPU contexts that updates each array once, instead of once per context.
 
     In `step`, each context sums the gradients of some arrays, updates these arrays, and copies them to the other
-    contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). Afterward, only that context's gradient is the sum. For
-    optimizers without a state, such as SGD without momentum.
+    contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). Afterward, the sum of an array's gradients is only on the
+    context that updated the array. The optimizer must be stateless, such as SGD without momentum.
     """
 
     def __init__(self, params: list[gluon.Parameter], optimizer: mx.optimizer.Optimizer) -> None:
