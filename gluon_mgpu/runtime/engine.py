@@ -49,7 +49,7 @@ ONE_WORKER_ENGINES = ("", "ThreadedEnginePerDevice", "NaiveEngine")
 # (environment variable for the user's own value, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
     # Allocate arrays of up to 32 MiB, glibc's largest threshold, on the heap. Larger arrays are mapped, and unmapped
-    # when freed, because they would fragment the heap, which never shrinks.
+    # when freed; otherwise, they would fragment the heap, which never shrinks.
     ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20),
     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory for the next operator
     ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes added each time the heap grows
