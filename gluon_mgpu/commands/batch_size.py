@@ -1,4 +1,4 @@
-"""`gluon-mgpu batch-size`: the lecture's experiment on batch sizes."""
+"""`gluon-mgpu batch-size`: compare batch sizes on one and two devices, as in the lecture."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from gluon_mgpu.training import datasets
 @common.option(
     "--sweep",
     is_flag=True,
-    help="Run a sweep instead: batch sizes 128, 256 and 512 with 0.5 to 4 times the learning rate, on 2 devices "
-    "(15 runs).",
+    help="Instead, run a sweep on 2 devices: batch sizes 128, 256 and 512, each with --lr multiplied by 0.5, 1, 2, 3 "
+    "and 4 (15 runs).",
 )
 @common.impl
 @common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.device
-@common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate for batch size 256.")
+@common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate, before any scaling.")
 @common.setting("--epochs", type=common.COUNT, metavar="N", help="Number of passes through the training set.")
 @common.option(
     "--seed",
@@ -44,9 +44,9 @@ from gluon_mgpu.training import datasets
     default="runs/batch-size",
 )
 def batch_size(sweep: bool, out: str, **options: Any) -> None:
-    """Compare batch sizes on one and two devices. Runs the lecture's experiment: 1 and 2 devices with batch sizes 256
-    and 512, and 2 devices with batch size 512 and a scaled learning rate. Shows times and test accuracies as a table
-    and a plot. With --sweep, compares learning rates."""
+    """Compare batch sizes on one and two devices. Runs the experiment of the lecture (docs/batch-size.md): batch sizes
+    256 and 512, each on 1 and 2 devices, and batch size 512 on 2 devices with a scaled learning rate. Shows times and
+    test accuracies as a table and a plot. With --sweep, compares learning rates."""
     from gluon_mgpu.training import batch_size as experiment
 
     if sweep:

@@ -1,7 +1,7 @@
 """Code that the commands share: one-line errors, exit statuses, and options with their groups in --help.
 
-Exit status: 0 on success; 1 if a run failed; 2 if the command was wrong; 130 if interrupted. Nothing here needs NumPy,
-because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
+Exit status: 0 on success; 1 if a run failed; 2 if the command was wrong; 130 if interrupted. This module does not need
+NumPy, because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import gluon_mgpu
 from gluon_mgpu.runtime import devices, errors, log
 from gluon_mgpu.runtime.errors import Error
 
-# {heading in --help: parameter names of its options, in order}; "General options" lists the rest.
+# {heading in --help: parameter names of the options under it, in order}; "General options" lists all other options.
 GROUPS = {
     "Network and data": "recipe list_recipes impl model dataset limit data_dir images hybridize tune",
     "Training": "quick sweep batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
@@ -44,7 +44,7 @@ class Command(click.Command):
 
     On error, it prints one line (after a traceback, if --debug is set) and exits with the matching status. The line
     names options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
-    `gluon-mgpu train` becomes `python scripts/train.py` if the user called that script.
+    `gluon-mgpu train` becomes `python scripts/train.py` if the user runs a script in scripts/.
     """
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class Command(click.Command):
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        in_main_thread = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
+        in_main_thread = threading.current_thread() is threading.main_thread()  # only that thread can set handlers
         if in_main_thread:
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then stops child processes too
         try:
@@ -134,7 +134,7 @@ def _suggest(words: Sequence[str] | None) -> str:
 
 
 def as_called(text: str, program: str) -> str:
-    """Write each `gluon-mgpu COMMAND` in text as the user calls it. program: for example, "python scripts/train.py"."""
+    """Rewrite each `gluon-mgpu COMMAND` in text as the user types it. program: such as "python scripts/train.py"."""
     script = re.fullmatch(r"(python (?:.*/)?)\w+\.py", program)
     if not script:
         return text
@@ -144,7 +144,7 @@ def as_called(text: str, program: str) -> str:
 def _with_options(text: str, params: Iterable[click.Parameter]) -> str:
     """Replace argument names in an error message, such as `lr=0: ...`, with options: `--lr 0: ...`."""
     options = {param.name: param.opts[0] for param in params if isinstance(param, click.Option)}
-    options["num_gpus"] = "--gpus"  # the name of this argument in `train`
+    options["num_gpus"] = "--gpus"  # `train` calls this argument num_gpus
     if text.partition("=")[0].rpartition(": ")[2] not in options:
         return text
     for name, option in options.items():
@@ -172,11 +172,11 @@ def _usage(error: click.UsageError) -> str:
 def _report(error: BaseException, program: str) -> int:
     """Print one line on standard error, and return the exit status."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C
+        new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C on this line
         log.say(as_called(str(error), program) or "interrupted", prefix=new_line)
         return 130
     if isinstance(error, click.UsageError):
-        if log.speaks():  # one process reports, because all have the same command line
+        if log.speaks():  # one process reports the error, because all have the same command line
             log.error(_usage(error))
         return error.exit_code
     line = str(error) if isinstance(error, Error) else errors.line_of(error)
@@ -226,5 +226,6 @@ data_dir = option(
     "--data-dir",
     type=FOLDER,
     metavar="DIR",
-    help="Folder with the data. Default: the folder in GLUON_MGPU_DATA, else the usual folders, else a download.",
+    help="Folder that contains the data set. Default: GLUON_MGPU_DATA if it is set, else the folders in "
+    "docs/datasets.md, else a download.",
 )

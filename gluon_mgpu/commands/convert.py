@@ -50,15 +50,14 @@ def convert(
 ) -> None:
     """Convert the network of a run, or any network that Gluon exported.
 
-    RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded back and checked:
-    the scores for the run's test images, or for random images, must match MXNet's scores within a relative error of
-    1e-5.
+    RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
+    scores for the run's test images, or for random images, must match MXNet's scores within a relative error of 1e-5.
     """
     if len(sources) not in (1, 2):
         raise UsageError("convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != (input is not None):
         raise UsageError("--input is needed for NET-symbol.json and NET-0000.params, and only for them")
-    engine.configure(1)  # before the module imports mxnet
+    engine.configure(1)  # before `convert` imports mxnet
     from gluon_mgpu import convert as conversion
 
     conversion.check_prefix(to, prefix)

@@ -1,6 +1,6 @@
 """`gluon-mgpu doctor`: shows what this machine can run, one line per finding, and how to fix problems.
 
-It must start even if NumPy or MXNet is missing or broken. At startup it therefore imports only the standard library and
+It must start even if NumPy or MXNet is missing or broken. So at startup, it imports only the standard library and
 click, and it runs everything that could crash or hang in a separate process with a time limit.
 """
 
@@ -30,7 +30,7 @@ TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")
 Facts = dict[str, Any]
 Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": something else does not work
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
-OLDEST_CUDA = 11000  # cuDriverGetVersion returns this for CUDA 11.0, which the driver must support
+OLDEST_CUDA = 11000  # what cuDriverGetVersion returns for CUDA 11.0, which the driver must support
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
 DATA_SIZE = 31 << 20  # bytes; the size of the largest download
@@ -47,8 +47,8 @@ DATA_SIZE = 31 << 20  # bytes; the size of the largest download
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run. Prints one line per finding about Python, NumPy, MXNet and its libraries, cores,
-    GPUs, data, tuning, free space and Horovod. Then trains briefly on 2 devices. The exit status is 1 if the main job,
-    train --impl scratch --gpus 2, cannot run."""
+    GPUs, data, tuning, free space and Horovod. Then, if there are no problems, trains briefly on 2 devices. The exit
+    status is 1 if the main job, train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
         problems += mark == "problem"
@@ -92,8 +92,8 @@ def _package(
 ) -> tuple[Finding, Facts]:
     """Check a Python package. Returns the finding and the facts that `probe` returns.
 
-    probe: imports the package. mark: used if the import fails. remedy: the command that installs the package. needs:
-    the finding for a package that this package requires.
+    probe: a function that imports the package. mark: the finding's mark if the import fails. remedy: the command that
+    installs the package. needs: the finding about another package that this package requires.
     """
     if importlib.util.find_spec(name.lower()) is None:
         return (mark, f"{name} is not installed: run {remedy}"), {}
@@ -135,7 +135,7 @@ def import_horovod() -> Facts:
 
 def ask_driver() -> Facts:
     """Ask NVIDIA's driver for the newest CUDA version that it supports (11040 is 11.4; 0 means no driver) and for its
-    GPUs, as (name, major, minor); major and minor are the compute capability."""
+    GPUs, each as (name, major, minor); major.minor is the compute capability."""
     try:
         driver = ctypes.CDLL(cuda.DRIVER)
     except OSError:
@@ -179,7 +179,7 @@ def _cores() -> Finding:
         return "ok", f"{allowed} core{'s'[: allowed != 1]}: up to --gpus {allowed}, each CPU context has its own core"
     contexts = max(1, int(quota))
     return "note", (
-        f"{quota:g} of {allowed} cores, the control group's quota: up to --gpus {contexts}, each CPU context has its "
+        f"{quota:g} of {allowed} cores (the control group's quota): up to --gpus {contexts}, each CPU context has its "
         f"own core; set OMP_NUM_THREADS={contexts} for --gpus 1, which otherwise starts {allowed} threads"
     )
 
@@ -248,19 +248,22 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
 
 
 def _tuning() -> Iterator[Finding]:
-    """The measured plans for this machine, if there are any."""
+    """Yields the fastest plans that were measured on this machine (see `training.plans`), if there are any."""
     try:
         from gluon_mgpu.training import plans
 
         yield from [("ok", f"tuned for this processor: {case}: {plan}") for case, plan in plans.read().items()]
     except ImportError:
-        return  # `_data` has reported it
+        return  # `_data` has reported this error
     except Error as error:
         yield "note", str(error)
 
 
 def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
-    """Check the free space in a folder. mark: used if the folder is not writable or lacks space for a data set."""
+    """Check the free space in a folder.
+
+    mark: the finding's mark if the folder is not writable or lacks space for a data set.
+    """
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -275,7 +278,7 @@ def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
 
 def _trial(gpus: int) -> Finding:
     """Run the main job with 512 synthetic examples. gpus: the number of GPUs that MXNet sees."""
-    device = "--device=auto" if gpus else "--device=cpu"  # cpu avoids the notice that there is no GPU
+    device = "--device=auto" if gpus else "--device=cpu"  # with cpu, train prints no notice about missing GPUs
     finished = _run("-m", "gluon_mgpu", *MAIN_JOB.split(), device, *TRIAL)
     try:
         subprocesses.check(f"a trial of {MAIN_JOB}", finished, f"run `gluon-mgpu {MAIN_JOB}` to see where it hangs")

@@ -32,8 +32,8 @@ from gluon_mgpu.runtime.errors import UsageError
     "--export",
     type=common.FILE,
     metavar="PREFIX",
-    help="Also export the network for gluon.SymbolBlock.imports, as `convert RUN --to gluon PREFIX` does. Its input is "
-    "a batch of images (n, 1, 28, 28) in [0, 1].",
+    help="Also export the network for gluon.SymbolBlock.imports, as `convert RUN --to gluon PREFIX` does. The input "
+    "of the network is a batch of images (n, 1, 28, 28) in [0, 1].",
 )
 @common.option(
     "--impl", type=common.IMPLS, help="Default: the run's implementation. Both implementations can load a run of lenet."
@@ -55,7 +55,7 @@ def evaluate(
     if files and not images:
         raise UsageError(f"{files[0]}: only one RUN can be evaluated; image files go after --images")
     indices = devices.parse(gpus)
-    engine.configure(len(indices))  # before the module imports mxnet
+    engine.configure(len(indices))  # before the following modules import mxnet
     from gluon_mgpu import convert
     from gluon_mgpu.training import evaluate as evaluation
 

@@ -1,4 +1,4 @@
-"""`gluon-mgpu launch`: training in several processes on this machine."""
+"""`gluon-mgpu launch`: run an MXNet program in several processes on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
     "--port",
     type=click.IntRange(1, launcher.MAX_PORT),
     metavar="PORT",
-    help="The scheduler's port; the next port is used too. Default: two free ports.",
+    help="The scheduler's port; the scheduler also uses the next port. Default: two free ports.",
 )
 @common.option(
     "--restarts",
@@ -41,6 +41,6 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
 @click.pass_context
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
     """Run an MXNet program in several processes on this machine. Starts a scheduler, MXNet's parameter servers, and
-    workers. The first worker gets the terminal's input. If a process fails, all other processes are stopped, and one
-    line names the failed process."""
+    workers. Worker 0 gets the terminal's input. If a process fails, all other processes are stopped, and one line
+    names the failed process."""
     context.exit(launcher.launch(command, **options))

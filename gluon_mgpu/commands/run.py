@@ -19,14 +19,15 @@ OPTIONS = (
         "--gpus",
         type=click.IntRange(1, prepare.MOST_GPUS),
         metavar="N",
-        help="Let the program use N GPUs or, if there are none, N CPU contexts. By default, the program sees as many "
-        "GPUs as there are, and can use any number of CPU contexts.",
+        help="If there is no GPU, let the program use N CPU contexts as N GPUs. Without this option, "
+        "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",
     ),
     click.option(
         "--map/--no-map",
         "map_gpus",
         default=True,
-        help="Without GPUs, run mx.gpu(i) on CPU context i, or fail with --no-map.",
+        help="If there is no GPU, use CPU context i wherever the program asks for mx.gpu(i); with --no-map, fail "
+        "instead.",
     ),
     click.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
     common.data_dir,
@@ -41,7 +42,7 @@ def preparation(command: Any) -> Any:
 
 
 def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
-    if options["data_dir"]:  # the program may run in another folder
+    if options["data_dir"]:  # a notebook runs in its own folder
         options["data_dir"] = os.path.abspath(options["data_dir"])
     return prepare.Settings(numpy_names=not strict_numpy, **options)
 
@@ -67,8 +68,8 @@ def run(
     context: click.Context, is_module: bool, out: str | None, program: str, arguments: tuple[str, ...], **options: Any
 ) -> None:
     """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, restores names that Python
-    and NumPy have removed, runs GPU contexts on CPU contexts if there are no GPUs, and replaces the dead downloads of
-    MNIST and Fashion-MNIST. Otherwise, this is the same as `python PROGRAM`."""
+    and NumPy have removed, uses CPU contexts in place of GPU contexts if there is no GPU, and replaces the dead
+    downloads of MNIST and Fashion-MNIST. Otherwise, this is the same as `python PROGRAM`."""
     settings = settings_of(**options)
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:

@@ -54,7 +54,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--recipe",
     type=click.Choice(tuple(recipes.RECIPES)),
     metavar="NAME",
-    help="Run one of the notebooks' experiments; see --list-recipes. Other options override its values.",
+    help="Run one of the notebooks' experiments; see --list-recipes. Other options override the recipe's values.",
 )
 @click.option("--list-recipes", is_flag=True, help="Print the recipes with their options and sources.")
 @common.impl
@@ -82,17 +82,23 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--shares",
     type=numbers(float, "auto"),
     metavar="A,B,...|auto",
-    help="Split each batch between unequal devices in this ratio, such as 80,20. auto measures how fast they are.",
+    help="Split each batch between unequal devices in this ratio, such as 80,20. auto measures the devices' speeds.",
 )
 @common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate.")
 @common.setting("--scale-lr", is_flag=True, help="Multiply --lr by batch size / 256.")
 @common.setting(
     "--schedule",
     type=click.Choice(settings.SCHEDULES),
-    help="constant; step: multiply the learning rate by --step-factor after each of --step-epochs; cosine: decrease "
-    "it to 0.",
+    help="constant; step: multiply the learning rate by --step-factor after each epoch in --step-epochs; cosine: "
+    "decrease it to 0.",
 )
-@common.setting("--step-epochs", "milestones", type=numbers(int), metavar="E,F,...", help="Epochs for --schedule step.")
+@common.setting(
+    "--step-epochs",
+    "milestones",
+    type=numbers(int),
+    metavar="E,F,...",
+    help="Epochs after which --schedule step changes the learning rate.",
+)
 @common.setting("--step-factor", "gamma", type=FACTOR, metavar="X", help="Factor for --schedule step.")
 @common.setting(
     "--warmup-epochs",
@@ -140,13 +146,13 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
 @click.option(
     "--hybridize/--no-hybridize",
     default=True,
-    help="With highlevel, run the network as one graph, or operator by operator.",
+    help="With highlevel, --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
 )
 @click.option(
     "--tune/--no-tune",
     default=True,
-    help="With highlevel on CPU, use faster operators that compute the same values, or run the network as written. "
-    "The first run on a machine measures which operators are the fastest.",
+    help="With highlevel on CPU, --tune uses faster operators that compute the same values up to rounding, and "
+    "--no-tune runs the network as written. The first run on a machine measures which operators are the fastest.",
 )
 @click.version_option(__version__)
 @click.pass_context
@@ -170,7 +176,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
         options.update({k: v for k, v in recipes.RECIPES[recipe].options.items() if k not in given})
     if options["resume"] and (here.rank == 0 or Path(options["resume"]).is_dir()):
         options.update(of_resumed_run(options, given, here))
-    settings.Settings(**{name: options[name] for name in settings.NAMES})  # check them before MXNet is imported
+    settings.Settings(**{name: options[name] for name in settings.NAMES})  # check settings before MXNet is imported
     impl, gpus, batch_size, lr = (options.pop(name) for name in ("impl", "gpus", "batch_size", "lr"))
     if impl == "scratch":
         for name in HIGHLEVEL_ONLY:

@@ -26,9 +26,10 @@ from gluon_mgpu.training import datasets
 @common.option("--seed", type=common.SEED, metavar="N", default=0, help="Seed for the initial parameters.")
 @common.data_dir
 def walkthrough(impl: str, gpus: str, **options: Any) -> None:
-    """Run the notebooks' inspection cells. Shows what each device holds at each stage of a training step."""
+    """Run the inspection cells of the notebooks that this project follows. Shows what each device holds at each stage
+    of a training step."""
     indices = devices.parse(gpus)
-    engine.configure(len(indices))  # before the module imports mxnet
+    engine.configure(len(indices))  # before `walkthrough` imports mxnet
     from gluon_mgpu import walkthrough as tour
 
     tour.walk(impl, indices, **options)

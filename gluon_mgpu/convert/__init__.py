@@ -3,7 +3,7 @@
     network = convert.from_run("runs/first")  # or from_files("net-symbol.json", "net-0000.params", (3, 224, 224))
     convert.save(network, "pytorch", "lenet")
 
-Each target is a module that writes files and computes scores with them. `save` compares the scores with MXNet's scores.
+Each target is a module that writes files and computes scores from these files. `save` compares the scores with MXNet's.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def save(network: Network, to: str, prefix: str) -> str:
 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
     (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is
-    moved into place. Raises UsageError for the same reasons as `check_prefix`, or if a layer cannot be converted; Error
-    if the scores differ by more than TOLERANCE, or if the files cannot be written. On failure, no files are left
+    moved into place. Raises UsageError in the same cases as `check_prefix`, or if a layer cannot be converted; Error if
+    the scores differ by more than TOLERANCE, or if the files cannot be written. On failure, no files are left
     behind.
     """
     target, files = TARGETS[to], check_prefix(to, prefix)

@@ -30,7 +30,7 @@ class Network:
     """A network that maps a batch of images (n, ...) to a batch of scores (n, ...)."""
 
     symbol: mx.sym.Symbol
-    params: dict[str, NDArray]  # float32; includes running statistics
+    params: dict[str, NDArray]  # float32; running statistics are included
     input: str  # the name of the input
     images: np.ndarray  # float32
     expected: np.ndarray  # MXNet's scores for the images
@@ -62,7 +62,7 @@ class Network:
 
 
 def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
-    """The error for an operator that cannot be converted. repr keeps it on one line even if a name has line breaks."""
+    """The error for an operator that cannot be converted. repr keeps line breaks in names out of the message."""
     return UsageError(f"{node['op']!r} layer {node['name']!r} cannot be converted to {target}{why and ': '}{why}")
 
 
@@ -85,9 +85,10 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
-    """Load a network that HybridBlock.export wrote, with random images in [0, 1). shape: of one image: (1, 28, 28).
+    """Load a network that HybridBlock.export wrote, with random images in [0, 1).
 
-    If the network has an Embedding, the images are random indices, for example (n, 35) for 35 words.
+    shape: the shape of one image, such as (1, 28, 28). If the network has an Embedding layer, each "image" is a text of
+    random word indices, with a shape such as (35,) for 35 words.
     Raises UsageError if the files do not contain such a network, or if it does not accept images of this shape.
     """
     symbol, params = _read(symbol_file, params_file)

@@ -1,7 +1,8 @@
-"""Writes a network as ONNX with MXNet's own exporter.
+"""Writes a network in ONNX format with MXNet's own exporter.
 
-The exporter is from 2021. It reads a table that onnx no longer has, and declares the newest opset although it writes
-operators of opset 13. `_as_in_2021` fixes both during the export; onnx's own converter then updates the model to OPSET.
+The exporter is from 2021. It reads a table that the onnx package no longer has, and declares the newest opset although
+it writes operators of opset 13. `_as_in_2021` fixes both during the export; onnx's own converter then updates the model
+to OPSET.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "floa
 
 
 def write(network: Network, base: str) -> None:
-    """Write BASE.onnx, for any batch size. Raises UsageError naming the first operator that cannot be converted."""
+    """Write BASE.onnx, for any batch size. Raises UsageError for the first operator that cannot be converted."""
     import onnx
     from onnx import checker, helper, version_converter
 
@@ -38,14 +39,14 @@ def write(network: Network, base: str) -> None:
         if node["op"] not in supported:
             raise refuse(node, "ONNX")
         if node.get("attrs", {}).get("layout") == "NCW":
-            del node["attrs"]["layout"]  # the exporter refuses NCW, but without a layout it converts the layer
+            del node["attrs"]["layout"]  # the exporter rejects NCW, but converts the layer if no layout is given
     symbol = mx.sym.load_json(json.dumps(graph))
     shape, path = network.images.shape[1:], f"{base}.onnx"
     batches = {"dynamic": True, "dynamic_input_shapes": [("n", *shape)]}
     try:
         with _as_in_2021():
             mx.onnx.export_model(symbol, network.params, [(1, *shape)], np.float32, path, **batches)
-    except Exception as error:  # unsupported attributes raise many exception types
+    except Exception as error:  # unsupported attributes raise exceptions of many types
         raise Error(f"MXNet's ONNX exporter: {errors.reason(error)}") from None
     model = onnx.load(path)
     _repair(model.graph, network)
@@ -56,7 +57,7 @@ def write(network: Network, base: str) -> None:
 
 
 def _repair(graph: Any, network: Network) -> None:
-    """Remove unused constants and inputs that are parameters, and align the slopes of PReLU with the channels."""
+    """Remove unused constants, remove parameters from the inputs, and align the slopes of PReLU with the channels."""
     shapes = network.shapes()
     ranks = {node.input[1]: len(shapes[node.name]) for node in graph.node if node.op_type == "PRelu"}
     used = {name for node in graph.node for name in node.input}
@@ -88,7 +89,7 @@ def _as_in_2021() -> Iterator[None]:
         mock.patch.object(onnx, "mapping", mapping, create=True),
         mock.patch.object(onnx.defs, "onnx_opset_version", lambda: EXPORTED),
         mock.patch.object(onnx.checker, "check_graph"),  # the check would use the newest opset
-        mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # makes exporting AlexNet 5 times faster
+        mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # exports AlexNet 5 times as fast
     ):
         yield
 

@@ -1,8 +1,8 @@
-"""PyTorch code for MXNet's operators: one function for each kind of operator.
+"""Generates PyTorch code for MXNet's operators, with one function for each kind of operator.
 
-The graph comes from a file, and the generated code is executed. So the code contains nothing from the file except
-identifiers and numbers: `call` writes numbers with repr, and all strings passed to it are identifiers or come from this
-package.
+The graph comes from a file, and the generated code is executed. For safety, the code contains nothing from the file
+except identifiers and numbers: `call` writes numbers with repr, and all strings passed to it are identifiers or come
+from this package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _code(value: str | float | Sizes) -> str:
 
 
 def _short(sizes: Sizes) -> int | Sizes:
-    """PyTorch's short form: 3 for (3, 3)."""
+    """Use PyTorch's short form if all sizes are equal: 3 for (3, 3)."""
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
@@ -63,27 +63,27 @@ class Node:
     arrays: list[np.ndarray]  # values of the parameters
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
-    frozen: bool = False  # whether its weight is constant
+    frozen: bool = False  # whether the layer's weight is constant
 
     @property
     def op(self) -> str:
         return self.facts["op"]
 
     def code(self, *inputs: str) -> str:
-        """The code that applies the operator to variables. Raises UsageError if the operator cannot be converted."""
+        """Generate code that applies the operator to variables. Raises UsageError if it cannot be converted."""
         try:
             return OPERATORS[self.op](self, *inputs)
         except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
             raise refuse(self.facts, "PyTorch", " ".join(str(error).split())) from None
 
     def create(self, layer: str, *names: str) -> str:
-        """Set the code and the state of the layer. Returns an expression for the layer. names: its parameters in
-        PyTorch."""
+        """Set the layer's code and state. Returns an expression that refers to the layer. names: PyTorch's names of the
+        layer's parameters."""
         self.layer = layer
         self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
         return f"self.{self.name}"
 
-    # Attributes are text in the file. These methods raise SyntaxError or ValueError if a value is not supported.
+    # In the file, attributes are text. These methods raise SyntaxError or ValueError if a value is not supported.
 
     def text(self, key: str, default: str) -> str:
         return self.facts.get("attrs", {}).get(key, default)
@@ -219,7 +219,7 @@ def pooling(node: Node, x: str) -> str:
 
 def pad(node: Node, x: str) -> str:
     mode = {"edge": "'replicate'", "reflect": "'reflect'"}[node.word("mode", "reflect", "edge")]
-    widths = node.sizes("pad_width")  # both sides of each axis; F.pad takes the last axis first
+    widths = node.sizes("pad_width")  # two widths per axis; F.pad expects the last axis first
     return call("F.pad", x, tuple(w for i in range(len(widths) - 2, 3, -2) for w in widths[i : i + 2]), mode=mode)
 
 
@@ -308,7 +308,7 @@ OPERATORS: dict[str, Callable[..., str]] = {
     "Dropout": dropout,
     "mean": mean,
     "clip": clip,
-    "_copy": identity,  # written for dropout of 0
+    "_copy": identity,  # Gluon writes Dropout(0) as _copy
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("relu", "sigmoid", "tanh", "exp", "log", "sqrt", "square", "abs"), function),
     **{f"{kind}_{name}": arithmetic for kind in ("elemwise", "broadcast") for name in ("add", "sub", "mul", "div")},

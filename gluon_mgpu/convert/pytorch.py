@@ -1,4 +1,4 @@
-"""Writes a network as a PyTorch module: its graph as readable code, its parameters as safetensors."""
+"""Writes a network as a PyTorch module: the graph as readable code, and the parameters as a safetensors file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ TAKEN = """apply buffers children compile cpu cuda double eval float forward hal
 def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
     """Generate a module's code and its state dict. name: the module's name, an identifier.
 
-    Raises UsageError naming the first operator that cannot be converted.
+    Raises UsageError for the first operator that cannot be converted.
     """
     operators = list(_operators(network))
     last_use = {value: node.step for node in operators for value in node.inputs}
@@ -111,14 +111,14 @@ def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def _operators(network: Network) -> Iterator[Node]:
-    """The graph's operators in order. Raises UsageError if one of them cannot be converted."""
+    """Yields the graph's operators in order. Raises UsageError if one of them cannot be converted."""
     graph = network.nodes
     shapes = network.shapes()
     params = {i: node["name"] for i, node in enumerate(graph) if node["op"] == "null" and node["name"] != network.input}
     owners = [_block(node["name"]) for node in graph if params.keys() & {i for i, *_ in node["inputs"]}]
-    prefix = os.path.commonprefix(owners)  # the network's name, which all of these names begin with
+    prefix = os.path.commonprefix(owners)  # the network's name, with which all of these names begin
     prefix = prefix[: prefix.rfind("_") + 1]
-    taken, names = set(TAKEN), dict[str, str]()  # {layer as in the graph: its name in the module}
+    taken, names = set(TAKEN), dict[str, str]()  # {layer's description in the graph: its name in the module}
     for step, facts in enumerate(graph):
         if facts["op"] == "null":
             continue
@@ -139,7 +139,7 @@ def _operators(network: Network) -> Iterator[Node]:
 
 
 def _block(name: str) -> str:
-    """The name of the Gluon block of an operator: conv0 for conv0_fwd."""
+    """The name of the Gluon block that contains an operator: conv0 for conv0_fwd."""
     return re.sub(r"_(fwd|(group|layer)norm0)$", "", name)
 
 

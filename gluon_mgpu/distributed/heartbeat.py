@@ -1,7 +1,7 @@
 """Tracks which processes of a run are alive, and lets workers exchange values. Messages are JSON lines sent over TCP.
 
 The Coordinator runs in the scheduler or, with Horovod, in worker 0. Every worker and every server runs a Client. If a
-process is lost, all others exit, because MXNet's parameter servers and Horovod would wait for it forever.
+process is lost, all other processes exit; otherwise, MXNet's parameter servers or Horovod would wait for it forever.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gluon_mgpu.distributed.process import SECRET, Process
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
-BEAT_INTERVAL = 1.0  # seconds between two heartbeats
-SILENCE_LIMIT = 10.0  # seconds; a process that is silent for longer is lost; no worker holds the GIL that long
-CONNECT_LIMIT = 300.0  # seconds for all processes to connect
+BEAT_INTERVAL = 1.0  # seconds between heartbeats
+SILENCE_LIMIT = 10.0  # seconds; a process that is silent for longer counts as lost; no worker holds the GIL that long
+CONNECT_LIMIT = 300.0  # seconds within which all processes must connect
 NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds that the scheduler waits for the servers to exit
 MAX_GREETING = 4096  # maximum size of a client's first message, in bytes
@@ -45,10 +45,10 @@ class Coordinator:
         self.address, self.port = self.listener.getsockname()
         self.lock = threading.Lock()  # protects the fields below, because every connection has its own thread
         self.clients: dict[str, _Connection] = {}
-        self.strangers: set[_Connection] = set()  # connections that have not sent a greeting yet
+        self.strangers: set[_Connection] = set()  # connections that have not yet identified themselves
         self.ended: set[str] = set()  # clients that announced their exit, or were lost
         self.closed: set[str] = set()  # clients whose connection has been closed
-        self.leaving = False  # whether this is the scheduler, and only waits for the servers to exit
+        self.leaving = False  # True if this is the scheduler, and it is only waiting for the servers to exit
         self.gathering: dict[str, Any] = {}  # values of an incomplete all_gather
         self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to stop
         self.finished = False
@@ -76,7 +76,7 @@ class Coordinator:
             try:
                 connection = _Connection(self.listener.accept()[0])
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # no new connection, or strangers use all file descriptors or threads
+            except (OSError, RuntimeError):  # no new connection, or strangers have used up all files or threads
                 time.sleep(BEAT_INTERVAL / 100)
             if time.monotonic() - last_beat > BEAT_INTERVAL:
                 last_beat = time.monotonic()
@@ -92,7 +92,9 @@ class Coordinator:
                 connection.close()
         if missing and seconds > CONNECT_LIMIT:
             late = ", ".join(missing)
-            self._end(f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that each runs and can connect")
+            self._end(
+                f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that each is running and can connect"
+            )
 
     def _read(self, connection: _Connection) -> None:
         def handle(message: dict[str, Any]) -> None:
@@ -122,7 +124,7 @@ class Coordinator:
             if len(self.gathering) == len(self.workers):
                 self._send_all({"gathered": [self.gathering.pop(worker) for worker in self.workers]})
         elif "stop" in message:
-            # Ask every worker how many steps it has issued. Workers then wait for the number of the last step.
+            # Ask every worker how many steps it has issued. The workers then wait until they are told the last step.
             self._send_all({"hold": True})
         elif "issued" in message and name in self.workers:
             self.issued[name] = int(message["issued"])
@@ -196,7 +198,7 @@ class _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: dict[str, Any]) -> None:
-        with self.sending, suppress(OSError):  # the reading thread notices a lost connection
+        with self.sending, suppress(OSError):  # the thread that runs `read` notices a lost connection
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
@@ -205,7 +207,7 @@ class _Connection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def read(self, handle: Callable[[dict[str, Any]], object], limit: int = MAX_LINE) -> str:
-        """Call handle(message) for every message until the connection closes. Returns the reason.
+        """Call handle(message) for every message until the connection closes. Returns why it closed.
 
         limit: maximum size of the first message, in bytes.
         """
@@ -251,7 +253,7 @@ class Client:
             self.complete.wait()  # the coordinator terminates this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Collect one value from every worker, in rank order. Waits for all workers. value: any JSON value."""
+        """Collect one JSON value per worker, in rank order. Waits for all workers. value: this worker's value."""
         self.connection.send({"gather": value})
         return self.gathered.get()
 
@@ -333,7 +335,7 @@ def end_process(line: str | None, status: int, seconds: float) -> None:
 
 
 def after(seconds: float, function: Callable[..., object], *arguments: object) -> threading.Timer:
-    """Call function(*arguments) after `seconds` seconds, unless the returned timer is cancelled or the process
+    """Call function(*arguments) after `seconds` seconds, unless the returned timer is canceled or the process
     exits."""
     timer = threading.Timer(seconds, function, arguments)
     timer.daemon = True
@@ -368,8 +370,8 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
         except OSError as error:
             waited = time.monotonic() - began
             line = (
-                f"no answer from {host}, port {port} ({error.strerror or 'timed out'}): check that the run's first "
-                "process is running and has this address"
+                f"no answer from {host}, port {port} ({error.strerror or 'timed out'}): check that the "
+                "scheduler or, with Horovod, worker 0 is running and has this address"
             )
             if waited > CONNECT_LIMIT:
                 raise Error(line) from None

@@ -1,7 +1,7 @@
 """Starts all processes of a dist_sync run on this machine: a scheduler, servers and workers.
 
 Each process runs the same command and reads its role from DMLC_ROLE. The command can be any MXNet program, because in a
-scheduler or server process, `import mxnet` itself runs the scheduler or server. Nothing here imports mxnet.
+scheduler or server process, `import mxnet` itself runs the scheduler or server. This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 HOST = "127.0.0.1"  # other machines cannot connect
 MAX_PROCESSES = 128  # limit on the number of workers, and on the number of servers
 MAX_RESTARTS = 1000
-MAX_PORT = 65534  # the scheduler also needs the next port
+MAX_PORT = 65534  # the scheduler also uses the next port
 PORTS = range(10000, 32767)  # below Linux's ephemeral ports, which outgoing connections may use
 POLL_INTERVAL = 0.02  # seconds
-SECONDS_TO_NOTICE = 5  # seconds for the remaining processes to exit by themselves after a process has failed
-SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to exit after the last worker
+SECONDS_TO_NOTICE = 5  # seconds for the remaining processes to exit on their own after one has failed
+SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to exit after the last worker has exited
 SECONDS_TO_INTERRUPT = 20  # seconds for the workers to save a checkpoint after Ctrl-C
 SECONDS_TO_TERMINATE = 3  # seconds between SIGTERM and SIGKILL
-LONGEST_DELAY = 60  # seconds before a restart: 1, 2, 4, ..., 60
-RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable: makes `train --out DIR` continue the run in DIR
+LONGEST_DELAY = 60  # seconds; the delays before restarts are 1, 2, 4, 8, 16, 32, 60, 60, ...
+RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable that makes `train --out DIR` continue the run in DIR
 
-# The first three would make ps-lite listen on the same port in every process, on no port, or on every interface. Each
-# worker and each server gets its own DMLC_TASK_ID.
+# The first three would make ps-lite listen on the same port in every process, on no port, and on every interface,
+# respectively. Each worker and each server gets its own DMLC_TASK_ID.
 NOT_PASSED_ON = ("PORT", "DMLC_LOCAL", "DMLC_USE_KUBERNETES", "DMLC_TASK_ID")
 
-# Each process runs this before the command, to make Linux kill the process when its parent, argv[1], exits for any
-# reason (1 is PR_SET_PDEATHSIG). preexec_fn is not used, because Python code between fork and exec can deadlock.
+# Each process runs this code before the command. It makes Linux kill the process when its parent exits for any reason.
+# argv[1] is the parent's process ID; 1 is PR_SET_PDEATHSIG. preexec_fn is not used, because Python code between fork
+# and exec can deadlock.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -59,12 +60,12 @@ except OSError as error:
 def launch(command: Sequence[str], workers: int, servers: int, port: int | None = None, restarts: int = 0) -> int:
     """Start all processes of a run, wait until they have exited, and return the exit status.
 
-    command: program and arguments of every process. port: the scheduler's port; the next port is used too; None: free
-    ports. restarts: how many times to start all processes again if the status is 1. Call this in the main thread, which
-    receives signals. Raises UsageError if the command does not exist or a port is in use.
+    command: program and arguments of every process. port: the scheduler's port; the scheduler also uses the next port;
+    None: choose free ports. restarts: how many times all processes may be restarted if the status is 1. Call this in
+    the main thread, which receives signals. Raises UsageError if the command does not exist or a port is in use.
 
-    The status is 0 if no process fails, 130 after Ctrl-C or SIGTERM, the worker's status if a worker fails first with 2
-    or 130, else 1.
+    The status is 0 if no process fails, and 130 after Ctrl-C or SIGTERM. If a worker fails first with status 2 or 130,
+    the status is the worker's. Otherwise, it is 1.
     """
     if not command:
         raise UsageError("no command to run: add one at the end, such as -- gluon-mgpu train --kvstore dist_sync")
@@ -155,8 +156,8 @@ def _ended(processes: list[_Process]) -> bool:
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
-    """The process that failed first, or None. If several processes failed since the last check, prefer a process killed
-    by a signal, then a worker, because the other processes may have failed as a result."""
+    """The process that failed first, or None. If several have failed since the last check, a process that a signal
+    killed takes precedence, then a worker, because the other processes may have failed as a result."""
     failed = [p for p in processes if p.poll()]
     return min(failed, key=lambda p: (p.returncode > 0, p.role != "worker"), default=None)
 
@@ -178,7 +179,7 @@ def _terminate(processes: list[_Process], events: _Events) -> None:
 
 
 def _kill(processes: list[_Process]) -> None:
-    """Kill everything that is left, including stopped processes and children of processes that have exited."""
+    """Kill all remaining processes, including suspended processes and children of processes that have exited."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -197,7 +198,7 @@ class _Process(subprocess.Popen[bytes]):
             env={**environment, "DMLC_ROLE": role, **task},
             stdin=None if first_worker else subprocess.DEVNULL,
             stdout=None if role == "worker" else 2,  # standard error
-            start_new_session=True,  # Ctrl-C on the terminal reaches only the launcher, which passes it on
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which passes it on
         )
         self.role, self.name = role, " ".join((role, *task.values(), f"(process {self.pid})"))
 
@@ -229,7 +230,7 @@ class _Events:
         self._interrupt_pending = self.interrupted = True
 
     def error(self) -> str:
-        """The first error that a process reported, or ""."""
+        """The first error that any process reported, or ""."""
         with suppress(BlockingIOError):
             while True:
                 line = self._reports.recv(1 << 16).decode(errors="replace")
@@ -237,7 +238,7 @@ class _Events:
         return self.first_error
 
     def wait(self, done: Callable[[], Any], seconds: float = math.inf) -> bool:
-        """Wait until done() is true, but at most `seconds` seconds. Returns whether done() became true.
+        """Wait until done() is true, but for at most `seconds` seconds. Returns whether done() became true.
 
         Raises KeyboardInterrupt after Ctrl-C or SIGTERM.
         """
@@ -248,7 +249,7 @@ class _Events:
                 raise KeyboardInterrupt
             if time.monotonic() > until:
                 return False
-            self.error()  # empties the socket's short queue
+            self.error()  # read the reports before the socket's short queue is full
             time.sleep(POLL_INTERVAL)
         return True
 
@@ -271,4 +272,4 @@ def _check_ports(port: int) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # may follow a progress bar
+    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # start below a progress bar

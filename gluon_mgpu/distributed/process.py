@@ -1,6 +1,6 @@
-"""Finds this process's role in a run, from environment variables that horovodrun, launch.py or the user sets.
+"""Finds this process's role in a run from environment variables that horovodrun, launch.py or the user has set.
 
-Nothing here imports mxnet.
+This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ HOW_TO_START = {
     "dist_sync": "start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for several "
     "machines, see docs/distributed.md",
 }
-SECRET = "GLUON_MGPU_SECRET"  # environment variable: shared by the processes of a run
+SECRET = "GLUON_MGPU_SECRET"  # environment variable: a secret that the processes of a run share
 SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from a launcher or a cluster manager
-DIVIDED_SIZE = 10_000  # number of elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
+DIVIDED_SIZE = 10_000  # elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
 
 
 class Process(NamedTuple):
     """One process of a run. The defaults describe a process that trains alone.
 
-    role: "worker", or with dist_sync also "server" or "scheduler". rank: the process's number within its role, from 0.
+    role: "worker"; with dist_sync, also "server" or "scheduler". rank: the process's number within its role, from 0.
     local_workers: number of workers that share this machine's cores. root, port: the scheduler's host and port
     (dist_sync). secret: the coordinator accepts only processes that know it.
     """
@@ -98,9 +98,9 @@ def check_compress(compress: str | None, here: Process) -> None:
 
 
 def horovod_address() -> str:
-    """The address that Horovod's other workers use to reach this worker.
+    """The address that the other Horovod workers use to reach this worker.
 
-    This is not the machine's own name, which may resolve to 127.0.1.1 on the machine itself.
+    This is not the machine's own name, because the machine itself may resolve that name to 127.0.1.1.
     Raises UsageError if the interface in HOROVOD_GLOO_IFACE does not exist; Horovod itself would abort.
     """
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
@@ -118,7 +118,7 @@ def horovod_address() -> str:
 
 
 def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
-    """Set the environment variables that ps-lite needs and the user may have omitted."""
+    """Set the environment variables that ps-lite needs, but that the user may not have set."""
     os.environ.setdefault("DMLC_NODE_HOST", own_address)
     os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite does not resolve names
     os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED_SIZE))

@@ -1,4 +1,4 @@
-"""Runs a server or the scheduler of dist_sync: MXNet's own loop, with a heartbeat."""
+"""Runs a dist_sync server or the scheduler: MXNet's own loop, plus a heartbeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gluon_mgpu.runtime import engine
 
 
 def serve(here: Process) -> None:
-    """Serve until all workers are done, when the heartbeat ends this process. here: a server or the scheduler."""
+    """Serve until all workers are done; the heartbeat then ends this process. here: a server or the scheduler."""
     engine.configure(1)
     # Import MXNet before the heartbeat starts, because loading libmxnet from a slow disk blocks Python for a long time.
     # Import it as a worker: in a server, the import would run MXNet's own server, which unpickles any optimizer that a

@@ -11,8 +11,8 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import Error
 
-# {model: milliseconds between Horovod's rounds}. In each round, the workers agree on the arrays that are ready to be
-# summed, which takes about 60 microseconds. Large networks need fewer rounds than Horovod's default of one per
+# {model: milliseconds between Horovod's rounds}. In each round, the workers agree on which arrays are ready to be
+# summed. A round takes about 60 microseconds. Large networks need fewer rounds than Horovod's default of one per
 # millisecond.
 CYCLES = {"resnet18": "8"}
 FUSION_BYTES = 4 << 20  # smaller arrays are copied and summed together; larger arrays are summed in place
@@ -38,7 +38,7 @@ class Horovod:
         """Sum an array over all workers, in place. key: an int for a gradient, a str for any other array."""
         is_gradient = isinstance(key, int)
         sent = array
-        if array.context.device_type == "gpu":  # `make horovod` builds Horovod without CUDA
+        if array.context.device_type == "gpu":  # `make horovod` builds Horovod without CUDA support
             sent = array.as_in_context(mx.cpu())
         if self.compress and is_gradient:
             sent = sent.astype("float16")
@@ -47,7 +47,7 @@ class Horovod:
             sent.astype(array.dtype).copyto(array)
 
     def from_worker_0(self, text: str) -> str:
-        """Broadcast worker 0's text to all workers; at most 256 ASCII characters."""
+        """Send worker 0's text, at most 256 ASCII characters, to all workers."""
         sent = nd.array(list(text.encode().ljust(256)), dtype="int32")
         return bytes(self.hvd.broadcast(sent, root_rank=0, name="address").asnumpy().astype("uint8")).decode().strip()
 
@@ -56,9 +56,9 @@ class Horovod:
 
 
 class DistSync:
-    """Sums arrays with MXNet's parameter servers (ps-lite). Each server only sums its own part of the arrays.
+    """Sums arrays with MXNet's parameter servers (ps-lite). Servers only sum: each sums its own part of the arrays.
 
-    threshold: for 2-bit compression of gradients; None: no compression.
+    threshold: the threshold for 2-bit compression of gradients; None: no compression.
     """
 
     def __init__(self, threshold: float | None) -> None:
@@ -74,7 +74,7 @@ class DistSync:
         name, priority = str(key), -int(key) if is_gradient else 0
         if name not in self.keys:
             if self.threshold and is_gradient and not self.compressing:
-                # Not enabled earlier, because it would also compress the parameters that worker 0 broadcasts.
+                # Compression is not enabled earlier, because it would also apply to the parameters from worker 0.
                 self.kv.set_gradient_compression({"type": "2bit", "threshold": self.threshold})
                 self.compressing = True
             self.keys.add(name)

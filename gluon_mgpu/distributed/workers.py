@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from gluon_mgpu.distributed.stores import DistSync, Horovod
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine; containers on one machine share it
-SECONDS_TO_BLAME = 5.0  # how long a worker waits after an unexpected error, because a lost process may be the cause
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine; all containers on it have the same ID
+SECONDS_TO_BLAME = 5.0  # seconds that a worker waits after an unexpected error, in case a lost process caused it
 
 
 class Workers:
@@ -48,23 +48,23 @@ class Workers:
         return False
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Collect one value from every worker, in rank order. Waits for all workers. value: any JSON value."""
+        """Collect one JSON value per worker, in rank order. Waits for all workers. value: this worker's value."""
         return [value]
 
     def exchange_device_counts(self, devices: int) -> Sequence[int]:
-        """Returns every worker's device count, in rank order. devices: this worker's count. Call this before `part`."""
+        """Return every worker's device count, in rank order. devices: this worker's count. Call this before `part`."""
         self.devices = self.all_gather(devices)
         return self.devices
 
     def part(self, n: int) -> slice:
-        """This worker's part of n examples that are divided evenly among the devices of all workers."""
+        """This worker's slice of n examples. They are divided evenly among the devices of all workers."""
         sizes = shard_sizes(n, sum(self.devices))
         first = sum(self.devices[: self.rank])
         start = sum(sizes[:first])
         return slice(start, start + sum(sizes[first : first + self.devices[self.rank]]))
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise UsageError if a worker's facts differ from worker 0's facts. facts: {name: any JSON value}."""
+        """Raise UsageError if any worker's facts differ from worker 0's facts. facts: {name: any JSON value}."""
         first, *others = self.all_gather({"version": __version__, **facts})
         for rank, other in enumerate(others, 1):
             for name in {**first, **other}:
@@ -75,7 +75,7 @@ class Workers:
                     )
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
-        """Sum an array over all workers, in place and asynchronously, like MXNet's operators.
+        """Sum an array over all workers, in place. Like an MXNet operator, this runs asynchronously.
 
         key: identifies the array in all workers; an int for a gradient (lower keys are sent first), a str for any other
         array.
@@ -96,8 +96,8 @@ class Workers:
         return False
 
     def may_step(self, step: int) -> bool:
-        """Whether this worker may issue step number `step`, counted from 0. After a request to stop, this is False once
-        all workers have issued the same steps."""
+        """Whether this worker may issue step number `step`, counted from 0. After a request to stop, this becomes False
+        when all workers have issued the same number of steps."""
         return True
 
 
@@ -105,9 +105,10 @@ ALONE = Workers()
 
 
 class Group(Workers):
-    """Several workers. Overrides the methods that involve other processes.
+    """One worker's view of a run with several workers. Overrides the methods that involve other processes.
 
-    store: sums arrays. client: this worker's heartbeat. coordinator: None except in Horovod's worker 0.
+    store: sums arrays. client: this worker's heartbeat connection. coordinator: only in worker 0 with Horovod, else
+    None.
     """
 
     def __init__(
@@ -137,12 +138,11 @@ class Group(Workers):
         return self.client.may_step(step)
 
     def leave(self) -> None:
-        """Leave the run, once all workers have finished or stopped."""
-        with _one_signal_ignored():  # a cluster manager signals every process, perhaps this one late
+        """Wait until all workers have finished or stopped, and leave the run."""
+        with _one_signal_ignored():  # a cluster manager signals every process; its signal may arrive late
             try:
-                self.all_gather(
-                    None
-                )  # worker 0 may still be writing; if one worker exits, a launcher stops all of them
+                # Worker 0 may still be writing, and a launcher stops all workers when one worker exits.
+                self.all_gather(None)
             except KeyboardInterrupt as error:
                 self.fail(error)
                 raise
@@ -157,10 +157,10 @@ class Group(Workers):
         if isinstance(error, KeyboardInterrupt):
             line, status = "interrupted", 130
         elif not isinstance(error, Error):
-            time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat stops this process meanwhile
+            time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat meanwhile ends this process
         self.client.failed(line, status)
         if self.coordinator:
-            self.coordinator.close()  # waits until the remaining processes have been told
+            self.coordinator.close()  # waits until the other processes have been told
 
 
 @contextmanager
@@ -222,8 +222,8 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
 def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
     """Pin each worker on this machine to its own subset of the cores, if there are enough cores.
 
-    Otherwise, the kernel may run the Horovod threads of all workers on one core, and every sum then waits for that
-    core. If workers are already limited to different cores, nothing changes.
+    Without pinning, the kernel may run the Horovod threads of all workers on one core, and every sum then waits for
+    that core. If the workers are already limited to different cores, nothing changes.
     """
     cores = sorted(os.sched_getaffinity(0))
     here = [BOOT_ID.read_text(), cores]

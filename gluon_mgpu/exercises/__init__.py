@@ -2,8 +2,8 @@
 cases.
 
 A learner's file begins with the exercise's docstring, which names the exercise. A check calls the function in that file
-that has the same name as the solution's last function. It recognizes known mistakes by what the function computes, not
-by reading the code.
+that has the same name as the solution's last function. The check recognizes known mistakes by what the function
+computes, not by reading the code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = tuple(PAGES)
 
 
 class Mistake(Exception):
-    """A mistake in an answer. name: its entry in mistakes.ini. case: the input, the expected and the found values."""
+    """A mistake in an answer. name: its entry in mistakes.ini. case: the input, and the expected and actual values."""
 
     def __init__(self, name: str, case: str) -> None:
         super().__init__(f"{name}: {case}")
@@ -39,7 +39,7 @@ def solution(name: str) -> str:
 
 
 def title(name: str) -> str:
-    """The task in one line."""
+    """The title of an exercise: its task in one line."""
     text = solution(name)[len(f'"""Exercise {name}: ') :].splitlines()[0].rstrip(".")
     return text[0].upper() + text[1:]
 
@@ -51,7 +51,7 @@ def answer_of(name: str) -> ast.FunctionDef:
 
 
 def skeleton(name: str) -> str:
-    """The solution without the body of its last function."""
+    """The solution, without the code of its last function."""
     docstring = answer_of(name).body[0]
     kept = solution(name).splitlines()[: docstring.end_lineno]
     return "\n".join([*kept, '    raise NotImplementedError("write this function")', ""])

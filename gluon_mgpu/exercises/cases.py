@@ -1,4 +1,4 @@
-"""Code that the checks share: comparison with known mistakes, and a recorder of copies and waits."""
+"""Code that the checks share: it compares results with known mistakes, and records copies and waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shown(arrays: Sequence[np.ndarray]) -> str:
 def compare(case: str, found: Numbers, right: Numbers, mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]]) -> None:
     """Raise the Mistake that explains the result, unless the result is correct.
 
-    found, right: one array per device. mistakes: {name: results of this mistake}, in order of comparison.
+    found, right: one array per device. mistakes: {name: results that this mistake can produce}; the first match counts.
     """
     if same(found, right):
         return
@@ -92,7 +92,7 @@ def recording(on_wait: Callable[[Context | None], object] = lambda context: None
 def copies(case: str, events: list[Any], needed: int, allow_numpy: bool = False) -> list[Copy]:
     """Returns the copies between devices. Raises Mistake if there are fewer than `needed`.
 
-    allow_numpy: accept copies through NumPy too.
+    allow_numpy: also accept copies through NumPy.
     """
     found = [event for event in events if isinstance(event, Copy)]
     waited = any(isinstance(event, Wait) for event in events)

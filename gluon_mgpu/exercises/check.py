@@ -1,4 +1,4 @@
-"""Checks an answer: `check` runs in this process, which imports MXNet; `run` starts a process with a time limit."""
+"""Checks an answer: `check` in this process, which imports MXNet; `run` in a new process with a time limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gluon_mgpu.exercises import Mistake
 from gluon_mgpu.runtime import subprocesses
 
 SECONDS = 60  # time limit; a check takes 2 seconds, or longer on a busy machine
-WRONG = 3  # exit status of the new process if it found a mistake
+WRONG = 3  # exit status of the new process if it finds a mistake
 WIDTH = 100
 TORCH = {  # {attribute of a PyTorch tensor that an NDArray x lacks: what to write instead}
     "clone": "x.copy()",
@@ -47,7 +47,7 @@ def check(name: str, code: str, path: str) -> Mistake | None:
             return returned[-1]
 
         getattr(checks, name)(answer)
-        mx.nd.waitall()  # raises the errors of operators whose results no case has read
+        mx.nd.waitall()  # raises errors from operators whose results no case has read
     except Mistake as mistake:
         return mistake
     except NotImplementedError:

@@ -16,8 +16,8 @@ from gluon_mgpu.exercises import Mistake
 from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, copies, recording, shown, values
 
 K = 3  # devices in the exercises on Gluon
-EARLIER, QUEUE = 100, 1  # timing: seconds that device 0 is busy at the start; seconds that queueing takes
-N, FEATURES, CLASSES, BATCH, LR = 288, 8, 3, 16, 0.01  # rate
+EARLIER, QUEUE = 100, 1  # for timing: seconds that device 0 is busy at the start; seconds that queueing takes
+N, FEATURES, CLASSES, BATCH, LR = 288, 8, 3, 16, 0.01  # for rate
 
 
 def split(answer: Answer) -> None:
@@ -75,7 +75,7 @@ def tree(answer: Answer) -> None:
             "no-broadcast": [[right[0], *found[1:]]],
         }
         compare(case, found, right, mistakes)
-        busy: Counter[Any] = Counter()  # the round of a device's last copy, if a device makes one copy per round
+        busy: Counter[Any] = Counter()  # {device: round of its last copy}, with one copy per device and round
         for copy in copies(case, events, 2 * (k - 1)):
             busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
         rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))
@@ -268,8 +268,8 @@ def seeds(answer: Answer) -> None:
 
 
 class Devices:
-    """Two devices with a simulated clock. Queueing advances it by QUEUE; waiting advances it to the time when the work
-    is done."""
+    """Two devices with a simulated clock. Queueing advances the clock by QUEUE; waiting advances it to the time when
+    the work is done."""
 
     def __init__(self, seconds: tuple[int, int]) -> None:
         self.seconds, self.ctx, self.now, self.done, self.reads = seconds, contexts(2), 0, [EARLIER, 0], 0
@@ -340,11 +340,11 @@ def _net(X: NDArray, params: list[NDArray]) -> NDArray:
 
 
 def _loss_after_an_epoch(k: int, lr: float) -> float:
-    """Train a linear classifier on k devices, with BATCH examples per device."""
+    """Train a linear classifier for an epoch on k devices, with BATCH examples per device, and return its loss."""
     random = np.random.RandomState(0)
     centers, labels = random.normal(size=(CLASSES, FEATURES)), np.arange(N) % CLASSES
     X = centers[labels] + 2 * random.normal(size=(N, FEATURES))
-    X[:, 0] *= 5  # with 9 times the rate, steps in this direction overshoot
+    X[:, 0] *= 5  # with 9 times the learning rate, steps in this direction overshoot
     X, y = nd.array(X), nd.array(labels)
     params = [nd.zeros((CLASSES, FEATURES)), nd.zeros(CLASSES)]
     replicas = [scratch.get_params(params, c) for c in contexts(k)]

@@ -1,1 +1,1 @@
-"""Runs old MXNet 1.x programs unchanged, with current Python and NumPy, even on machines without GPUs."""
+"""Runs old MXNet 1.x programs unchanged with current versions of Python and NumPy, even on machines without GPUs."""

@@ -27,11 +27,13 @@ FASHION_MNIST = os.path.join("~", ".mxnet", "datasets", "fashion-mnist")
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise AttributeError(f"{__name__}.{name}: gluon_mgpu does not provide it; the package d2l may: `pip install d2l`")
+    raise AttributeError(
+        f"{__name__}.{name}: gluon_mgpu does not provide this name; the package d2l may: `pip install d2l`"
+    )
 
 
 def _arrays():
-    """mxnet.np after npx.set_np(), else mxnet.nd."""
+    """Returns mxnet.np if npx.set_np() was called, else mxnet.nd."""
     return mx.np if mx.util.is_np_array() else mx.nd
 
 
@@ -70,7 +72,7 @@ def split_batch_multi_inputs(X, y, devices):
 
 
 def load_data_fashion_mnist(batch_size, resize=None, root=FASHION_MNIST):
-    """Loaders for the training and test sets. Batches: images (n, 1, 28, 28) in [0, 1] and int32 labels (n,)."""
+    """Returns training and test loaders. Their batches: images (n, 1, 28, 28) in [0, 1] and int32 labels (n,)."""
     transform = transforms.Compose([*([transforms.Resize(resize)] if resize else []), transforms.ToTensor()])
 
     def batchify(samples):
@@ -101,7 +103,7 @@ def data_iter(batch_size, features, labels):
 
 
 def synthetic_data(w, b, num_examples):
-    """X (num_examples, len(w)) and y = Xw + b + noise, (num_examples, 1)."""
+    """Returns X (num_examples, len(w)) and y (num_examples, 1), where y = Xw + b + noise."""
     normal = _arrays().random.normal
     X = normal(0, 1, (num_examples, len(w)))
     y = linreg(X, w, b).reshape((-1, 1))
@@ -156,7 +158,7 @@ def resnet18(num_classes):
 
 
 def accuracy(y_hat, y):
-    """Number of correct predictions; if OF_2018, the fraction. y_hat: scores (n, classes, ...) or classes (n, ...)."""
+    """Number (if OF_2018, fraction) of correct predictions. y_hat: scores (n, classes, ...) or classes (n, ...)."""
     return _correct(y_hat, y) / (y.size if OF_2018 else 1)
 
 
@@ -207,7 +209,7 @@ def evaluate_loss(net, data_iter, loss):
 
 
 def train_batch_ch13(net, features, labels, loss, trainer, devices, split_f=split_batch):
-    """Returns the sum of the losses and the number of correct predictions. trainer: like train_epoch_ch3's updater."""
+    """Returns the sum of the losses and the number of correct predictions. trainer: see train_epoch_ch3's updater."""
     Xs, ys = split_f(features, labels, devices)
     with autograd.record():
         y_hats = [net(X) for X in Xs]
@@ -227,7 +229,7 @@ def _train_epoch(net, train_iter, loss, trainer, devices, split_f):
 
 
 def train_epoch_ch3(net, train_iter, loss, updater):
-    """Returns the mean loss and the accuracy. updater: a Trainer or a function of the batch size."""
+    """Returns the mean loss and the accuracy. updater: a Trainer, or a function that takes the batch size."""
     return _train_epoch(net, train_iter, loss, updater, None, split_batch)[:2]
 
 

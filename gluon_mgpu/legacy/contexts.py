@@ -1,4 +1,4 @@
-"""Runs a program's GPU contexts on CPU contexts if there are no GPUs, and keeps several CPU contexts from hanging.
+"""Replaces a program's GPU contexts with CPU contexts if there is no GPU, and keeps several CPU contexts from hanging.
 
 Without GPUs, mx.gpu(i) is CPU context i, so its arrays are printed with @cpu(i).
 """
@@ -13,15 +13,15 @@ from typing import Any
 
 from gluon_mgpu.runtime import engine, log
 
-CPU = 1  # MXNet's number for the device type
+CPU = 1  # MXNet's number for CPU contexts
 
 
 def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
-    """Change the contexts of the imported mxnet. gpus, map_gpus: see `prepare.Settings`."""
+    """Change how the imported mxnet creates contexts. gpus, map_gpus: see `prepare.Settings`."""
     Context = mx.context.Context
     original = Context.__init__
     there_are_gpus = mx.context.num_gpus() > 0
-    used = {0}  # CPU contexts in use; 0 is the default context
+    used = {0}  # indices of the CPU contexts in use; 0 is the default context
 
     def create(context: Any, device_type: Any, device_id: int = 0) -> None:
         if device_type == "gpu" and not there_are_gpus:
@@ -58,7 +58,7 @@ def _say_once() -> None:
 def use_one_thread(mx: ModuleType, index: int) -> None:
     """Make the engine's thread for a CPU context use one OpenMP thread. With more threads, two contexts could hang.
 
-    A thread can only change its own number of OpenMP threads, so the change is queued like an operator.
+    A thread can change the number of OpenMP threads only for itself, so the change is queued like an operator.
     """
 
     class MXNetContext(ctypes.Structure):
@@ -77,4 +77,4 @@ def use_one_thread(mx: ModuleType, index: int) -> None:
     mx.base.check_call(
         mx.base._LIB.MXEnginePushSync(function, none, none, where, none, 0, none, 0, none, 0, b"one OpenMP thread")
     )
-    done.wait()  # waitall would raise the errors of the program's own operators
+    done.wait()  # waitall would also raise the errors of the program's own operators

@@ -69,7 +69,10 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
 
 
 def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:
-    """Write a known file to target, or call download(). Returns the path. On failure, raises OSError."""
+    """If the URL names a known file, write it to target; otherwise, call download(). Returns the path.
+
+    Raises OSError if download() fails. Other exceptions: see `datasets.content`.
+    """
     known = known_file(url)
     if known:
         content = datasets.content(*known, data_dir)

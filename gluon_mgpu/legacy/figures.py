@@ -20,7 +20,7 @@ def to_numpy(array):
 
 
 class Timer:
-    """Starts immediately. times: the seconds between each start and stop."""
+    """A timer that starts immediately. times: the seconds from each start to the next stop."""
 
     def __init__(self):
         self.times = []
@@ -44,7 +44,7 @@ class Timer:
 
 
 class Accumulator:
-    """n running sums."""
+    """Keeps n running sums."""
 
     def __init__(self, n):
         self.data = [0.0] * n
@@ -116,7 +116,7 @@ class Animator:
         self.X, self.Y, self.fmts = [], [], fmts
 
     def add(self, x, y):
-        """x, y: a list with one value per line (None: no new point), or a single value."""
+        """x, y: a single value, or a list with one value per curve (None: no new point)."""
         ys = y if isinstance(y, (list, tuple)) else [y]
         xs = x if isinstance(x, (list, tuple)) else [x] * len(ys)
         if not self.X:

@@ -1,4 +1,4 @@
-"""Functions of Python's imp module, removed in 3.12, that old programs use to load source files."""
+"""Functions of the module imp, which Python 3.12 removed. Old programs use them to load source files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Restores names and modules that programs from 2016 to 2022 use but that Python and NumPy have removed.
 
-A name that still exists is never replaced. All changes are made in this process only.
+A name that still exists is never replaced. All changes affect only this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULES = {
 
 
 class Modules:
-    """Finds MODULES. It is last on sys.meta_path, so that installed modules take precedence."""
+    """Finds MODULES. This finder is last on sys.meta_path, so that installed modules take precedence."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -42,7 +42,7 @@ class Modules:
 
 
 def add_to_python() -> dict[str, Callable[[ModuleType], object]]:
-    """Restore names that Python 3.8 to 3.13 removed from modules that still exist, and pipes.quote.
+    """Restore pipes.quote, and the names that Python 3.8 to 3.13 removed from modules that still exist.
 
     Returns {module: function to call after its import} for modules that are not imported yet.
     """
@@ -142,7 +142,7 @@ def add_to_numpy(np: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Repair what fails, or loses precision, because of changes in NumPy 2."""
+    """Repair functions that fail or lose precision because of changes in NumPy 2."""
     import numpy as np
 
     if hasattr(np, "trapezoid"):
@@ -152,7 +152,8 @@ def add_to_mxnet(mx: ModuleType) -> None:
 
 
 def _keep_sums_in_float64(metric: Any) -> None:
-    """0.0 + np.float32(x) is a float32 since NumPy 2, but np.float64(0.0) + np.float32(x) is still a float64."""
+    """Store the sums of a metric as np.float64. Since NumPy 2, 0.0 + np.float32(x) is a float32, but np.float64(0.0) +
+    np.float32(x) is still a float64."""
     import numpy as np
 
     def stored_as(name: str) -> property:

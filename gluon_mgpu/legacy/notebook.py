@@ -1,5 +1,7 @@
-"""Runs Jupyter notebooks in processes prepared by `prepare`, and installs a kernel that does the same. Needs
-gluon_mgpu[jupyter]."""
+"""Runs Jupyter notebooks in processes that `prepare` has prepared, and installs a kernel that does the same.
+
+This module needs gluon_mgpu[jupyter].
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
-    """Execute all cells in the notebook's folder, and write the notebook with its outputs. Stops at the first cell
-    that fails; returns whether all cells succeeded.
+    """Execute all cells of a notebook, with its folder as the working directory, and write it with its outputs.
+
+    Stops at the first cell that fails. Returns whether all cells succeeded.
 
     path: the notebook. out: the file to write; None: path. Raises UsageError if path is not a notebook, Error if
     Jupyter's packages are missing or the kernel exits.
@@ -80,7 +83,7 @@ def _pass_on_interrupts(client: Any) -> None:
 
 
 def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
-    """Install a Jupyter kernel that runs this Python in a process prepared by `prepare`. Returns its folder.
+    """Install a Jupyter kernel that runs this Python in a process that `prepare` has prepared. Returns its folder.
 
     prefix: an environment's folder, such as sys.prefix; None: the user's folder.
     """

@@ -26,8 +26,9 @@ MOST_GPUS = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """gpus: number of GPUs that the program sees; None: any number. map_gpus: run mx.gpu(i) on CPU context i if there
-    are no GPUs. numpy_names: restore the names that NumPy has removed. data_dir: see `datasets.load`."""
+    """gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
+    mx.context.num_gpus() is 0. map_gpus: use CPU context i for mx.gpu(i) if there is no GPU. numpy_names: restore the
+    names that NumPy has removed. data_dir: see `datasets.load`."""
 
     gpus: int | None = None
     map_gpus: bool = True
@@ -40,7 +41,7 @@ class Settings:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The environment variables for starting a prepared program."""
+    """The environment variables with which to start a prepared program."""
     users = engine.users_environment()
     paths = [str(STARTUP), *filter(None, [users.get("PYTHONPATH")])]
     return {**users, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(asdict(settings))}
@@ -76,7 +77,7 @@ def _prepare_mxnet(mx: ModuleType, settings: Settings) -> None:
 
 
 class AfterImport:
-    """Calls functions right after modules are imported. actions: {module's name: function of the module}."""
+    """Calls functions right after modules are imported. actions: {module's name: function that takes the module}."""
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], object]]) -> None:
         self.actions = actions
@@ -91,12 +92,12 @@ class AfterImport:
         if spec is None or spec.loader is None:
             return None
         if name in names.RESTORE and not (spec.origin or "").startswith(os.path.dirname(os.__file__)):
-            return spec  # the program has its own module of this name
+            return spec  # the program has its own module with this name
         execute, action = spec.loader.exec_module, self.actions[name]
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
             action(module)
 
-        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]  # this loader only
+        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]  # changes only this loader
         return spec

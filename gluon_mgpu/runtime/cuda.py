@@ -14,10 +14,10 @@ from pathlib import Path
 from gluon_mgpu.runtime.errors import Error
 
 DRIVER = "libcuda.so.1"
-# cuDNN opens these at the first convolution, and could find other versions in LD_LIBRARY_PATH.
+# cuDNN opens these at the first convolution. If they are not open yet, it may find other versions in LD_LIBRARY_PATH.
 CUDNN_PARTS = [f"libcudnn_{part}_{use}.so.8" for part in ("ops", "cnn", "adv") for use in ("infer", "train")]
-# Libraries that mxnet-cu112 needs, directly or indirectly: (pip requirement, library, ...). Each library comes after
-# its own dependencies, which are then already open.
+# Libraries that mxnet-cu112 needs, directly or indirectly: (pip requirement, library, ...). A library comes after
+# its dependencies, which are then already open.
 LIBRARIES = (
     ("nvidia-cuda-runtime-cu11", "libcudart.so.11.0"),
     ("nvidia-cuda-nvrtc-cu11", "libnvrtc.so.11.2"),
@@ -29,7 +29,7 @@ LIBRARIES = (
     ("nvidia-cudnn-cu11<9", "libcudnn.so.8", *CUDNN_PARTS),
     ("nvidia-nccl-cu11", "libnccl.so.2"),
 )
-# --force-reinstall: pip considers a wheel installed even if its files are gone.
+# --force-reinstall is needed because pip considers a wheel installed even if its files are gone.
 REINSTALL = "pip install --force-reinstall --no-deps"
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
@@ -37,8 +37,8 @@ WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-inf
 def prepare() -> None:
     """If mxnet-cu112 is installed, open the libraries that it needs. Call this before the first `import mxnet`.
 
-    Raises Error if the driver or a library is missing, or if two MXNet wheels are installed in one folder, where they
-    overwrite each other's files.
+    Raises Error if the driver or a library is missing, or if two MXNet wheels, which overwrite each other's files, are
+    installed in one folder.
     """
     names = list(wheels())
     if len(names) > 1:
@@ -54,7 +54,7 @@ def prepare() -> None:
 
 
 def wheels() -> dict[str, str]:
-    """{name: version} of the MXNet wheels in the folder that `import mxnet` uses; normally there is one."""
+    """{name: version} of the MXNet wheels in the folder that `import mxnet` uses; normally there is only one."""
     spec = importlib.util.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
         return {}

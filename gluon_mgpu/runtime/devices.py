@@ -23,7 +23,7 @@ KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 def parse(gpus: int | str | Sequence[int]) -> list[int]:
     """Parse a number of devices (2), device indices ([0, 2]), or the value of --gpus. Returns device indices.
 
-    Raises UsageError for anything else, or if indices are repeated or out of range.
+    Raises UsageError for any other value, or if indices are repeated or out of range.
     """
     try:
         return count_or_list(gpus)
@@ -36,8 +36,7 @@ def parse(gpus: int | str | Sequence[int]) -> list[int]:
 def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int = MOST) -> list[int]:
     """Parse a count or a list of distinct numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
 
-    Raises ValueError or TypeError for anything else, if there are more than 1024 numbers, or if a number is not in
-    range(below).
+    Raises ValueError or TypeError for anything else, for more than 1024 numbers, or if a number is not in range(below).
     """
     text = str(given)
     if isinstance(given, (list, tuple)):
@@ -105,7 +104,10 @@ def _why_no_gpu() -> str:
 
 
 def gpu(index: int) -> tuple[str, int, int]:
-    """(name, major, minor compute capability) of a GPU, from the driver, which uses the same GPU indices as MXNet."""
+    """Ask the driver for a GPU's name and compute capability. Returns (name, major, minor).
+
+    The driver and MXNet use the same GPU indices.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
     handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
     status = (
@@ -123,8 +125,8 @@ def gpu(index: int) -> tuple[str, int, int]:
 def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
     """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
 
-    shares: the devices' relative shard sizes; None: sizes as equal as possible, larger ones first. Each device gets at
-    least one example; if there are fewer examples than devices, the last devices get none.
+    shares: the devices' relative shard sizes; None: sizes as equal as possible, larger shards first. Each device gets
+    at least one example; if there are fewer examples than devices, the last devices get none.
     """
     if examples <= parts:
         return [int(i < examples) for i in range(parts)]

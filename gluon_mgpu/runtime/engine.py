@@ -1,7 +1,8 @@
 """Prepares a process for MXNet 1.9.1 before libmxnet is loaded. docs/engine.md gives the reasons and measurements.
 
-The first `import mxnet` after `import gluon_mgpu` sets the number of OpenMP threads, the engine's temporary spaces and
-the allocator. This module imports neither mxnet nor NumPy, because `doctor` must start even if NumPy is broken.
+The first `import mxnet` after `import gluon_mgpu` sets the numbers of OpenMP threads and temporary spaces, and the
+allocator's parameters. This module imports neither mxnet nor NumPy, because `doctor` must start even if NumPy is
+broken.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 if TYPE_CHECKING:
     from mxnet import Context
 
-TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait for a free one. Each grows to the largest size needed.
-SPINS = "20000"  # how many times OpenMP threads check for work before they sleep; the default slows down busy cores
+TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait for a free space. Each grows to the largest size needed.
+SPINS = "20000"  # how often idle OpenMP threads check for work before they sleep; the default slows down busy machines
 # Variables that MXNet reads as booleans or numbers, some at startup. An invalid value makes MXNet abort or hang.
 BOOLEAN = re.compile(
     "MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"
@@ -47,7 +48,7 @@ ENGINES = ("ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine")
 # (environment variable for the user's own value, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
     # Allocate arrays of up to 32 MiB, glibc's largest threshold, on the heap. Larger arrays are mapped, and unmapped
-    # when freed, because they would fragment the heap, which never shrinks.
+    # when freed; otherwise, they would fragment the heap, which never shrinks.
     ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20),
     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),  # keep freed memory for the next operator
     ("MALLOC_TOP_PAD_", -2, 64 << 20),  # bytes added each time the heap grows
@@ -56,7 +57,7 @@ ALLOCATOR = (
 
 # If one of these is set, libgomp may start fewer threads than oneDNN expects, which makes results wrong.
 FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
-# These bind the workers of all contexts to the core of the thread that started them.
+# These bind the worker threads of all contexts to the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 _configured = _stock = False
@@ -72,12 +73,13 @@ class Finder:
         spec = PathFinder.find_spec(name, path, target) if name == "mxnet" else None
         if spec is not None and spec.loader is not None:
             execute = partial(_import, spec.loader.exec_module)
-            spec.loader.exec_module = execute  # type: ignore[method-assign]  # this loader only
+            spec.loader.exec_module = execute  # type: ignore[method-assign]  # changes only this loader
         return spec
 
 
 def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    importlib.import_module("numpy")  # imported first: an import hook of `legacy` may then import numpy_names
+    # NumPy comes first, because an import hook of `legacy` may import numpy_names right after NumPy.
+    importlib.import_module("numpy")
     from gluon_mgpu.runtime import numpy_names
 
     if not (_configured or _stock):
@@ -102,7 +104,7 @@ def configure(contexts: int | None = None, processes: int = 1, workers: int = 1)
     """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
     import prepares for several contexts.
 
-    contexts: number of contexts that compute at the same time; None: the number from an earlier call, or else several.
+    contexts: number of contexts that compute at the same time; None: as in an earlier call, or else several.
     processes: number of processes that share this machine's cores. workers: number of workers in the run, on all
     machines. Settings from the user's environment are kept if they are safe; a notice names each setting that is
     ignored. Raises Error if MXNet is missing, if mxnet was imported earlier with settings that can make this number of
@@ -138,7 +140,7 @@ def _prepare(contexts: int | None = None, processes: int = 1, workers: int = 1) 
     cuda.prepare()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
     if contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
-    if workers > 1:  # by default, the sum of a gradient waits until up to 15 operators of the backward pass have ended
+    if workers > 1:  # by default, up to 15 operators run as one, so a gradient waits for the operators after it
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     _changed = {
         name: (users.get(name), os.environ.get(name))
@@ -176,13 +178,13 @@ def check(ctx: list[Context]) -> None:
 
 
 def users_environment() -> dict[str, str]:
-    """The environment without the changes that `configure` made, for a child process that configures itself."""
+    """The environment without the changes that `configure` made, for a child process that calls `configure` itself."""
     own = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
     return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
 
 
 def openmp_threads() -> int:
-    """The number of OpenMP threads that each of MXNet's workers uses."""
+    """The number of OpenMP threads that each of MXNet's worker threads uses."""
     found = []
     gomp = ctypes.CDLL("libgomp.so.1")
     thread = threading.Thread(target=lambda: found.append(gomp.omp_get_max_threads()))
@@ -201,7 +203,7 @@ def _check_threads(contexts: int) -> None:
 
 
 def _set_threads(contexts: int | None, processes: int) -> None:
-    """Use one OpenMP thread if several workers can call OpenBLAS at the same time, else one per core."""
+    """Use one OpenMP thread if several of MXNet's threads can call OpenBLAS at the same time, else one per core."""
     alone = (
         contexts == 1
         and os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") == "1"

@@ -1,4 +1,4 @@
-"""Errors for the user. Each message is one line that names the problem and the value, and says what to do."""
+"""Errors for the user. Each message is one line that names the problem and the invalid value, and says what to do."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ LIBRARIES = {
     "libgcc_s.so.1": "libgcc-s1",
 }
 
-# {module: arguments of `pip install`}, if they differ from the module's name.
+# {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
 
 
@@ -22,7 +22,7 @@ class Error(Exception):
 
 
 class UsageError(Error):
-    """The command was wrong: an option is invalid, or this machine or data set does not support its value."""
+    """The command was wrong: an option is invalid, or this machine or data set does not support the option's value."""
 
     exit_status = 2
 

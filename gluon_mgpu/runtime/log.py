@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: the abstract socket where launch.py receives errors
+LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
 
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
@@ -26,7 +26,7 @@ def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
 
 
 def error(line: str) -> None:
-    """Print "error: LINE". Under launch.py, send the line to the launcher instead, which prints one error per run."""
+    """Print "error: LINE". Under launch.py, send the line to the launcher, which prints one error per run."""
     launcher = os.environ.get(LAUNCHER)
     if launcher:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:

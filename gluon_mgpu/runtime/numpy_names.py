@@ -1,7 +1,7 @@
-"""Lends MXNet 1.9.1 the names that it still uses but that NumPy has removed. No other code sees them.
+"""Gives MXNet 1.9.1 the names that it still uses but that NumPy has removed. Other code does not see them.
 
-MXNet uses most of the names while it is imported, so the numpy module has them only during that import. Three MXNet
-modules use two of the names later; these modules get a copy of the numpy module that has both.
+MXNet uses most of these names only while it is being imported, so the numpy module has them only during that import.
+Three MXNet modules use two of the names later, so these modules get a copy of the numpy module that contains both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REMOVED = {
 FINANCIAL = {name: functools.partial(_financial, name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")}
 WHILE_IMPORTED = {**REMOVED, **FINANCIAL}
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
-READERS = (  # the modules that read WHEN_CALLED, and the name that each uses for NumPy
+READERS = (  # the modules that use WHEN_CALLED, and the name that each gives to numpy
     ("mxnet.gluon.contrib.estimator.event_handler", "np"),
     ("mxnet.ndarray.numpy._op", "_np"),
     ("mxnet.symbol.numpy._symbol", "_np"),
@@ -52,7 +52,7 @@ READERS = (  # the modules that read WHEN_CALLED, and the name that each uses fo
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Lend mxnet the names that this NumPy lacks. Import mxnet inside the `with` block."""
+    """Give MXNet the names that this NumPy lacks. Import mxnet inside the `with` block."""
     names = _missing(WHILE_IMPORTED)
     vars(np).update(names)
     try:

@@ -21,7 +21,7 @@ LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for e
 
 
 class Finished(NamedTuple):
-    """status: the exit status; the negated signal number if a signal killed the process; None if the time ran out."""
+    """status: the exit status; the negated signal number if a signal killed the process; None if it timed out."""
 
     status: int | None
     out: str
@@ -38,9 +38,9 @@ def run(
 ) -> Finished:
     """Run a program until it exits. On Ctrl-C, it receives SIGINT and has SECONDS_TO_STOP seconds to exit.
 
-    command: program and arguments. env: its whole environment; None: the user's (`engine.users_environment`). folder:
-    its working directory. seconds: time limit. on_line: called with each line of standard output as it arrives.
-    Notices in its standard error are printed at once. Raises OSError if the program cannot be started.
+    command: program and arguments. env: all environment variables; None: the user's (`engine.users_environment`).
+    folder: the working directory. seconds: time limit. on_line: called with each line of standard output as it arrives.
+    Notices that the program writes to standard error are printed at once. Raises OSError if the program cannot start.
     """
     process = subprocess.Popen(
         command,
@@ -51,7 +51,7 @@ def run(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C on the terminal reaches the program only through this process
+        start_new_session=True,  # Ctrl-C in the terminal reaches the program only through this process
     )
     out: list[str] = []
     err: list[str] = []
@@ -83,7 +83,7 @@ def run(
 def check(name: str, finished: Finished, advice: str = "") -> None:
     """Raise Error or UsageError unless the program succeeded; the message is the program's own error message, if any.
 
-    name: the program's name in the message. advice: what to do if the time ran out.
+    name: the program's name in the message. advice: what to do if the program timed out.
     """
     if finished.status == 0:
         return
@@ -109,7 +109,7 @@ def gluon_mgpu(
 ) -> str:
     """Run `gluon-mgpu COMMAND --OPTION=VALUE ...` and return its standard output.
 
-    options: {option: value}; True passes the option alone, None and False omit it. env: added to the user's
+    options: {option: value}; True passes the option without a value; None and False omit it. env: added to the user's
     environment. Raises Error or UsageError with the command's own error message.
     """
     flags = [

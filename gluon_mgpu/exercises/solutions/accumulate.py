@@ -1,8 +1,8 @@
 """Exercise accumulate: compute the gradient of a large batch in parts.
 
 A batch that does not fit in memory is computed in parts, one after another. Each part is split among the devices. The
-parameters' gradients were attached with attach_grad("add"): backward adds to p.grad, and nothing sets it to zero. Write
-a step for the whole batch:
+parameters' gradients were attached with attach_grad("add"): backward adds to p.grad, and nothing resets it to zero.
+Write a training step for the whole batch:
 
     p -= lr * (sum of the gradients of all examples in all parts) / (number of examples in all parts)
 

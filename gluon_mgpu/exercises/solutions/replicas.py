@@ -2,8 +2,7 @@
 
 A Gluon network that was initialized on several devices has a replica of each parameter on each device. Training keeps
 the replicas equal, because every device makes the same update. Any other change has to be made on all devices too.
-Write such a change: limit the absolute value of all parameters, as is done for some generative networks after each
-step.
+Write such a change: limit the absolute values of all parameters, as some generative networks do after each step.
 """
 
 from mxnet import nd

@@ -1,9 +1,10 @@
 """Exercise ring: sum over devices in a ring.
 
-In a ring, device i sends only to device i + 1, and the last device sends to the first. Each array is cut into k chunks.
-In k - 1 steps, every device sends one chunk to the next device, which adds it to its own chunk. Then every chunk is
-complete on one device. In k - 1 more steps, the complete chunks go around the ring and replace the incomplete ones. So
-each device receives 2 (k - 1) chunks of n / k elements: fewer than 2 n elements, for any number of devices.
+In a ring, device i sends only to device i + 1, and the last device sends to the first. With k devices, each array of n
+elements is cut into k chunks. In each of k - 1 steps, every device sends one chunk to the next device, which adds it to
+its own chunk. Then every chunk is complete on one device. In k - 1 more steps, the complete chunks go around the ring
+and replace the incomplete ones. So each device receives 2 (k - 1) chunks of n / k elements: fewer than 2 n elements,
+for any number of devices.
 """
 
 
@@ -15,7 +16,7 @@ def ring_allreduce(data):
         index %= k
         return data[device % k][n * index // k : n * (index + 1) // k]
 
-    for step in range(k - 1):  # afterwards chunk i + 1 is complete on device i
+    for step in range(k - 1):  # afterward, chunk i + 1 is complete on device i
         for i in range(k):
             chunk(i + 1, i - step)[:] += chunk(i, i - step).copyto(data[(i + 1) % k].context)
     for step in range(k - 1):

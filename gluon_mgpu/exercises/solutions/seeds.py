@@ -1,8 +1,8 @@
 """Exercise seeds: draw the right random numbers on every device.
 
 Initial weights must be equal on all devices, or the replicas are different networks. Dropout masks must differ between
-devices: otherwise the examples of different shards share masks, which adds noise. Both must be the same if the program
-runs again with the same seed.
+devices: otherwise, the examples of different shards share masks, which adds noise. When the program runs again with the
+same seed, weights and masks must be the same as before.
 """
 
 import mxnet as mx

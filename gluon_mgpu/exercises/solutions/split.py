@@ -1,8 +1,8 @@
 """Exercise split: split a batch that does not divide evenly.
 
-The notebook's split_and_load stops if the batch size is not a multiple of the number of devices. Write a version that
-accepts any batch with at least one example per device. Each example goes to exactly one device. The sizes of the shards
-differ by at most one, because a step takes as long as its largest shard.
+The notebook's split_and_load raises an error if the batch size is not a multiple of the number of devices. Write a
+version that accepts any batch with at least one example per device. Each example goes to exactly one device. The sizes
+of the shards differ by at most one, because a step takes as long as its largest shard.
 """
 
 

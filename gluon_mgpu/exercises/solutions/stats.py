@@ -2,8 +2,9 @@
 
 Batch normalization keeps a running mean and a running variance, which it uses for prediction. They are not trained:
 each device updates its statistics from its own shards, and no allreduce sums them. So they drift apart, and the
-network's predictions depend on the device. Write a function that makes them equal again: it sets them to their average
-on every device. net.collect_params(".*running.*") returns these statistics, which Gluon stores as parameters.
+network's predictions depend on the device. Write a function that makes the statistics equal again: on every device, it
+sets them to their average over the devices. net.collect_params(".*running.*") returns these statistics, which Gluon
+stores as parameters.
 """
 
 from mxnet import nd

@@ -14,7 +14,7 @@ from gluon_mgpu.scratch import allreduce, sgd, split_and_load
 
 
 def loss(X, y, params):
-    """The loss of each example for a linear model: X (n, 2), y (n,), params [w (2,)] to losses (n,)."""
+    """Returns the losses (n,) of a linear model for X (n, 2), y (n,). params: [w], where w has shape (2,)."""
     return ((X * params[0]).sum(axis=1) - y) ** 2 / 2
 
 
