@@ -1,6 +1,7 @@
 """ResNet-18, and the registry of the networks that highlevel can train.
 
 To train your own network: `networks.register("mlp", build)`, then `highlevel.train(2, 256, 0.2, model="mlp")`.
+CONTRIBUTING.md explains how to add a network to the command line.
 """
 
 from __future__ import annotations
