@@ -183,8 +183,6 @@ def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun
     [
         {"dataset": "fashion-mnist"},
         {"seed": 3},
-        {"momentum": 0.5},
-        {"max_grad_norm": 1.0},
         {"batch_size": 16},
         {"model": "lenet-max", "impl": "highlevel"},
         {"epochs": 1},
