@@ -42,10 +42,8 @@ START = {"p0": 0.1 * np.random.default_rng(1).standard_normal((10, 784), np.floa
 
 def replicas(module, devices, **settings):
     settings = {"batch_size": 50, **settings}
-    if devices == 1:
-        settings.pop("shares", None)
-    elif settings.get("shares"):
-        settings["shares"] = settings["shares"][:devices]
+    if "shares" in settings:
+        settings["shares"] = settings["shares"][:devices] if devices > 1 else None
     ctx = [mx.cpu(i) for i in range(devices)]
     if module is scratch:
         params = [nd.array(p) for p in START.values()]
@@ -89,9 +87,8 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
     for (X, y), expected in zip(batches(SIZES), losses):
         found = np.concatenate([shard.asnumpy() for shard in made.train_batch(X, y, LR)])
         # A score is a sum of 784 products, computed from parameters with the errors of up to 20 updates.
-        np.testing.assert_allclose(
-            np.sort(found), np.sort(expected), rtol=0, atol=2 * (784 + STEPS) * eps * found.max()
-        )
+        atol = 2 * (784 + STEPS) * eps * found.max()
+        np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=0, atol=atol)
     # An update sums a batch's gradient, whose terms come from scores (sums of 784 products); 20 updates add up.
     additions = 784 + max(SIZES) + STEPS
     for name, p in made.parameters().items():
