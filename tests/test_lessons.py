@@ -10,6 +10,7 @@ import pytest
 from lenet64 import scores
 from mxnet import autograd, gluon, nd
 from parity import drift
+from test_partition import contexts
 
 from gluon_mgpu import highlevel, networks, scratch
 from gluon_mgpu.training.replicas import LENET
@@ -21,10 +22,6 @@ MODULES = [scratch, highlevel]
 # ReLU turns one of more than 10^5 activations on or off, which moves an update by far less than this part
 # of its length. Dropping a shard or dividing by its size would move it by more than half.
 ROUNDING_AND_RELUS = 1e-2
-
-
-def contexts(n):
-    return [mx.cpu(i) for i in range(n)]
 
 
 def batch(n, seed=3):
