@@ -10,8 +10,6 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 CORES = len(os.sched_getaffinity(0))
-
-
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
 BULK = "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
 STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
