@@ -7,25 +7,25 @@ ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "convert"]
 # from the bottom
 LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "exercises", "commands"]
+# {module: path}, such as {"training.loop": ...}
+PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items() if name not in ("__init__", "__main__")}
 
 
-def modules():
-    """{module: path}, such as {"training.loop": ...}; packages and the top have no code that imports upward."""
-    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
-    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
-
-
-def imported(path, known):
+def imported(path):
     """The modules of this package that a file imports, wherever it does."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gluon_mgpu":
             base = node.module.split(".")[1:]
             names = [".".join([*base, alias.name]) for alias in node.names]
-            found |= {name if name in known else ".".join(base) for name in names}
+            found |= {name if name in MODULES else ".".join(base) for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("gluon_mgpu.")}
-    return found & known
+    return found & MODULES.keys()
+
+
+IMPORTS = {name: imported(path) for name, path in MODULES.items()}
 
 
 def layer(module):
@@ -34,20 +34,12 @@ def layer(module):
 
 
 def test_imports_only_go_down():
-    known = modules().keys() - {"__init__", "__main__"}
-    upward = [
-        f"{name} imports {other}"
-        for name, path in modules().items()
-        if name in known
-        for other in imported(path, known)
-        if layer(other) > layer(name)
-    ]
-    assert not upward
+    imports = [(name, other) for name, others in IMPORTS.items() for other in others]
+    assert not [f"{name} imports {other}" for name, other in imports if layer(other) > layer(name)]
 
 
 def test_there_are_no_import_cycles():
-    known = modules().keys() - {"__init__", "__main__"}
-    left = {name: imported(modules()[name], known) - {name} for name in known}
+    left = {name: others - {name} for name, others in IMPORTS.items()}
     while left:
         free = [name for name, others in left.items() if not others & left.keys()]
         assert free, f"a cycle among {sorted(left)}"

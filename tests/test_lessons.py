@@ -10,6 +10,7 @@ import pytest
 from lenet64 import scores
 from mxnet import autograd, gluon, nd
 from parity import drift
+from test_partition import contexts
 
 from gluon_mgpu import highlevel, networks, scratch
 from gluon_mgpu.training.replicas import LENET
@@ -21,10 +22,6 @@ MODULES = [scratch, highlevel]
 # ReLU turns one of more than 10^5 activations on or off, which moves an update by far less than this part
 # of its length. Dropping a shard or dividing by its size would move it by more than half.
 ROUNDING_AND_RELUS = 1e-2
-
-
-def contexts(n):
-    return [mx.cpu(i) for i in range(n)]
 
 
 def batch(n, seed=3):
@@ -53,8 +50,7 @@ def distance(after, other, before):
 def assert_replicas_equal(made):
     first, *others = [made.parameters(device) for device in range(len(made.ctx))]
     for other in others:
-        for name, p in first.items():
-            np.testing.assert_array_equal(p, other[name])
+        np.testing.assert_equal(other, first)
 
 
 class TestSignatures:
@@ -113,10 +109,8 @@ class TestStep:
         for n in (48, 50, 3):
             X, y = batch(n, seed=n)
             a, b = by_lesson.lesson_step(X, y, LR), by_base.extended_step(X, y, LR, n)
-            for shard_a, shard_b in zip(a, b):
-                np.testing.assert_array_equal(shard_a.asnumpy(), shard_b.asnumpy())
-            for name, p in by_lesson.parameters().items():
-                np.testing.assert_array_equal(p, by_base.parameters()[name])
+            np.testing.assert_equal([shard.asnumpy() for shard in a], [shard.asnumpy() for shard in b])
+            np.testing.assert_equal(by_lesson.parameters(), by_base.parameters())
 
     @pytest.mark.parametrize("module", MODULES)
     @pytest.mark.parametrize("devices", [2, 3, 5])
@@ -146,9 +140,7 @@ class TestStep:
                 made = module.Replicas(contexts(devices))
                 assert_replicas_equal(made)
                 drawn.append(made.parameters())
-        for other in drawn[1:]:
-            for name, p in drawn[0].items():
-                np.testing.assert_array_equal(p, other[name])
+        np.testing.assert_equal(drawn, drawn[:1] * 4)
 
 
 class TestAgainstFloat64:

@@ -11,24 +11,14 @@ SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
 EPSILON = np.finfo(np.float32).eps
 
 
-def on_contexts(values):
-    """values: for each parameter, a NumPy array (contexts, *shape); returns lists of NDArrays, one per context."""
-    return [[mx.nd.array(x, mx.cpu(i)) for i, x in enumerate(data)] for data in values]
-
-
-def each_way(values):
-    """(way, arrays, the function that sums them), with new arrays for each way."""
-    for way in allreduce.WAYS:
-        arrays = on_contexts(values)
-        yield way, arrays, allreduce.ways(arrays)[way]
-
-
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 @pytest.mark.parametrize("shapes", [SHAPES, [(10007,)]], ids=["many", "flat"])
 def test_every_way_leaves_numpys_sum_on_every_context(k, shapes):
     rng = np.random.default_rng(k)
     values = [rng.normal(size=(k, *shape)).astype(np.float32) for shape in shapes]
-    for way, arrays, sum_all in each_way(values):
+    for way in allreduce.WAYS:
+        arrays = [[mx.nd.array(x, mx.cpu(i)) for i, x in enumerate(data)] for data in values]
+        sum_all = allreduce.ways(arrays)[way]
         identities = [[id(x) for x in data] for data in arrays]
         sum_all()
         sum_all()  # again: k times the sum

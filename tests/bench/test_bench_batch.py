@@ -27,14 +27,6 @@ def test_every_step_is_measured_once_with_one_thread_on_one_device(monkeypatch):
         assert [run["step_ms"] for run in row["runs"]] == [[ms] * 2 for ms in (n + 1, n / 2 + 1, n / 2, n / 2 + 1)]
 
 
-def test_half_of_one_devices_time_and_the_lost_parts_are_two_devices_time():
-    one, half, alone, two = np.random.default_rng(0).uniform(1, 9, (4, 3))
-    parts = batch.lost(one, half, alone, two)
-    assert parts.shape == (3, 3)
-    np.testing.assert_allclose(one / 2 + parts.sum(axis=0), two)
-    np.testing.assert_allclose(parts[2], two - alone)
-
-
 def test_the_table_has_the_speed_up_and_the_lost_milliseconds():
     runs = [
         {"step_ms": [ms], "python_ms": [3.0], "peak_mb": [mb]} for ms, mb in ((40, 500), (22, 400), (25, 0), (32, 600))

@@ -25,11 +25,9 @@ def result(cores=2):
 @pytest.mark.parametrize(
     "kind, contexts, cores, efficiency",
     [
-        ("strong", 2, 2, 40 / 25 / 2),
         ("strong", 4, 2, 40 / 30 / 2),  # only 2 of 4 contexts have a core
-        ("strong", 4, 4, 40 / 30 / 4),
-        ("weak", 2, 2, 1.6 / 2),  # 2 * 256 examples in 50 ms instead of 256 in 40
-        ("weak", 8, 2, 1.0),
+        ("strong", 2, 4, 40 / 25 / 2),  # only 2 of 4 cores have a context
+        ("weak", 8, 2, 1.0),  # 8 * 256 examples in 160 ms instead of 256 in 40: twice the speed
     ],
 )
 def test_efficiency_is_the_speed_relative_to_one_context_per_core_in_use(kind, contexts, cores, efficiency):

@@ -36,10 +36,8 @@ def bench(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "code, kind",
     [
-        ("def work(): import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Error),
         ("def work(): print('12 pears')", Error),
         ("def work(): pass", Error),
-        ("def work(): print(1); import sys; sys.exit('gone')", Error),
         ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError('use 2')", UsageError),
     ],
 )
@@ -143,9 +141,7 @@ def test_bench_is_a_script_whose_subcommands_have_help():
     assert done.returncode == 0 and all(name in done.stdout for name in names)
 
 
-@pytest.mark.parametrize(
-    "options", [["steps", "--rounds", "1"], ["timeline", "--batch-size", "0"], ["model", "/nonexistent"]]
-)
+@pytest.mark.parametrize("options", [["steps", "--rounds", "1"], ["timeline", "--batch-size", "0"]])
 def test_a_wrong_command_is_one_line_and_status_2(options, capfd):
     status, out, err = call(capfd, cli.bench, *options)
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")

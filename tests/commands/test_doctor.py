@@ -20,7 +20,6 @@ from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import datasets
 
 ROOT = Path(__file__).parents[2]
-TRAIN = "train --dataset=synthetic --limit=100 --epochs=1".split()
 
 
 def run(*arguments, python=sys.executable, **environment):

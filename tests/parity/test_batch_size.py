@@ -4,21 +4,22 @@ import csv
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
+import printed
 import pytest
+import runs
+from own_process import finished
 
 from gluon_mgpu import scratch
 from gluon_mgpu.commands.batch_size import batch_size as command
 from gluon_mgpu.training import batch_size, checkpoint, records
 from gluon_mgpu.training.records import Epoch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "batch_size.py"
 SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
 FOLDERS = (
     *("1-device-batch-256", "2-devices-batch-256"),
@@ -27,21 +28,18 @@ FOLDERS = (
 
 
 def script(*options):
-    return [sys.executable, str(SCRIPT), *SMALL, *map(str, options)]
+    return [sys.executable, "scripts/batch_size.py", *SMALL, *map(str, options)]
 
 
 def call(capfd, *options):
-    """(exit status, standard output, standard error) of the command in this process."""
-    with pytest.raises(SystemExit) as ended:
-        command([*SMALL, *map(str, options)])
-    return (ended.value.code, *capfd.readouterr())
+    return printed.call(capfd, command, *SMALL, *options)
 
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory):
     """(folder, what was printed) of one experiment."""
     out = tmp_path_factory.mktemp("experiment")
-    done = subprocess.run(script("--out", out), capture_output=True, text=True, timeout=600)
+    done = finished(*script("--out", out), cwd=runs.ROOT, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     return out, done.stdout
 
@@ -61,12 +59,12 @@ def test_the_runs_are_those_of_the_lecture_with_one_seed(experiment):
 
 
 def test_the_table_has_the_median_seconds_the_speed_up_and_every_accuracy(experiment):
-    out, printed = experiment
+    out, text = experiment
     assert (out / "batch-size.png").read_bytes().startswith(b"\x89PNG")
     found = metrics(out)
     seconds = np.median(found["train_seconds"], axis=1)
     lrs = (0.2, 0.2, 0.2, 0.2, 0.4)
-    for row, lr, s, accuracies in zip(printed.splitlines()[2:7], lrs, seconds, found["test_accuracy"]):
+    for row, lr, s, accuracies in zip(text.splitlines()[2:7], lrs, seconds, found["test_accuracy"]):
         numbers = [f"{s:.2f}", f"{seconds[0] / s:.2f}", *(f"{a:.2f}" for a in accuracies)]
         assert row.split()[-5:] == [str(lr), *numbers]
 
@@ -99,16 +97,16 @@ def test_the_csv_file_has_the_step_of_every_epoch(experiment):
 
 
 def test_finished_runs_are_shown_again_and_not_trained_again(experiment, capfd):
-    out, printed = experiment
+    out, text = experiment
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    assert call(capfd, "--out", out) == (0, printed, "")
+    assert call(capfd, "--out", out) == (0, text, "")
     assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 5
 
 
 @pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
 def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
-    status, printed, errors = call(capfd, "--out", experiment[0], *options)
-    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
+    status, text, errors = call(capfd, "--out", experiment[0], *options)
+    assert (status, text, errors.count("\n")) == (2, "", 1), errors
 
 
 def test_more_epochs_continue_the_runs(experiment, tmp_path):
@@ -130,47 +128,36 @@ def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monk
     monkeypatch.setattr(batch_size, "finish", train)
     results = batch_size.sweep(tmp_path, dataset="synthetic", limit=300, epochs=1, device="cpu")
     pairs = [(32, 0.2), (32, 0.6), (64, 0.2), (64, 0.6)]
-    assert [(r.config["batch_size"], r.config["lr"], len(r.config["devices"])) for r in results] == [
-        (*pair, 2) for pair in pairs
-    ]
+    assert [(r.config["batch_size"], r.config["lr"]) for r in results] == pairs
+    assert [len(r.config["devices"]) for r in results] == [2] * 4
     found = [r.epochs[-1].test_accuracy for r in results]
-    for row, size, steps, of_size in zip(
-        batch_size.sweep_table(results).splitlines()[2:], (32, 64), (10, 5), (found[:2], found[2:])
-    ):
+    lines = batch_size.sweep_table(results).splitlines()[2:]
+    for row, size, steps, of_size in zip(lines, (32, 64), (10, 5), (found[:2], found[2:])):
         best = "0.6" if of_size[1] > of_size[0] else "0.2"
         assert row.split() == [str(size), str(steps), *(f"{accuracy:.3f}" for accuracy in of_size), best]
     rows = csv.DictReader((tmp_path / "batch-size-sweep.csv").open())
-    assert [(int(row["batch_size"]), float(row["lr"]), int(row["step"])) for row in rows] == [
-        (*pair, steps) for pair, steps in zip(pairs, (10, 10, 5, 5))
-    ]
+    written = [((int(row["batch_size"]), float(row["lr"])), int(row["step"])) for row in rows]
+    assert written == list(zip(pairs, (10, 10, 5, 5)))
     assert matplotlib.image.imread(tmp_path / "batch-size-sweep.png").std() > 0
 
 
-@pytest.mark.parametrize(
-    "options, status",
-    [(("--lr", "0"), 2), (("--epochs", "0"), 2), (("--device", "gpu"), 2), (("--lr", "1e37"), 1)],
-)
-def test_what_fails_says_so_in_one_line(options, status, tmp_path, capfd):
-    found, printed, errors = call(capfd, "--out", tmp_path / "new", *options)
-    assert (found, printed, errors.count("\n")) == (status, "", 1), errors
+def test_a_run_that_fails_says_so_in_one_line_and_leaves_no_picture(tmp_path, capfd):
+    status, text, errors = call(capfd, "--out", tmp_path / "new", "--lr", "1e37")
+    assert (status, text, errors.count("\n")) == (1, "", 1), errors
     assert not list(tmp_path.rglob("*.png"))
 
 
 def test_ctrl_c_ends_the_current_run_with_a_checkpoint(tmp_path):
     options = ("--limit", 20000, "--epochs", 9, "--out", tmp_path)
-    process = subprocess.Popen(script(*options), stderr=subprocess.PIPE, text=True)
-    try:
-        while not (tmp_path / FOLDERS[0]).exists():
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.05)
-        time.sleep(0.7)  # into the epoch
-        child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
-        process.send_signal(signal.SIGINT)  # only to this process, as `kill -INT` does
-        process.communicate(timeout=60)
-        assert process.returncode == 130
-    finally:
-        process.kill()
-        process.wait()
+    with runs.start(script(*options)) as process:
+        try:
+            runs.wait((tmp_path / FOLDERS[0]).exists)
+            time.sleep(0.7)  # into the epoch
+            child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+            process.send_signal(signal.SIGINT)  # only to this process, as `kill -INT` does
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
     assert not Path(f"/proc/{child}").exists()
     assert [p.name for p in tmp_path.iterdir()] == [FOLDERS[0]] and not list(tmp_path.rglob(".*"))
     checkpoint.load(tmp_path / FOLDERS[0] / "checkpoint.npz")

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,9 +9,11 @@ import faults
 import mxnet as mx
 import numpy as np
 import pytest
+from own_process import finished
 from parity import bands, claims, drift, examples
 from parity import run as whole
 from parity.cli import parity
+from printed import call
 
 from gluon_mgpu.training import batch_size, datasets, recipes, records
 
@@ -126,9 +127,8 @@ train(sys.argv[2:])
 @pytest.mark.parametrize("recipe", OUTSIDE)
 @pytest.mark.parametrize("fault", CAUGHT)
 def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_path):
-    options = ("--recipe", recipe, "--seed", "1", "--device", "cpu", "--out", str(tmp_path / "run"))
-    command = [sys.executable, "-c", TRAIN_WITH_FAULT, fault, *options]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    options = ("--recipe", recipe, "--seed", "1", "--device", "cpu", "--out", tmp_path / "run")
+    done = finished(sys.executable, "-c", TRAIN_WITH_FAULT, fault, *options, cwd=HERE, timeout=None)
     assert done.returncode == 0 or "not finite" in done.stderr, done.stderr
     held = []
     if done.returncode == 0:
@@ -176,10 +176,8 @@ def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, recipe, mo
 
     def run():
         """(exit status, first line, parity-quick.json)."""
-        with pytest.raises(SystemExit) as ended:
-            parity(["--quick", "--device", "cpu", "--out", str(tmp_path)])
-        first = capsys.readouterr().out.splitlines()[0]
-        return ended.value.code, first, json.loads((tmp_path / "parity-quick.json").read_text())
+        status, out, _ = call(capsys, parity, "--quick", "--device", "cpu", "--out", tmp_path)
+        return status, out.splitlines()[0], json.loads((tmp_path / "parity-quick.json").read_text())
 
     recipe("small")
     status, first, result = run()
@@ -207,20 +205,17 @@ def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_
 
 
 @pytest.mark.parametrize("out", ["", "a-file", "locked"])
-def test_an_unusable_out_is_refused_at_once(out, tmp_path, monkeypatch):
+def test_an_unusable_out_is_refused_at_once(out, tmp_path, monkeypatch, capsys):
     (tmp_path / "a-file").touch()
     monkeypatch.chdir(tmp_path)
-    with whole._locked("locked"), pytest.raises(SystemExit) as exit:
-        parity(["--out", out])
-    assert exit.value.code == 2
+    with whole._locked("locked"):
+        assert call(capsys, parity, "--out", out)[0] == 2
 
 
 @pytest.mark.parametrize("options", ["--seeds 4,4", "--quick --seeds 3"])
 def test_wrong_seeds_are_one_line_that_names_the_option_and_exit_status_2(options, capsys):
-    with pytest.raises(SystemExit) as exit:
-        parity(options.split())
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1 and "--seeds" in error
+    status, _, error = call(capsys, parity, *options.split())
+    assert status == 2 and error.count("\n") == 1 and "--seeds" in error
 
 
 def test_the_examples_in_help_are_valid_commands():

@@ -10,8 +10,6 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 CORES = len(os.sched_getaffinity(0))
-
-
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
 BULK = "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
 STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
@@ -170,11 +168,6 @@ def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused(setting, monkeyp
     monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=f"^{name}={value}: "):
         engine.check_environment()
-
-
-def test_an_invalid_variable_is_refused_before_mxnet_loads():
-    done = python("import gluon_mgpu, mxnet", MXNET_CPU_WORKER_NTHREADS="0")
-    assert done.returncode == 1 and "UsageError: MXNET_CPU_WORKER_NTHREADS=0: " in done.stderr.splitlines()[-1]
 
 
 def test_python_without_docstrings_which_mxnet_needs_is_refused():

@@ -4,13 +4,10 @@ import gzip
 import hashlib
 import http.server
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,9 +96,7 @@ def use_mirrors(monkeypatch, server, *behaviours):
 
 
 def start_child(mirror):
-    environment = {**os.environ, "GLUON_MGPU_MIRROR": mirror, "PYTHONPATH": str(Path(datasets.__file__).parents[2])}
-    command = [sys.executable, "-c", CHILD, NAME, json.dumps(SUMS)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return runs.start([sys.executable, "-c", CHILD, NAME, json.dumps(SUMS)], {"GLUON_MGPU_MIRROR": mirror})
 
 
 def assert_tiny(data):

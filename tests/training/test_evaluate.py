@@ -1,14 +1,12 @@
 """`evaluate`: NumPy computes its numbers again, and stock MXNet loads its exports in another process."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import lenet64
 import numpy as np
 import pytest
+from own_process import python
 from PIL import Image
 from printed import call
 
@@ -173,9 +171,8 @@ def test_an_export_is_the_plain_network_and_gives_stock_mxnet_the_same_scores(ru
     layers = 2 * "Convolution Activation Pooling " + "Flatten FullyConnected Activation FullyConnected"
     assert [operator for operator in operators if operator != "null"] == layers.split()
     np.save(tmp_path / "images.npy", data.test_images)
-    arguments = [str(tmp_path / name) for name in ("net", "images.npy", "out.npy")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", STOCK, *arguments], check=True, timeout=60, env=environment)
+    done = python(STOCK, *(tmp_path / name for name in ("net", "images.npy", "out.npy")), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
     expected = evaluate.scores(evaluate.load(runs / run, None, 1, "cpu"), data.test_images)
     lenet64.assert_close(np.load(tmp_path / "out.npy"), expected, lenet64.additions(1))
 

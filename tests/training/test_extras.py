@@ -42,10 +42,8 @@ START = {"p0": 0.1 * np.random.default_rng(1).standard_normal((10, 784), np.floa
 
 def replicas(module, devices, **settings):
     settings = {"batch_size": 50, **settings}
-    if devices == 1:
-        settings.pop("shares", None)
-    elif settings.get("shares"):
-        settings["shares"] = settings["shares"][:devices]
+    if "shares" in settings:
+        settings["shares"] = settings["shares"][:devices] if devices > 1 else None
     ctx = [mx.cpu(i) for i in range(devices)]
     if module is scratch:
         params = [nd.array(p) for p in START.values()]
@@ -89,17 +87,15 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
     for (X, y), expected in zip(batches(SIZES), losses):
         found = np.concatenate([shard.asnumpy() for shard in made.train_batch(X, y, LR)])
         # A score is a sum of 784 products, computed from parameters with the errors of up to 20 updates.
-        np.testing.assert_allclose(
-            np.sort(found), np.sort(expected), rtol=0, atol=2 * (784 + STEPS) * eps * found.max()
-        )
+        atol = 2 * (784 + STEPS) * eps * found.max()
+        np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=0, atol=atol)
     # An update sums a batch's gradient, whose terms come from scores (sums of 784 products); 20 updates add up.
     additions = 784 + max(SIZES) + STEPS
     for name, p in made.parameters().items():
         atol = additions * eps * (moved[name].max() + np.abs(params[name]).max())
         np.testing.assert_allclose(p, params[name], rtol=0, atol=atol)
         assert atol < 0.02 * np.abs(params[name] - START[name]).max()  # so a wrong rule would be seen
-        for device in range(1, devices):
-            np.testing.assert_array_equal(made.parameters(device)[name], p)
+    np.testing.assert_equal([made.parameters(device) for device in range(devices)], [made.parameters()] * devices)
     found = {name: v.asnumpy() for name, v in made.velocities(0).items()}
     assert bool(found) == ("momentum" in settings)
     for name, v in found.items():
@@ -127,9 +123,7 @@ def test_running_statistics_are_means_over_devices_weighted_by_examples_and_repl
         np.testing.assert_allclose(made.parameters()[name], p, rtol=rtol, atol=rtol * np.abs(p).max())
     for n in (5, 1, 8):
         made.train_batch(X[:n], y[:n], 0.1)
-    first, second = (made.parameters(device) for device in range(2))
-    for name, p in first.items():
-        np.testing.assert_array_equal(p, second[name])
+    np.testing.assert_equal(made.parameters(1), made.parameters(0))
 
 
 def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path, monkeypatch):

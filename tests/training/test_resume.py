@@ -51,12 +51,6 @@ def results(folder):
     return arrays(folder), [[line[name] for name in ("train_loss", "test_accuracy", "learning_rate")] for line in lines]
 
 
-def assert_same_bits(run, expected):
-    assert run[0].keys() == expected[0].keys() and run[1] == expected[1]
-    for name, array in expected[0].items():
-        np.testing.assert_array_equal(run[0][name], array)
-
-
 def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -103,12 +97,12 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(
         assert len(facts["history"]) * 10 + facts["steps"] == done
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(impl, resume=tmp_path, **options)
-    assert_same_bits(results(tmp_path), whole[impl, kind])
+    np.testing.assert_equal(results(tmp_path), whole[impl, kind])
 
 
 def test_a_finished_run_can_be_given_more_epochs(whole, begun):
     train(resume=begun)
-    assert_same_bits(results(begun), whole["scratch", "plain"])
+    np.testing.assert_equal(results(begun), whole["scratch", "plain"])
     assert records.options(begun)["epochs"] == 3
 
 
@@ -120,7 +114,7 @@ def test_a_run_of_the_previous_version_is_resumed_with_the_same_bits(whole, monk
     assert {"clip_norm", "accumulate", "step_epochs", "step_factor"} <= config.keys()
     resave(tmp_path, config=config)
     train("highlevel", resume=tmp_path, **EXTRAS)
-    assert_same_bits(results(tmp_path), whole["highlevel", "extras"])
+    np.testing.assert_equal(results(tmp_path), whole["highlevel", "extras"])
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_folder(whole, monkeypatch, tmp_path):
@@ -129,7 +123,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_f
     with pytest.raises(UsageError):
         train(resume=tmp_path)
     train(out=tmp_path)
-    assert_same_bits(results(tmp_path), whole["scratch", "plain"])
+    np.testing.assert_equal(results(tmp_path), whole["scratch", "plain"])
 
 
 @pytest.mark.parametrize(
@@ -189,8 +183,6 @@ def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun
     [
         {"dataset": "fashion-mnist"},
         {"seed": 3},
-        {"momentum": 0.5},
-        {"max_grad_norm": 1.0},
         {"batch_size": 16},
         {"model": "lenet-max", "impl": "highlevel"},
         {"epochs": 1},

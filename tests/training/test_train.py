@@ -12,12 +12,12 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
+import runs
 from mxnet import nd
 from own_process import finished
 
@@ -25,13 +25,12 @@ from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import batches, checkpoint, datasets, interrupt, records, replicas
 
-SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train.py")
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
 IMPLS = {"scratch": scratch, "highlevel": highlevel}
 
 
 def command(*options):
-    return finished(sys.executable, SCRIPT, *options)
+    return finished(*runs.TRAIN, *options)
 
 
 def train(impl="scratch", num_gpus=2, batch_size=50, lr=0.2, **options):
@@ -64,9 +63,8 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
 @pytest.mark.parametrize("read", [True, False], ids=["output read", "nobody reads"])
 def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
     options = ("--limit", "2000", "--epochs", "500", "--gpus", "2", "--out", str(tmp_path))
-    with subprocess.Popen(
-        [sys.executable, SCRIPT, *SYNTHETIC, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
+    line = [*runs.TRAIN, *SYNTHETIC, *options]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while b"epoch 1" not in process.stdout.readline():
             pass
         if not read:
@@ -81,7 +79,7 @@ def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
 def test_a_terminal_shows_a_bar_with_examples_and_loss():
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # 24 lines of 120 characters
-    words = [sys.executable, SCRIPT, *SYNTHETIC, "--gpus", "2", "--limit", "5000", "--epochs", "1"]
+    words = [*runs.TRAIN, *SYNTHETIC, "--gpus", "2", "--limit", "5000", "--epochs", "1"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=terminal)
     os.close(terminal)
     shown = b""
