@@ -1,7 +1,7 @@
 """How `tuning` computes a network: the possible plans, and the cache of the plans that were the fastest.
 
 Which plan is the fastest depends on the processor, the network and the size of the shards. This module does not import
-mxnet, because `doctor` shows the cache.
+mxnet: `doctor` shows the cache, even if MXNet is broken.
 """
 
 from __future__ import annotations

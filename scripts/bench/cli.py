@@ -83,7 +83,7 @@ measurement(
 )
 measurement(
     "roofline",
-    "Compare the time, FLOP and bytes of each operator in a step with the rates of a core.",
+    "Compare the speed of each operator in a step, in FLOP/s and bytes/s, with what one core can sustain.",
     model,
     steps,
 )
@@ -164,7 +164,7 @@ measurement(
 )
 measurement(
     "peers",
-    "Compare this project with PyTorch on the same network, data and batches. PyTorch uses one and two processes.",
+    "Compare this project with PyTorch on the same network, data and batches. PyTorch is measured with one process, and with two.",
     model,
     rounds(5, least=5),
     steps,

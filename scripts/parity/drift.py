@@ -119,7 +119,8 @@ def limits(path: list[State], notebook_steps: list[float], notebook_path: list[f
 def rounding(before: State, after: State, additions: int) -> float:
     """The largest distance between two correct float32 steps, relative to the step's length.
 
-    Sums of n terms differ by about EPSILON * sqrt(n). Rounded parameters differ by at most EPSILON times their length.
+    Sums of n terms differ by about EPSILON * sqrt(n). Rounding the parameters moves them by at most EPSILON times their
+    Euclidean norm.
     """
     return EPSILON * (math.sqrt(additions) + length(before) / distance(before, after))
 
