@@ -164,7 +164,7 @@ measurement(
 )
 measurement(
     "peers",
-    "Compare this project with PyTorch on the same network, data and batches. PyTorch is measured with one process, and with two.",
+    "Compare this project with PyTorch, in one process and in two, on the same network, data and batches.",
     model,
     rounds(5, least=5),
     steps,
