@@ -29,8 +29,8 @@ from gluon_mgpu.runtime.errors import Error
 # {heading in --help: parameter names of the options under it, in order}; "General options" lists all other options.
 GROUPS = {
     "Network and data": "recipe list_recipes impl model dataset limit data_dir images hybridize tune",
-    "Training": "quick sweep batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
-    "max_grad_norm grad_accum_steps epochs seed seeds",
+    "Training": "sweep batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
+    "max_grad_norm grad_accum_steps epochs seed",
     "Devices": "gpus device shares",
     "Several processes": "kvstore compress workers servers port restarts",
     "Program": "is_module map_gpus strict_numpy",

@@ -42,6 +42,7 @@ def train(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     tensorboard: bool = False,
+    verbose: bool = False,
     profile: str | Path | None = None,
     **options: Any,
 ) -> list[records.Epoch]:
@@ -51,8 +52,9 @@ def train(
     per step, across all devices. lr: learning rate. device: "auto", "gpu" or "cpu". kvstore, compress: see
     `distributed.workers.join`. data_dir: see `datasets.load`. out: folder for the run's files. resume: folder of an
     earlier run, which continues from its checkpoint; only the settings epochs and shares can be changed. tensorboard:
-    also log the metrics of each epoch to TensorBoard. profile: a file for `timeline.Recorder`. options: the other
-    fields of `Settings` (epochs, dataset, momentum, ...), and the options in the lesson's `Replicas.own_options`.
+    also log the metrics of each epoch to TensorBoard. verbose: also print all settings, as in config.json. profile: a
+    file for `timeline.Recorder`. options: the other fields of `Settings` (epochs, dataset, momentum, ...), and the
+    options in the lesson's `Replicas.own_options`.
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
     Ctrl-C, once the step is complete and the checkpoint is saved.
     """
@@ -60,7 +62,7 @@ def train(
     options["model"] = _model_name(lesson, own.get("net"), own.get("params"), options.get("model", "lenet"))
     settings = Settings.create(batch_size, lr, **options)
     ctx = devices.contexts(num_gpus, device)
-    config = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress}
+    config: dict[str, Any] = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress}
     with join(kvstore, compress, settings.model) as workers:
         _check_batch(settings, len(ctx), workers)
         given = {"resume": bool(resume), "profile": bool(profile), **({} if resume else asdict(settings))}
@@ -95,7 +97,10 @@ def train(
             recorder = training.recorder(profile) if profile and first else None
             where = {"devices": [str(c) for c in ctx], "threads": engine.openmp_threads(), "workers": workers.count}
             own_config = {**replicas.own_config, **asdict(settings), **where, "data": data.source}
-            run.begin({**config, **own_config}, replicas, position)
+            config |= own_config
+            if verbose:
+                log.say(", ".join(f"{name}: {value}" for name, value in config.items()))
+            run.begin(config, replicas, position)
             devices.say_if_no_gpu(ctx, device)
             return training.train(recorder)
 

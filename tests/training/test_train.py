@@ -76,6 +76,14 @@ def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(records.FILES)
 
 
+def test_verbose_prints_every_setting_that_config_json_records(tmp_path, capsys):
+    options = {"dataset": "synthetic", "limit": 64, "epochs": 1, "device": "cpu", "tune": (16, 32)}
+    highlevel.train(1, 32, 0.1, **options, out=str(tmp_path / "run"), verbose=True)
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    line = next(line for line in capsys.readouterr().err.splitlines() if "tune: " in line)
+    assert all(f"{name}: " in line for name in recorded.keys() - {"version"})
+
+
 def test_a_terminal_shows_a_bar_with_examples_and_loss():
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # 24 lines of 120 characters
