@@ -43,7 +43,7 @@ class Replicas(ABC):
 
     networks: tuple[str, ...] = ()  # names of the networks that the class supports; (): any registered network
     own_options: tuple[str, ...] = ()  # keyword arguments of `train` that are passed to __init__
-    flags: tuple[str, ...] = ()  # own options that must be true on all workers, or false on all workers
+    flags: tuple[str, ...] = ()  # own options that must be the same on all workers
     own_config: Mapping[str, Any] = {}  # own options to store in config.json; a resumed run uses the stored values
     arrays: list[dict[str, NDArray]]
 
