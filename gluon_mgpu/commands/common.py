@@ -30,7 +30,7 @@ from gluon_mgpu.runtime.errors import Error
 GROUPS = {
     "Network and data": "recipe list_recipes impl model dataset limit data_dir images hybridize tune",
     "Training": "sweep batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
-    "max_grad_norm grad_accum_steps epochs seed",
+    "max_grad_norm grad_accum_steps epochs seed verbose",
     "Devices": "gpus device shares",
     "Several processes": "kvstore compress workers servers port restarts",
     "Program": "is_module map_gpus strict_numpy",

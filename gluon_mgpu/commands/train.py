@@ -136,7 +136,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--shares, and options for devices and implementations can be changed.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write logs for TensorBoard to the run's folder.")
-@click.option("--verbose", "-v", is_flag=True, help="Print all settings, as in config.json, with the plan of --tune.")
+@click.option("--verbose", is_flag=True, help="Print all settings, as in config.json, with the plan of --tune.")
 @common.option(
     "--profile",
     type=common.FILE,
