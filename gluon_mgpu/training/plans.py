@@ -73,7 +73,7 @@ def read() -> dict[str, Plan]:
 def add(case: str, plan: Plan) -> Plan:
     """Add a case to the cache, unless another process has added it. Returns the cached plan.
 
-    Of two cases that two processes add at the same moment, one may be lost, and is then measured again.
+    If two processes add different cases at the same moment, one case may be lost; it is then measured again.
     Raises Error if the cache cannot be written.
     """
     content, file = _read(), _path()
