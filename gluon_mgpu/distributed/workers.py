@@ -194,7 +194,7 @@ def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
     from gluon_mgpu.distributed import stores
 
     own_address = process.horovod_address()
-    store = stores.Horovod(compress, model)
+    store = stores.Horovod(compress, model, here.workers)
     here = here._replace(secret=secrets.token_hex(16))
     coordinator = heartbeat.Coordinator(here, own_address, 0) if here.rank == 0 else None
     address = store.from_worker_0(f"{own_address} {coordinator.port} {here.secret}" if coordinator else "")

@@ -103,6 +103,16 @@ TWO_CASES = pytest.mark.parametrize(
 CONTEXTS = {"dist_sync": "$((1 + ${DMLC_TASK_ID:-0}))", "horovod": "2"}  # workers of 1 and 2 contexts, of 2 and 2
 
 
+@runs.needs_horovod
+def test_three_workers_of_horovod_end_with_the_same_bits_each_time(tmp_path):
+    found = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        status, _, err = runs.run("horovod", 3, "--impl", "scratch", "--out", folder, *ARGS)
+        assert status == 0, err
+        found.append(parameters(folder))
+    assert apart(*found, "scratch") == 0
+
+
 @TWO_CASES
 def test_workers_of_several_contexts_with_every_extra_are_one_process(engine, impl, tmp_path):
     extras = ["--momentum", 0.9, "--clip-norm", 0.1, "--accumulate", 3, "--weight-decay", 0.001]
