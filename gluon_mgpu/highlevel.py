@@ -18,7 +18,7 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu import networks
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import batches, loop, replicas, tuning
-from gluon_mgpu.training.plans import Plan
+from gluon_mgpu.training.plans import DEFAULT, Plan
 from gluon_mgpu.training.records import Epoch
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -138,16 +138,14 @@ class Replicas(replicas.Replicas):
                 updater.states_synced = dict.fromkeys(updater.states, True)
 
     def _plan(self, tune: bool | Sequence[int], tunable: bool) -> Plan | None:
-        """Worker 0's plan, for all workers: the one that tune names or, if tune is True, the fastest. None: no plan."""
-        plan = None if tune is True else Plan.create(tune)
-        if tune is True and tunable and self.workers.rank == 0:
-            shards = len(self.ctx) * self.workers.count * self.settings.grad_accum_steps
-            examples = -(-self.settings.batch_size // shards)
-            # In pieces, no gradient is complete before the last piece's, and none could be summed over workers earlier.
-            pieces = self.workers.count == 1
-            plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward, pieces)
+        """Worker 0's plan: the one that tune names or, if tune is True, the fastest; DEFAULT with several workers."""
+        plan = DEFAULT if tune is True else Plan.create(tune)
+        # Both kinds of changes complete gradients later, so that their sums over workers could not begin earlier.
+        if tune is True and tunable and self.workers.count == 1:
+            examples = -(-self.settings.batch_size // (len(self.ctx) * self.settings.grad_accum_steps))
+            plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward)
         plan = self.workers.all_gather(plan)[0]
-        return Plan.create(plan) if plan and tunable else None
+        return Plan.create(plan) if tunable else None
 
     def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)

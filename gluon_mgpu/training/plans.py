@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,9 +61,11 @@ def fastest(times: dict[Plan, list[float]]) -> Plan:
 def machine() -> str:
     """What the fastest plan depends on besides the case: the processor, emulated or not, and the versions."""
     with open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in file)}
+    # A virtual machine may hide the exact model, or some of the instruction sets.
+    flags = f"flags {zlib.crc32(facts.get('flags', '').encode()):08x}"
     emulated = [f"{name}={os.environ[name]}" for name in EMULATION if name in os.environ]
-    return ", ".join([*(names[:1] or [platform.machine()]), *emulated, f"gluon_mgpu {__version__}"])
+    return ", ".join([facts.get("model name", platform.machine()), flags, *emulated, f"gluon_mgpu {__version__}"])
 
 
 def read() -> dict[str, Plan]:

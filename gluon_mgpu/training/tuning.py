@@ -41,26 +41,23 @@ LAYERS = (
 ForwardBackward = Callable[[gluon.Block, list[NDArray], list[NDArray]], object]
 
 
-def choose(
-    net: gluon.Block, name: str, ctx: Context, examples: int, forward_backward: ForwardBackward, pieces: bool = True
-) -> Plan:
+def choose(net: gluon.Block, name: str, ctx: Context, examples: int, forward_backward: ForwardBackward) -> Plan:
     """The fastest plan for a network on a CPU context, from the user's cache or, the first time, by measurement.
 
     net: a `tunable` network, initialized on ctx. name: the network's name in the cache and in the notice. examples: the
-    number of examples in a shard. forward_backward: the lesson's function. pieces: whether shards may be computed in
-    pieces. Returns DEFAULT if the cache cannot be written, because a new measurement could choose a different plan, and
-    the same command would then give different results.
+    number of examples in a shard. forward_backward: the lesson's function. Returns DEFAULT if the cache cannot be
+    written, because a new measurement could choose a different plan, and the same command would then give different
+    results.
     """
     examples = min(LARGEST, 1 << max(5, (examples - 1).bit_length()))
     network = f"{name} ({zlib.crc32(str(net).encode()):08x})"
-    shard = f"{examples} examples" + ("" if any(plan.piece for plan in candidates(examples, pieces)) else " at once")
-    case = f"{network}, {shard}, OMP_NUM_THREADS={engine.openmp_threads()}"
+    case = f"{network}, {examples} examples, OMP_NUM_THREADS={engine.openmp_threads()}"
     known = plans.read()
     if case in known:
         return known[case]
     start = time.perf_counter()
     try:
-        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward, pieces)))
+        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward)))
     except Error as error:
         log.say(f"{error}: {name} is not tuned for this processor")
         return DEFAULT
@@ -68,22 +65,17 @@ def choose(
     return plan
 
 
-def candidates(examples: int, pieces: bool) -> list[Plan]:
-    """The plans that compute a shard of this size differently. pieces: whether shards may be computed in pieces."""
-    return [plan for plan in plans.PLANS if plan.piece < (examples if pieces else 1)]
-
-
 def measure(
-    net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward, pieces: bool = True
+    net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward
 ) -> dict[Plan, list[float]]:
-    """Time steps without updates for each candidate. Returns {plan: seconds per round}. Arguments: see `choose`.
+    """Time steps without updates for each plan with pieces smaller than the shard. Returns {plan: seconds per round}.
 
-    This changes the gradients, but neither the parameters nor the state of the random number generators. It uses only
-    one context, because times vary more if several contexts compute at once.
+    Arguments: see `choose`. This changes the gradients, but neither the parameters nor the state of the random number
+    generators. It uses only one context, because times vary more if several contexts compute at once.
     """
     images = np.random.default_rng(0).random((examples, 1, 28, 28), np.float32)
     data, label = [nd.array(images, ctx)], [nd.zeros(examples, ctx)]
-    nets = {plan: tuned(net, plan) for plan in candidates(examples, pieces)}
+    nets = {plan: tuned(net, plan) for plan in plans.PLANS if plan.piece < examples}
 
     def seconds(fast: gluon.Block) -> float:
         start = time.perf_counter()

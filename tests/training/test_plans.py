@@ -27,7 +27,7 @@ def measured(monkeypatch):
     cases = []
 
     def set_up(plan):
-        def measure(net, ctx, examples, forward_backward, pieces):
+        def measure(net, ctx, examples, forward_backward):
             cases.append(examples)
             return {other: [1.0 if other == plan else 2.0] * 3 for other in PLANS}
 
@@ -50,23 +50,17 @@ def test_a_plan_is_measured_once_for_each_size_of_the_shards(cache, measured, ca
     assert len(plans.read()) == len(cases)
 
 
-def test_with_several_workers_only_plans_with_whole_shards_are_measured_and_kept_apart(cache, monkeypatch):
-    found = []
-
-    def measure(net, ctx, examples, forward_backward, pieces):
-        found.append(tuning.candidates(examples, pieces))
-        return {plan: [1.0 if plan == found[-1][-1] else 2.0] for plan in found[-1]}
-
+def test_with_several_workers_nothing_is_measured_and_worker_0s_plan_is_used(cache, measured):
     class Two(Workers):
-        count = 2
+        count, rank = 2, 1
 
         def all_gather(self, value):
-            return [value, value]
+            return [self.of_worker_0 or value, value]
 
-    monkeypatch.setattr(tuning, "measure", measure)
-    two = highlevel.Replicas([mx.cpu()], Settings(256), Two()).own_config["tune"]
-    assert two == found[0][-1] and {plan.piece for plan in found[0]} == {0} and len(found[0]) > 1
-    assert chosen() == found[1][-1] and {plan.piece for plan in found[1]} > {0}
+    cases, two = measured(Plan(16, 64)), Two()
+    for two.of_worker_0, expected in ((None, DEFAULT), ([16, 0], Plan(16, 0))):  # worker 0 may resume a run
+        assert highlevel.Replicas([mx.cpu()], Settings(256), two).own_config["tune"] == expected
+    assert not cases and not cache.exists()
 
 
 def test_another_processor_emulated_or_not_is_measured_again(cache, measured, monkeypatch):
