@@ -16,7 +16,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -42,8 +42,8 @@ COLUMN = 30  # width of the column of option names in --help
 class Command(click.Command):
     """A command with grouped options, and examples at the end of --help.
 
-    On error, it prints one line (after a traceback, if --debug is set) and exits with the matching status. The line
-    names options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
+    On error, it prints one line (after a traceback, if --debug is set) and exits with the matching status. Errors and
+    notices name options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
     `gluon-mgpu train` becomes `python scripts/train.py` if the user runs a script in scripts/.
     """
 
@@ -82,13 +82,17 @@ class Command(click.Command):
         sys.exit(status)
 
     def invoke(self, context: click.Context) -> Any:
+        with_options = functools.partial(_with_options, context)
+        before = log.rewrite.set(with_options)
         try:
             return super().invoke(context)
         except Error as error:
-            error.args = (_with_options(str(error), self.params),)
+            error.args = (with_options(str(error)),)
             raise
         except KeyboardInterrupt as error:  # click would print an empty line
-            raise click.Abort(*error.args) from error
+            raise click.Abort(with_options(str(error))) from error
+        finally:
+            log.rewrite.reset(before)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         options = [param for param in self.get_params(context) if isinstance(param, click.Option)]
@@ -141,16 +145,21 @@ def as_called(text: str, program: str) -> str:
     return re.sub(r"gluon-mgpu ([a-z][\w-]*)", lambda m: f"{script[1]}{m[1].replace('-', '_')}.py", text)
 
 
-def _with_options(text: str, params: Iterable[click.Parameter]) -> str:
-    """Replace argument names in an error message, such as `lr=0: ...`, with options: `--lr 0: ...`."""
-    options = {param.name: param.opts[0] for param in params if isinstance(param, click.Option)}
-    options["num_gpus"] = "--gpus"  # `train` calls this argument num_gpus
-    if text.partition("=")[0].rpartition(": ")[2] not in options:
-        return text
-    for name, option in options.items():
-        text = re.sub(rf"(?<![\w/.-]){name}=True\b", option, text)
-        text = re.sub(rf"(?<![\w/.-]){name}=", f"{option} ", text)
-    return text
+def _with_options(context: click.Context, text: str) -> str:
+    """Replace arguments in a message, such as `lr=0: ...`, with the command's options: `--lr 0: ...`.
+
+    Values from the command line, such as a folder `lr=0`, and text in parentheses, which may quote another error, are
+    left unchanged.
+    """
+    options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
+    if "gpus" in options:
+        options["num_gpus"] = "--gpus"  # `train` calls this argument num_gpus
+    given = [v for value in context.params.values() for v in (value if isinstance(value, tuple) else [value])]
+    kept = [re.escape(value) for value in given if isinstance(value, str) and "=" in value]
+    kept.append(r"\((?:[^()]|\([^()]*\))*\)")
+    argument = rf"(?<![\w/.-])({'|'.join(map(str, options))})=(True\b)?"
+    pattern = "|".join([*kept, argument])
+    return re.sub(pattern, lambda m: m[0] if m[1] is None else options[m[1]] + ("" if m[2] else " "), text)
 
 
 def _usage(error: click.UsageError) -> str:

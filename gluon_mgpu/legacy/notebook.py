@@ -65,7 +65,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
         except CellExecutionError as error:
             if error.ename == "KeyboardInterrupt":
                 raise KeyboardInterrupt from None
-            log.say(f"{path}: a cell failed: {error.ename}: {error.evalue}")
+            log.say(f"{path}: a cell failed ({error.ename}: {error.evalue})")
             return False
         except (DeadKernelError, RuntimeError) as error:
             raise Error(f"{path}: {str(error).splitlines()[0]}") from None

@@ -84,7 +84,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
         if major not in KERNELS:
             raise Error(
                 f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
-                f"{KERNELS_FOR} only; use --device cpu"
+                f"{KERNELS_FOR} only; use device=cpu"
             )
     return [mx.gpu(i) for i in available]
 

@@ -9,12 +9,16 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+# Rewrites notices; a command sets it, to name options instead of arguments.
+rewrite: ContextVar[Callable[[str], str]] = ContextVar("rewrite", default=str)
 LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
 
 
@@ -22,7 +26,7 @@ def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, if this process is worker 0 or runs alone."""
     if speaks():
         with suppress(OSError):  # the reader may be gone
-            print(f"{prefix}{line}", file=sys.stderr)
+            print(f"{prefix}{rewrite.get()(line)}", file=sys.stderr)
 
 
 def error(line: str) -> None:

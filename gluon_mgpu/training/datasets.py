@@ -164,8 +164,7 @@ def fetch(name: str) -> Path:
         raise Error(f"cannot write to {folder} ({error.strerror or error}); change XDG_CACHE_HOME") from error
     package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
     raise Error(
-        f"cannot download {name} ({'; '.join(failures)}); use --data-dir or GLUON_MGPU_DATA to name a folder that "
-        f"contains it{package}"
+        f"cannot download {name} ({'; '.join(failures)}); set GLUON_MGPU_DATA to a folder that contains it{package}"
     )
 
 

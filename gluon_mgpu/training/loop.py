@@ -276,5 +276,5 @@ def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3,
             times = np.median([seconds() for _ in range(steps)], axis=0)
             speeds = np.array(devices.shard_sizes(n, len(ctx), shares)) / times
             shares = tuple(devices.shard_sizes(max(100, 10 * len(ctx)), len(ctx), tuple(speeds)))
-    log.say(f"--shares auto measured the devices and chose {devices.joined(shares)}")
+    log.say(f"shares=auto measured the devices and chose {devices.joined(shares)}")
     return tuple(int(share) for share in shares)

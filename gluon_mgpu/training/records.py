@@ -129,7 +129,8 @@ class Run:
     def _check_unused(self) -> None:
         """Raise UsageError if the folder contains a run, or a file that a new run would overwrite."""
         if exists(self.folder):
-            raise UsageError(f"{self.option}: the folder holds a run; use --resume to continue it, or another folder")
+            advice = f"continue it with resume={self.folder}, or use another folder"
+            raise UsageError(f"{self.option}: the folder holds a run; {advice}")
         for name in FILES:
             if (self.folder / name).exists():
                 advice = f"remove {name}, or use another folder"
@@ -151,8 +152,8 @@ class Run:
         epochs = f"; epochs: {settings.epochs} instead of {recorded.epochs}" if changed else ""
         log.say(f"resuming {self.folder} after {position}{epochs}")
         if settings.epochs == len(position.history):
-            more = "" if recorded.schedule == "cosine" else "; pass a larger --epochs to train longer"
-            log.say(f"all epochs are finished{more}")
+            longer = f"; pass epochs={settings.epochs + 1} or more to train longer"
+            log.say(f"all epochs are finished{'' if recorded.schedule == 'cosine' else longer}")
         return replace(settings, seed=recorded.seed), position, arrays
 
     def _check_settings(self, settings: Settings, recorded: Settings) -> None:
@@ -216,7 +217,7 @@ class Run:
         self.save(replicas, position)
         if position.history:
             self._draw(position)
-        return f"interrupted after {position}; checkpoint saved; continue with --resume {self.folder}"
+        return f"interrupted after {position}; checkpoint saved; continue with resume={self.folder}"
 
     def _write_text(self, position: Position) -> None:
         """Write the configuration to config.json and the history to metrics.jsonl."""
@@ -300,7 +301,7 @@ def _no_run(folder: Path) -> str:
     runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}"))
     if runs:
         return f"{folder} is not a run; did you mean {runs[0]}?"
-    return f"{folder} is not a run: it has no checkpoint; `gluon-mgpu train --out {folder}` starts one"
+    return f"{folder} is not a run: it has no checkpoint; pass the folder of a run, such as runs/first"
 
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:

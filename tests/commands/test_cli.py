@@ -19,6 +19,7 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.commands.launch import launch
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.commands.train import train
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
 from gluon_mgpu.training.settings import NAMES, Settings
 
@@ -149,10 +150,15 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
         (UsageError("runs/x: no run"), 2, "error: runs/x: no run"),
         (UsageError("out=a=b: omit two_words=1"), 2, "error: --out a=b: omit --other 1"),
         (UsageError("fast=True: needs out=FOLDER"), 2, "error: --fast: needs --out FOLDER"),
-        (UsageError("runs/out=1 has no fast=True"), 2, "error: runs/out=1 has no fast=True"),
+        (UsageError("runs/out=1: omit fast=True"), 2, "error: runs/out=1: omit --fast"),
+        (
+            UsageError("lr=1 with num_gpus=2: (out=3 (a) seed=4) seed=5"),
+            2,
+            "error: lr=1 with num_gpus=2: (out=3 (a) seed=4) --seed 5",
+        ),
         (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (Interrupted("interrupted after 1 epoch"), 130, "interrupted after 1 epoch"),
+        (Interrupted("continue with out=runs/a"), 130, "continue with --out runs/a"),
     ],
 )
 def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, error, status, line):
@@ -168,6 +174,20 @@ def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, error, st
     assert said == (status, "", f"{line}\n")
     status, _, err = call(capsys, fails, "--debug")
     assert err.startswith("Traceback")
+
+
+def test_a_notice_names_options_and_a_value_that_looks_like_an_argument_stays(capsys):
+    @click.command(cls=common.Command)
+    @common.option("--out")
+    @common.option("--seed")
+    def says(**options):
+        log.say("seed=1 is resumed with seed=2")
+        raise UsageError("out=seed=1: omit seed=2")
+
+    expected = "gluon_mgpu: seed=1 is resumed with --seed 2\nerror: --out seed=1: omit --seed 2\n"
+    assert call(capsys, says, "--out", "seed=1") == (2, "", expected)
+    log.say("seed=1")
+    assert capsys.readouterr().err == "gluon_mgpu: seed=1\n"
 
 
 def test_sigterm_ends_a_command_like_ctrl_c(capsys):

@@ -287,7 +287,7 @@ def test_if_nothing_works_one_line_names_every_way_to_get_the_data(tmp_path, mon
     with pytest.raises(Error) as caught:
         datasets.load(name)
     assert "\n" not in str(caught.value) and not isinstance(caught.value, UsageError)
-    for way in ("127.0.0.1:1", "--data-dir", "GLUON_MGPU_DATA", *ways):
+    for way in ("127.0.0.1:1", "GLUON_MGPU_DATA", *ways):
         assert way in str(caught.value)
     assert log.exists() is (name == NAME)  # no package has mnist
 

@@ -126,7 +126,7 @@ def test_running_statistics_are_means_over_devices_weighted_by_examples_and_repl
     np.testing.assert_equal(made.parameters(1), made.parameters(0))
 
 
-def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path, monkeypatch):
+def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path, monkeypatch, capsys):
     lenet = scratch.lenet
 
     def four_times_on_the_second_context(X, params):
@@ -141,6 +141,7 @@ def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path
     scratch.train(2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
     chosen = json.loads((tmp_path / "config.json").read_text())["shares"]
     assert chosen[0] > chosen[1] and sum(chosen) == 100
+    assert f"shares=auto measured the devices and chose {chosen[0]},{chosen[1]}" in capsys.readouterr().err
     assert records.options(tmp_path)["shares"] == tuple(chosen)
 
 

@@ -100,7 +100,9 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(
     np.testing.assert_equal(results(tmp_path), whole[impl, kind])
 
 
-def test_a_finished_run_can_be_given_more_epochs(whole, begun):
+def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
+    train(resume=begun, epochs=2)
+    assert "epochs=3" in capsys.readouterr().err
     train(resume=begun)
     np.testing.assert_equal(results(begun), whole["scratch", "plain"])
     assert records.options(begun)["epochs"] == 3
@@ -206,9 +208,9 @@ def test_other_epochs_are_refused_if_the_schedule_depends_on_them(tmp_path):
 def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_locked(tmp_path):
     for name in records.FILES:
         (tmp_path / name).write_text("mine")
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError) as caught:
             train(out=tmp_path)
-        assert files(tmp_path) == {name: b"mine"}
+        assert "--" not in str(caught.value) and files(tmp_path) == {name: b"mine"}
         (tmp_path / name).unlink()
     train(out=tmp_path, epochs=1)
 
@@ -265,6 +267,9 @@ def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(beg
         with pytest.raises(UsageError) as caught:
             records.last(path)
         assert str(begun) in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        records.last("nowhere")
+    assert "--" not in str(caught.value)
 
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):
