@@ -28,7 +28,10 @@ class UsageError(Error):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C, once the current step is complete and the checkpoint is saved. The message is one line."""
+    """Raised after Ctrl-C, once the current step is complete and the checkpoint is saved. The message is one line.
+
+    Callers of `loop.train` get an ordinary KeyboardInterrupt with this message.
+    """
 
 
 def line_of(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
 from gluon_mgpu.training import datasets, records, timeline
 from gluon_mgpu.training.batches import batches, read_behind, shuffled, split_by_shares
-from gluon_mgpu.training.interrupt import CtrlC
+from gluon_mgpu.training.interrupt import CtrlC, as_keyboard_interrupt
 from gluon_mgpu.training.replicas import Replicas, check_model, implementation_name
 from gluon_mgpu.training.settings import BUILT_IN, Settings, add_model
 
@@ -63,7 +63,7 @@ def train(
     settings = Settings.create(batch_size, lr, **options)
     ctx = devices.contexts(num_gpus, device)
     config: dict[str, Any] = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress}
-    with join(kvstore, compress, settings.model) as workers:
+    with as_keyboard_interrupt(), join(kvstore, compress, settings.model) as workers:
         _check_batch(settings, len(ctx), workers)
         given = {"resume": bool(resume), "profile": bool(profile), **({} if resume else asdict(settings))}
         flags = {name: own.get(name, True) for name in lesson.flags}

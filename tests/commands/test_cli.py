@@ -20,7 +20,7 @@ from gluon_mgpu.commands.launch import launch
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.commands.train import train
 from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
+from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training.settings import NAMES, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
         ),
         (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (Interrupted("continue with out=runs/a"), 130, "continue with --out runs/a"),
+        (KeyboardInterrupt("continue with out=runs/a"), 130, "continue with --out runs/a"),
     ],
 )
 def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, error, status, line):
