@@ -91,6 +91,8 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatc
         ("train --batchsize 64", ["--batchsize", "did you mean --batch-size?", "gluon-mgpu train --help"]),
         ("train -epochs 3", ["-epochs", "did you mean --epochs?"]),
         ("trian --gpus 2", ["trian", "did you mean train?"]),
+        ("parity --quick", ["python scripts/parity.py"]),
+        ("bench steps", ["python scripts/bench.py"]),
         ("train --impl torch", ["--impl: 'torch'", "'scratch', 'highlevel'"]),
         ("train --seed abc", ["--seed: 'abc' is not a whole number ("]),
         ("train --lr 0,1", ["--lr: '0,1' is not a number ("]),
