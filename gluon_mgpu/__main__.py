@@ -9,8 +9,8 @@ import traceback
 from gluon_mgpu.runtime import errors
 
 
-def main() -> None:
-    run("gluon_mgpu.commands.main", "main", "gluon-mgpu")
+def main(program: str = "gluon-mgpu") -> None:
+    run("gluon_mgpu.commands.main", "main", program)
 
 
 def run(module: str, command: str, program: str | None = None) -> None:
@@ -30,4 +30,4 @@ def run(module: str, command: str, program: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main("python -m gluon_mgpu")

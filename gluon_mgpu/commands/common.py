@@ -44,7 +44,7 @@ class Command(click.Command):
 
     On error, it prints one line (after a traceback, if --debug is set) and exits with the matching status. Errors and
     notices name options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
-    `gluon-mgpu train` becomes `python scripts/train.py` if the user runs a script in scripts/.
+    `gluon-mgpu train` becomes what the user types, such as `python scripts/train.py`.
     """
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
@@ -139,6 +139,8 @@ def _suggest(words: Sequence[str] | None) -> str:
 
 def as_called(text: str, program: str) -> str:
     """Rewrite each `gluon-mgpu COMMAND` in text as the user types it. program: such as "python scripts/train.py"."""
+    if program == "python -m gluon_mgpu":
+        return re.sub(r"gluon-mgpu (?=[a-z])", f"{program} ", text)
     script = re.fullmatch(r"(python (?:.*/)?)\w+\.py", program)
     if not script:
         return text

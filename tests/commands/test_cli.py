@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
-from own_process import finished
+from own_process import command, finished
 from printed import call
 
 from gluon_mgpu.commands import common
@@ -83,6 +83,12 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatc
     installed = call(capsys, main, name, "--help")[1]
     renamed = re.sub(r"gluon-mgpu ([a-z][\w-]*)", lambda m: f"python scripts/{m[1].replace('-', '_')}.py", installed)
     assert out.split() == renamed.split()
+
+
+def test_the_module_is_the_installed_command_under_its_own_name(capsys):
+    done = command("exercise", "-h")
+    assert done.stdout == call(capsys, main, "exercise", "-h")[1].replace("gluon-mgpu", "python -m gluon_mgpu")
+    assert "(see python -m gluon_mgpu train --help)" in command("train", "--gpu", "2").stderr
 
 
 @pytest.mark.parametrize(
