@@ -13,6 +13,7 @@ from parity import drift
 from test_partition import contexts
 
 from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.replicas import LENET
 from gluon_mgpu.training.settings import Settings
 
@@ -180,6 +181,26 @@ class TestWhatYouReadIsWhatRuns:
             monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
         module.train(2, 64, LR, **self.OPTIONS)
         assert called == set(names)
+
+    @pytest.mark.parametrize(
+        "module, name, bypasses",
+        [
+            (scratch, "sgd", {"momentum": 0.9}),
+            (scratch, "sgd", {"weight_decay": 0.1}),
+            (scratch, "split_and_load", {"shares": (2, 1)}),
+            (highlevel, "split_and_load", {"shares": "auto"}),
+        ],
+    )
+    def test_a_replaced_function_is_called_or_a_setting_that_bypasses_it_is_refused(
+        self, module, name, bypasses, monkeypatch
+    ):
+        called, original = [], getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: called.append(args) or original(*args))
+        with pytest.raises(UsageError, match=name):
+            module.train(2, 64, LR, **bypasses, **self.OPTIONS)
+        assert not called
+        module.train(2, 64, LR, max_grad_norm=1.0, grad_accum_steps=2, **self.OPTIONS)
+        assert called
 
     def test_without_tuning_a_plain_gluon_network_trains_with_mxnets_own_store(self):
         made = highlevel.Replicas(contexts(2), tune=False)

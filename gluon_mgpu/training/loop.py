@@ -6,6 +6,7 @@ The loop imports neither `scratch` nor `highlevel`; it calls the methods of each
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,9 @@ from gluon_mgpu.training.batches import batches, read_behind, shuffled, split_by
 from gluon_mgpu.training.interrupt import CtrlC, as_keyboard_interrupt
 from gluon_mgpu.training.replicas import Replicas, check_model, implementation_name
 from gluon_mgpu.training.settings import BUILT_IN, Settings, add_model
+
+# {setting: function of a lesson that this setting makes a step bypass}
+BYPASSED = {"momentum": "sgd", "weight_decay": "sgd", "shares": "split_and_load"}
 
 
 def train(
@@ -61,6 +65,7 @@ def train(
     own = {name: options.pop(name) for name in lesson.own_options if name in options}
     options["model"] = _model_name(lesson, own.get("net"), own.get("params"), options.get("model", "lenet"))
     settings = Settings.create(batch_size, lr, **options)
+    _check_replaced(lesson, settings)
     ctx = devices.contexts(num_gpus, device)
     config: dict[str, Any] = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress}
     with as_keyboard_interrupt(), join(kvstore, compress, settings.model) as workers:
@@ -117,6 +122,15 @@ def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> st
         raise UsageError(f"net={name}: this package already has a network with this name; rename the function")
     add_model(name)
     return name
+
+
+def _check_replaced(lesson: type[Replicas], settings: Settings) -> None:
+    """Raise UsageError if the caller has replaced a function of the lesson that these settings bypass."""
+    for name, bypassed in BYPASSED.items():
+        function = getattr(sys.modules[lesson.__module__], bypassed, None)
+        if getattr(settings, name) and function and function.__module__ != lesson.__module__:
+            replaced = f"{implementation_name(lesson)}.{bypassed}"
+            raise UsageError(f"{name}={getattr(settings, name)}: would bypass your own {replaced}; omit it")
 
 
 class Training:
