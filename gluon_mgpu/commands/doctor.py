@@ -52,6 +52,7 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
     problems = 0
     for mark, line in findings(data_dir):
         problems += mark == "problem"
+        line = common.as_called(line, context.find_root().info_name or "")
         click.echo(f"{click.style(f'{mark:9}', fg=COLOURS[mark])}{line}")
     click.echo(f"cannot run {MAIN_JOB}: see the problems above" if problems else f"can run {MAIN_JOB}")
     context.exit(1 if problems else 0)
