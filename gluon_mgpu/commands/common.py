@@ -154,6 +154,8 @@ def _with_options(context: click.Context, text: str) -> str:
     left unchanged.
     """
     options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
+    if not options:
+        return text
     if "gpus" in options:
         options["num_gpus"] = "--gpus"  # `train` calls this argument num_gpus
     given = [v for value in context.params.values() for v in (value if isinstance(value, tuple) else [value])]
