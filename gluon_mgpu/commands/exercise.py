@@ -9,6 +9,7 @@ import click
 from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
 from gluon_mgpu.exercises import check as checker
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import UsageError
 
 
@@ -27,8 +28,9 @@ def exercise() -> None:
 @exercise.command("list", cls=common.Command, examples="gluon-mgpu exercise list")
 def list_() -> None:
     """List the exercises and their lesson pages."""
-    for number, (name, page) in enumerate(exercises.PAGES.items(), 1):
-        click.echo(f"{number:2}  {name:12}{exercises.title(name):58}docs/{page}.md")
+    pages = enumerate(exercises.PAGES.items(), 1)
+    rows = [(f"{number:2}", name, exercises.title(name), f"docs/{page}.md") for number, (name, page) in pages]
+    click.echo("\n".join(log.table(rows, "<")))
 
 
 @exercise.command(

@@ -1,15 +1,17 @@
-"""Prints notices, errors and progress bars on standard error. Only worker 0 prints notices and progress bars.
+"""Prints notices, errors and progress bars on standard error, and formats tables.
 
-A process reads its role from the environment variables that a launcher sets.
+Only worker 0 prints notices and progress bars. A process reads its role from the environment variables that a launcher
+sets.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -72,3 +74,14 @@ def progress(**options: Any) -> tqdm:
     if hidden:  # disable=False would override the user's TQDM_DISABLE
         options["disable"] = True
     return tqdm(leave=False, **options)
+
+
+def table(rows: Iterable[Sequence[object]], align: str = ">") -> list[str]:
+    """Format rows of cells as lines. The first row is usually the header. Rows may have different lengths.
+
+    align: alignment of all columns except the first, "<" or ">". The first column is aligned left.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
+    aligns = "<" + align * len(widths)
+    return ["  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths)).rstrip() for row in cells]

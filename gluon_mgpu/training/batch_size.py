@@ -156,12 +156,13 @@ def _check_same(folder: Path, options: dict[str, Any]) -> None:
 
 def table(results: Sequence[Result]) -> str:
     """Format a table of each run's median seconds per epoch, speed-up over the first run, and accuracies."""
-    lines = [_title(results), f"{'':32}   lr  s/epoch  speed-up  test accuracy by epoch"]
     seconds = [median(e.train_seconds for e in result.epochs) for result in results]
+    rows: list[list[object]] = [["", "lr", "s/epoch", "speed-up", "test accuracy by epoch"]]
     for result, s in zip(results, seconds):
         accuracies = "  ".join(f"{e.test_accuracy:.2f}" for e in result.epochs)
         lr = result.epochs[-1].learning_rate
-        lines.append(f"{result.run!s:32}{lr:5g}{s:9.2f}{seconds[0] / s:10.2f}  {accuracies}")
+        rows.append([result.run, f"{lr:g}", f"{s:.2f}", f"{seconds[0] / s:.2f}", accuracies])
+    lines = [_title(results), *log.table(rows)]
     if results[0].config["devices"] == ["cpu(0)"]:
         lines.append("On CPU, each device has one OpenMP thread; otherwise, 1 device would use all cores.")
     return "\n".join(lines)
@@ -171,14 +172,12 @@ def sweep_table(results: Sequence[Result]) -> str:
     """Format a table of the final test accuracies and the best learning rate for each batch size."""
     epochs = results[0].config["epochs"]
     lrs = sorted({result.run.lr for result in results})
-    head = "".join(f"{f'lr {lr:g}':>9}" for lr in lrs)
-    lines = [f"{_title(results)}: test accuracy after {epochs} epochs", f"batch    steps{head}  best lr"]
+    rows: list[list[object]] = [["batch", "steps", *(f"lr {lr:g}" for lr in lrs), "best lr"]]
     for size, of_size in _by_size(results).items():
         accuracies = [r.epochs[-1].test_accuracy for r in of_size]
-        cells = "".join(f"{accuracy:9.3f}" for accuracy in accuracies)
         steps, best = of_size[0].step(of_size[0].epochs[-1]), lrs[int(np.argmax(accuracies))]
-        lines.append(f"{size:<9}{steps:5}{cells}{best:9g}")
-    return "\n".join(lines)
+        rows.append([size, steps, *(f"{accuracy:.3f}" for accuracy in accuracies), f"{best:g}"])
+    return "\n".join([f"{_title(results)}: test accuracy after {epochs} epochs", *log.table(rows)])
 
 
 def _by_size(results: Sequence[Result]) -> dict[int, list[Result]]:

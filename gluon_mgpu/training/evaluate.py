@@ -93,11 +93,7 @@ def table(counts: np.ndarray, classes: Sequence[str]) -> str:
         examples = counts[i].sum()
         recall = f"{counts[i, i] / examples:.3f}" if examples else "-"
         rows.append([name, *(str(count or ".") for count in counts[i]), recall])
-    margin, *widths = (max(map(len, column)) for column in zip(*rows))
-    lines = ["rows: true class; columns: predicted class"]
-    for name, *cells in rows:
-        lines.append(name.ljust(margin) + "".join(cell.rjust(width + 2) for cell, width in zip(cells, widths)))
-    return "\n".join(lines)
+    return "\n".join(["rows: true class; columns: predicted class", *log.table(rows)])
 
 
 def read_image(path: str | Path) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bench import harness
 from bench.harness import TITLE, Job
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -146,9 +146,9 @@ def table(result: dict) -> str:
     lines = [
         "Time to sum gradients over CPU contexts, array by array and as one flat array, from the first call until",
         f"every context holds the sums; medians of {result['rounds']} rounds (min-max); {harness.machine_line()}",
-        *(f"  {way:16}{about}" for way, about in WAYS.items()),
+        *log.table(WAYS.items(), "<"),
     ]
     for name, gradients in result["workers"].items():
         rows = [[way, *(harness.spread(ms[way]) for ms in gradients.values())] for way in WAYS]
-        lines += ["", *harness.table([[f"{name}, ms", *gradients], *rows])]
+        lines += ["", *log.table([[f"{name}, ms", *gradients], *rows])]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import harness
 from bench.harness import Job
-from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime import devices, engine, log
 
 # Defaults: (size, products)
 ON_GPU = (4000, 50)  # as in the notebook
@@ -58,7 +58,7 @@ def table(result: dict) -> str:
         harness.machine_line(),
         f"on {', '.join(contexts)}: {result['names']}",
     ]
-    return "\n".join([*lines, *harness.table(cells)])
+    return "\n".join([*lines, *log.table(cells)])
 
 
 def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | None, products: int | None) -> Any:

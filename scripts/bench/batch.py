@@ -13,6 +13,7 @@ import numpy as np
 from bench import harness
 from bench.harness import IMPLS, TITLE
 from bench.steps import Subject, measure, one_thread
+from gluon_mgpu.runtime import log
 
 SIZES = {"lenet": (128, 256, 512, 1024), "resnet18": (32, 64)}
 
@@ -61,5 +62,5 @@ def table(result: dict) -> str:
                 speed_up = harness.spread(harness.ratios(one, two), 2)
                 rows.append([row["batch_size"], *ms, speed_up, *(harness.spread(part, 1) for part in parts)])
                 memory.append([row["batch_size"], *(f"{median(run['peak_mb']):.0f}" for run in (one, two))])
-        lines += ["", f"{TITLE[model]}, {IMPLS[model][0]}", *harness.table(rows), "", *harness.table(memory)]
+        lines += ["", f"{TITLE[model]}, {IMPLS[model][0]}", *log.table(rows), "", *log.table(memory)]
     return "\n".join(lines)

@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import __version__
-from gluon_mgpu.runtime import engine, subprocesses
+from gluon_mgpu.runtime import engine, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import checkpoint, datasets, timeline
 from gluon_mgpu.training.datasets import Dataset
@@ -204,17 +204,6 @@ def ratios(slow: Run, fast: Run) -> list[float]:
     return [a / b for a, b in zip(slow["step_ms"], fast["step_ms"])]
 
 
-def table(rows: Iterable[Sequence[object]]) -> list[str]:
-    """Format rows of cells as lines: the first column aligned left, the rest right. The first row is the header."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(max(map(len, cells)))]
-    lines = []
-    for first, *others in cells:
-        right = "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:]))
-        lines.append(f"{first:{widths[0]}}{right}".rstrip())
-    return lines
-
-
 def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Any]]]) -> list[str]:
     """Format a table of steps. rows: name, batch size, run, and more columns, of text or of one ratio per round."""
     cells = []
@@ -222,7 +211,7 @@ def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Any
         others = [value if isinstance(value, str) else spread(value, 2) for value in columns.values()]
         rate, peak = 1000 * size / median(run["step_ms"]), median(run["peak_mb"])
         cells.append([name, spread(run["step_ms"], 1), f"{rate:.0f}", *others, f"{peak:.0f}"])
-    return table([[title, "ms/step", "examples/s", *columns, "peak MB"], *cells])
+    return log.table([[title, "ms/step", "examples/s", *columns, "peak MB"], *cells])
 
 
 def plural(count: int, noun: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from bench import harness
 from bench.harness import TITLE
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -168,12 +169,12 @@ def table(result: dict) -> str:
             f"Errors are relative, median (largest); {CHECKED} or more contexts were not used for the fit.",
             "",
             "FITTED: (contexts x ms per context + examples x ms per example) / cores in use",
-            *harness.table(steps),
+            *log.table(steps),
             "",
             "PREDICTED, NOT MEASURED: efficiency of clusters with the fastest allreduce",
             "Each device has its own link, which sends one message and receives one at a time. Nothing overlaps with",
             "the allreduce. Links and speeds are assumptions; 100 times one core is about the speed of a GPU.",
-            *harness.table(predicted),
+            *log.table(predicted),
         ]
     )
 

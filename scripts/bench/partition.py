@@ -10,7 +10,7 @@ from typing import Any
 from bench import harness
 from bench.harness import LR, Job
 from bench.steps import timed
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.training import timeline
 
 SIZE = harness.BATCH_SIZE["lenet"]
@@ -64,7 +64,7 @@ def table(result: dict) -> str:
         idle = " ".join(f"{100 * median(shares):3.0f}" for shares in zip(*run["idle"]))
         rows.append([name, harness.spread(run["step_ms"], 1), f"{run['bytes_moved'] / 1e6:.3f}", idle])
     title = f"LeNet split over devices, training, batch {SIZE}, one thread per device, medians of"
-    return "\n".join([f"{title} {result['rounds']} rounds (min-max);", harness.machine_line(), *harness.table(rows)])
+    return "\n".join([f"{title} {result['rounds']} rounds (min-max);", harness.machine_line(), *log.table(rows)])
 
 
 def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, TITLE, Job
+from gluon_mgpu.runtime import log
 
 ROUNDS = 3  # the fastest round counts, because other programs can only slow a round down
 SHOWN = 0.01  # operators that take a smaller share of a step's time have no row of their own
@@ -107,7 +108,7 @@ def table(result: dict) -> str:
         outside = step - sum(row["ms"] for row in found["operators"])
         for title, ms in (("smaller operators", small), ("outside oneDNN: MXNet's own operators, Python", outside)):
             rows.append([title, f"{ms:.2f}", f"{100 * ms / step:.1f}"])
-        lines += harness.table(rows)
+        lines += log.table(rows)
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, Job
 from bench.steps import timed
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets
 
@@ -48,7 +48,7 @@ def table(result: dict) -> str:
     head = ["", *(text for n in PROGRAMS for text in (f"ms/step, {n} other programs", "shares, by round"))]
     title = f"LeNet, scratch, batch {SIZE}, medians of {result['rounds']} rounds (min-max);"
     where = "The other programs run on the core of cpu(1)."
-    return "\n".join([title, harness.machine_line(), where, *harness.table([head, *rows.values()])])
+    return "\n".join([title, harness.machine_line(), where, *log.table([head, *rows.values()])])
 
 
 def work(shares: list[int] | str | None, programs: int, steps: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.training import datasets
 
 GLIBC = (
@@ -122,7 +122,7 @@ def _profile_table(times: dict[str, dict[str, float]]) -> list[str]:
     slowest = {name: max(ms.get(name, 0) for ms in times.values()) for ms in times.values() for name in ms}
     shown = [name for name in sorted(slowest, key=slowest.__getitem__, reverse=True) if slowest[name] >= 0.05]
     rows = [[name, *(f"{ms.get(name, 0):.2f}" for ms in times.values())] for name in shown]
-    return harness.table([["", *times], *rows, ["all", *(f"{sum(ms.values()):.2f}" for ms in times.values())]])
+    return log.table([["", *times], *rows, ["all", *(f"{sum(ms.values()):.2f}" for ms in times.values())]])
 
 
 def trainer(subject: Subject) -> Train:

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 from bench import harness
 from bench.harness import BATCH_SIZE, TITLE, Job
+from gluon_mgpu.runtime import log
 from gluon_mgpu.training import timeline
 
 
@@ -29,7 +30,7 @@ def table(result: dict) -> str:
     for context, seconds in result["contexts"].items():
         ms = (f"{1e3 * seconds[name] / steps:.2f}" for name in columns)
         rows.append([context, *ms, f"{100 * seconds['idle_share']:.1f}%"])
-    lines = [f"{result['otherData']['about']}; {harness.machine_line()}", *harness.table(rows), _note(result)]
+    lines = [f"{result['otherData']['about']}; {harness.machine_line()}", *log.table(rows), _note(result)]
     if len(result["contexts"]) > harness.facts()["cores"]:
         lines.append("There are more contexts than cores, so operators that wait for a core count as busy.")
     return "\n".join(lines)

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from gluon_mgpu.runtime import log
+
 WORDS = {True: "holds", False: "FAILS", None: "undecided here"}
 
 
@@ -27,9 +29,7 @@ def text(result: dict[str, Any]) -> str:
     """Format the verdict and the tables for a terminal."""
     lines = [result["verdict"]]
     for title, rows in tables(result):
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines += ["", title]
-        lines += ["    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines += ["", title, *(f"    {line}" for line in log.table(rows, "<"))]
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ sys.path += [str(Path(__file__).parents[i] / name) for i, name in ((0, ""), (1, 
 from bench import harness
 
 from gluon_mgpu.distributed import process, serve, workers
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.training import datasets
 
 STEPS = {"lenet": 20, "resnet18": 2}
@@ -104,7 +104,7 @@ def main():
                 cells = [harness.spread(times[part], 1) for part in PARTS]
                 rows.append([f"{model}, {impl}, {kvstore}, {mbit} Mbit/s", *cells, harness.spread(ratio, 2)])
                 print(" ".join(rows[-1]), flush=True)
-    print("\n".join(harness.table(rows)))
+    print("\n".join(log.table(rows)))
 
 
 if __name__ == "__main__":
