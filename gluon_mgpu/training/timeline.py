@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -77,6 +77,37 @@ def _is_exchange(operator: str) -> bool:
     return operator.startswith(("horovod_", "KVStoreDist"))
 
 
+@contextmanager
+def profiled(file: Path) -> Iterator[None]:
+    """Profile the operators that run inside this context manager, and write MXNet's profile to a file."""
+    import mxnet as mx
+
+    mx.nd.waitall()
+    # aggregate_stats keeps the engine from merging operators into a bulk, which would hide their names.
+    on = dict.fromkeys(("profile_imperative", "profile_symbolic", "aggregate_stats"), True)
+    off = dict.fromkeys(("profile_api", "profile_memory", "continuous_dump"), False)
+    mx.profiler.set_config(filename=str(file), **on, **off)
+    mx.profiler.set_state("run")
+    try:
+        yield
+        mx.nd.waitall()
+    finally:
+        mx.profiler.set_state("stop")
+        mx.profiler.dump()
+
+
+def read_profile(file: Path) -> list[dict[str, Any]]:
+    """Read the traceEvents of MXNet's profile."""
+    # MXNet writes an extra comma into every profile of a process except the first profile.
+    return json.loads(file.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1))["traceEvents"]
+
+
+def operator_spans(raw: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns the begin and end marks of each operator in MXNet's traceEvents, sorted by begin."""
+    marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]  # begin and end marks alternate
+    return sorted(zip(marks[::2], marks[1::2]), key=lambda span: span[0]["ts"])
+
+
 class Recorder:
     """Profiles a few steps of a training run. The training loop issues each step inside `with recorder.step():`.
 
@@ -100,7 +131,7 @@ class Recorder:
         Raises UsageError if the file is invalid, the profiler does not support a context, or the run has too few steps.
         """
         self.file, self.about, self.issued, self.needed = Path(file), about, before, steps + AROUND
-        self.running = False
+        self.profile = ExitStack()
         self.trace: dict[str, Any] = {}  # filled once all steps are recorded
         self.lanes = _lanes(ctx)
         if self.file.suffix == ".png" or self.file.is_dir() or not self.file.parent.is_dir():
@@ -124,8 +155,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.running:
-            self._stop()
+        self.profile.close()
         self.folder.cleanup()
         if self.trace:
             checkpoint.write_whole(self.file.with_suffix(".png"), partial(draw, self.trace))
@@ -133,35 +163,15 @@ class Recorder:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Issue one training step inside this context manager."""
-        import mxnet as mx
-
         raw = Path(self.folder.name) / "profile.json"
         if self.issued == self.first:
-            mx.nd.waitall()
-            # aggregate_stats keeps the engine from merging operators into a bulk, which would hide their names.
-            on = dict.fromkeys(("profile_imperative", "profile_symbolic", "aggregate_stats"), True)
-            off = dict.fromkeys(("profile_api", "profile_memory", "continuous_dump"), False)
-            mx.profiler.set_config(filename=str(raw), **on, **off)
-            mx.profiler.set_state("run")
-            self.running = True
+            self.profile.enter_context(profiled(raw))
         yield
         self.issued += 1
-        if self.running and self.issued == self.first + self.needed:
-            self._stop()
-            # MXNet writes an extra comma into every profile of a process except the first profile.
-            profile = json.loads(raw.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1))
-            self.trace = chrome_trace(profile["traceEvents"], self.lanes, self.needed, self.about)
+        if self.issued == self.first + self.needed:
+            self.profile.close()
+            self.trace = chrome_trace(read_profile(raw), self.lanes, self.needed, self.about)
             checkpoint.write_whole(self.file, lambda file: file.write(json.dumps(self.trace).encode()))
-
-    def _stop(self) -> None:
-        import mxnet as mx
-
-        self.running = False
-        try:
-            mx.nd.waitall()
-        finally:
-            mx.profiler.set_state("stop")
-            mx.profiler.dump()
 
 
 def _lanes(ctx: list[Context]) -> dict[int, str]:
@@ -188,8 +198,7 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
     including the two that are not shown (see AROUND). A step ends with its last update on any context.
     Raises Error if the number of updates is not a multiple of steps.
     """
-    marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]
-    spans = sorted(zip(marks[::2], marks[1::2]), key=lambda span: span[0]["ts"])  # begin and end marks alternate
+    spans = operator_spans(raw)
     updates = sorted(end["ts"] for begin, end in spans if begin["pid"] in lanes and begin["name"].endswith("_update"))
     if not updates or len(updates) % steps:
         raise Error(f"the profile is incomplete: {len(updates)} updates in {steps} steps")

@@ -5,12 +5,12 @@ docs/performance.md and docs/engine.md show results.
 
 from __future__ import annotations
 
-import json
-import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
 from gluon_mgpu.runtime import engine, log
-from gluon_mgpu.training import datasets
+from gluon_mgpu.training import datasets, timeline
 
 GLIBC = (
     ("MALLOC_MMAP_THRESHOLD_", "131072"),
@@ -183,21 +183,16 @@ def _notebook(subject: Subject) -> Train:
 def _profile(subject: Subject, steps: int) -> dict[str, float]:
     """Measure {operator: milliseconds per step} with MXNet's profiler."""
     train = trainer(subject)
-    import mxnet as mx
-
     data, order = datasets.synthetic(steps * subject.size, 100, seed=0), np.arange(steps * subject.size)
     train(data, order)
-    on = dict.fromkeys(("profile_imperative", "profile_symbolic", "aggregate_stats"), True)
-    folder = tempfile.mkdtemp()
-    try:  # the profiler always writes a file, and sometimes writes it while the folder is being removed
-        mx.profiler.set_config(filename=f"{folder}/profile.json", **on)
-        mx.profiler.set_state("run")
-        train(data, order)
-        mx.profiler.set_state("stop")
-        operators = json.loads(mx.profiler.dumps(format="json"))["Time"]["operator"]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return {name: times["Total"] / steps for name, times in operators.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "profile.json")
+        with timeline.profiled(file):
+            train(data, order)
+        ms: dict[str, float] = defaultdict(float)
+        for begin, end in timeline.operator_spans(timeline.read_profile(file)):
+            ms[begin["name"]] += (end["ts"] - begin["ts"]) / 1000 / steps
+    return ms
 
 
 def work(mode: str, subject: list[Any], steps: int) -> dict[str, Any]:
