@@ -6,8 +6,6 @@ A worker keeps the thread of each context on its own core, so that programs on t
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -21,22 +19,29 @@ from gluon_mgpu.training import datasets
 SIZE = BATCH_SIZE["lenet"]
 SHARES = {"cpu(0) alone": None, "equal shards": (50, 50), "shares 80,20": (80, 20), "shares auto": "auto"}
 PROGRAMS = (0, 3)  # number of programs that share the second core with the context's thread
+# Starts programs on a core, then becomes the worker. `subprocesses.run` ends the programs when the worker ends.
+LAUNCHER = 'for i in $(seq {programs}); do taskset -c {core} sh -c "while :; do :; done" & done; exec "$@"'
 
 
 def run(rounds: int = 3, steps: int = 100) -> dict:
     """Measure LeNet with each combination of SHARES and PROGRAMS. Returns the input of `table`.
     Raises UsageError if this process may use only one core."""
-    if len(os.sched_getaffinity(0)) < 2:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
         raise UsageError("shares: needs 2 cores, but this process may use only 1")
     env = harness.environment(harness.ONE_THREAD)
     jobs = {
-        (name, programs): Job("shares", {"shares": shares, "programs": programs, "steps": steps}, env)
+        (name, programs): Job("shares", {"shares": shares, "steps": steps}, env, _launcher(programs, cores[1]))
         for name, shares in SHARES.items()
         for programs in PROGRAMS
     }
     measured = harness.measure(jobs, rounds)
     runs = [{"name": name, "programs": programs, **measured[name, programs]} for name, programs in jobs]
     return {"rounds": rounds, "runs": runs}
+
+
+def _launcher(programs: int, core: int) -> tuple[str, ...]:
+    return "sh", "-c", LAUNCHER.format(programs=programs, core=core), "sh"
 
 
 def table(result: dict) -> str:
@@ -51,7 +56,7 @@ def table(result: dict) -> str:
     return "\n".join([title, harness.machine_line(), where, *log.table([head, *rows.values()])])
 
 
-def work(shares: list[int] | str | None, programs: int, steps: int) -> dict[str, Any]:
+def work(shares: list[int] | str | None, steps: int) -> dict[str, Any]:
     """Measure a step. shares: one per device; None: only cpu(0); "auto": measured. Also returns the shares."""
     contexts, cores = 2 if shares else 1, sorted(os.sched_getaffinity(0))
     engine.configure(contexts)
@@ -63,17 +68,9 @@ def work(shares: list[int] | str | None, programs: int, steps: int) -> dict[str,
         os.sched_setaffinity(0, {core})  # inherited by the thread of cpu(i), which starts with its first operator
         mx.nd.ones(1, ctx=mx.cpu(i)).wait_to_read()
     os.sched_setaffinity(0, cores)
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
-    try:
-        for other in others:
-            os.sched_setaffinity(other.pid, {cores[1]})
-        if shares == "auto":
-            equal = harness.replicas("scratch", "lenet", contexts)
-            shares = list(loop.measured_shares(equal, datasets.synthetic(SIZE, 100, seed=0)))
-        replicas = harness.replicas("scratch", "lenet", contexts, shares=shares)
-        train = timed(partial(replicas.train_batch, lr=LR["lenet"]), SIZE)
-        return {**harness.time_steps(train, "lenet", SIZE, steps), "shares": shares}
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
+    if shares == "auto":
+        equal = harness.replicas("scratch", "lenet", contexts)
+        shares = list(loop.measured_shares(equal, datasets.synthetic(SIZE, 100, seed=0)))
+    replicas = harness.replicas("scratch", "lenet", contexts, shares=shares)
+    train = timed(partial(replicas.train_batch, lr=LR["lenet"]), SIZE)
+    return {**harness.time_steps(train, "lenet", SIZE, steps), "shares": shares}

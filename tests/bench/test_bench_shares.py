@@ -18,7 +18,7 @@ def test_one_core_is_not_enough(monkeypatch):
 
 def test_the_table_has_a_row_per_way_to_split(monkeypatch):
     def start(name, job):
-        chosen, busy = job.arguments["shares"], job.arguments["programs"] > 0
+        chosen, busy = job.arguments["shares"], "seq 3" in job.launcher[2]
         return {"step_ms": 80.0 if busy else 30.0, "shares": [78, 22] if chosen == "auto" else chosen}
 
     monkeypatch.setattr(harness, "start", start)
@@ -35,7 +35,7 @@ AFFINITIES = """
 import os
 from bench import shares
 
-shares.work([80, 20], programs=0, steps=10)
+shares.work([80, 20], steps=10)
 print(*({*os.sched_getaffinity(int(thread))} for thread in os.listdir("/proc/self/task")), sep=";")
 """
 
