@@ -15,11 +15,11 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from printed import call
 
-from gluon_mgpu import convert, highlevel, scratch
+from gluon_mgpu import convert, evaluate, highlevel, scratch
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import operators
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, datasets, evaluate
+from gluon_mgpu.training import checkpoint, datasets
 from gluon_mgpu.training.replicas import LENET
 
 

@@ -1,10 +1,11 @@
 """Modules never import from a higher layer, even for type hints, and there are no import cycles."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
-LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "convert"]
+LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "evaluate", "convert"]
 # from the bottom
 LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "exercises", "commands"]
 # {module: path}, such as {"training.loop": ...}
@@ -25,6 +26,13 @@ def imported(path):
     return found & MODULES.keys()
 
 
+def imported_by_name(path):
+    """The calls in a file that import modules of this package, or modules that cannot be told from the code."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named = [call for call in calls if ast.unparse(call.func).split(".")[-1] in ("import_module", "__import__")]
+    return [ast.unparse(call) for call in named if not re.match(r"'(?!gluon_mgpu|\.)", ast.unparse(call.args[0]))]
+
+
 IMPORTS = {name: imported(path) for name, path in MODULES.items()}
 
 
@@ -36,6 +44,11 @@ def layer(module):
 def test_imports_only_go_down():
     imports = [(name, other) for name, others in IMPORTS.items() for other in others]
     assert not [f"{name} imports {other}" for name, other in imports if layer(other) > layer(name)]
+
+
+def test_only_commands_import_modules_by_name():
+    lower = [path for name, path in MODULES.items() if layer(name) < LAYERS.index("commands")]
+    assert not [f"{path}: {call}" for path in lower for call in imported_by_name(path)]
 
 
 def test_there_are_no_import_cycles():

@@ -57,7 +57,7 @@ def evaluate(
     indices = devices.parse(gpus)
     engine.configure(len(indices))  # before the following modules import mxnet
     from gluon_mgpu import convert
-    from gluon_mgpu.training import evaluate as evaluation
+    from gluon_mgpu import evaluate as evaluation
 
     if export is not None:
         convert.check_prefix("gluon", export)  # before anything is computed

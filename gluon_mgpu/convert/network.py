@@ -15,9 +15,8 @@ import numpy as np
 from mxnet import gluon, nd
 from mxnet.ndarray import NDArray
 
+from gluon_mgpu import evaluate, highlevel
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import evaluate
-from gluon_mgpu.training.replicas import implementation
 
 MOST_TEST_IMAGES = 1000
 RANDOM_IMAGES = 8
@@ -74,7 +73,7 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
-    plain = implementation("highlevel").Replicas([mx.cpu()], trained.settings, tune=False)
+    plain = highlevel.Replicas([mx.cpu()], trained.settings, tune=False)
     if not isinstance(plain.net, gluon.HybridBlock):
         raise UsageError(f"{folder}: {trained.settings.model} is not a HybridBlock, so it cannot be converted")
     plain.load_state_dict(trained.parameters)

@@ -7,10 +7,8 @@ of the lesson as `train_batch`.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from types import ModuleType
 from typing import Any
 
 import mxnet as mx
@@ -27,11 +25,6 @@ from gluon_mgpu.training.settings import BUILT_IN, SGD, Settings
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix and the parameter's name
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's running statistics
-
-
-def implementation(impl: str) -> ModuleType:
-    """Import the lesson module "scratch" or "highlevel" by name, so that training depends on neither module."""
-    return importlib.import_module(f"gluon_mgpu.{impl}")
 
 
 class Replicas(ABC):

@@ -140,10 +140,11 @@ def replicas(
     engine.configure(contexts)
     import mxnet as mx
 
-    from gluon_mgpu.training.replicas import check_model, implementation
+    from gluon_mgpu.evaluate import LESSONS
+    from gluon_mgpu.training.replicas import check_model
     from gluon_mgpu.training.settings import Settings
 
-    kind = implementation(impl).Replicas
+    kind = LESSONS[impl].Replicas
     check_model(kind, model)
     found = kind(
         [mx.cpu(i) for i in range(contexts)],

@@ -13,10 +13,10 @@ import numpy as np
 from mxnet import Context
 
 from gluon_mgpu import highlevel
+from gluon_mgpu.evaluate import LESSONS
 from gluon_mgpu.training.batch_size import Result
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
-from gluon_mgpu.training.replicas import implementation
 from gluon_mgpu.training.settings import Settings
 from parity import Finding, bands, drift
 
@@ -50,9 +50,9 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
 def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     """Check the sizes of uneven shards for devices of unequal speed, and that the update is the same as on 1 device."""
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
-    for impl in ("scratch", "highlevel"):
-        one = implementation(impl).Replicas(ctx[:1])
-        shared = implementation(impl).Replicas(ctx, Settings(shares=SHARES))
+    for impl, lesson in LESSONS.items():
+        one = lesson.Replicas(ctx[:1])
+        shared = lesson.Replicas(ctx, Settings(shares=SHARES))
         sizes = [shard.shape[0] for shard in shared.split(X)]
         before = one.state_dict()
         for replicas in (one, shared):

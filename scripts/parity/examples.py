@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 from mxnet import Context, nd
 
+from gluon_mgpu.evaluate import LESSONS
 from gluon_mgpu.training import recipes
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
-from gluon_mgpu.training.replicas import Replicas, implementation
+from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings
 from parity import Finding
 
@@ -35,7 +36,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     def finding(claim: str, holds: object, evidence: object) -> Finding:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), str(evidence))
 
-    module = implementation(impl)
+    module = LESSONS[impl]
     before, after = recipes.ALLREDUCE["before"], recipes.ALLREDUCE["after"]
     replicas: Replicas = module.Replicas(ctx[:2])
     for grads, values in zip(replicas.grads(), before):

@@ -9,9 +9,9 @@ import own_process
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
 
-from gluon_mgpu import highlevel
+from gluon_mgpu import evaluate, highlevel
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import checkpoint, evaluate, settings
+from gluon_mgpu.training import checkpoint, settings
 from gluon_mgpu.training.settings import Settings
 
 OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}

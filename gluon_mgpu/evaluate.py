@@ -15,13 +15,15 @@ import numpy as np
 from mxnet import nd
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.batches import batches, read_behind
-from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model, implementation
+from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model
 from gluon_mgpu.training.settings import Settings
 
+LESSONS = {"scratch": scratch, "highlevel": highlevel}
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 TOP = 3  # number of classes printed per image
 
@@ -46,7 +48,7 @@ def load(
     """
     arrays, config, settings, position = records.last(folder)
     impl = impl or config["impl"]
-    kind: type[Replicas] = implementation(impl).Replicas
+    kind: type[Replicas] = LESSONS[impl].Replicas
     check_model(kind, settings.model)
     ctx = devices.contexts(gpus, device)
     options = {name: config[name] for name in kind.own_options if name in config}

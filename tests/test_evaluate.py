@@ -10,10 +10,10 @@ from own_process import python
 from PIL import Image
 from printed import call
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import evaluate, highlevel, scratch
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, datasets, evaluate
+from gluon_mgpu.training import checkpoint, datasets
 from gluon_mgpu.training.replicas import LENET
 
 IMPLS = ["scratch", "highlevel"]
