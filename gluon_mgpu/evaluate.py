@@ -25,6 +25,7 @@ from gluon_mgpu.training.settings import Settings
 
 LESSONS = {"scratch": scratch, "highlevel": highlevel}
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
+LARGEST_BATCH = 1024  # number of images computed at once, whatever batch size the checkpoint has
 TOP = 3  # number of classes printed per image
 
 
@@ -71,7 +72,7 @@ def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     """Compute the network's scores (n, 10) for images, uint8 (n, 1, 28, 28)."""
     replicas = trained.replicas
-    test_iter = batches(images, np.zeros(len(images)), trained.settings.batch_size)
+    test_iter = batches(images, np.zeros(len(images)), min(trained.settings.batch_size, LARGEST_BATCH))
     issued = ([replicas.predict(shard) for shard in replicas.split(X)] for X, _ in test_iter if X is not None)
     return np.concatenate(list(read_behind(issued)))
 

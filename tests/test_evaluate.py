@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import lenet64
 import numpy as np
@@ -84,6 +85,15 @@ def test_a_run_with_shares_is_read_on_other_devices(runs):
     trained = evaluate.load(runs / "max", None, 3, "cpu")
     images, labels = evaluate.held_out(trained.settings)
     assert np.mean(evaluate.scores(trained, images).argmax(1) == labels) == recorded_accuracy(runs / "max")
+
+
+def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(runs, monkeypatch):
+    trained = evaluate.load(runs / "scratch", None, 1, "cpu")
+    trained = trained._replace(settings=replace(trained.settings, batch_size=10**9))
+    images, sizes = np.zeros((2500, 1, 28, 28), np.uint8), []
+    predict = trained.replicas.predict
+    monkeypatch.setattr(trained.replicas, "predict", lambda X: sizes.append(len(X)) or predict(X))
+    assert len(evaluate.scores(trained, images)) == sum(sizes) == len(images) and max(sizes) < len(images)
 
 
 def test_the_confusion_table_fits_100_columns_and_names_every_class():

@@ -62,6 +62,7 @@ MIRRORS = {
         "https://apache-mxnet.s3-accelerate.dualstack.amazonaws.com/gluon/dataset/mnist/",
     ),
 }
+LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
 MOST = 64 << 20  # maximum number of bytes to read from a file; the largest of these files is 47 MB
 TIMEOUT = (4, 8)  # maximum seconds to connect, and to wait for more data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
@@ -91,17 +92,17 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     """Load the data set `name`, one of NAMES; download it if this machine does not have it.
 
     data_dir: a folder that contains NAME/ or the four files; None: see `find`. limit: use only the first `limit`
-    training examples and the first max(limit // 6, 100) test examples; None: all, or 60,000 for "synthetic", which can
-    have any size. seed: used only for "synthetic"; None means 0.
+    training examples and the first max(limit // 6, 100) test examples; None: all, which is LARGEST. seed: used only for
+    "synthetic"; None means 0.
     Raises UsageError if the name is unknown, limit is out of range, or data_dir does not contain the data set; Error if
     the data is damaged or cannot be downloaded.
     """
     if name not in NAMES:
         raise UsageError(f"dataset={name}: must be one of {', '.join(NAMES)}")
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit={limit}: must be at least 1")
+    if limit is not None and not 1 <= limit <= LARGEST:
+        raise UsageError(f"limit={limit}: must be 1 to {LARGEST}")
     if name == "synthetic":
-        train_size = 60000 if limit is None else limit
+        train_size = LARGEST if limit is None else limit
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     data = read(find(name, data_dir) or fetch(name), name)
     if limit is not None and limit > len(data.train_images):

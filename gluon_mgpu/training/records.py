@@ -285,7 +285,7 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
         if config["impl"] not in IMPLS:
             raise ValueError(f"impl {config['impl']}")
         _devices(config)
-    except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         advice = "start the run again in another folder"
         if isinstance(error, UsageError) and config.get("model") not in MODELS:
             scratch = config.get("impl") == "scratch"

@@ -17,6 +17,7 @@ from gluon_mgpu.training import datasets
 
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
 MODELS = [*BUILT_IN]  # networks.register adds names to this list
+MOST = 2**31 - 1  # limit on integers, which MXNet and NumPy compute with
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 # Types of the settings that can be None. Every other setting must have the type of its default value.
@@ -78,15 +79,16 @@ class Settings:
             raise UsageError(f"{name}={value!r}: wrong type")
 
     def _check_values(self) -> None:
-        self._require("batch_size", self.batch_size >= 1, "must be at least 1")
+        self._require("batch_size", 1 <= self.batch_size <= MOST, f"must be 1 to {MOST}")
         # The limits are just inside the range of float32. nan is rejected, because every comparison with nan is false.
         self._require("lr", 1e-37 < self.lr < 1e38, "must be a number above 0, such as 0.2")
         self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range after scaling to the batch size")
         self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
         self._require("dataset", self.dataset in datasets.NAMES, f"must be one of {', '.join(datasets.NAMES)}")
-        self._require("epochs", self.epochs >= 1, "must be at least 1")
-        self._require("limit", self.limit is None or self.limit >= 1, "must be at least 1")
-        self._require("seed", self.seed is None or 0 <= self.seed < 2**31, "must be 0 to 2147483647")
+        self._require("epochs", 1 <= self.epochs <= MOST, f"must be 1 to {MOST}")
+        examples = datasets.LARGEST
+        self._require("limit", self.limit is None or 1 <= self.limit <= examples, f"must be 1 to {examples}")
+        self._require("seed", self.seed is None or 0 <= self.seed <= MOST, f"must be 0 to {MOST}")
         self._require("momentum", 0 <= self.momentum < 1, "must be at least 0 and less than 1, such as 0.9")
         self._require("weight_decay", 0 <= self.weight_decay < 1, "must be at least 0 and less than 1, such as 0.0005")
         norm = self.max_grad_norm

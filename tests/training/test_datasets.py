@@ -179,7 +179,9 @@ def test_limit_keeps_the_first_examples_and_a_sixth_but_at_least_100_tests(tmp_p
         np.testing.assert_array_equal(data[part], TINY[part][:size])
 
 
-@pytest.mark.parametrize("name, limit", [("cifar", None), (NAME, 0), ("synthetic", -1), (NAME, 701)])
+@pytest.mark.parametrize(
+    "name, limit", [("cifar", None), (NAME, 0), ("synthetic", -1), (NAME, 701), ("synthetic", 60001)]
+)
 def test_an_unknown_name_and_a_limit_out_of_range_are_usage_errors(tmp_path, name, limit):
     with pytest.raises(UsageError):
         datasets.load(name, data_dir=put(tmp_path / "given"), limit=limit)
@@ -299,7 +301,7 @@ def test_synthetic_is_the_same_for_the_same_seed_only():
     assert (first.train_images != other.train_images).mean() > 0.5
 
 
-def test_synthetic_has_any_size_and_balanced_classes():
+def test_synthetic_has_the_size_asked_for_and_balanced_classes():
     for limit, tests in ((1, 100), (4097, 682), (None, 10000)):
         data = datasets.load("synthetic", limit=limit)
         for images, labels, size in ((*data[1:3], limit or 60000), (*data[3:5], tests)):

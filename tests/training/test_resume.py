@@ -248,10 +248,12 @@ def reconfigure(folder, **changed):
         lambda folder: reconfigure(folder, devices=3),
         lambda folder: reconfigure(folder, lr="x"),
         lambda folder: reconfigure(folder, impl="os"),
+        lambda folder: reconfigure(folder, limit=5 * 10**9),
+        lambda folder: reconfigure(folder, shares=[10**400]),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated version history config device devices lr impl shape array".split(),
+    ids="truncated version history config device devices lr impl limit shares shape array".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)
