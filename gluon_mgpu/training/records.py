@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.devices import joined
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.settings import MODELS, NAMES, RENAMED, Settings
+from gluon_mgpu.training.settings import MODELS, MOST, NAMES, RENAMED, Settings
 
 if TYPE_CHECKING:
     from tensorboard.summary import Writer
@@ -62,9 +63,15 @@ class Position:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Position:
-        """Create a position from `as_json` or from a checkpoint's facts."""
+        """Create a position from `as_json` or from a checkpoint's facts. Raises ValueError for what is not a number."""
         history = [Epoch(**epoch) for epoch in facts["history"]]
-        return cls(history, facts["steps"], facts["loss_sum"], facts["seconds"])
+        steps, *sums = facts["steps"], facts["loss_sum"], facts["seconds"]
+        numbers = [value for epoch in history for value in epoch] + sums
+        if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):  # nan is rejected too
+            raise ValueError("not a number in the history")
+        if type(steps) is not int or not 0 <= steps <= MOST:
+            raise ValueError(f"steps={steps!r}")
+        return cls(history, steps, *sums)
 
     def __str__(self) -> str:
         done = [(len(self.history), "epoch"), (self.steps, "step")]

@@ -38,7 +38,7 @@ MEMORY = 1 << 28  # bytes that a reader may use
 SECONDS = 20  # for one input, on a busy machine
 BOMB = 1 << 29  # bytes to which a small hostile file decompresses
 BOMBS = 0.01  # fraction of inputs
-CONFIG = {**asdict(Settings(seed=1)), "impl": "scratch", "devices": ["cpu(0)"], "threads": 1, "workers": 1}
+CONFIG = {**asdict(Settings(limit=200, seed=1)), "impl": "scratch", "devices": ["cpu(0)"], "threads": 1, "workers": 1}
 EPOCH = dict.fromkeys(records.Epoch._fields, 1)
 FACTS = {"format": 1, "config": CONFIG, "history": [EPOCH], "steps": 3, "loss_sum": 1.5, "seconds": 0.5}
 VALUES = (
@@ -50,6 +50,8 @@ VALUES = (
     float("nan"),
     "",
     "x" * 999,
+    "\x1b[31m",
+    5 * 10**9,
     "cpu(99999999999)",
     [],
     [[]],
@@ -99,9 +101,13 @@ def bomb():
 
 
 def make_checkpoint(rng):
-    facts = npy(np.frombuffer(text(rng, FACTS), np.uint8))
+    whole = rng.random() < 0.3  # nothing is wrong but the value of one setting
+    setting = {rng.choice(list(CONFIG)): rng.choice(VALUES)}
+    facts = json.dumps({**FACTS, "config": {**CONFIG, **setting}}).encode() if whole else text(rng, FACTS)
+    facts = npy(np.frombuffer(facts, np.uint8))
     members = {"W1.npy": npy(np.ones((20, 1, 5, 5), np.float32)), "b1.npy": npy(np.ones(20)), "facts.json.npy": facts}
-    name, change = rng.choice(list(members)), rng.choice(("header", "path", "bytes", "missing", "archive", "none"))
+    changes = ("none",) if whole else ("header", "path", "bytes", "missing", "archive", "none")
+    name, change = rng.choice(list(members)), rng.choice(changes)
     if change == "header":
         shape = rng.choice(((rng.choice(SIZES),), (2**31, rng.choice(SIZES)), (2,) * 100, (4, 4), rng.choice(SIZES)))
         header = repr({"descr": rng.choice(HEADERS), "fortran_order": rng.random() < 0.5, "shape": shape}).encode()
@@ -113,10 +119,9 @@ def make_checkpoint(rng):
         members[name] = mutated(rng, members[name])
     elif change == "missing":
         del members[name]
-    kind = rng.choice(
-        (zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
-    )
-    if rng.random() < BOMBS:
+    packed = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+    kind = zipfile.ZIP_STORED if whole else rng.choice((zipfile.ZIP_STORED, *packed))
+    if not whole and rng.random() < BOMBS:
         kind, members["W2.npy"] = zipfile.ZIP_DEFLATED, bytes(BOMB >> 1)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", kind, compresslevel=1) as archive:
@@ -127,8 +132,13 @@ def make_checkpoint(rng):
 
 
 def read_checkpoint(content, folder):
+    """Read a checkpoint, and what `evaluate` and `train --resume` do with its facts before they import MXNet."""
     (folder / "checkpoint.npz").write_bytes(content)
     records.options(folder)
+    _, _, settings, position = records.last(folder)
+    assert "\x1b" not in str(position)
+    settings.learning_rate(position.steps, 10)
+    datasets.load("synthetic", None, settings.limit, settings.seed)
 
 
 def make_data(rng):
