@@ -384,4 +384,4 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
 def notice(line: str) -> None:
     """Print a line on standard error, in any process; `log.say` prints only in worker 0."""
     with suppress(OSError, ValueError):  # the reader may be gone
-        print(f"gluon_mgpu: {line}", file=sys.stderr, flush=True)
+        print(f"gluon_mgpu: {log.printable(line)}", file=sys.stderr, flush=True)

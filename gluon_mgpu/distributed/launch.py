@@ -272,4 +272,5 @@ def _check_ports(port: int) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)  # start below a progress bar
+    below = "\n" if sys.stderr.isatty() else ""  # start below a progress bar
+    print(f"{below}{log.printable(line)}", file=sys.stderr, flush=True)

@@ -24,11 +24,16 @@ rewrite: ContextVar[Callable[[str], str]] = ContextVar("rewrite", default=str)
 LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
 
 
+def printable(line: str) -> str:
+    """Escape line breaks and control characters, which a file or another process may have put into a message."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, if this process is worker 0 or runs alone."""
     if speaks():
         with suppress(OSError):  # the reader may be gone
-            print(f"{prefix}{rewrite.get()(line)}", file=sys.stderr)
+            print(f"{prefix}{printable(rewrite.get()(line))}", file=sys.stderr)
 
 
 def error(line: str) -> None:
@@ -37,10 +42,10 @@ def error(line: str) -> None:
     if launcher:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.settimeout(1)
-            sender.sendto(line.encode(), f"\0{launcher}")
+            sender.sendto(printable(line).encode(), f"\0{launcher}")
             return
     with suppress(OSError, ValueError):  # the reader may be gone
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"error: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def started() -> bool:
