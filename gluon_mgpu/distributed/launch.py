@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to exit afte
 SECONDS_TO_INTERRUPT = 20  # seconds for the workers to save a checkpoint after Ctrl-C
 SECONDS_TO_TERMINATE = 3  # seconds between SIGTERM and SIGKILL
 LONGEST_DELAY = 60  # seconds; the delays before restarts are 1, 2, 4, 8, 16, 32, 60, 60, ...
+CREDENTIALS = struct.Struct("3i")  # process, user and group ID of a message's sender
 RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable that makes `train --out DIR` continue the run in DIR
 
 # The first three would make ps-lite listen on the same port in every process, on no port, and on every interface,
@@ -209,13 +211,17 @@ class _Process(subprocess.Popen[bytes]):
 
 
 class _Events:
-    """Receives Ctrl-C, SIGTERM, and errors that the processes report with `log.error`."""
+    """Receives Ctrl-C, SIGTERM, and errors that the processes report with `log.error`.
+
+    Any user of this machine can send to the socket, but the kernel adds the sender's user ID to each message.
+    """
 
     def __enter__(self) -> _Events:
         self._interrupt_pending = self.interrupted = False
         self.first_error = ""
         self._handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reports.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._reports.bind("")  # Linux chooses an abstract address, which disappears with the socket
         self._reports.setblocking(False)
         self.address = self._reports.getsockname()[1:].decode()
@@ -233,8 +239,10 @@ class _Events:
         """The first error that any process reported, or ""."""
         with suppress(BlockingIOError):
             while True:
-                line = self._reports.recv(1 << 16).decode(errors="replace")
-                self.first_error = self.first_error or line
+                line, [(_, _, credentials)], *_ = self._reports.recvmsg(1 << 16, socket.CMSG_SPACE(CREDENTIALS.size))
+                _, user, _ = CREDENTIALS.unpack(credentials)
+                if user == os.getuid():
+                    self.first_error = self.first_error or line.decode(errors="replace")
         return self.first_error
 
     def wait(self, done: Callable[[], Any], seconds: float = math.inf) -> bool:
