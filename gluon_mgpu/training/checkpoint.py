@@ -36,7 +36,8 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     try:
         if path.exists() and not path.is_file():  # do not replace a folder or a device such as /dev/null
             raise Error(f"{path} is not a regular file; pass a file path")
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # never through a symbolic link
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
+TENSORBOARD = "tensorboard"  # subfolder
 # A notice is printed if one of these entries of config.json differs when a run is resumed.
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
 SECONDS_PER_DRAWING = 60  # minimum time between two drawings of curves.png during a run
@@ -105,8 +106,13 @@ class Run:
         self.option = f"resume={resume}" if resume else f"out={out}"
         self.folder = Path(resume or out or os.devnull)
         self.locked: int | None = None
-        logged = self.resumed and (self.folder / "tensorboard").exists()
+        logs = self.folder / TENSORBOARD
+        logged = self.resumed and logs.exists()
         self.writer_class = _tensorboard_writer(tensorboard) if tensorboard or logged else None
+        if self.writer_class and logs.is_symlink():
+            raise UsageError(
+                f"{self.option}: {logs} is a symbolic link, and a run writes only to its folder; remove it"
+            )
         self.writer: Writer | None = None
         self.drawn = 0.0  # time.monotonic() when curves.png was last drawn
 
@@ -192,7 +198,7 @@ class Run:
         if self.resumed:
             self.save(replicas, position)  # so that the next resume uses the new configuration
         if self.writer_class:
-            self.writer = self.writer_class(str(self.folder / "tensorboard"))
+            self.writer = self.writer_class(str(self.folder / TENSORBOARD))
             self._log_scalars(position.history)  # an earlier part of the run may not have logged its epochs
 
     def save(self, replicas: Replicas, position: Position) -> None:

@@ -1,6 +1,7 @@
 """However a run ended, it can be resumed, and its result is the same as that of an uninterrupted run."""
 
 import json
+import os
 import shutil
 import signal
 
@@ -221,6 +222,33 @@ def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
             with pytest.raises(UsageError):
                 train(**{option: begun})
     train(resume=begun, epochs=2)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_in_a_runs_folder_is_replaced_and_what_it_names_is_left_unchanged(exists, begun, tmp_path):
+    victims = tmp_path / "victims"
+    victims.mkdir()
+    for name in (*records.FILES, f".metrics.jsonl.{os.getpid()}.part"):
+        path = begun / name
+        if exists or name == "checkpoint.npz":
+            (victims / name).write_bytes(path.read_bytes() if path.exists() else b"")
+        path.unlink(missing_ok=True)
+        path.symlink_to(victims / name)
+    before = files(victims)
+    train(resume=begun)
+    assert files(victims) == before and not any(path.is_symlink() for path in begun.iterdir())
+
+
+@pytest.mark.parametrize("option", ["resume", "out"])
+def test_a_link_instead_of_the_folder_of_tensorboard_is_refused_and_not_followed(option, begun, tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "victim").mkdir()
+    folder = begun if option == "resume" else tmp_path / "new"
+    folder.mkdir(exist_ok=True)
+    (folder / "tensorboard").symlink_to(tmp_path / "victim")
+    with pytest.raises(UsageError):
+        train(tensorboard=option == "out", **{option: folder})
+    assert not files(tmp_path / "victim")
 
 
 def truncate(folder):
