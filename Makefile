@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-processors test-slow test-faults test-network torture test-cuda test-packages test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint install clean help
+.PHONY: train demo test test-processors test-slow test-faults test-network torture test-cuda test-packages test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint audit install clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -92,6 +92,11 @@ lint: install  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: install  ## run bandit, and look for known vulnerabilities of all installed packages; needs the network
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[audit]'
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive gluon_mgpu scripts
+	$(BIN)/pip-audit --local --skip-editable
 
 install: $(READY)  ## set up .venv and do nothing else
 

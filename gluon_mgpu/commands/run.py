@@ -82,4 +82,5 @@ def run(
         raise UsageError(f"{program} does not exist")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
-    os.execve(sys.executable, command, prepare.environment(settings))
+    environment = prepare.environment(settings)
+    os.execve(sys.executable, command, environment)  # nosec B606  # without a shell

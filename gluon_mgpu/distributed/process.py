@@ -20,7 +20,7 @@ HOW_TO_START = {
     "dist_sync": "start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for several "
     "machines, see docs/distributed.md",
 }
-SECRET = "GLUON_MGPU_SECRET"  # environment variable: a secret that the processes of a run share
+SECRET = "GLUON_MGPU_SECRET"  # nosec B105  # environment variable: a secret that the processes of a run share
 SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from a launcher or a cluster manager
 DIVIDED_SIZE = 10_000  # elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
 
