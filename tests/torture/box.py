@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import json
+import math
 import os
 import random
 import re
@@ -46,11 +47,17 @@ class Skipped(Exception):
     """This machine cannot run the scenario."""
 
 
-class Box:
-    """folder: the scenario's own folder. cache: holds results of undisturbed runs. isolated: own mounts and network."""
+class TimeIsUp(Exception):
+    """There is no time left for another command."""
 
-    def __init__(self, rng, folder, cache, isolated):
+
+class Box:
+    """folder: the scenario's own folder. cache: holds results of undisturbed runs. isolated: own mounts and network.
+    until: the time (time.monotonic) after which no command is started."""
+
+    def __init__(self, rng, folder, cache, isolated, until=math.inf):
         self.rng, self.folder, self.cache, self.isolated = rng, Path(folder), Path(cache), isolated
+        self.until = until
         for name in ("home", "tmp", "cwd", "runs"):
             (self.folder / name).mkdir()
         self.environment = {
@@ -98,12 +105,14 @@ class Box:
         command starts. limits: {resource: bytes}. paths: folders that the command may change, besides runs/. may_crash:
         whether libraries may abort or hang.
         """
+        if time.monotonic() > self.until:
+            raise TimeIsUp
         command = [str(word) for word in command]
         environment = {**self.surroundings, **(environment or {})}
         self.log.append(shlex.join([*(f"{n}={v}" for n, v in environment.items()), *command])[:2000])
         self.counts["starts"] += 1
         before = self.files(paths)
-        began, sent = time.monotonic(), []
+        began, sent, failed = time.monotonic(), [], []
         with open(self.folder / "out", "w+b") as out, open(self.folder / "err", "w+b") as err:
             process = subprocess.Popen(
                 command,
@@ -115,7 +124,8 @@ class Box:
                 start_new_session=True,
                 preexec_fn=lambda: _prepare_child(limits or {}),
             )
-            threads = [threading.Thread(target=fault, args=(self, process, sent), daemon=True) for fault in faults]
+            arguments = (self, process, sent, failed)
+            threads = [threading.Thread(target=_disturb, args=(fault, *arguments), daemon=True) for fault in faults]
             for thread in threads:
                 thread.start()
             try:
@@ -129,6 +139,7 @@ class Box:
         texts = [(self.folder / name).read_bytes().decode(errors="replace") for name in ("out", "err")]
         done = Finished(status, *texts, time.monotonic() - began, sent)
         self.counts["signals"] += len(sent)
+        self.require(not failed, f"the test itself failed: {failed}", done)
         self._check_end(done, left, command, may_crash)
         changed = {path for path, what in self.files(paths).items() ^ before.items()}
         if signal.SIGKILL in sent:  # Matplotlib's folder, if MPLCONFIGDIR cannot be written; horovodrun's semaphores
@@ -288,6 +299,13 @@ class Box:
         folder.mkdir(parents=True, exist_ok=True)
         kind = ["-o", f"remount,{options}"] if again else ["-t", "tmpfs", "-o", options, "none"]
         return subprocess.run(["mount", *kind, str(folder)], capture_output=True).returncode == 0
+
+
+def _disturb(fault, box, process, sent, failed):
+    try:
+        fault(box, process, sent)
+    except Exception as error:
+        failed.append(error)
 
 
 def _prepare_child(limits):

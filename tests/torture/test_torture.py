@@ -10,6 +10,7 @@ import crashes
 import fuzz
 import numpy as np
 import pytest
+import torture
 
 from gluon_mgpu.training import checkpoint
 
@@ -50,6 +51,27 @@ def test_a_box_finds_other_bits_and_an_incomplete_checkpoint(empty):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(box.Violation, match="not complete"):
         empty.check_checkpoint(empty.folder / "a")
+
+
+def test_a_scenario_that_hangs_and_an_error_of_the_test_itself_are_violations(tmp_path, monkeypatch):
+    monkeypatch.setattr(torture, "SECONDS", 0.2)
+    runner = torture.Runner(0.01, 1, ["readers"])
+    runner.run(str(tmp_path))
+    assert runner.counts["readers", "violations"] and runner.table()
+    runner = torture.Runner(0.01, 1, ["readers"])
+    monkeypatch.setattr(runner, "_count", None)
+    runner.run(str(tmp_path))
+    assert runner.table()
+
+
+def test_after_its_time_a_scenario_ends_without_another_command(empty):
+    (empty.folder / "box").mkdir()
+    assert torture.one("environment", 1, empty.folder / "box", empty.cache, until=0) == torture.CUT
+
+
+def test_a_fault_that_fails_is_found(empty):
+    with pytest.raises(box.Violation, match="the test itself failed"):
+        empty.run(["true"], faults=[None])
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])

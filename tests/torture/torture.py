@@ -8,8 +8,10 @@ docs/reliability.md.
 import argparse
 import ctypes
 import json
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,10 +28,10 @@ ISOLATED = "TORTURE_ISOLATED"  # environment variable: this process has its own 
 UNSHARE = "unshare --mount --pid --net --ipc --fork --kill-child --mount-proc".split()
 SETUP = 'ip link set lo up; mount --bind "$1" "$1"; mount -t tmpfs -o size=1g none "$2"; mount -t tmpfs none /dev/shm; '
 SETUP += 'mount -o remount,bind,ro /; shift 2; exec "$@"'
-SECONDS = 900  # time limit for one scenario
+SECONDS = 900  # time limit for one scenario; each of its commands has a shorter one
 JOBS = 2  # scenarios at a time
-SKIPPED = 3  # exit status
-COUNTS = "counts:"  # begins the last line of a scenario's output
+SKIPPED, CUT = 3, 5  # exit statuses; CUT: the time was up before the scenario ended
+COUNTS = "counts:"  # begins a line of a scenario's output
 COLUMNS = ("runs", "skipped", "violations", "starts", "signals", "compared")
 # Kinds of scenarios that draw their own environment, or in which horovodrun or a limit would not bear some variables.
 PLAIN = ("environment", "command line", "horovod", "file size", "memory", "readers")
@@ -45,12 +47,12 @@ def scenarios():
     return {**starts.SCENARIOS, **crashes.SCENARIOS, **storage.SCENARIOS, **fuzz.SCENARIOS}
 
 
-def one(kind, seed, folder, cache):
-    """Run one scenario. Returns the exit status."""
-    from box import Box, Skipped, Violation
+def one(kind, seed, folder, cache, until):
+    """Run one scenario; after the time `until`, it starts no more commands. Returns the exit status."""
+    from box import Box, Skipped, TimeIsUp, Violation
     from starts import surroundings
 
-    box = Box(random.Random(seed), folder, cache, ISOLATED in os.environ)
+    box = Box(random.Random(seed), folder, cache, ISOLATED in os.environ, until)
     try:
         if kind not in PLAIN:
             box.surroundings = surroundings(box.rng, box)
@@ -58,6 +60,8 @@ def one(kind, seed, folder, cache):
     except Skipped as reason:
         print(f"skipped: {reason}")
         return SKIPPED
+    except TimeIsUp:
+        return CUT
     except Violation as violation:
         print(f"violation: {violation}\n  commands:", *box.log, sep="\n    ")
         return 1
@@ -114,6 +118,13 @@ class Runner:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def _work(self, cache):
+        try:
+            self._run_scenarios(cache)
+        except Exception:
+            traceback.print_exc()
+            self.counts["torture.py", "violations"] += 1
+
+    def _run_scenarios(self, cache):
         while time.monotonic() < self.until:
             with self.lock:
                 kind = min(self.busy, key=lambda kind: (self.busy[kind] / self.shares[kind], kind))
@@ -121,32 +132,32 @@ class Runner:
                 began = time.monotonic()
                 self.busy[kind] += 10  # until it is known how long this takes
             command = [sys.executable, __file__, "--scenario", kind, "--seed", str(seed), "--cache", cache]
+            command += ["--until", str(self.until)]
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
             environment = {**os.environ, "TMPDIR": cache}
             process = subprocess.Popen(command, start_new_session=True, env=environment, **streams)
             self.running.add(process)
             try:
-                out, _ = process.communicate(timeout=max(60, min(SECONDS, self.until + 60 - began)))
+                out, _ = process.communicate(timeout=SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                out, _ = process.communicate()
-                out = f"{'violation: did not end in time' if time.monotonic() < self.until else 'time is up'}\n{out}"
+                out = f"violation: did not end in time\n{process.communicate()[0]}"
             self.running.discard(process)
             with self.lock:
                 self.busy[kind] += time.monotonic() - began - 10
                 self._count(kind, seed, process.returncode, out)
 
     def _count(self, kind, seed, status, out):
-        out, _, counts = out.rpartition(COUNTS)
-        for name, n in json.loads(counts or "{}").items():
+        counts = re.findall(f"^{COUNTS} (.*)$", out, re.MULTILINE)
+        for name, n in json.loads(counts[-1] if counts else "{}").items():
             self.counts[kind, name] += n
         if status == 0:
             self.counts[kind, "runs"] += 1
         elif status == SKIPPED:
             self.counts[kind, "skipped"] += 1
-            self.skips[kind] = out.strip()
+            self.skips[kind] = out.partition(COUNTS)[0].strip()
             self.busy[kind] += 20  # so that it is not drawn at once again
-        elif status != -signal.SIGINT and self.until and not out.startswith("time is up"):  # else it was ended
+        elif status != CUT and self.until:  # else it was ended
             self.counts[kind, "runs"] += 1
             self.counts[kind, "violations"] += 1
             print(f"{out}\n  again: python tests/torture/torture.py --scenario '{kind}' --seed {seed}\n", flush=True)
@@ -174,12 +185,13 @@ def main():
     parser.add_argument("--scenario", help="run only one scenario, with --seed")
     parser.add_argument("--cache", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     options = parser.parse_args()
     end_with_parent()
     if options.folder:
         sys.path.insert(0, str(HERE.parents[1]))
         try:
-            sys.exit(one(options.scenario, options.seed, options.folder, options.cache))
+            sys.exit(one(options.scenario, options.seed, options.folder, options.cache, options.until))
         except Exception:
             traceback.print_exc()
             sys.exit(4)
@@ -187,7 +199,8 @@ def main():
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
         cache = options.cache or folder
         if options.scenario:
-            sys.exit(isolated(["--scenario", options.scenario, "--seed", str(options.seed)], cache, prefix))
+            arguments = [f"--scenario={options.scenario}", f"--seed={options.seed}", f"--until={options.until}"]
+            sys.exit(isolated(arguments, cache, prefix))
         if not prefix:
             print("this user may not create namespaces: scenarios that mount a disk are skipped")
         print(f"{options.minutes:g} minutes from seed {options.seed}", flush=True)
