@@ -31,7 +31,8 @@ MAX_MEMORY = 6 << 30  # bytes, of all processes of a command together
 OWN_STATUS = {0, 1, 2, 130}
 CRASH = re.compile(
     "Traceback|core dumped|terminate called|Assertion|Check failed|Segmentation fault|Fatal Python|Exception ignored|"
-    "Stack trace|stack smashing|double free|corrupted"
+    "Stack trace|stack smashing|double free|corrupted|SIG(SEGV|ABRT|BUS|FPE|ILL)|Aborted|Bus error|"
+    "Floating point exception|Illegal instruction"
 )
 # Files of libraries in the home directory; .nv is written by NVIDIA's driver.
 CACHES = re.compile(r"home/(\.(cache|config)(/(matplotlib|gluon_mgpu)(/.*)?)?|\.horovod(/cache.bin)?|\.nv(/.*)?)$")
@@ -189,7 +190,7 @@ class Box:
         self.require(len(errors) <= runs, f"{len(errors)} error lines", done)
         if done.status in (1, 2) and not (done.sent or by_horovodrun):
             self.require(errors or (doctor and "problem" in done.out), "failed without an error line", done)
-        crash = CRASH.search("\n".join(lines))
+        crash = CRASH.search("\n".join([*lines, done.out]))
         if crash and done.sent and crash[0] in ("Traceback", "Fatal Python") and str(ROOT) not in done.err:
             crash = None  # the signal arrived while Python itself was starting
         self.require(not crash, f"shows {crash and crash[0]!r}", done)

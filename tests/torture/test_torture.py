@@ -21,6 +21,8 @@ BROKEN = {
     "failed without an error line": "import os; os._exit(1)",
     "2 error lines": "import sys; sys.exit('error: x\\nerror: y')",
     "shows 'Traceback'": "import sys; sys.exit('error: x\\nTraceback (most recent call last):')",
+    "shows 'SIGSEGV'": "import sys; sys.exit('error: worker 1 (process 7) was killed by SIGSEGV')",
+    "shows 'Aborted'": "print('[1]<stdout>:Aborted')",
     "files outside the run's folder changed": "open('new', 'w')",
 }
 
