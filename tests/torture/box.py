@@ -28,6 +28,7 @@ MARK = "TORTURE_BOX"  # environment variable of every process of a scenario
 SECONDS = 240  # time limit for one command, on a busy machine
 SECONDS_TO_END = 15  # for the other processes, after the command has ended
 MAX_MEMORY = 6 << 30  # bytes, of all processes of a command together
+MAX_PROCESSES = 64  # of a command
 OWN_STATUS = {0, 1, 2, 130}
 CRASH = re.compile(
     "Traceback|core dumped|terminate called|Assertion|Check failed|Segmentation fault|Fatal Python|Exception ignored|"
@@ -152,7 +153,9 @@ class Box:
         while process.poll() is None:
             if time.monotonic() > until:
                 return None
-            memory = sum(_resident(pid) for pid in self.processes())
+            running = self.processes()
+            self.require(len(running) < MAX_PROCESSES, f"has {len(running)} processes")
+            memory = sum(_resident(pid) for pid in running)
             self.require(memory < MAX_MEMORY, f"uses {memory >> 20} MiB of memory")
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
@@ -279,20 +282,10 @@ class Box:
 
     def processes(self):
         """Process ids of everything that the box's commands started and that has not ended."""
-        mark, found = f"{MARK}={self.folder}\0".encode(), []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                state = (folder / "stat").read_bytes().rsplit(b")", 1)[1].split()[0]
-                if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes() and state not in b"ZX":
-                    found.append(int(folder.name))
-        return sorted(found)
+        return processes(f"{self.folder}\0")
 
     def kill(self):
-        while left := self.processes():
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        kill(f"{self.folder}\0")
 
     def mount(self, folder, options, again=False):
         if not self.isolated:
@@ -300,6 +293,25 @@ class Box:
         folder.mkdir(parents=True, exist_ok=True)
         kind = ["-o", f"remount,{options}"] if again else ["-t", "tmpfs", "-o", options, "none"]
         return subprocess.run(["mount", *kind, str(folder)], capture_output=True).returncode == 0
+
+
+def processes(folder):
+    """Process ids of the commands of boxes whose folder begins with `folder`."""
+    mark, found = f"{MARK}={folder}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state = (process / "stat").read_bytes().rsplit(b")", 1)[1].split()[0]
+            if int(process.name) != os.getpid() and mark in (process / "environ").read_bytes() and state not in b"ZX":
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def kill(folder):
+    while left := processes(folder):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _disturb(fault, box, process, sent, failed):

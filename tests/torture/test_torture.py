@@ -1,9 +1,12 @@
 """A box finds each kind of broken invariant; scenarios repeat from their seed."""
 
+import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
+import time
 
 import box
 import crashes
@@ -69,6 +72,16 @@ def test_a_scenario_that_hangs_and_an_error_of_the_test_itself_are_violations(tm
 def test_after_its_time_a_scenario_ends_without_another_command(empty):
     (empty.folder / "box").mkdir()
     assert torture.one("environment", 1, empty.folder / "box", empty.cache, until=0) == torture.CUT
+
+
+def test_after_sigterm_nothing_is_left(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, torture.__file__, "--only", "readers"], env=environment)
+    while not list(tmp_path.glob("torture-*/torture-*")):
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 130
+    assert not list(tmp_path.iterdir()) and not box.processes(tmp_path)
 
 
 def test_a_fault_that_fails_is_found(empty):

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -29,6 +30,7 @@ UNSHARE = "unshare --mount --pid --net --ipc --fork --kill-child --mount-proc".s
 SETUP = 'ip link set lo up; mount --bind "$1" "$1"; mount -t tmpfs -o size=1g none "$2"; mount -t tmpfs none /dev/shm; '
 SETUP += 'mount -o remount,bind,ro /; shift 2; exec "$@"'
 SECONDS = 900  # time limit for one scenario; each of its commands has a shorter one
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 JOBS = 2  # scenarios at a time
 SKIPPED, CUT = 3, 5  # exit statuses; CUT: the time was up before the scenario ended
 COUNTS = "counts:"  # begins a line of a scenario's output
@@ -84,15 +86,14 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def isolated(arguments, cache, prefix):
+def isolated(arguments, cache, folder, prefix):
     """Run this program in its own namespaces. Returns its exit status."""
-    with tempfile.TemporaryDirectory(prefix="torture-") as folder:
-        (Path(folder) / "box").mkdir()
-        command = [sys.executable, __file__, *arguments, "--cache", cache, "--folder", f"{folder}/box"]
-        if prefix:
-            command = [*prefix, "sh", "-c", SETUP, "sh", cache, f"{folder}/box", *command]
-        environment = {**os.environ, **({ISOLATED: "1"} if prefix else {})}
-        return subprocess.run(command, env=environment, preexec_fn=end_with_parent).returncode
+    (Path(folder) / "box").mkdir()
+    command = [sys.executable, __file__, *arguments, "--cache", cache, "--folder", f"{folder}/box"]
+    if prefix:
+        command = [*prefix, "sh", "-c", SETUP, "sh", cache, f"{folder}/box", *command]
+    environment = {**os.environ, **({ISOLATED: "1"} if prefix else {})}
+    return subprocess.run(command, env=environment, preexec_fn=end_with_parent).returncode
 
 
 class Runner:
@@ -105,6 +106,8 @@ class Runner:
         self.counts, self.running, self.skips = Counter(), set(), {}
 
     def run(self, cache):
+        import box
+
         threads = [threading.Thread(target=self._work, args=(cache,)) for _ in range(JOBS)]
         for thread in threads:
             thread.start()
@@ -112,10 +115,16 @@ class Runner:
             for thread in threads:
                 thread.join()
         except KeyboardInterrupt:
+            for which in INTERRUPTS:
+                signal.signal(which, signal.SIG_IGN)
             print("interrupted")
             self.until = 0
-            for process in list(self.running):
-                os.killpg(process.pid, signal.SIGKILL)
+            while any(thread.is_alive() for thread in threads):
+                for process in list(self.running):
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                time.sleep(0.1)
+        box.kill(cache)  # without namespaces, processes of killed scenarios may be left
 
     def _work(self, cache):
         try:
@@ -188,6 +197,9 @@ def main():
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     options = parser.parse_args()
     end_with_parent()
+    for which in INTERRUPTS:
+        if signal.getsignal(which) != signal.SIG_IGN:  # as nohup does
+            signal.signal(which, signal.default_int_handler)
     if options.folder:
         sys.path.insert(0, str(HERE.parents[1]))
         try:
@@ -200,13 +212,19 @@ def main():
         cache = options.cache or folder
         if options.scenario:
             arguments = [f"--scenario={options.scenario}", f"--seed={options.seed}", f"--until={options.until}"]
-            sys.exit(isolated(arguments, cache, prefix))
+            try:
+                sys.exit(isolated(arguments, cache, folder, prefix))
+            except KeyboardInterrupt:
+                import box
+
+                box.kill(folder)
+                sys.exit(130)
         if not prefix:
             print("this user may not create namespaces: scenarios that mount a disk are skipped")
         print(f"{options.minutes:g} minutes from seed {options.seed}", flush=True)
         runner = Runner(options.minutes, options.seed, options.only)
         runner.run(cache)
-    sys.exit(1 if runner.table() else 0)
+    sys.exit(1 if runner.table() else 0 if runner.until else 130)
 
 
 if __name__ == "__main__":
