@@ -100,12 +100,22 @@ class Box:
         kept = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
         return self.train(kept, "--resume", self.out, **options)
 
-    def run(self, command, environment=None, faults=(), limits=None, paths=(), seconds=SECONDS, may_crash=False):
+    def run(
+        self,
+        command,
+        environment=None,
+        faults=(),
+        limits=None,
+        paths=(),
+        seconds=SECONDS,
+        may_crash=False,
+        ordinary=False,
+    ):
         """Run a command until it ends, and check the invariants of every command.
 
         environment: added to the box's. faults: functions fault(box, process, sent), each called in a thread when the
         command starts. limits: {resource: bytes}. paths: folders that the command may change, besides runs/. may_crash:
-        whether libraries may abort or hang.
+        whether libraries may abort or hang. ordinary: whether even root may read only what its file mode allows.
         """
         if time.monotonic() > self.until:
             raise TimeIsUp
@@ -124,7 +134,7 @@ class Box:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=lambda: _prepare_child(limits or {}),
+                preexec_fn=lambda: _prepare_child(limits or {}, ordinary),
             )
             arguments = (self, process, sent, failed)
             threads = [threading.Thread(target=_disturb, args=(fault, *arguments), daemon=True) for fault in faults]
@@ -321,7 +331,15 @@ def _disturb(fault, box, process, sent, failed):
         failed.append(error)
 
 
-def _prepare_child(limits):
+def be_ordinary():
+    """Give up root's right to read and write files whatever their modes."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP
+
+
+def _prepare_child(limits, ordinary):
+    if ordinary:
+        be_ordinary()
     os.nice(5)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the command ends with this program
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from box import Skipped
+from box import ROOT, Skipped, be_ordinary
+
+from gluon_mgpu.training import checkpoint
 
 DATA = Path(os.environ.get("GLUON_MGPU_DATA") or "/nowhere") / "fashion-mnist"
 
@@ -96,6 +98,21 @@ def file_size(rng, box):
     box.finish(plan)
 
 
+def unreadable(path, content, *_):
+    path.write_bytes(content)
+    path.chmod(0)
+
+
+def from_another_version(path, content, place, other):
+    """A checkpoint of another format, or another version or name in config.json and metrics.jsonl."""
+    path.write_bytes(content)
+    if path.suffix == ".npz":
+        arrays, facts = checkpoint.load(path)
+        checkpoint.save(path, arrays, {**facts, "format": facts["format"] + (-1) ** place})
+    elif path.suffix in (".json", ".jsonl"):
+        path.write_bytes(content.replace(b'"version": "', b'"version": "9').replace(b'"epoch"', b'"number"'))
+
+
 # {kind: function(path, its content, a place in the content, another file)}
 DAMAGES = {
     "truncated": lambda path, content, place, other: path.write_bytes(content[: place // 2]),
@@ -111,12 +128,17 @@ DAMAGES = {
     "loop": lambda path, *_: path.symlink_to(path.name),
     "socket": lambda path, *_: os.mknod(path, stat.S_IFSOCK | 0o644),
     "missing": lambda path, *_: None,
+    "unreadable": unreadable,
+    "version": from_another_version,
 }
 
 
-def damage(rng, path, other):
+def damage(rng, path, other, kinds=tuple(DAMAGES)):
     """Damage a file; returns how."""
-    content, kind = path.read_bytes(), rng.choice(list(DAMAGES))
+    content, kind = path.read_bytes(), rng.choice(kinds)
+    command = [sys.executable, "-c", "import gluon_mgpu"]
+    if kind == "unreadable" and subprocess.run(command, cwd=ROOT, preexec_fn=be_ordinary).returncode:
+        raise Skipped("root may read this project only as root")
     path.unlink()
     DAMAGES[kind](path, content, rng.randrange(len(content)), other)
     return kind
@@ -126,7 +148,7 @@ def contents(folder):
     """{name: (kind, content)} of a folder."""
     found = {}
     for path in sorted(folder.iterdir()):
-        regular = path.is_file() and not path.is_symlink()
+        regular = path.is_file() and not path.is_symlink() and os.access(path, os.R_OK)
         found[path.name] = (path.lstat().st_mode, path.read_bytes() if regular else None)
     return found
 
@@ -137,12 +159,12 @@ def damaged(rng, box):
     shutil.copytree(box.undisturbed(plan), box.out)
     name = rng.choice(("checkpoint.npz", "checkpoint.npz", "config.json", "metrics.jsonl", "curves.png"))
     kind = damage(rng, box.out / name, box.undisturbed(box.plan()) / name)
-    before, read = contents(box.out), name == "checkpoint.npz"
+    before, read, ordinary = contents(box.out), name == "checkpoint.npz", kind == "unreadable"
     if rng.random() < 0.3:
-        done = box.run([sys.executable, "-m", "gluon_mgpu", "evaluate", box.out])
+        done = box.run([sys.executable, "-m", "gluon_mgpu", "evaluate", box.out], ordinary=ordinary)
         box.require(contents(box.out) == before, f"{name}: {kind}: evaluate changes the files", done)
     else:
-        done = box.train({}, "--resume", box.out)
+        done = box.train({}, "--resume", box.out, ordinary=ordinary)
         if done.status == 0 and not (read and kind == "swapped"):
             box.finish(plan)
         elif done.status:
@@ -160,9 +182,11 @@ def damaged_data(rng, box):
     for path in DATA.iterdir():
         shutil.copy(path, data)
     chosen = rng.choice(sorted(data.iterdir()))
-    kind = damage(rng, chosen, rng.choice([path for path in sorted(data.iterdir()) if path != chosen]))
+    other = rng.choice([path for path in sorted(data.iterdir()) if path != chosen])
+    kind = damage(rng, chosen, other, [kind for kind in DAMAGES if kind != "version"])
     before = contents(data)
-    done = box.train({"dataset": "fashion-mnist", "limit": 200, "epochs": 1}, "--data-dir", data)
+    plan = {"dataset": "fashion-mnist", "limit": 200, "epochs": 1}
+    done = box.train(plan, "--data-dir", data, ordinary=kind == "unreadable")
     box.require(done.status in (1, 2), f"{chosen.name}: {kind}: is accepted", done)
     box.require(contents(data) == before, f"{chosen.name}: {kind}: changes the files", done)
 
