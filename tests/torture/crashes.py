@@ -110,24 +110,40 @@ def restarts(rng, box):
     box.finish(plan)
 
 
+# {kind of network: the rate in mbit/s, and the queue, of the link between two workers}
+LINKS = {
+    "slow": (10, 200, "burst 200kb latency 400ms"),
+    "delay": (10, 20, "burst 70kb latency 10s"),
+    "loss": (20, 200, "burst 70kb limit 80kb"),  # a queue so short that it drops packets
+}
+
+
 def network(rng, box):
-    """Workers on a slow network, or one that is cut for less time than a run waits: the bits are the same."""
+    """Workers on a network that is slow, drops packets, or is cut for less time than a run waits: the bits are the
+    same."""
     if not box.isolated or not shutil.which("tc"):
         raise Skipped("needs namespaces, ip and tc")
-    plan, cut = box.plan(2), rng.uniform(0.1, 3)
-    delay, rate = rng.uniform(0, box.usual_seconds(plan)), f"{rng.randint(10, 200)}mbit"
+    plan, kind = box.plan(2), rng.choice((*LINKS, "cut", "many cuts"))
+    delay = rng.uniform(0, box.usual_seconds(plan))
+    cuts = [rng.uniform(0.01, 0.1) for _ in range(50)] if kind == "many cuts" else [rng.uniform(0.1, 3)]
+    link = ""
+    if kind in LINKS:
+        least, most, queue = LINKS[kind]
+        link = f"tc qdisc add dev lo root tbf rate {rng.randint(least, most)}mbit {queue}"
 
     def spoil(box, process, sent):
-        if rng.random() < 0.5:
-            subprocess.run(f"tc qdisc add dev lo root tbf rate {rate} burst 200kb latency 400ms".split(), check=True)
+        if link:
+            subprocess.run(link.split(), check=True)
             return
         time.sleep(delay)
-        subprocess.run("ip link set lo down".split(), check=True)
-        time.sleep(cut)
-        subprocess.run("ip link set lo up".split(), check=True)
+        for cut in cuts:
+            subprocess.run("ip link set lo down".split(), check=True)
+            time.sleep(cut)
+            subprocess.run("ip link set lo up".split(), check=True)
+            time.sleep(cut)
 
     done = box.train(plan, "--out", box.out, faults=[spoil])
-    box.require(done.status == 0, "fails on a network that is slow or cut for a short time", done)
+    box.require(done.status == 0, f"fails on a network with {link or kind}", done)
     box.finish(plan)
 
 
