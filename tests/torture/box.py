@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,7 @@ class Box:
             if not (folder / "seconds").exists():
                 plan = {name: value for name, value in plan.items() if name != "restarts"}
                 surroundings, self.surroundings = self.surroundings, {}
+                shutil.rmtree(folder / "run", ignore_errors=True)  # of a scenario that was killed
                 done = self.train(plan, "--out", folder / "run")
                 self.surroundings = surroundings
                 self.require(done.status == 0, "an undisturbed run fails", done)
