@@ -84,10 +84,10 @@ def workers(rng, box):
 
 
 def horovod(rng, box):
-    """The same for runs with Horovod, whose launcher has its own way to end: processes are only killed."""
+    """The same for runs with Horovod, including its launcher."""
     if not importlib.util.find_spec("horovod"):
         raise Skipped("Horovod is not installed")
-    disturb(rng, box, {**box.plan(2), "kvstore": "horovod"}, (signal.SIGKILL,))
+    disturb(rng, box, {**box.plan(2), "kvstore": "horovod"})
 
 
 def restarts(rng, box):
