@@ -77,7 +77,8 @@ class Box:
         self.out = self.folder / "runs" / "run"
         self.surroundings = {}  # environment variables of every command, except those of undisturbed runs
         self.log = []  # the commands so far
-        self.counts = Counter()  # commands started, signals sent, runs compared with undisturbed runs
+        self.counts = Counter()  # see COUNTED in torture.py
+        self.killed = self.resumed = False  # by SIGKILL; from a checkpoint, after that
 
     # Commands
 
@@ -97,7 +98,9 @@ class Box:
     def go_on(self, plan, **options):
         """Start the plan's run in the folder `out`, or resume it."""
         if not records.exists(self.out):
+            self.killed = False
             return self.train(plan, "--out", self.out, **options)
+        self.resumed = self.killed
         kept = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
         return self.train(kept, "--resume", self.out, **options)
 
@@ -152,6 +155,8 @@ class Box:
         texts = [(self.folder / name).read_bytes().decode(errors="replace") for name in ("out", "err")]
         done = Finished(status, *texts, time.monotonic() - began, sent)
         self.counts["signals"] += len(sent)
+        self.counts["kills"] += sent.count(signal.SIGKILL)
+        self.killed = self.killed or signal.SIGKILL in sent
         self.require(not failed, f"the test itself failed: {failed}", done)
         self._check_end(done, left, command, may_crash)
         changed = {path for path, what in self.files(paths).items() ^ before.items()}
@@ -225,6 +230,7 @@ class Box:
         self.require(set(os.listdir(self.out)) == FILES, f"has the files {sorted(os.listdir(self.out))}", done)
         if plan.get("workers", 1) <= 2:  # the order in which more workers' gradients arrive changes the rounding
             self.same_bits(self.out, self.undisturbed(plan), done)
+            self.counts["resumed"] += self.resumed
 
     def same_bits(self, out, expected, done=None):
         """Two runs have equal parameters and histories."""

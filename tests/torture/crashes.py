@@ -104,6 +104,7 @@ def restarts(rng, box):
             if process.poll() is None and others:
                 with suppress(ProcessLookupError):
                     os.kill(rng.choice(others), signal.SIGKILL)
+                    box.counts["kills"] += 1
 
     done = box.train(plan, "--out", box.out, faults=[kill_some], seconds=600)
     box.require(done.status == 0, "the run is not restarted", done)

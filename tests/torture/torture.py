@@ -34,7 +34,10 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 JOBS = 2  # scenarios at a time
 SKIPPED, CUT = 3, 5  # exit statuses; CUT: the time was up before the scenario ended
 COUNTS = "counts:"  # begins a line of a scenario's output
-COLUMNS = ("runs", "skipped", "violations", "starts", "signals", "compared")
+# commands, signals, those that were SIGKILL; results compared with undisturbed runs, those of runs that SIGKILL ended
+# and that were resumed from a checkpoint
+COUNTED = ("starts", "signals", "kills", "compared", "resumed")
+COLUMNS = ("runs", "skipped", "violations", *COUNTED)
 # Kinds of scenarios that draw their own environment, or in which horovodrun or a limit would not bear some variables.
 PLAIN = ("environment", "command line", "horovod", "file size", "memory", "readers")
 
@@ -172,7 +175,7 @@ class Runner:
             print(f"{out}\n  again: python tests/torture/torture.py --scenario '{kind}' --seed {seed}\n", flush=True)
 
     def table(self):
-        """Print the table; for the last columns, see Box.counts. Returns the number of violations."""
+        """Print the table. Returns the number of violations."""
         row = "{:13}" + " {:>10}" * (len(COLUMNS) + 1)
         print(row.format("scenario", *COLUMNS, "minutes"))
         for kind in [*self.shares, "all"]:
