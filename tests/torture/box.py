@@ -36,8 +36,10 @@ CRASH = re.compile(
     "Stack trace|stack smashing|double free|corrupted|SIG(SEGV|ABRT|BUS|FPE|ILL)|Aborted|Bus error|"
     "Floating point exception|Illegal instruction"
 )
-# Files of libraries in the home directory; .nv is written by NVIDIA's driver.
-CACHES = re.compile(r"home/(\.(cache|config)(/(matplotlib|gluon_mgpu)(/.*)?)?|\.horovod(/cache.bin)?|\.nv(/.*)?)$")
+# Files of libraries in the home directory; .nv is written by NVIDIA's driver, .ipython is created by `kernel`.
+CACHES = re.compile(
+    r"home/(\.(cache|config)(/(matplotlib|gluon_mgpu)(/.*)?)?|\.horovod(/cache.bin)?|\.nv(/.*)?|\.ipython)$"
+)
 
 Finished = namedtuple("Finished", "status out err seconds sent")
 

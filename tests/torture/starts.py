@@ -12,6 +12,8 @@ from pathlib import Path
 import click
 from box import ROOT, Skipped
 
+from gluon_mgpu import exercises
+
 NUMBERS = ("1", "2", "3", "0", "-1", "", " ", "x", "1.5", "true", "9" * 20, "٣", "1;2", "x" * 5000, "\udcff")
 # Variables that must neither stop a run nor change its parameters, with their values. RUNS stands for a folder.
 HARMLESS = """
@@ -78,9 +80,14 @@ def python_starts(box, variables):
     return not subprocess.run(command, env={**box.environment, **variables}, capture_output=True).returncode
 
 
+RESNET = {"dataset": "synthetic", "impl": "highlevel", "model": "resnet18"}
+RESNET = {**RESNET, "limit": 64, "batch-size": 32, "gpus": 2, "epochs": 1, "seed": 1}
+
+
 def environment(rng, box):
     """Up to 8 variables. Harmless ones change nothing; with any others, a run works or is refused."""
-    plan, harmless, values = box.plan(), rng.random() < 0.5, harmless_values()
+    plan, harmless, values = rng.choice((RESNET, *[box.plan()] * 9)), rng.random() < 0.5, harmless_values()
+    box.undisturbed(plan)
     others = {name: NUMBERS for name in [*names_in_libraries(), "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]}
     drawn = drawn_variables(rng, box, [values] if harmless else [values, others, others], rng.randint(1, 8))
     if not python_starts(box, drawn):
@@ -114,35 +121,59 @@ PATHS += " RUN/config.json RUN/checkpoint.npz " + " ".join(["x" * 255, "x" * 256
 BLANKS = ["", " ", "a\nb", "\x1b[1m"]
 
 
-def value(rng, option, run):
-    """A value for an option, which may be invalid."""
+def value(rng, option):
+    """A value for an option, which may be invalid. RUN stands for the folder of a run."""
     if isinstance(option.type, click.Choice) and rng.random() < 0.9:
         return rng.choice(option.type.choices)
     texts = CHEAP.get(option.name) or (PATHS if isinstance(option.type, click.Path) else TEXTS)
-    return rng.choice(BLANKS + texts.split() * 3).replace("RUN", str(run))
+    return rng.choice(BLANKS + texts.split() * 3)
+
+
+# {command: its arguments}
+COMMANDS = {
+    "train": "",
+    "evaluate": "RUN",
+    "convert": "--to=gluon RUN net",
+    "launch": "-- true",
+    "doctor": "",
+    "batch_size": "",
+    "walkthrough": "",
+    "run": "program.py",
+    "exercise list": "",
+    "exercise start": "allreduce",
+    "exercise check": "answer.py",
+    "kernel install": "",
+    "kernel uninstall": "",
+}
+SMALL = {"batch_size": "--dataset=synthetic --epochs=1 --limit=200", "walkthrough": "--dataset=synthetic"}
+SMALL["train"] = SMALL["batch_size"] + " --batch-size=50"  # what is not drawn is small
 
 
 def command_line(rng, box):
     """Any options with any values: the command works, or it is refused with one line and has written nothing."""
-    name = rng.choice(["train"] * 6 + ["evaluate", "evaluate", "convert", "launch", "doctor"])
+    name, _, subcommand = rng.choice([*COMMANDS, *["train"] * 8, "evaluate"]).partition(" ")
     command = getattr(importlib.import_module(f"gluon_mgpu.commands.{name}"), name)
+    arguments = COMMANDS[f"{name} {subcommand}".strip()]
+    command = command.commands[subcommand] if subcommand else command
     run = box.folder / "cwd" / "run"
     shutil.copytree(box.undisturbed(box.plan()), run)
     (box.folder / "cwd" / "file").write_text("a file")
+    (box.folder / "cwd" / "program.py").write_text("import mxnet")
+    (box.folder / "cwd" / "answer.py").write_text(exercises.solution("allreduce"))
     (box.folder / "cwd" / "folder").mkdir()
-    options = [p for p in command.params if isinstance(p, click.Option) and p.name not in ("debug", "version")]
+    left_out = ("debug", "version", "is_module", "sys_prefix")  # the last would write into this environment
+    options = [p for p in command.params if isinstance(p, click.Option) and p.name not in left_out]
     words = []
     for option in rng.sample(options, min(len(options), rng.choice((1, 2, 3, 5, 8)))):
         flag = rng.choice(option.opts + option.secondary_opts)
-        words.append(flag if option.is_flag else f"{flag}={value(rng, option, run)}")
-    if name == "train":  # what is not drawn is small
-        words = ["--dataset=synthetic", "--epochs=1", "--limit=200", "--batch-size=50", *words]
-    arguments = {"evaluate": [str(run)], "convert": ["--to=gluon", str(run), "net"], "launch": ["--", "true"]}.get(name)
-    if arguments and rng.random() < 0.3:
-        arguments[-1] = rng.choice(PATHS.split()).replace("RUN", str(run))
-    before = box.files()
+        words.append(flag if option.is_flag else f"{flag}={value(rng, option)}")
+    arguments = arguments.split()
+    if arguments and name != "run" and rng.random() < 0.3:
+        arguments[-1] = rng.choice(PATHS.split())
+    words = [*subcommand.split(), *SMALL.get(name, "").split(), *words, *arguments]
+    before, paths = box.files(), [box.folder / "cwd", *([box.folder / "home"] if name == "kernel" else [])]
     done = box.run(
-        [sys.executable, ROOT / f"scripts/{name}.py", *words, *(arguments or [])], paths=[box.folder / "cwd"]
+        [sys.executable, ROOT / f"scripts/{name}.py", *(word.replace("RUN", str(run)) for word in words)], paths=paths
     )
     if done.status == 2:
         changed = sorted(path for path, _ in box.files().items() ^ before.items())
