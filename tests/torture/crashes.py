@@ -84,10 +84,10 @@ def workers(rng, box):
 
 
 def horovod(rng, box):
-    """The same for runs with Horovod, including its launcher."""
+    """The same for runs of 2 to 4 workers with Horovod, including its launcher."""
     if not importlib.util.find_spec("horovod"):
         raise Skipped("Horovod is not installed")
-    disturb(rng, box, {**box.plan(2), "kvstore": "horovod"})
+    disturb(rng, box, box.plan(rng.choice((2, 2, 3, 4)), "horovod"))
 
 
 def restarts(rng, box):
