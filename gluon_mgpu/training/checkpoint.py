@@ -96,7 +96,7 @@ def read(path: str | Path) -> bytes:
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing, truncated or altered.
+    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing, unreadable, truncated or altered.
 
     Memory use is proportional to the size of the file, whatever the file claims to contain.
     """
@@ -112,6 +112,8 @@ def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         return arrays, json.loads(arrays.pop(FACTS).tobytes())
     except FileNotFoundError:
         raise Error(f"{path} does not exist") from None
+    except OSError as error:
+        raise Error(f"cannot read {path} ({error.strerror})") from None
     except MemoryError:
         raise
     except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
