@@ -96,7 +96,7 @@ def read(path: str | Path) -> bytes:
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing, unreadable, truncated or altered.
+    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing or damaged, or cannot be read.
 
     Memory use is proportional to the size of the file, whatever the file claims to contain.
     """
