@@ -86,7 +86,8 @@ def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
             env = _torch_environment(processes["threads"], folder)
             found[name + variant] = Job("torch_peers", arguments, env, seconds=900)
     two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]
-    return {**found, **{str(subject): subject.job("time", steps) for subject in (*two, *map(one_thread, two))}}
+    others = [Subject("highlevel", contexts, model=model) for contexts in (1, 8)]
+    return {**found, **{str(subject): subject.job("time", steps) for subject in (*two, *map(one_thread, two), *others)}}
 
 
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
