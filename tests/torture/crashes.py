@@ -92,7 +92,7 @@ def horovod(rng, box):
 
 def restarts(rng, box):
     """`launch --restarts`: a run that loses processes again and again ends with the bits of an undisturbed run."""
-    plan = {**box.plan(2), "restarts": 9}
+    plan = {**box.plan(rng.choice((2, 2, 4))), "restarts": 9}
     seconds = box.usual_seconds(plan)
     delays = [rng.uniform(0.1, 1) * seconds for _ in range(rng.randint(1, 3))]
 
