@@ -1,6 +1,7 @@
 """The exercises: each planted wrong answer is diagnosed as its mistake, and correct answers pass."""
 
 import configparser
+import os
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import mxnet as mx
 import own_process
 import pytest
 
-from gluon_mgpu import exercises
+from gluon_mgpu import UsageError, exercises
 from gluon_mgpu.exercises import check
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
@@ -116,6 +117,13 @@ def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text):
     checked = run("check", "answer.py", folder=tmp_path)
     assert (checked.returncode, checked.stdout, checked.stderr.count("\n")) == (2, "", 1)
     assert "answer.py" in checked.stderr
+
+
+def test_an_answer_is_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):  # without an end, blocking, not a file
+        with pytest.raises(UsageError):
+            exercises.name_of(path)
 
 
 def test_the_file_of_an_answer_may_begin_with_comments(tmp_path):

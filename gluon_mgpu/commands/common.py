@@ -179,7 +179,7 @@ def _usage(error: click.UsageError) -> str:
     line = re.sub("not a valid integer( range)?", "not a whole number", line)
     line = re.sub("not a valid float( range)?", "not a number", line)
     more = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-    return " ".join(line.removesuffix(".").splitlines()) + more
+    return re.sub(r"\n\t?", " ", line.removesuffix(".")) + more
 
 
 def _report(error: BaseException, program: str) -> int:

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import checkpoint
 
 # {lesson page: its exercises}, in the order of the course
 LESSONS = {
@@ -61,9 +62,11 @@ def name_of(path: str) -> str:
     """The exercise that a learner's file solves. Raises UsageError if the file is unreadable or does not name an
     exercise."""
     try:
-        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
+        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', checkpoint.read(path).decode())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise UsageError(f"{path}: not a text file") from None
     if not found or found[1] not in NAMES:
         problem = f"{found[1]} is not an exercise" if found else "does not name an exercise"
         raise UsageError(

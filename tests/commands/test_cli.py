@@ -124,6 +124,7 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("train --impl 'a\nb'", ["--impl"]),  # one line, whatever the user typed
         ("train '--a\nb'", ["no such option"]),
         ("train 'a\nb'", ["argument"]),
+        ("convert runs/first out", ["--to", "gluon, pytorch, onnx"]),
     ],
 )
 def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(capsys, line, parts):
