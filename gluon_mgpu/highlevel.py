@@ -138,9 +138,9 @@ class Replicas(replicas.Replicas):
                 updater.states_synced = dict.fromkeys(updater.states, True)
 
     def _plan(self, tune: bool | Sequence[int], tunable: bool) -> Plan | None:
-        """Worker 0's plan: the one that tune names or, if tune is True, the fastest; DEFAULT with several workers."""
+        """Worker 0's plan: the one that tune names. If tune is True: the fastest or, with several workers, DEFAULT."""
         plan = DEFAULT if tune is True else Plan.create(tune)
-        # Both kinds of changes complete gradients later, so that their sums over workers could not begin earlier.
+        # Blocks and pieces delay the gradients, so their sums over workers would begin later.
         if tune is True and tunable and self.workers.count == 1:
             examples = -(-self.settings.batch_size // (len(self.ctx) * self.settings.grad_accum_steps))
             plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward)

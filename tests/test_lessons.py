@@ -1,5 +1,6 @@
 """The two lessons: the notebooks' functions, a step compared with one device and float64, and what `train` calls."""
 
+import functools
 import inspect
 from pathlib import Path
 from statistics import NormalDist
@@ -195,7 +196,8 @@ class TestWhatYouReadIsWhatRuns:
         self, module, name, bypasses, monkeypatch
     ):
         called, original = [], getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: called.append(args) or original(*args))
+        mine = functools.wraps(original)(lambda *args: called.append(args) or original(*args))
+        monkeypatch.setattr(module, name, mine)
         with pytest.raises(UsageError, match=name):
             module.train(2, 64, LR, **bypasses, **self.OPTIONS)
         assert not called

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -159,7 +160,8 @@ def _with_options(context: click.Context, text: str) -> str:
     if "gpus" in options:
         options["num_gpus"] = "--gpus"  # `train` calls this argument num_gpus
     given = [v for value in context.params.values() for v in (value if isinstance(value, tuple) else [value])]
-    kept = [re.escape(value) for value in given if isinstance(value, str) and "=" in value]
+    typed = [value for value in given if isinstance(value, str) and "=" in value]
+    kept = [re.escape(shown) for value in typed for shown in (value, str(Path(value)))]
     kept.append(r"\((?:[^()]|\([^()]*\))*\)")
     argument = rf"(?<![\w/.-])({'|'.join(map(str, options))})=(True\b)?"
     pattern = "|".join([*kept, argument])

@@ -153,7 +153,8 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--tune/--no-tune",
     default=True,
     help="With highlevel on CPU, --tune uses faster operators that compute the same values up to rounding, and "
-    "--no-tune runs the network as written. The first run on a machine measures which operators are the fastest.",
+    "--no-tune runs the network as written. The first run on a machine measures which operators are the fastest; "
+    "several workers use the network's own.",
 )
 @click.version_option(__version__)
 @click.pass_context

@@ -37,7 +37,7 @@ SECONDS_TO_FINISH = 10  # seconds for the servers and the scheduler to exit afte
 SECONDS_TO_INTERRUPT = 20  # seconds for the workers to save a checkpoint after Ctrl-C
 SECONDS_TO_TERMINATE = 3  # seconds between SIGTERM and SIGKILL
 LONGEST_DELAY = 60  # seconds; the delays before restarts are 1, 2, 4, 8, 16, 32, 60, 60, ...
-CREDENTIALS = struct.Struct("3i")  # process, user and group ID of a message's sender
+CREDENTIALS = struct.Struct("iII")  # process, user and group ID of a message's sender
 RESTARTED = "GLUON_MGPU_RESTARTED"  # environment variable that makes `train --out DIR` continue the run in DIR
 
 # The first three would make ps-lite listen on the same port in every process, on no port, and on every interface,

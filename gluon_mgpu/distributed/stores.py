@@ -31,7 +31,7 @@ class Horovod:
             raise Error(f"Horovod is not installed for this MXNet ({error}): run `make horovod`") from None
         self.hvd, self.compress = hvd, compress
         os.environ.setdefault("HOROVOD_CYCLE_TIME", CYCLES.get(model, "1"))
-        # Which arrays are fused depends on the time; with more than 2 workers, so does then the order of additions.
+        # Which arrays are fused depends on timing, and with more than 2 workers, so does the order of additions.
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES if workers == 2 else 0))
         hvd.init()
 

@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 import sys
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -26,7 +27,8 @@ LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract s
 
 def printable(line: str) -> str:
     """Escape line breaks and control characters, which a file or another process may have put into a message."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    escaped = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control and format characters, surrogates, line separators
+    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in escaped else c for c in line)
 
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:

@@ -188,7 +188,7 @@ def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:
 
 
 def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
-    """Generate a data set of any size with ten equally frequent classes. The seed determines its content.
+    """Generate a data set with ten equally frequent classes. The seed determines its content.
 
     Each class has a smooth random picture. The examples of a class are copies of its picture: shifted by up to 2
     pixels, brighter or darker, and with noise. Brightness and contrast match Fashion-MNIST, so LeNet can train on both

@@ -127,8 +127,9 @@ def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> st
 def _check_replaced(lesson: type[Replicas], settings: Settings) -> None:
     """Raise UsageError if the caller has replaced a function of the lesson that these settings bypass."""
     for name, bypassed in BYPASSED.items():
-        function = getattr(sys.modules[lesson.__module__], bypassed, None)
-        if getattr(settings, name) and function and function.__module__ != lesson.__module__:
+        function = getattr(sys.modules.get(lesson.__module__), bypassed, None)
+        home = getattr(function, "__globals__", {}).get("__name__", "")  # __module__ may be a wrapped function's
+        if getattr(settings, name) and function and not home.startswith("gluon_mgpu."):
             replaced = f"{implementation_name(lesson)}.{bypassed}"
             raise UsageError(f"{name}={getattr(settings, name)}: would bypass your own {replaced}; omit it")
 

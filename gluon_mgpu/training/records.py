@@ -64,7 +64,7 @@ class Position:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Position:
-        """Create a position from `as_json` or from a checkpoint's facts. Raises ValueError for what is not a number."""
+        """Create a position from `as_json` or a checkpoint's facts. Raises ValueError if a value is not a number."""
         history = [Epoch(**epoch) for epoch in facts["history"]]
         steps, *sums = facts["steps"], facts["loss_sum"], facts["seconds"]
         numbers = [value for epoch in history for value in epoch] + sums

@@ -68,10 +68,11 @@ def choose(net: gluon.Block, name: str, ctx: Context, examples: int, forward_bac
 def measure(
     net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward
 ) -> dict[Plan, list[float]]:
-    """Time steps without updates for each plan with pieces smaller than the shard. Returns {plan: seconds per round}.
+    """Time steps without updates for each plan whose pieces are smaller than the shard.
 
-    Arguments: see `choose`. This changes the gradients, but neither the parameters nor the state of the random number
-    generators. It uses only one context, because times vary more if several contexts compute at once.
+    Returns {plan: seconds per round}. Arguments: see `choose`. This changes the gradients, but neither the parameters
+    nor the state of the random number generators. It uses only one context, because times vary more if several contexts
+    compute at once.
     """
     images = np.random.default_rng(0).random((examples, 1, 28, 28), np.float32)
     data, label = [nd.array(images, ctx)], [nd.zeros(examples, ctx)]
