@@ -182,7 +182,7 @@ def memory(rng, box):
 SCENARIOS = {
     "signals": (signals, 3),
     "workers": (workers, 3),
-    "horovod": (horovod, 1),
+    "horovod": (horovod, 3),
     "restarts": (restarts, 2),
     "network": (network, 1),
     "two runs": (two_runs, 1),
