@@ -105,16 +105,21 @@ def test_metrics_add_up_in_float64_with_any_numpy(program):
     assert run.stdout == "[2.0, 2.0]\n", run.stderr
 
 
-NUMPY = "import json, numpy as np; print(json.dumps({name: str(value) for name, value in vars(np).items()}))"
+NUMPY = """
+    import json, numpy as np
+    public = {name: str(value).split(" at 0x")[0] for name, value in vars(np).items() if name[0] != "_"}
+    print(json.dumps(public))
+"""
 
 
 def test_only_names_that_numpy_lacks_are_added(program):
     plain, prepared, strict = (
-        {name: value for name, value in json.loads(run.stdout).items() if name[0] != "_" and " at 0x" not in value}
+        json.loads(run.stdout)
         for run in (program(NUMPY, by_python=True), program(NUMPY), program(NUMPY, options=["--strict-numpy"]))
     )
     assert plain == strict
-    assert plain.items() <= prepared.items() and {"int", "asscalar"} & (prepared.keys() - plain.keys())
+    assert plain.items() <= prepared.items()
+    assert "rank" in prepared.keys() - plain.keys()  # NumPy removed it in version 1.18
 
 
 GPUS = """
