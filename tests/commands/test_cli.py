@@ -133,13 +133,6 @@ def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(cap
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_option_with_a_letter_missing_is_suggested(capsys, name):
-    for option in [param.opts[0] for param in options(COMMANDS[name]) if len(param.opts[0]) > 2]:
-        mistyped = option[: len(option) // 2] + option[len(option) // 2 + 1 :]
-        assert f"did you mean {option}?" in wrong(capsys, f"{name} {mistyped}")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
 def test_no_option_takes_the_next_option_for_its_value(capsys, name):
     for param in options(COMMANDS[name]):
         if not param.is_flag:

@@ -3,20 +3,17 @@
 import csv
 import json
 import shutil
-import signal
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import printed
 import pytest
-import runs
 from own_process import finished
+from runs import ROOT
 
 from gluon_mgpu import scratch
 from gluon_mgpu.commands.batch_size import batch_size as command
-from gluon_mgpu.training import batch_size, checkpoint, records
+from gluon_mgpu.training import batch_size, records
 from gluon_mgpu.training.records import Epoch
 
 SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
@@ -24,10 +21,6 @@ FOLDERS = (
     *("1-device-batch-256", "2-devices-batch-256"),
     *("1-device-batch-512", "2-devices-batch-512", "2-devices-batch-512-lr-scaled"),
 )
-
-
-def script(*options):
-    return [sys.executable, "scripts/batch_size.py", *SMALL, *map(str, options)]
 
 
 def call(capfd, *options):
@@ -38,7 +31,7 @@ def call(capfd, *options):
 def experiment(tmp_path_factory):
     """(folder, what was printed) of one experiment."""
     out = tmp_path_factory.mktemp("experiment")
-    done = finished(*script("--out", out), cwd=runs.ROOT, timeout=600)
+    done = finished(sys.executable, "scripts/batch_size.py", *SMALL, "--out", out, cwd=ROOT, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     return out, done.stdout
 
@@ -140,19 +133,3 @@ def test_a_run_that_fails_says_so_in_one_line_and_leaves_no_picture(tmp_path, ca
     status, text, errors = call(capfd, "--out", tmp_path / "new", "--lr", "1e37")
     assert (status, text, errors.count("\n")) == (1, "", 1), errors
     assert not list(tmp_path.rglob("*.png"))
-
-
-def test_ctrl_c_ends_the_current_run_with_a_checkpoint(tmp_path):
-    options = ("--limit", 20000, "--epochs", 9, "--out", tmp_path)
-    with runs.start(script(*options)) as process:
-        try:
-            runs.wait((tmp_path / FOLDERS[0]).exists)
-            time.sleep(0.7)  # into the epoch
-            child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
-            process.send_signal(signal.SIGINT)  # only to this process, as `kill -INT` does
-            assert process.wait(60) == 130
-        finally:
-            process.kill()
-    assert not Path(f"/proc/{child}").exists()
-    assert [p.name for p in tmp_path.iterdir()] == [FOLDERS[0]] and not list(tmp_path.rglob(".*"))
-    checkpoint.load(tmp_path / FOLDERS[0] / "checkpoint.npz")
