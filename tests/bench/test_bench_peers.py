@@ -56,13 +56,6 @@ def test_the_instruction_sets_are_those_of_the_library_on_this_processor(name):
     assert re.search(words, peers._isa(name), re.IGNORECASE)
 
 
-def test_the_name_of_the_result_has_the_processor_and_the_emulated_one(monkeypatch):
-    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
-    name = harness.processor()
-    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
-    assert harness.processor() == f"{name}-avx2" and re.fullmatch("[a-z0-9-]+", name)
-
-
 @pytest.mark.slow
 @needs_torch
 def test_ddp_trains_as_ours_and_as_one_process(tmp_path):
