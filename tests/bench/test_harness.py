@@ -53,34 +53,23 @@ def test_a_worker_gets_its_settings_and_none_of_the_users(monkeypatch, bench):
     assert "MXNET_ENGINE_TYPE" not in found
 
 
-def test_each_round_measures_every_subject_once_and_keeps_the_results_in_order(monkeypatch):
-    started = []
-
-    def start(name, job):
-        started.append(name)
-        return {"number": len(started)}
-
-    monkeypatch.setattr(harness, "start", start)
-    found = harness.measure({"a": Job("x", {}), "b": Job("x", {}), "c": Job("x", {})}, 2)
-    assert started == ["a", "b", "c"] * 2
-    assert found == {"a": {"number": [1, 4]}, "b": {"number": [2, 5]}, "c": {"number": [3, 6]}}
-
-
 def test_a_spread_is_the_median_the_least_and_the_most():
     assert harness.spread([3, 1, 2.26], 1) == "2.3 (1.0-3.0)"
     assert harness.spread([1234.5, 0.0123, 45.67]) == "45.7 (0.012-1234)"
 
 
-def test_ratios_are_those_of_runs_of_one_round(monkeypatch):
+def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_one_round(monkeypatch):
     times = {"notebook, 2 contexts": [60, 30, 90], "scratch, 2 contexts": [20, 10, 45]}
-    left = {name: iter(ms) for name, ms in times.items()}
+    left, started = {name: iter(ms) for name, ms in times.items()}, []
 
     def start(name, job):
+        started.append(name)
         return {"step_ms": next(left[name]) if name in left else 100, "peak_mb": 100}
 
     monkeypatch.setattr(harness, "start", start)
     lines = steps.table(steps.run(["step"])).splitlines()
     row = next(line.split() for line in lines if line.startswith("scratch, 2 contexts "))
+    assert started == list(dict.fromkeys(started)) * 3
     # 256 examples in the median's 20 ms; 60/20, 30/10, 90/45 -> 3
     assert row[3:] == ["20.0", "(10.0-45.0)", "12800", "3.00", "(2.00-3.00)", "100"]
 
