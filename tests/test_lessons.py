@@ -146,16 +146,15 @@ class TestStep:
         np.testing.assert_equal(drawn, drawn[:1] * 4)
 
 
-class TestAgainstFloat64:
-    @pytest.mark.parametrize("module", MODULES)
-    @pytest.mark.parametrize("devices", [1, 3])
-    def test_accuracy_is_what_numpy_counts_on_any_number_of_devices(self, module, devices, start):
-        X, _ = batch(50)
-        y = scores([p.astype(np.float64) for p in start.values()], X.asnumpy().astype(np.float64)).argmax(1)
-        y[:20] = (y[:20] + 1) % 10  # 30 of 50 are correct
-        made = replicas(module, devices, start)
-        data_iter = [(X[a:b], nd.array(y[a:b])) for a, b in ((0, 24), (24, 48), (48, 50))]
-        assert made.evaluate_accuracy(data_iter) == 0.6
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_accuracy_is_what_numpy_counts_on_any_number_of_devices(module, devices, start):
+    X, _ = batch(50)
+    y = scores([p.astype(np.float64) for p in start.values()], X.asnumpy().astype(np.float64)).argmax(1)
+    y[:20] = (y[:20] + 1) % 10  # 30 of 50 are correct
+    made = replicas(module, devices, start)
+    data_iter = [(X[a:b], nd.array(y[a:b])) for a, b in ((0, 24), (24, 48), (48, 50))]
+    assert made.evaluate_accuracy(data_iter) == 0.6
 
 
 class TestWhatYouReadIsWhatRuns:

@@ -153,11 +153,7 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
         (UsageError("out=a=b: omit two_words=1"), 2, "error: --out a=b: omit --other 1"),
         (UsageError("fast=True: needs out=FOLDER"), 2, "error: --fast: needs --out FOLDER"),
         (UsageError("runs/out=1: omit fast=True"), 2, "error: runs/out=1: omit --fast"),
-        (
-            UsageError("lr=1 with num_gpus=2: (out=3 (a) seed=4) seed=5"),
-            2,
-            "error: lr=1 with num_gpus=2: (out=3 (a) seed=4) --seed 5",
-        ),
+        (UsageError("lr=1: (out=3 (a) seed=4) seed=5"), 2, "error: lr=1: (out=3 (a) seed=4) --seed 5"),
         (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (KeyboardInterrupt("continue with out=runs/a"), 130, "continue with --out runs/a"),

@@ -106,11 +106,7 @@ def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
 # {recipe: the faults that the bands see in one training run}. docs/parity.md has this table.
 OUTSIDE = {
     "scratch-lenet-fashion-mnist-2gpu": set(CAUGHT) - {"divided_by_the_shards_size", "one_shard_for_all"},
-    "gluon-lenet-mnist-4gpu": {
-        "divided_by_the_shards_size",
-        "learning_rate_a_tenth",
-        "initial_scale_ten_times_larger",
-    },
+    "gluon-lenet-mnist-4gpu": {"divided_by_the_shards_size", "learning_rate_a_tenth", "initial_scale_ten_times_larger"},
 }
 
 
