@@ -15,6 +15,14 @@ def call(capture, command, *words, program="gluon-mgpu"):
     return (ended.value.code, *capture.readouterr())
 
 
+def error(capture, command, *words, status=2):
+    """The error of a command that fails: one line on standard error, and nothing on standard output."""
+    found, out, err = call(capture, command, *words)
+    assert (found, out, err.count("\n")) == (status, "", 1), err
+    assert err.startswith("error: ")
+    return err.removeprefix("error: ")
+
+
 def arrays(text):
     """[(array, context)] of the NDArrays printed in a text."""
     found = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 from own_process import command, finished
-from printed import call
+from printed import call, error
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.launch import launch
@@ -31,14 +31,6 @@ IN_ALL = {"--debug", "--help", "--version"}
 
 def options(command):
     return [param for param in command.params if isinstance(param, click.Option)]
-
-
-def wrong(capsys, line):
-    """The error of a wrong command: one line on standard error, and exit status 2."""
-    status, out, err = call(capsys, main, *shlex.split(line))
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: ")
-    return err.removeprefix("error: ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -126,16 +118,16 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
     ],
 )
 def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(capsys, line, parts):
-    error = wrong(capsys, line)
-    assert all(part in error for part in parts), error
+    said = error(capsys, main, *shlex.split(line))
+    assert all(part in said for part in parts), said
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_option_takes_the_next_option_for_its_value(capsys, name):
     for param in options(COMMANDS[name]):
         if not param.is_flag:
-            error = wrong(capsys, f"{name} {param.opts[0]} --data-dir x")
-            assert param.opts[0] in error and "extra argument" not in error
+            said = error(capsys, main, name, param.opts[0], "--data-dir", "x")
+            assert param.opts[0] in said and "extra argument" not in said
 
 
 def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
@@ -144,7 +136,7 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
 
 
 @pytest.mark.parametrize(
-    "error, status, line",
+    "raised, status, line",
     [
         (Error("run `gluon-mgpu batch-size -h`"), 1, "error: run `python scripts/batch_size.py -h`"),
         (UsageError("runs/x: no run"), 2, "error: runs/x: no run"),
@@ -157,14 +149,14 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
         (KeyboardInterrupt("continue with out=runs/a"), 130, "continue with --out runs/a"),
     ],
 )
-def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, error, status, line):
+def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, status, line):
     @click.command(cls=common.Command)
     @common.option("--out")
     @common.option("--other", "two_words")
     @common.option("--seed")
     @click.option("--fast/--no-fast")
     def fails(**options):
-        raise error
+        raise raised
 
     said = call(capsys, fails, program="python scripts/train.py")
     assert said == (status, "", f"{line}\n")

@@ -23,10 +23,6 @@ FOLDERS = (
 )
 
 
-def call(capfd, *options):
-    return printed.call(capfd, command, *SMALL, *options)
-
-
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory):
     """(folder, what was printed) of one experiment."""
@@ -87,14 +83,13 @@ def test_the_csv_file_has_the_step_of_every_epoch(experiment):
 def test_finished_runs_are_shown_again_and_not_trained_again(experiment, capfd):
     out, text = experiment
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    assert call(capfd, "--out", out) == (0, text, "")
+    assert printed.call(capfd, command, *SMALL, "--out", out) == (0, text, "")
     assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 5
 
 
 @pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
 def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
-    status, text, errors = call(capfd, "--out", experiment[0], *options)
-    assert (status, text, errors.count("\n")) == (2, "", 1), errors
+    printed.error(capfd, command, *SMALL, "--out", experiment[0], *options)
 
 
 def test_more_epochs_continue_the_runs(experiment, tmp_path):
@@ -130,6 +125,5 @@ def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monk
 
 
 def test_a_run_that_fails_says_so_in_one_line_and_leaves_no_picture(tmp_path, capfd):
-    status, text, errors = call(capfd, "--out", tmp_path / "new", "--lr", "1e37")
-    assert (status, text, errors.count("\n")) == (1, "", 1), errors
+    printed.error(capfd, command, *SMALL, "--out", tmp_path / "new", "--lr", "1e37", status=1)
     assert not list(tmp_path.rglob("*.png"))
