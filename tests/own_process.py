@@ -40,6 +40,13 @@ def python(code, *arguments, **environment):
     return finished(*words, env={**kept, **environment}, timeout=60)
 
 
+def output(code, *arguments, **environment):
+    """What code prints on standard output in a new process, as `python` runs it. It must end with status 0."""
+    done = python(code, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 PROFILE = """
 import gluon_mgpu
 gluon_mgpu.configure(2)
@@ -63,8 +70,7 @@ mx.profiler.dump()
 def overlap(setup, operators, folder, **environment):
     """Microseconds during which both contexts are running one of the operators. setup: code that defines step."""
     file, spans = folder / "profile.json", ([], [])
-    done = python(PROFILE.format(setup=textwrap.dedent(setup), file=str(file)), **environment)
-    assert done.returncode == 0, done.stderr
+    output(PROFILE.format(setup=textwrap.dedent(setup), file=str(file)), **environment)
     for begin, end in timeline.operator_spans(timeline.read_profile(file)):
         if begin["name"] in operators:
             spans[begin["pid"]].append((begin["ts"], end["ts"]))
