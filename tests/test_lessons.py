@@ -45,11 +45,6 @@ def replicas(module, devices, start, **options):
     return made
 
 
-def distance(after, other, before):
-    """How far two steps from `before` end from each other, relative to the length of the step."""
-    return drift.distance(after, other) / drift.distance(after, before)
-
-
 def assert_replicas_equal(made):
     first, *others = [made.parameters(device) for device in range(len(made.ctx))]
     for other in others:
@@ -131,7 +126,8 @@ class TestStep:
             expected, losses = [np.concatenate([shard.asnumpy() for shard in step]) for step in steps]
             # Sums of at most 800 products, of magnitude up to the largest loss.
             np.testing.assert_allclose(losses, expected, atol=800 * np.finfo(np.float32).eps * expected.max())
-            assert distance(several.parameters(), one.parameters(), before) < ROUNDING_AND_RELUS
+            after = several.parameters()
+            assert drift.distance(after, one.parameters()) < ROUNDING_AND_RELUS * drift.distance(after, before)
             assert_replicas_equal(several)
 
     def test_one_seed_draws_the_same_parameters_in_both_lessons_on_any_number_of_devices(self):
