@@ -18,13 +18,11 @@ def imported(path):
     """The modules of this package that a file imports, wherever it does."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gluon_mgpu":
-            base = node.module.split(".")[1:]
-            names = [".".join([*base, alias.name]) for alias in node.names]
-            found |= {name if name in MODULES else ".".join(base) for name in names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("gluon_mgpu.")}
-    return found & MODULES.keys()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name.removeprefix("gluon_mgpu.") for name in found if name.startswith("gluon_mgpu.")} & MODULES.keys()
 
 
 def imported_by_name(path):
