@@ -1,4 +1,6 @@
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # for `import bench` and `import parity`
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "scripts"))  # for `import bench` and `import parity`
 
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 
@@ -25,6 +28,18 @@ def pytest_collection_modifyitems(config, items):
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The package's wheel. It is built from a copy, because a build writes to the source folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    omitted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
+    shutil.copytree(ROOT, folder / "source", ignore=omitted)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder]
+    subprocess.run([*pip, folder / "source"], cwd=folder, check=True)
+    (found,) = folder.glob("*.whl")
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+from gluon_mgpu.training import timeline
+
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_")
 
 
@@ -38,8 +40,15 @@ def python(code, *arguments, **environment):
     return finished(*words, env={**kept, **environment}, timeout=60)
 
 
+def output(code, *arguments, **environment):
+    """What code prints on standard output in a new process, as `python` runs it. It must end with status 0."""
+    done = python(code, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 PROFILE = """
-import json, gluon_mgpu
+import gluon_mgpu
 gluon_mgpu.configure(2)
 import mxnet as mx
 from gluon_mgpu import partition, scratch
@@ -55,21 +64,15 @@ for _ in range(4):
 mx.nd.waitall()
 mx.profiler.set_state("stop")
 mx.profiler.dump()
-spans, began = ([], []), {{}}
-for event in json.load(open({file!r}))["traceEvents"]:
-    if event.get("name") in {operators!r}:
-        if event["ph"] == "B":
-            began[event["pid"]] = event["ts"]
-        elif event["ph"] == "E":
-            spans[event["pid"]].append((began.pop(event["pid"]), event["ts"]))
-assert all(spans), spans
-print(sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1]))
 """
 
 
 def overlap(setup, operators, folder, **environment):
     """Microseconds during which both contexts are running one of the operators. setup: code that defines step."""
-    code = PROFILE.format(setup=textwrap.dedent(setup), operators=operators, file=str(folder / "profile.json"))
-    done = python(code, **environment)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    file, spans = folder / "profile.json", ([], [])
+    output(PROFILE.format(setup=textwrap.dedent(setup), file=str(file)), **environment)
+    for begin, end in timeline.operator_spans(timeline.read_profile(file)):
+        if begin["name"] in operators:
+            spans[begin["pid"]].append((begin["ts"], end["ts"]))
+    assert all(spans), spans
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1])

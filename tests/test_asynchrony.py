@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from own_process import overlap, python
+from own_process import output, overlap
 
 from gluon_mgpu import asynchrony
 
@@ -37,9 +37,7 @@ os._exit(0)  # MXNet would wait for the operator's thread, and that for Python
 
 
 def held_back(code, seconds=10, **environment):
-    done = python(HELD_BACK.format(code=code, seconds=seconds), **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1]
+    return output(HELD_BACK.format(code=code, seconds=seconds), **environment).split()[-1]
 
 
 def test_products_are_numpys_on_the_device_of_their_matrix():

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
@@ -17,13 +18,11 @@ def imported(path):
     """The modules of this package that a file imports, wherever it does."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gluon_mgpu":
-            base = node.module.split(".")[1:]
-            names = [".".join([*base, alias.name]) for alias in node.names]
-            found |= {name if name in MODULES else ".".join(base) for name in names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("gluon_mgpu.")}
-    return found & MODULES.keys()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name.removeprefix("gluon_mgpu.") for name in found if name.startswith("gluon_mgpu.")} & MODULES.keys()
 
 
 def imported_by_name(path):
@@ -52,9 +51,5 @@ def test_only_commands_import_modules_by_name():
 
 
 def test_there_are_no_import_cycles():
-    left = {name: others - {name} for name, others in IMPORTS.items()}
-    while left:
-        free = [name for name, others in left.items() if not others & left.keys()]
-        assert free, f"a cycle among {sorted(left)}"
-        for name in free:
-            del left[name]
+    others = {name: found - {name} for name, found in IMPORTS.items()}
+    TopologicalSorter(others).prepare()  # raises CycleError

@@ -15,6 +15,7 @@ from gluon_mgpu import partition, scratch
 from gluon_mgpu.runtime.errors import UsageError
 
 LR = 0.2
+SIZES = (7, 16, 4)  # of the batches
 NETWORK, LAYERS, DATA = partition.WAYS
 WAYS = [(NETWORK, {}), (NETWORK, {"micro_batches": 3}), (LAYERS, {}), (DATA, {})]
 each_way = pytest.mark.parametrize("way, options", WAYS, ids=[f"{way}{options or ''}" for way, options in WAYS])
@@ -34,9 +35,9 @@ def parameters():
 
 
 def batch(n, seed=3):
-    """Images and labels as NumPy arrays. No label is 0, since a label that did not arrive would be 0."""
+    """Images and labels as NumPy arrays."""
     rng = np.random.default_rng(seed)
-    return rng.random((n, 1, 28, 28), np.float32), rng.integers(1, 10, n)
+    return rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n)
 
 
 def start(way, options, devices):
@@ -57,10 +58,10 @@ def joined(way, device_params, read):
 
 
 @cache
-def float64_steps(sizes):
-    """For each batch size: the losses and gradients of a step, and the parameters after it."""
+def float64_steps():
+    """For each of SIZES: the losses and gradients of a step, and the parameters after it."""
     params, steps = [p.asnumpy().astype(np.float64) for p in parameters()], []
-    for seed, n in enumerate(sizes):
+    for seed, n in enumerate(SIZES):
         X, y = batch(n, seed)
         losses, gradients = losses_and_gradients(params, X.astype(np.float64), y)
         params = [p - LR * gradient / n for p, gradient in zip(params, gradients)]
@@ -68,10 +69,11 @@ def float64_steps(sizes):
     return steps
 
 
-def check_steps(way, options, devices, sizes):
-    """Take one step for each batch size; fail if losses, gradients or parameters differ from those in float64."""
+@each_way
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_three_steps_give_the_losses_gradients_and_parameters_of_float64(way, options, devices):
     (step, device_params), rounding = start(way, options, devices), 0
-    for (seed, n), (expected, gradients, params) in zip(enumerate(sizes), float64_steps(sizes)):
+    for (seed, n), (expected, gradients, params) in zip(enumerate(SIZES), float64_steps()):
         X, y = batch(n, seed)
         losses = np.concatenate([part.asnumpy() for part in step(nd.array(X), nd.array(y))])
         rounding += additions(n)
@@ -83,46 +85,20 @@ def check_steps(way, options, devices, sizes):
                     assert_close(a, b, rounding)
 
 
-@each_way
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_three_steps_give_the_losses_gradients_and_parameters_of_float64(way, options, devices):
-    check_steps(way, options, devices, sizes=(7, 16, 4))
-
-
 @contextmanager
-def recorded_copies(lost=None):
-    """A list of all copies between devices: (source, destination, bytes).
-
-    lost: the number of a copy, from 0, that does not arrive: a new array is zero, an existing one keeps its values.
-    """
+def recorded_copies():
+    """A list of all copies between devices: (source, destination, bytes)."""
     copyto, copies = nd.NDArray.copyto, []
 
     def recording(array, other):
         destination = other if isinstance(other, mx.Context) else other.context
         if destination != array.context:
             copies.append((array.context, destination, array.size * array.dtype().itemsize))
-            if len(copies) - 1 == lost:
-                return nd.zeros(array.shape, ctx=other) if isinstance(other, mx.Context) else other
         return copyto(array, other)
 
-    nd.NDArray.copyto = recording
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nd.NDArray, "copyto", recording)
         yield copies
-    finally:
-        nd.NDArray.copyto = copyto
-
-
-@each_way
-@pytest.mark.parametrize("devices", [2, 3])
-def test_a_step_fails_if_any_one_exchange_is_lost(way, options, devices):
-    with recorded_copies() as copies:
-        start(way, options, devices)
-        placing = len(copies)
-        check_steps(way, options, devices, sizes=(5,))
-    assert len(copies) > 2 * placing
-    for lost in range(placing, len(copies) - placing):
-        with recorded_copies(lost), pytest.raises(AssertionError):
-            check_steps(way, options, devices, sizes=(5,))
 
 
 @each_way

@@ -5,6 +5,7 @@ from bench import harness, roofline
 from bench.roofline import Operator
 
 BLOCKED = "src_f32::blocked:aBcd16b:f0 wei_f32::blocked:ABcd16b16a:f0 bia_f32::blocked:a:f0 dst_f32::blocked:aBcd16b:f0"
+POOLING = "mb64ic32_ih26oh13kh2sh2dh0ph0_iw26ow13kw2sw2dw0pw0"
 CONVOLUTION = "mb64_ic32oc50_ih13oh9kh5sh1dh0ph0_iw13ow9kw5sw1dw0pw0"
 
 
@@ -33,21 +34,11 @@ def line(kind, way, problem, ms=0.5):
             2 * 64 * 800 * 128,
             64 * 800 + 64 * 128 + 800 * 128,
         ),
-        (
-            line("pooling_v2", "backward_data", "mb64ic32_ih26oh13kh2sh2dh0ph0_iw26ow13kw2sw2dw0pw0"),
-            "pooling, backward",
-            0,
-            64 * 32 * (26 * 26 + 13 * 13),
-        ),
+        (line("pooling_v2", "backward_data", POOLING), "pooling, backward", 0, 64 * 32 * (26 * 26 + 13 * 13)),
         (line("eltwise", "forward_training", "64x32x26x26"), "eltwise, forward", 0, 2 * 64 * 32 * 26 * 26),
         (line("eltwise", "backward_data", "64x128"), "eltwise, backward", 0, 3 * 64 * 128),
         (line("concat", "undef", "50x20x5x5:50x12x5x5"), "concat", 0, 2 * 50 * 32 * 5 * 5),
-        (
-            line("batch_normalization", "backward", "mb32ic64ih28iw28"),
-            "batch normalization, backward",
-            0,
-            3 * 32 * 64 * 28 * 28,
-        ),
+        (line("batch_normalization", "backward", "mb2ic4ih28iw28"), "batch normalization, backward", 0, 3 * 8 * 28**2),
     ],
 )
 def test_an_operator_has_the_flop_of_its_products_and_the_bytes_of_its_arrays(text, name, flop, elements):

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 from own_process import command, finished
-from printed import call
+from printed import call, error
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.launch import launch
@@ -31,14 +31,6 @@ IN_ALL = {"--debug", "--help", "--version"}
 
 def options(command):
     return [param for param in command.params if isinstance(param, click.Option)]
-
-
-def wrong(capsys, line):
-    """The error of a wrong command: one line on standard error, and exit status 2."""
-    status, out, err = call(capsys, main, *shlex.split(line))
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: ")
-    return err.removeprefix("error: ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -101,12 +93,10 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("bench steps", ["python scripts/bench.py"]),
         ("train --impl torch", ["--impl: 'torch'", "'scratch', 'highlevel'"]),
         ("train --seed abc", ["--seed: 'abc' is not a whole number ("]),
-        ("train --lr 0,1", ["--lr: '0,1' is not a number ("]),
         ("train --lr 0", ["--lr: 0.0 is not in the range x>0"]),
         ("train --shares fast", ["--shares: 'fast'", "auto"]),
         ("launch --workers 0 -- true", ["--workers: 0"]),
         ("launch --servers 129 -- true", ["--servers: 129"]),
-        ("launch --port 0 -- true", ["--port: 0"]),
         ("launch --port 65535 -- true", ["--port: 65535"]),
         ("launch no-such-program", ["no-such-program"]),
         ("evaluate", ["RUN"]),
@@ -128,23 +118,16 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
     ],
 )
 def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(capsys, line, parts):
-    error = wrong(capsys, line)
-    assert all(part in error for part in parts), error
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_option_with_a_letter_missing_is_suggested(capsys, name):
-    for option in [param.opts[0] for param in options(COMMANDS[name]) if len(param.opts[0]) > 2]:
-        mistyped = option[: len(option) // 2] + option[len(option) // 2 + 1 :]
-        assert f"did you mean {option}?" in wrong(capsys, f"{name} {mistyped}")
+    said = error(capsys, main, *shlex.split(line))
+    assert all(part in said for part in parts), said
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_option_takes_the_next_option_for_its_value(capsys, name):
     for param in options(COMMANDS[name]):
         if not param.is_flag:
-            error = wrong(capsys, f"{name} {param.opts[0]} --data-dir x")
-            assert param.opts[0] in error and "extra argument" not in error
+            said = error(capsys, main, name, param.opts[0], "--data-dir", "x")
+            assert param.opts[0] in said and "extra argument" not in said
 
 
 def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
@@ -153,31 +136,27 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
 
 
 @pytest.mark.parametrize(
-    "error, status, line",
+    "raised, status, line",
     [
         (Error("run `gluon-mgpu batch-size -h`"), 1, "error: run `python scripts/batch_size.py -h`"),
         (UsageError("runs/x: no run"), 2, "error: runs/x: no run"),
         (UsageError("out=a=b: omit two_words=1"), 2, "error: --out a=b: omit --other 1"),
         (UsageError("fast=True: needs out=FOLDER"), 2, "error: --fast: needs --out FOLDER"),
         (UsageError("runs/out=1: omit fast=True"), 2, "error: runs/out=1: omit --fast"),
-        (
-            UsageError("lr=1 with num_gpus=2: (out=3 (a) seed=4) seed=5"),
-            2,
-            "error: lr=1 with num_gpus=2: (out=3 (a) seed=4) --seed 5",
-        ),
+        (UsageError("lr=1: (out=3 (a) seed=4) seed=5"), 2, "error: lr=1: (out=3 (a) seed=4) --seed 5"),
         (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (KeyboardInterrupt("continue with out=runs/a"), 130, "continue with --out runs/a"),
     ],
 )
-def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, error, status, line):
+def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, status, line):
     @click.command(cls=common.Command)
     @common.option("--out")
     @common.option("--other", "two_words")
     @common.option("--seed")
     @click.option("--fast/--no-fast")
     def fails(**options):
-        raise error
+        raise raised
 
     said = call(capsys, fails, program="python scripts/train.py")
     assert said == (status, "", f"{line}\n")

@@ -1,7 +1,6 @@
 """The wheel, installed with pip in an empty environment."""
 
 import os
-import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from own_process import finished
 
 ROOT = Path(__file__).parents[2]
-OMITTED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
 pytestmark = pytest.mark.slow
 
 
@@ -19,16 +17,6 @@ def run(*command, cwd):
     done = finished(*command, cwd=cwd, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy, because a build writes to the source folder."""
-    folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "source", ignore=OMITTED)
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, folder / "source", cwd=folder)
-    (found,) = folder.glob("*.whl")
-    return found
 
 
 def test_the_wheel_contains_the_package_and_its_licence_and_nothing_else(wheel):

@@ -11,18 +11,9 @@ from own_process import finished, write_program
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def uname(tmp_path):
-    """A function that puts a stand-in for uname on the PATH of these tests."""
-
-    def write(machine):
-        write_program(tmp_path / "uname", f"echo {machine}")
-
-    write("Linux x86_64")
-    return write
-
-
-def find(path, **environment):
+def find(path, machine="Linux x86_64", **environment):
+    """find-python.sh, finished. path: a folder, in which a stand-in for uname prints the machine."""
+    write_program(path / "uname", f"echo {machine}")
     environment = {"PATH": str(path), "PYENV_ROOT": "/nonexistent", **environment}
     return finished("/bin/sh", ROOT / "scripts/find-python.sh", env=environment)
 
@@ -53,13 +44,11 @@ def test_without_a_suitable_python_one_line_says_which_are(tmp_path):
 
 
 @pytest.mark.parametrize("machine", ["Linux i686", "Darwin arm64"])
-def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, uname, machine):
-    uname(machine)
+def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, machine):
     os.symlink(sys.executable, tmp_path / "python3.11")
-    done = find(tmp_path)
+    done = find(tmp_path, machine)
     assert fails_with_one_line(done) and machine in done.stderr
-    uname("Linux aarch64")  # has a wheel, but is not tested
-    done = find(tmp_path)
+    done = find(tmp_path, "Linux aarch64")  # has a wheel, but is not tested
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/python3.11\n") and "aarch64" in done.stderr
 
 

@@ -9,6 +9,24 @@ from mxnet.gluon import Trainer
 from gluon_mgpu import highlevel, networks, scratch
 
 
+def _after_the_sum(replace, change):
+    """Calls change(sums, gradients) for each parameter: its arrays on all devices after and before the allreduce."""
+
+    def changed(data, allreduce=scratch.allreduce):
+        gradients = [array.copy() for array in data]
+        allreduce(data)
+        change(data, gradients)
+
+    def changed_grads(trainer, allreduce=Trainer._allreduce_grads):
+        gradients = [[grad.copy() for grad in p.list_grad()] for p in trainer._params]
+        allreduce(trainer)
+        for p, before in zip(trainer._params, gradients):
+            change(p.list_grad(), before)
+
+    replace(scratch, "allreduce", changed)
+    replace(Trainer, "_allreduce_grads", changed_grads)
+
+
 def gradients_not_summed(replace):
     replace(scratch, "allreduce", lambda data: None)
     replace(Trainer, "_allreduce_grads", lambda trainer: None)
@@ -17,19 +35,11 @@ def gradients_not_summed(replace):
 def gradients_averaged(replace):
     """And still divided by the batch size."""
 
-    def average(data, allreduce=scratch.allreduce):
-        allreduce(data)
-        for array in data:
-            array /= len(data)
+    def average(sums, gradients):
+        for array in sums:
+            array /= len(sums)
 
-    def average_grads(trainer, allreduce=Trainer._allreduce_grads):
-        allreduce(trainer)
-        for p in trainer._params:
-            for grad in p.list_grad():
-                grad /= len(p.list_grad())
-
-    replace(scratch, "allreduce", average)
-    replace(Trainer, "_allreduce_grads", average_grads)
+    _after_the_sum(replace, average)
 
 
 def divided_by_the_shards_size(replace):
@@ -54,20 +64,7 @@ def one_shard_for_all(replace):
 
 def one_replica_not_copied_back(replace):
     """The last device keeps its own gradients."""
-
-    def keep(data, allreduce=scratch.allreduce):
-        own = data[-1].copy()
-        allreduce(data)
-        own.copyto(data[-1])
-
-    def keep_grads(trainer, allreduce=Trainer._allreduce_grads):
-        own = [p.list_grad()[-1].copy() for p in trainer._params]
-        allreduce(trainer)
-        for grad, p in zip(own, trainer._params):
-            grad.copyto(p.list_grad()[-1])
-
-    replace(scratch, "allreduce", keep)
-    replace(Trainer, "_allreduce_grads", keep_grads)
+    _after_the_sum(replace, lambda sums, gradients: gradients[-1].copyto(sums[-1]))
 
 
 def learning_rate_a_tenth(replace):

@@ -13,7 +13,7 @@ from own_process import finished
 from parity import bands, claims, drift, examples
 from parity import run as whole
 from parity.cli import parity
-from printed import call
+from printed import call, error
 
 from gluon_mgpu.training import batch_size, datasets, recipes, records
 
@@ -106,11 +106,7 @@ def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
 # {recipe: the faults that the bands see in one training run}. docs/parity.md has this table.
 OUTSIDE = {
     "scratch-lenet-fashion-mnist-2gpu": set(CAUGHT) - {"divided_by_the_shards_size", "one_shard_for_all"},
-    "gluon-lenet-mnist-4gpu": {
-        "divided_by_the_shards_size",
-        "learning_rate_a_tenth",
-        "initial_scale_ten_times_larger",
-    },
+    "gluon-lenet-mnist-4gpu": {"divided_by_the_shards_size", "learning_rate_a_tenth", "initial_scale_ten_times_larger"},
 }
 
 
@@ -152,15 +148,10 @@ def test_the_table_of_faults_in_the_docs_is_what_these_tests_find():
 SMALL = {"impl": "scratch", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "lr": 0.1, "epochs": 2, "limit": 300}
 
 
-@pytest.fixture
-def recipe(monkeypatch):
-    """recipe("small", accuracy=(0.1, 0.1)) adds a recipe that trains for a moment; two kept runs of it are made up."""
+def add_recipe(monkeypatch, name, accuracy=(0.1, 0.1), **options):
+    """Add a recipe that trains for a moment; two kept runs of it are made up."""
     monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
-
-    def add(name, accuracy=(0.1, 0.1), **options):
-        monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**SMALL, **options}, accuracy))
-
-    return add
+    monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**SMALL, **options}, accuracy))
 
 
 def times(folder):
@@ -168,7 +159,7 @@ def times(folder):
 
 
 @pytest.mark.slow
-def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, recipe, monkeypatch, capsys):
+def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, monkeypatch, capsys):
     monkeypatch.setattr(datasets, "load", lambda *_: made)
     monkeypatch.setattr(drift, "STEPS", STEPS)
     monkeypatch.setattr(whole, "QUICK", ("small",))
@@ -179,7 +170,7 @@ def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, recipe, mo
         status, out, _ = call(capsys, parity, "--quick", "--device", "cpu", "--out", tmp_path)
         return status, out.splitlines()[0], json.loads((tmp_path / "parity-quick.json").read_text())
 
-    recipe("small")
+    add_recipe(monkeypatch, "small")
     status, first, result = run()
     assert status == 0 and result["holds"] and first == result["verdict"]
     assert (tmp_path / "parity-quick.png").read_bytes().startswith(b"\x89PNG")
@@ -189,16 +180,16 @@ def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, recipe, mo
         assert accuracies == [epoch["test_accuracy"] for epoch in kept]
     trained = times(folder)
 
-    recipe("small", accuracy=(0.1, 0.97))
+    add_recipe(monkeypatch, "small", accuracy=(0.1, 0.97))
     status, first, result = run()
     wrong = [finding["claim"] for finding in result["findings"] if finding["holds"] is False]
     assert status == 1 and not result["holds"] and len(wrong) == 1 and wrong[0] in first
     assert times(folder) == trained
 
 
-def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_path, recipe):
-    recipe("diverges", lr=1e30)
-    recipe("small")
+def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_path, monkeypatch):
+    add_recipe(monkeypatch, "diverges", lr=1e30)
+    add_recipe(monkeypatch, "small")
     accuracy, findings = whole._train_all(("diverges", "small"), (1,), tmp_path, "cpu", None)
     assert [*accuracy] == ["small"] and len(accuracy["small"]["runs"]["1"]) == 2
     assert [finding.holds for finding in findings if "diverges" in finding.claim] == [False]
@@ -214,8 +205,7 @@ def test_an_unusable_out_is_refused_at_once(out, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("options", ["--seeds 4,4", "--quick --seeds 3"])
 def test_wrong_seeds_are_one_line_that_names_the_option_and_exit_status_2(options, capsys):
-    status, _, error = call(capsys, parity, *options.split())
-    assert status == 2 and error.count("\n") == 1 and "--seeds" in error
+    assert "--seeds" in error(capsys, parity, *options.split())
 
 
 def test_the_examples_in_help_are_valid_commands():

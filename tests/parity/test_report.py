@@ -1,11 +1,9 @@
 """Parity's report: the text and the picture."""
 
-import matplotlib.image
-import numpy as np
 import pytest
 from parity import report
+from printed import of_color, pixels
 
-BAND = np.array([*bytes.fromhex("dbe7f3")]) / 255
 RESULT = {
     "verdict": "parity FAILS: 1 of 2 claims",
     "holds": False,
@@ -42,13 +40,8 @@ def test_the_text_has_every_number_and_every_finding():
 
 
 @pytest.mark.parametrize("recipes", [0, 1, 2])
-def test_the_picture_shows_each_recipes_band_and_nothing_is_cut_off(recipes, tmp_path):
+def test_the_picture_shows_each_recipes_band_and_nothing_is_cut_off(recipes):
     accuracy = dict(list(RESULT["accuracy"].items())[:recipes])
-    with open(tmp_path / "parity.png", "wb") as file:
-        report.draw({**RESULT, "accuracy": accuracy}, file)
-    pixels = matplotlib.image.imread(tmp_path / "parity.png")[..., :3]
-    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
-        assert (edge == 1).all()
-    of_bands = (np.abs(pixels - BAND) < 0.01).all(axis=-1)
-    halves = [of_bands[:, : pixels.shape[1] // 2].sum(), of_bands[:, pixels.shape[1] // 2 :].sum()]
-    assert [n > 10000 for n in halves] == [recipes > 0, recipes > 1]
+    bands = of_color(pixels(report.draw, {**RESULT, "accuracy": accuracy}), "dbe7f3")
+    middle = bands.shape[1] // 2
+    assert [half.sum() > 10000 for half in (bands[:, :middle], bands[:, middle:])] == [recipes > 0, recipes > 1]

@@ -4,7 +4,6 @@ Only the driver is a stand-in, compiled here. Downloads 2.1 GB and needs 6 GB fo
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,6 @@ import pytest
 from gluon_mgpu.runtime import cuda
 
 pytestmark = pytest.mark.cuda_wheels
-ROOT = Path(__file__).parents[2]
 
 # The driver of a machine without GPUs: it has a version, and answers CUDA_ERROR_NO_DEVICE to everything else that
 # libmxnet.so and libcudart.so.11.0 call.
@@ -43,19 +41,14 @@ def library(folder, name, source):
 
 
 @pytest.fixture(scope="module")
-def installed():
+def installed(wheel):
     """The environment: its folder, and run(*command, libraries=the folders that the loader searches first)."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        source = folder / "source"  # a copy, because pip leaves a folder build/ there
-        source.mkdir()
-        for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, source)
-        shutil.copytree(ROOT / "gluon_mgpu", source / "gluon_mgpu")
         clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, env=clean)
         pip = [folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir"]
-        subprocess.run([*pip, f"{source}[cu112]"], check=True, env=clean)
+        subprocess.run([*pip, f"{wheel}[cu112]"], check=True, env=clean)
         library(folder / "driver", "libcuda.so.1", DRIVER)
 
         def run(*command, libraries=("driver",)):

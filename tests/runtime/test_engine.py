@@ -85,27 +85,23 @@ def test_no_setting_binds_the_workers_of_all_contexts_to_one_core(setting):
 @pytest.mark.parametrize(
     "contexts, setting, expected",
     [
-        (2, {}, "1 64 None"),
-        (None, {}, "1 64 None"),
-        (2, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None"),
-        (1, {}, f"{CORES} None 20000"),
-        ("1, processes=2", {}, f"{max(1, CORES // 2)} None 20000"),
-        (1, {"OMP_NUM_THREADS": "7"}, "7 None 20000"),
-        (1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None"),
-        (1, {"GOMP_SPINCOUNT": "5"}, f"{CORES} None 5"),
-        (1, {"OMP_WAIT_POLICY": "active"}, f"{CORES} None None"),
+        (2, {}, "1 64 None None"),
+        (None, {}, "1 64 None None"),
+        (2, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None None"),
+        (1, {}, f"{CORES} None 20000 None"),
+        ("1, processes=2", {}, f"{max(1, CORES // 2)} None 20000 None"),
+        (1, {"OMP_NUM_THREADS": "7"}, "7 None 20000 None"),
+        (1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None None"),
+        (1, {"GOMP_SPINCOUNT": "5"}, f"{CORES} None 5 None"),
+        (1, {"OMP_WAIT_POLICY": "active"}, f"{CORES} None None None"),
+        ("1, workers=2", {}, f"{CORES} None 20000 1"),  # the operators of a backward pass run one by one
+        ("1, workers=2", {BULK: "9"}, f"{CORES} None 20000 9"),
     ],
 )
-def test_the_users_settings_are_kept_if_they_are_safe(contexts, setting, expected):
-    names = ["OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT"]
+def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(contexts, setting, expected):
+    names = ["OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", BULK]
     code = CONFIGURE.format(contexts) + f"import os; print(*map(os.environ.get, {names}))"
     assert python(code, **setting).stdout.strip() == expected
-
-
-@pytest.mark.parametrize("workers, users, expected", [(1, {}, "None"), (2, {}, "1"), (2, {BULK: "9"}, "9")])
-def test_operators_of_a_backward_pass_run_one_by_one_if_there_are_several_workers(workers, users, expected):
-    code = f"import os; print(os.environ.get({BULK!r}))"
-    assert python(CONFIGURE.format(f"1, workers={workers}") + code, **users).stdout.strip() == expected
 
 
 @pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "true"}], ids=str)

@@ -3,16 +3,9 @@
 import json
 
 import numpy as np
-from own_process import program, python
+from own_process import output, program, python
 
 from gluon_mgpu.runtime import numpy_names
-
-
-def output(code, *arguments, **environment):
-    done = python(code, *arguments, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure(2)\n"
 READ = program("""
