@@ -21,7 +21,7 @@ def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
     """Multiply a matrix (n, n) by itself `products` times, on its device. Returns without waiting for the results.
 
     All CPU contexts share MXNET_CPU_TEMP_COPY temporary spaces, and each nd.dot takes one of them. If the queued
-    products need more spaces, contexts wait for each other (docs/engine.md).
+    products need more spaces than that, contexts wait for each other (docs/engine.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 
@@ -93,8 +93,8 @@ def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArra
 
 
 def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
-    """Copy the products once all of them are done. Returns two times in seconds: for the products and for the
-    copies."""
+    """Compute the products, then copy them to host memory. Returns two times in seconds: for the products and for
+    the copies."""
     with BenchMark(f"Run on {x.context}") as on_device:
         y = run(x, products)
         nd.waitall()
@@ -104,7 +104,11 @@ def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
 
 
 def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True) -> float:
-    """Copy each product as soon as it is done, while the device computes the next one. Returns the time in seconds."""
+    """Compute the products, and copy each one to host memory as soon as it is done, while the device computes the next
+    one. Returns the time in seconds.
+
+    With non_blocking=False, each copy must end before the next copy is queued.
+    """
     with BenchMark("Copy to CPU") as to_cpu:
         y = run(x, products)
         _held = copy_to_cpu(y, non_blocking)

@@ -1,4 +1,4 @@
-"""Evaluates a run: test accuracy, confusion matrix, and classes of image files.
+"""Evaluates a run: computes its test accuracy and confusion matrix, and classifies image files.
 
 This module only reads from the run's folder, so it can evaluate a run that is still training.
 """
@@ -25,7 +25,7 @@ from gluon_mgpu.training.settings import Settings
 
 LESSONS = {"scratch": scratch, "highlevel": highlevel}
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
-LARGEST_BATCH = 1024  # number of images computed at once, whatever batch size the checkpoint has
+LARGEST_BATCH = 1024  # maximum number of images computed at once, even if the run's batch size is larger
 TOP = 3  # number of classes printed per image
 
 
@@ -78,7 +78,7 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
-    """Format the accuracy and the confusion matrix on a test set, for a terminal."""
+    """Compute the accuracy and the confusion matrix on a test set, and format them for a terminal."""
     classes = datasets.CLASSES[trained.settings.dataset]
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (labels, scores(trained, images).argmax(axis=1)), 1)
@@ -100,7 +100,7 @@ def table(counts: np.ndarray, classes: Sequence[str]) -> str:
 
 
 def read_image(path: str | Path) -> np.ndarray:
-    """Read an image file as grayscale, uint8 (1, 28, 28). Prints a notice if it was resized.
+    """Read an image file as grayscale, uint8 (1, 28, 28). Prints a notice if the image is resized.
 
     Transparent pixels become black, the background color of the data sets. Raises Error if the file is missing,
     damaged, not in one of FORMATS, or so large that Pillow treats it as a decompression bomb.
@@ -119,7 +119,7 @@ def read_image(path: str | Path) -> np.ndarray:
     except UnidentifiedImageError:
         raise Error(f"{path}: not an image; supported formats: {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Error(f"{path}: more than {Image.MAX_IMAGE_PIXELS} pixels; 28x28 is enough") from None
+        raise Error(f"{path}: has more than {Image.MAX_IMAGE_PIXELS} pixels; use a smaller image") from None
     except Exception as error:  # decoders raise many exception types for damaged files
         raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if image.size != (28, 28):
@@ -129,7 +129,7 @@ def read_image(path: str | Path) -> np.ndarray:
 
 
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
-    """Format the TOP most probable classes of each image, with their probabilities, for a terminal.
+    """Classify images. Returns a line for each image with its TOP most probable classes and their probabilities.
 
     paths: names to print. images: one array, uint8 (1, 28, 28), per path.
     """

@@ -22,7 +22,7 @@ from gluon_mgpu.training.plans import DEFAULT, Plan
 from gluon_mgpu.training.records import Epoch
 
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
-loss.hybridize(static_alloc=True, static_shape=True)  # one call of a graph instead of five calls saves time
+loss.hybridize(static_alloc=True, static_shape=True)  # one graph runs faster than five separate operators
 
 
 def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSequential:
@@ -87,7 +87,7 @@ def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], tr
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples for which the label has the highest score. Each device scores its shard of each batch.
+    """Compute the fraction of examples whose label has the highest score. Each device scores its shard of each batch.
 
     net: a function that computes scores on the device of its input.
     """
@@ -101,10 +101,11 @@ def evaluate_accuracy(
 
 
 class Replicas(replicas.Replicas):
-    """The training loop's interface to this lesson: these functions, a network on every device, and its Trainer.
+    """Connects the training loop to the functions above, and holds a network with a replica on each device, and its
+    Trainer.
 
-    `net` is the network as written. hybridize: see `initialize`. tune: train a faster equivalent of `net`, by this plan
-    (see `tuning`); True: choose the plan by measurement.
+    `net` is the network as written. hybridize: see `initialize`. tune: the plan for a faster equivalent of `net`, which
+    is trained instead (see `tuning`); True: choose the plan by measurement; False: train `net` itself.
     """
 
     own_options = flags = ("hybridize", "tune")
@@ -112,7 +113,7 @@ class Replicas(replicas.Replicas):
     def __init__(self, *args: Any, hybridize: bool = True, tune: bool | Sequence[int] = True) -> None:
         super().__init__(*args)
         settings = self.settings
-        if settings.model not in networks.NETWORKS:  # scratch.train accepts a network that is not registered
+        if settings.model not in networks.NETWORKS:  # scratch.train adds unregistered networks to MODELS
             raise UsageError(f"model={settings.model}: not registered; see networks.register")
         network = networks.NETWORKS[settings.model]
         self.net = network.build()
@@ -130,17 +131,18 @@ class Replicas(replicas.Replicas):
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
         if tune:
             self.trainer = tuning.trainer(self.trained, self.ctx, rule)
-        else:  # with update_on_kvstore, one device would compute all updates, not each device its own as in the lesson
+        else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
             self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore="device", update_on_kvstore=False)
-        if settings.momentum:  # Trainer would create the velocities in the first step
+        if settings.momentum:  # Trainer itself would create the velocities only in the first step
             for c, updater in zip(self.ctx, self.trainer._updaters):
                 updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(self.trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
 
     def _plan(self, tune: bool | Sequence[int], tunable: bool) -> Plan | None:
-        """Worker 0's plan: the one that tune names. If tune is True: the fastest or, with several workers, DEFAULT."""
+        """Return worker 0's plan: the plan given as tune. If tune is True, this is the fastest plan or, with several
+        workers, DEFAULT. Returns None if the network is not tunable."""
         plan = DEFAULT if tune is True else Plan.create(tune)
-        # Blocks and pieces delay the gradients, so their sums over workers would begin later.
+        # Padding and pieces delay the gradients, so summing them over the workers would begin later.
         if tune is True and tunable and self.workers.count == 1:
             examples = -(-self.settings.batch_size // (len(self.ctx) * self.settings.grad_accum_steps))
             plan = tuning.choose(self.net, self.settings.model, self.ctx[0], examples, forward_backward)

@@ -42,7 +42,8 @@ def register(
 
 
 class Residual(nn.HybridBlock):
-    """Two 3x3 convolutions. Their output is added to their input: (n, c, h, w) to (n, channels, h/stride, w/stride).
+    """Two 3x3 convolutions, whose output is added to their input. For an input (n, c, h, w), the output has the shape
+    (n, channels, h/stride, w/stride).
 
     If the shape changes, a 1x1 convolution gives the input the new shape. Source: He et al., arXiv:1512.03385.
     """

@@ -77,7 +77,7 @@ def forward(h: NDArray, layers: Sequence[Layer], params: Params) -> NDArray:
 
 
 def forward_backward_network(device_params: list[Params], X: NDArray, y: NDArray, ctx: list[Context]) -> NDArray:
-    """Compute the gradients of each device's layers. Returns the losses (n,), on the last device."""
+    """Compute the gradients of the parameters on each device. Returns the losses (n,), on the last device."""
     *earlier, last = stages(len(ctx))
     inputs, outputs = [X.as_in_context(ctx[0])], []
     for layers, params, next_device in zip(earlier, device_params, ctx[1:]):
@@ -125,16 +125,16 @@ def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
 
 
 def gather(parts: list[NDArray], device: Context) -> NDArray:
-    """Concatenate all devices' channels (n, some, ...) on one device: (n, all, ...), with a gradient attached."""
+    """Concatenate all devices' channels (n, some, ...) on one device. Returns (n, all, ...), with a gradient."""
     whole = nd.concat(*[part.as_in_context(device) for part in parts], dim=1)
     whole.attach_grad()
     return whole
 
 
 def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """Returns the gradient of each array in `parts` (n, some, ...), on the device of that array.
+    """Compute the gradient of each array in `parts` (n, some, ...), on the device of that array.
 
-    gradients: one array (n, all, ...) per device that used all channels. The arrays are summed.
+    gradients: one array (n, all, ...) per device that used all channels. This function sums them.
     """
     reduced, start = [], 0
     for part in parts:
@@ -146,7 +146,7 @@ def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArr
 
 
 def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray, ctx: list[Context]) -> NDArray:
-    """Compute the gradients of each device's channels. Returns the losses (n,), on the first device."""
+    """Compute the gradients of the parameters on each device. Returns the losses (n,), on the first device."""
     inputs, exchanges = [X.as_in_context(c) for c in ctx], []
     for i, layer in enumerate(LAYERS):
         with autograd.record():  # each channel depends on all channels of the previous layer

@@ -120,7 +120,7 @@ def train_batch(
 def evaluate_accuracy(
     data_iter: Iterable[tuple[NDArray, NDArray]], net: Callable[[NDArray], NDArray], ctx: list[Context]
 ) -> float:
-    """The fraction of examples for which the label has the highest score. Each device scores its shard of each batch.
+    """Compute the fraction of examples whose label has the highest score. Each device scores its shard of each batch.
 
     net: a function that computes scores on the device of its input.
     """

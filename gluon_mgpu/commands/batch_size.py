@@ -44,9 +44,9 @@ from gluon_mgpu.training import datasets
     default="runs/batch-size",
 )
 def batch_size(sweep: bool, out: str, **options: Any) -> None:
-    """Compare batch sizes on one and two devices. Runs the experiment of the lecture (docs/batch-size.md): batch sizes
-    256 and 512, each on 1 and 2 devices, and batch size 512 on 2 devices with a scaled learning rate. Shows times and
-    test accuracies as a table and a plot. With --sweep, compares learning rates."""
+    """Compare batch sizes on one and two devices. This runs the lecture's experiment (docs/batch-size.md): batch sizes
+    256 and 512, each on 1 and 2 devices, and batch size 512 on 2 devices with a scaled learning rate. The times and
+    test accuracies are shown as a table and a plot. With --sweep, learning rates are compared instead."""
     from gluon_mgpu.training import batch_size as experiment
 
     if sweep:

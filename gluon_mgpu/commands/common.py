@@ -241,6 +241,6 @@ data_dir = option(
     "--data-dir",
     type=FOLDER,
     metavar="DIR",
-    help="Folder that contains the data set. Default: GLUON_MGPU_DATA if it is set, else the folders in "
+    help="Folder that contains the data set. Default: GLUON_MGPU_DATA if it is set, else the folders listed in "
     "docs/datasets.md, else a download.",
 )

@@ -56,7 +56,7 @@ def convert(
     if len(sources) not in (1, 2):
         raise UsageError("convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != (input is not None):
-        raise UsageError("--input is needed for NET-symbol.json and NET-0000.params, and only for them")
+        raise UsageError("--input is required with NET-symbol.json and NET-0000.params; omit it with RUN")
     engine.configure(1)  # before `convert` imports mxnet
     from gluon_mgpu import convert as conversion
 

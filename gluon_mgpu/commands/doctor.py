@@ -46,9 +46,9 @@ DATA_SIZE = 31 << 20  # bytes; the size of the largest download
 @common.data_dir
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
-    """Check what this machine can run. Prints one line per finding about Python, NumPy, MXNet and its libraries, cores,
-    GPUs, data, tuning, free space and Horovod. Then, if there are no problems, trains briefly on 2 devices. The exit
-    status is 1 if the main job, train --impl scratch --gpus 2, cannot run."""
+    """Check what this machine can run. This prints one line per finding about Python, NumPy, MXNet and its libraries,
+    cores, GPUs, data, tuning, free space and Horovod. If there are no problems, it then trains briefly on 2 devices.
+    The exit status is 1 if the main job, train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
         problems += mark == "problem"
@@ -73,7 +73,7 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
         data = [("note", "the data sets were not checked, because the check needs NumPy")]
     yield from data
     yield _space(Path.cwd(), "the current folder", "choose another folder with --out", "note")
-    horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod`, for --kvstore horovod", needs=mxnet)
+    horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod` to use --kvstore horovod", needs=mxnet)
     yield horovod
     if all(mark != "problem" for mark, _ in (numpy, mxnet, *data)):
         yield _trial(facts["gpus"])
@@ -105,7 +105,7 @@ def _package(
     except UsageError as error:  # a setting is wrong, not the package
         return (mark, str(error)), {}
     except Error as error:
-        advice = "" if "`" in str(error) else f"; {remedy.replace('install', 'install --force-reinstall')} may help"
+        advice = "" if "`" in str(error) else f"; try {remedy.replace('install', 'install --force-reinstall')}"
         return (mark, f"{error}{advice}"), {}
     return ("ok", facts["line"]), facts
 
@@ -145,7 +145,7 @@ def ask_driver() -> Facts:
     driver.cuDriverGetVersion(ctypes.byref(version))
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status not in (0, NO_DEVICE):
-        raise Error(f"it returned error {status}")
+        raise Error(f"the driver returned error {status}")
     return {"cuda": version.value, "gpus": [devices.gpu(index) for index in range(count.value)]}
 
 

@@ -25,8 +25,8 @@ from gluon_mgpu.runtime.errors import UsageError
     multiple=True,
     type=common.FILE,
     metavar="FILE...",
-    help="Print the top classes of these images instead of the accuracy. As in the data set, the object should be "
-    "bright on a dark background. Images are converted to 28x28 grayscale.",
+    help="Print the top classes of these images instead of the accuracy. As in the data set, each object should "
+    "be bright on a dark background. Images are converted to 28x28 grayscale.",
 )
 @common.option(
     "--export",
@@ -36,7 +36,9 @@ from gluon_mgpu.runtime.errors import UsageError
     "of the network is a batch of images (n, 1, 28, 28) in [0, 1].",
 )
 @common.option(
-    "--impl", type=common.IMPLS, help="Default: the run's implementation. Both implementations can load a run of lenet."
+    "--impl",
+    type=common.IMPLS,
+    help="Implementation to evaluate with. Default: the run's implementation. Both can load a run of lenet.",
 )
 @common.gpus()
 @common.device

@@ -41,7 +41,7 @@ def list_() -> None:
 @common.option("--out", type=common.FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
 @click.pass_context
 def start(context: click.Context, name: str, out: str | None) -> None:
-    """Start an exercise. Writes a file with the task and a function to complete. An existing file is left unchanged."""
+    """Start an exercise: write a file with the task and a function to complete. An existing file is left unchanged."""
     from gluon_mgpu.training import checkpoint  # here, because it imports NumPy
 
     path = out or f"{name}.py"
@@ -57,10 +57,10 @@ def start(context: click.Context, name: str, out: str | None) -> None:
     examples="gluon-mgpu exercise check allreduce.py --solution",
 )
 @click.argument("file", type=common.FILE)
-@click.option("--solution", is_flag=True, help="Also show our solution.")
+@click.option("--solution", is_flag=True, help="Also show a solution.")
 @click.pass_context
 def check(context: click.Context, file: str, solution: bool) -> None:
-    """Check an answer. Runs FILE on hidden cases in a new process. If a case fails, names the mistake and explains it.
+    """Check an answer. FILE runs on hidden cases in a new process. If a case fails, the mistake is named and explained.
     The exit status is 0 if the answer is correct, and 1 otherwise."""
     name, correct = exercises.name_of(file), checker.run(file)
     following = exercises.NAMES[exercises.NAMES.index(name) + 1 :]

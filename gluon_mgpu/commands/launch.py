@@ -40,7 +40,7 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
 @click.argument("command", nargs=-1, type=click.Path(readable=False), metavar="-- COMMAND...")
 @click.pass_context
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
-    """Run an MXNet program in several processes on this machine. Starts a scheduler, MXNet's parameter servers, and
-    workers. Worker 0 gets the terminal's input. If a process fails, all other processes are stopped, and one line
-    names the failed process."""
+    """Run an MXNet program in several processes on this machine: a scheduler, MXNet's parameter servers, and workers.
+    Worker 0 gets the terminal's input. If a process fails, all other processes are stopped, and one line names the
+    failed process."""
     context.exit(launcher.launch(command, **options))

@@ -67,9 +67,9 @@ def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
 def run(
     context: click.Context, is_module: bool, out: str | None, program: str, arguments: tuple[str, ...], **options: Any
 ) -> None:
-    """Run an MXNet 1.x program or notebook, unchanged. Sets MXNet up for this machine, restores names that Python
+    """Run an MXNet 1.x program or notebook, unchanged. This sets MXNet up for this machine, restores names that Python
     and NumPy have removed, uses CPU contexts in place of GPU contexts if there is no GPU, and replaces the dead
-    downloads of MNIST and Fashion-MNIST. Otherwise, this is the same as `python PROGRAM`."""
+    downloads of MNIST and Fashion-MNIST. Otherwise, it is the same as `python PROGRAM`."""
     settings = settings_of(**options)
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:
@@ -77,7 +77,7 @@ def run(
             raise UsageError(f"{arguments[0]}: a notebook takes no arguments; omit it")
         context.exit(0 if notebook.run(program, out, settings) else 1)
     if out:
-        raise UsageError(f"--out {out}: only for notebooks; omit it")
+        raise UsageError(f"--out {out}: works only with notebooks; omit it")
     if not is_module and program != "-" and not os.path.exists(program):
         raise UsageError(f"{program} does not exist")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error

@@ -75,7 +75,8 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--compress",
     metavar="fp16|2bit:T",
     shell_complete=lambda *args: [word for word in ("fp16", "2bit:0.5") if word.startswith(args[-1])],
-    help="Send gradients as 16-bit numbers (horovod), or as 2-bit numbers with threshold T (dist_sync).",
+    help="Send gradients as 16-bit numbers (requires --kvstore horovod), or as 2-bit numbers with threshold T "
+    "(requires --kvstore dist_sync).",
 )
 @common.setting("--batch-size", type=common.COUNT, metavar="N", help="Examples per step, across all devices.")
 @common.setting(
@@ -123,7 +124,8 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--seed",
     type=common.SEED,
     metavar="N",
-    help="On CPU, runs with the same seed are bit-for-bit identical. Default: a random seed.",
+    help="Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
+    "bit-for-bit identical. Default: a random seed.",
 )
 @common.limit
 @common.data_dir
@@ -136,7 +138,7 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     "--shares, and options for devices and implementations can be changed.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write logs for TensorBoard to the run's folder.")
-@click.option("--verbose", is_flag=True, help="Print all settings, as in config.json, with the plan of --tune.")
+@click.option("--verbose", is_flag=True, help="Print all settings, as in config.json, and the plan that --tune uses.")
 @common.option(
     "--profile",
     type=common.FILE,
@@ -154,12 +156,12 @@ def numbers(kind: type, *words: str) -> Callable[[Any], Any]:
     default=True,
     help="With highlevel on CPU, --tune uses faster operators that compute the same values up to rounding, and "
     "--no-tune runs the network as written. The first run on a machine measures which operators are the fastest; "
-    "several workers use the network's own.",
+    "with several workers, the network's own operators are used.",
 )
 @click.version_option(__version__)
 @click.pass_context
 def train(context: click.Context, recipe: str | None, list_recipes: bool, **options: Any) -> None:
-    """Train LeNet or ResNet-18 with data parallelism. Prints the time and test accuracy after each epoch."""
+    """Train LeNet or ResNet-18 with data parallelism, and print the time and test accuracy after each epoch."""
     if list_recipes:
         click.echo(recipes.table())
         return

@@ -23,11 +23,11 @@ from gluon_mgpu.training import datasets
 @common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
 @common.gpus("4", "Number of devices, or a list of indices. Missing GPUs are skipped.")
 @common.device
-@common.option("--seed", type=common.SEED, metavar="N", default=0, help="Seed for the initial parameters.")
+@common.option("--seed", type=common.SEED, metavar="N", default=0, help="Seed for parameters and synthetic data.")
 @common.data_dir
 def walkthrough(impl: str, gpus: str, **options: Any) -> None:
-    """Run the inspection cells of the notebooks that this project follows. Shows what each device holds at each stage
-    of a training step."""
+    """Run the inspection cells of the notebooks that this project follows. They show what each device holds at each
+    stage of a training step."""
     indices = devices.parse(gpus)
     engine.configure(len(indices))  # before `walkthrough` imports mxnet
     from gluon_mgpu import walkthrough as tour

@@ -76,7 +76,7 @@ class Coordinator:
             try:
                 connection = _Connection(self.listener.accept()[0])
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # no new connection, or strangers have used up all files or threads
+            except (OSError, RuntimeError):  # no new connection, or strangers use all file descriptors or threads
                 time.sleep(BEAT_INTERVAL / 100)
             if time.monotonic() - last_beat > BEAT_INTERVAL:
                 last_beat = time.monotonic()
@@ -93,7 +93,8 @@ class Coordinator:
         if missing and seconds > CONNECT_LIMIT:
             late = ", ".join(missing)
             self._end(
-                f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that each is running and can connect"
+                f"{late} did not connect within {CONNECT_LIMIT:.0f} s: check that each process is running and can "
+                f"reach {self.here}"
             )
 
     def _read(self, connection: _Connection) -> None:
@@ -157,7 +158,10 @@ class Coordinator:
         elif name in self.clients:
             refusal = f"{name} is already connected: give each worker and each server its own DMLC_TASK_ID"
         elif name not in self.expected:
-            refusal = f"{name} is not part of this run"
+            refusal = (
+                f"{name} is not part of this run: DMLC_TASK_ID must be below {self.here.workers} in workers and below "
+                f"{self.here.servers} in servers"
+            )
         else:
             connection.name, connection.about = name, str(message.get("about"))
             self.clients[name] = connection
@@ -202,7 +206,7 @@ class _Connection:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
-        """Stop `read`, which runs in another thread."""
+        """Shut down the connection, so that `read`, which runs in another thread, returns."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -303,7 +307,7 @@ class Client:
         elif "gathered" in message:
             self.gathered.put(message["gathered"])
         elif "hold" in message:
-            with self.stepping:  # from now on `issued` is final: `may_step` waits for the answer
+            with self.stepping:  # from now on `issued` is final: `may_step` waits for "stop at"
                 self.stopping = True
             self.connection.send({"issued": self.issued})
         elif "stop at" in message:
@@ -349,7 +353,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(_resolved(host, port), backlog=128)
     except OSError as error:
         why = os.strerror(error.errno or 0)
-        raise Error(f"cannot listen on {host}, port {port} ({why}): use another port") from None
+        raise Error(f"cannot listen on {host}, port {port} ({why}): use another port or a local address") from None
 
 
 def _resolved(host: str, port: int) -> tuple[str, int]:

@@ -136,7 +136,10 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
         if failed:
             events.wait(lambda: _ended(processes), SECONDS_TO_NOTICE)
         elif not _ended(processes):
-            _say(f"gluon_mgpu: stopping {_running(processes)}: still running {SECONDS_TO_FINISH} s after the workers")
+            _say(
+                f"gluon_mgpu: stopping {_running(processes)}: still running {SECONDS_TO_FINISH} s after the last "
+                "worker exited"
+            )
         _terminate(processes, events)
     if not failed:
         return 0
@@ -158,8 +161,8 @@ def _ended(processes: list[_Process]) -> bool:
 
 
 def _first_failed(processes: list[_Process]) -> _Process | None:
-    """The process that failed first, or None. If several have failed since the last check, a process that a signal
-    killed takes precedence, then a worker, because the other processes may have failed as a result."""
+    """Return the process that failed first, or None. If several have failed since the last check, a process that a
+    signal killed takes precedence, then a worker, because the other processes may have failed as a result."""
     failed = [p for p in processes if p.poll()]
     return min(failed, key=lambda p: (p.returncode > 0, p.role != "worker"), default=None)
 
@@ -236,7 +239,7 @@ class _Events:
         self._interrupt_pending = self.interrupted = True
 
     def error(self) -> str:
-        """The first error that any process reported, or ""."""
+        """Return the first error that any process reported, or ""."""
         with suppress(BlockingIOError):
             while True:
                 line, [(_, _, credentials)], *_ = self._reports.recvmsg(1 << 16, socket.CMSG_SPACE(CREDENTIALS.size))

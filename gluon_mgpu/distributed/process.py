@@ -77,7 +77,7 @@ def expect(kvstore: str) -> Process:
     here = current()
     if kvstore == here.kvstore:
         return here
-    mismatch = f"this process was started as {here} of {here.workers} for {here.kvstore}; use kvstore={here.kvstore}"
+    mismatch = f"this process was started as {here} of a {here.kvstore} run; use kvstore={here.kvstore}"
     raise UsageError(f"kvstore={kvstore}: {HOW_TO_START.get(kvstore, mismatch)}")
 
 
@@ -88,8 +88,8 @@ def check_compress(compress: str | None, here: Process) -> None:
     kind, _, threshold = compress.partition(":")
     if (kind, here.kvstore) != ("2bit", "dist_sync"):
         raise UsageError(
-            f"compress={compress}: kvstore {here.kvstore} does not support it; fp16 needs horovod, and 2bit:THRESHOLD "
-            "needs dist_sync"
+            f"compress={compress}: not supported by kvstore={here.kvstore}; fp16 requires kvstore=horovod, and "
+            "2bit:THRESHOLD requires kvstore=dist_sync"
         )
     with suppress(ValueError):
         if 0 < float(threshold) < 1e30:
@@ -118,7 +118,7 @@ def horovod_address() -> str:
 
 
 def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
-    """Set the environment variables that ps-lite needs, but that the user may not have set."""
+    """Set environment variables for ps-lite: those that the user has not set, and the scheduler's address."""
     os.environ.setdefault("DMLC_NODE_HOST", own_address)
     os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite does not resolve names
     os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED_SIZE))

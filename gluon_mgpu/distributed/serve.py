@@ -49,7 +49,7 @@ def _scheduler(here: Process) -> heartbeat.Coordinator:
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
         heartbeat.notice(
             f"{here}: DMLC_PS_ROOT_URI={here.root} resolves to {address}, which other machines cannot reach; "
-            "use the machine's network address"
+            "set it to the machine's network address"
         )
     process.prepare_ps_lite(address, address)
     return coordinator

@@ -57,7 +57,7 @@ class Workers:
         return self.devices
 
     def part(self, n: int) -> slice:
-        """This worker's slice of n examples. They are divided evenly among the devices of all workers."""
+        """Return this worker's slice of n examples, which are divided evenly among the devices of all workers."""
         sizes = shard_sizes(n, sum(self.devices))
         first = sum(self.devices[: self.rank])
         start = sum(sizes[:first])

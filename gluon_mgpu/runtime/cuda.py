@@ -54,7 +54,7 @@ def prepare() -> None:
 
 
 def wheels() -> dict[str, str]:
-    """{name: version} of the MXNet wheels in the folder that `import mxnet` uses; normally there is only one."""
+    """Find the MXNet wheels in the folder that `import mxnet` uses. Returns {name: version}, normally only one."""
     spec = importlib.util.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -88,7 +88,7 @@ def _open_libraries() -> None:
 
 
 def _libraries_of(wheel: str) -> dict[str, str]:
-    """{name: path} of the libraries in a wheel; empty if the wheel is not installed."""
+    """Find the libraries in a wheel. Returns {name: path}, which is empty if the wheel is not installed."""
     from importlib import metadata  # imported only if needed, because it imports many modules
 
     try:

@@ -52,7 +52,7 @@ def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int =
 
 
 def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
-    """The contexts to train on.
+    """Find the contexts to train on.
 
     gpus: number of devices (2), indices ([0, 2]), or the value of --gpus. device: "gpu", "cpu", or "auto", which means
     GPUs if MXNet finds any, else CPU contexts (`say_if_no_gpu` prints a notice). fewer: if only some of the GPUs exist,
@@ -77,8 +77,8 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     if len(available) < len(indices):
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
         if not (fewer and available):
-            raise UsageError(f"num_gpus={joined(indices)}: this machine has {has}; use these, or device=cpu")
-        log.say(f"this machine has {has}: using {len(available)} of the {len(indices)} requested")
+            raise UsageError(f"num_gpus={joined(indices)}: this machine has {has}; use available GPUs, or device=cpu")
+        log.say(f"this machine has {has}: using {len(available)} of the {len(indices)} requested GPUs")
     for index in available:
         name, major, minor = gpu(index)
         if major not in KERNELS:
@@ -99,7 +99,7 @@ def _why_no_gpu() -> str:
     import mxnet as mx
 
     if not mx.runtime.Features().is_enabled("CUDA"):
-        return "this MXNet was built without CUDA"
+        return "the installed MXNet was built without CUDA"
     return "this machine has no GPU that MXNet can use"
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# Rewrites notices; a command sets it, to name options instead of arguments.
+# A function that rewrites each notice. A command sets it, so that notices name options instead of arguments.
 rewrite: ContextVar[Callable[[str], str]] = ContextVar("rewrite", default=str)
 LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
 

@@ -52,7 +52,7 @@ READERS = (  # the modules that use WHEN_CALLED, and the name that each gives to
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Give MXNet the names that this NumPy lacks. Import mxnet inside the `with` block."""
+    """Give MXNet the names that the installed NumPy lacks. Import mxnet inside the `with` block."""
     names = _missing(WHILE_IMPORTED)
     vars(np).update(names)
     try:
@@ -69,7 +69,7 @@ def lent() -> Iterator[None]:
 
 
 def _missing(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The names that this NumPy lacks. Deprecated names still exist; reading them only warns."""
+    """Return the names that the installed NumPy lacks. Deprecated names still exist; reading them only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: value for name, value in names.items() if not hasattr(np, name)}

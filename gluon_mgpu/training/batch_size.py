@@ -193,7 +193,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
     figure = Figure(figsize=(4.8, 8.5), layout="constrained")  # narrow, so that text is readable on a phone
     figure.suptitle(_title(results), fontsize="medium")
     by_epoch, by_step, by_time = figure.subplots(3, 1, sharey=True)
-    # Runs with the same batch size and learning rate differ only by rounding, so a thin line lies on a wide line.
+    # Runs with the same batch size and learning rate differ only by rounding, so a thin line is drawn over a wide line.
     colors = ("0.7", "black", "#ffd0a0", "tab:orange", "tab:blue")
     for result, color, marker, width in zip(results, colors, "o.D.^", (4, 1.2, 4, 1.2, 1.8)):
         epochs, steps = [e.epoch for e in result.epochs], [result.step(e) for e in result.epochs]
@@ -210,7 +210,7 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 
 def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Plot a sweep's final accuracies against the learning rate and the rate per 256 examples, as a PNG image."""
+    """Plot a sweep's final accuracies against the learning rate, and the rate per 256 examples, as a PNG image."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 6.5), layout="constrained")

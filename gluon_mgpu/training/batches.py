@@ -110,7 +110,7 @@ def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
 
 
 def mean(issued: Iterable[list[NDArray]]) -> float:
-    """The mean of all results of the steps in `issued` (see `read_behind`)."""
+    """Compute the mean of all results of the steps in `issued` (see `read_behind`)."""
     return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
 
 

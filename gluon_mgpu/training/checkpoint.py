@@ -52,7 +52,7 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 def remove_partial(path: str | Path) -> None:
     """Remove temporary files left by processes that were killed while writing `path`."""
     for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
-        with suppress(OSError):  # if the folder cannot be written, the next step says so
+        with suppress(OSError):  # if the folder is not writable, the next attempt to write a file raises an error
             left.unlink()
 
 
@@ -70,7 +70,7 @@ def lock(folder: str | Path, option: str) -> int:
             os.close(descriptor)
             raise
     except BlockingIOError:
-        raise UsageError(f"{option}: another process is writing there; wait until it exits") from None
+        raise UsageError(f"{option}: another process is writing to this folder; wait until it exits") from None
     except OSError as error:
         raise Error(f"{option}: cannot lock the folder ({error.strerror}); use another folder") from None
     return descriptor

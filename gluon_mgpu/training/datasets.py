@@ -2,7 +2,7 @@
 
 If the user names a folder, only that folder is searched. Otherwise, the user's cache, MXNet's folder and the system's
 folder are searched; if none of them has the data set, it is downloaded into the cache or unpacked there from Debian's
-package. The SHA-256 of each decompressed file must match.
+package. The SHA-256 of each decompressed file is checked.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Dataset(NamedTuple):
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
-    source: str  # the folder that has the files, or "synthetic, seed 0"
+    source: str  # the folder that contains the files, or "synthetic, seed 0"
 
     def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal."""
@@ -92,8 +92,8 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     """Load the data set `name`, one of NAMES; download it if this machine does not have it.
 
     data_dir: a folder that contains NAME/ or the four files; None: see `find`. limit: use only the first `limit`
-    training examples and the first max(limit // 6, 100) test examples; None: all, which is LARGEST. seed: used only for
-    "synthetic"; None means 0.
+    training examples and the first max(limit // 6, 100) test examples; None: all (for "synthetic", LARGEST). seed:
+    used only for "synthetic"; None means 0.
     Raises UsageError if the name is unknown, limit is out of range, or data_dir does not contain the data set; Error if
     the data is damaged or cannot be downloaded.
     """
@@ -290,7 +290,7 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     def run(*command: str) -> None:
         subprocesses.check(command[0], subprocesses.run(command, seconds=APT_SECONDS, folder=temp))
 
-    with suppress(Error):  # fails if any apt source fails; the download below fails only if the needed source failed
+    with suppress(Error):  # `update` fails if any apt source fails; `download` fails only if its own source failed
         run(*apt, "update")
     run(*apt, "download", package)
     run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")

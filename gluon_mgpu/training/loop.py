@@ -29,7 +29,7 @@ from gluon_mgpu.training.interrupt import CtrlC, as_keyboard_interrupt
 from gluon_mgpu.training.replicas import Replicas, check_model, implementation_name
 from gluon_mgpu.training.settings import BUILT_IN, Settings, add_model
 
-# {setting: function of a lesson that this setting makes a step bypass}
+# {setting: the lesson's function that a step does not call if this setting is used}
 BYPASSED = {"momentum": "sgd", "weight_decay": "sgd", "shares": "split_and_load"}
 
 
@@ -72,7 +72,7 @@ def train(
         _check_batch(settings, len(ctx), workers)
         given = {"resume": bool(resume), "profile": bool(profile), **({} if resume else asdict(settings))}
         flags = {name: own.get(name, True) for name in lesson.flags}
-        if resume:  # worker 0 may be the only one that can read the run's plan of tuning
+        if resume:  # only worker 0 may be able to read the run's tuning plan
             flags = {name: bool(value) for name, value in flags.items()}
         workers.agree({**config, **flags, **given})
         first = workers.rank == 0  # only worker 0 prints and writes files
@@ -111,9 +111,9 @@ def train(
 
 
 def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> str:
-    """The network's name in the run's records. Raises UsageError if the network cannot be trained."""
+    """Return the network's name in the run's records. Raises UsageError if the network cannot be trained."""
     if (net is None) != (not params):
-        raise UsageError("net and params, its initial parameters: pass both or neither")
+        raise UsageError("pass both net and params, the network's initial parameters, or neither")
     if net is None:
         check_model(lesson, model)
         return model
@@ -128,7 +128,7 @@ def _check_replaced(lesson: type[Replicas], settings: Settings) -> None:
     """Raise UsageError if the caller has replaced a function of the lesson that these settings bypass."""
     for name, bypassed in BYPASSED.items():
         function = getattr(sys.modules.get(lesson.__module__), bypassed, None)
-        home = getattr(function, "__globals__", {}).get("__name__", "")  # __module__ may be a wrapped function's
+        home = getattr(function, "__globals__", {}).get("__name__", "")  # functools.wraps copies __module__
         if getattr(settings, name) and function and not home.startswith("gluon_mgpu."):
             replaced = f"{implementation_name(lesson)}.{bypassed}"
             raise UsageError(f"{name}={getattr(settings, name)}: would bypass your own {replaced}; omit it")
@@ -196,7 +196,7 @@ class Training:
                 loss = losses.mean(dtype=np.float64)
                 loss_sum += loss * len(losses)
                 if not np.isfinite(loss):
-                    raise Error(f"the loss is not finite at {title}, step {step}: stopped; try a smaller lr")
+                    raise Error(f"the loss is not finite at {title}, step {step}: training stopped; try a smaller lr")
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         nd.waitall()
         loss_sums, stopping = zip(*workers.all_gather([loss_sum, workers.stopping]))
@@ -205,7 +205,9 @@ class Training:
         # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
         broken = [name for name, values in self.replicas.parameters().items() if not np.isfinite(values).all()]
         if broken:
-            raise Error(f"parameters are not finite in {title} ({', '.join(broken)}): stopped; try a smaller lr")
+            raise Error(
+                f"parameters are not finite in {title} ({', '.join(broken)}): training stopped; try a smaller lr"
+            )
         if self.ctrl_c.stopped or any(stopping):
             raise Interrupted
 

@@ -1,4 +1,4 @@
-"""How `tuning` computes a network: the possible plans, and the cache of the plans that were the fastest.
+"""The plans that `tuning` can use to compute a network, and a cache of the plans that were the fastest.
 
 Which plan is the fastest depends on the processor, the network and the size of the shards. This module does not import
 mxnet: `doctor` shows the cache, even if MXNet is broken.
@@ -19,14 +19,14 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, datasets
 
 CACHE = "tuning.json"  # {machine: {case: [block, piece]}}
-# Environment variables that make the libraries compute as on another processor.
+# Environment variables that make oneDNN and OpenBLAS compute as on another processor.
 EMULATION = ("DNNL_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
-MARGIN = 1.03  # plans whose times differ by less are equally fast
+MARGIN = 1.03  # plans whose times differ by at most this factor count as equally fast
 
 
 class Plan(NamedTuple):
-    """block: numbers of channels are padded to its multiples; 1: no padding. piece: the number of examples that are
-    computed at once; 0: the whole shard."""
+    """block: channels are padded so that their number is a multiple of block; 1: no padding. piece: the number of
+    examples that are computed at once; 0: the whole shard."""
 
     block: int
     piece: int
@@ -37,29 +37,29 @@ class Plan(NamedTuple):
 
     @classmethod
     def create(cls, value: Any) -> Plan:
-        """A plan from its two numbers. Raises UsageError if they are invalid."""
+        """Create a plan from its two numbers. Raises UsageError if they are invalid."""
         pair = isinstance(value, (list, tuple)) and [type(number) for number in value] == [int, int]
         if not pair or value[0] not in BLOCKS or not 0 <= value[1] <= 65536:
             raise UsageError(f"tune={value}: must be True, False, or (1 or 16, examples per piece), such as (16, 64)")
         return cls(*value)
 
 
-BLOCKS = (1, 16)  # oneDNN's direct convolutions take multiples of 16 channels
+BLOCKS = (1, 16)  # oneDNN's direct convolutions require multiples of 16 channels
 DEFAULT = Plan(1, 0)  # the network as written
 PLANS = (DEFAULT, *(Plan(block, piece) for block in BLOCKS for piece in (64, 32)), Plan(16, 0))
 
 
 def fastest(times: dict[Plan, list[float]]) -> Plan:
-    """The first of PLANS that takes at most MARGIN times as long as the fastest. times: {plan: seconds}.
+    """Return the first of PLANS that takes at most MARGIN times as long as the fastest. times: {plan: seconds}.
 
-    Other programs only make a step slower, so the shortest of several times has the smallest error.
+    Other programs can only make a step slower, so the shortest of several times has the smallest error.
     """
     limit = MARGIN * min(map(min, times.values()))
     return next(plan for plan in PLANS if min(times.get(plan, [math.inf])) <= limit)
 
 
 def machine() -> str:
-    """What the fastest plan depends on besides the case: the processor, emulated or not, and the versions."""
+    """Describe what the fastest plan depends on besides the case: the processor, emulation and gluon_mgpu's version."""
     with open("/proc/cpuinfo") as file:
         facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in file)}
     # A virtual machine may hide the exact model, or some of the instruction sets.
@@ -69,7 +69,7 @@ def machine() -> str:
 
 
 def read() -> dict[str, Plan]:
-    """{case: plan} in the cache for this machine. Raises Error if the cache is damaged or cannot be read."""
+    """Read {case: plan} for this machine from the cache. Raises Error if the cache is damaged or cannot be read."""
     return {case: Plan.create(plan) for case, plan in _read().get(machine(), {}).items()}
 
 

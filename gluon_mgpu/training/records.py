@@ -36,7 +36,7 @@ CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "
 TENSORBOARD = "tensorboard"  # subfolder
 # A notice is printed if one of these entries of config.json differs when a run is resumed.
 MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
-SECONDS_PER_DRAWING = 60  # minimum time between two drawings of curves.png during a run
+SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
 
 class Epoch(NamedTuple):
@@ -64,12 +64,15 @@ class Position:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Position:
-        """Create a position from `as_json` or a checkpoint's facts. Raises ValueError if a value is not a number."""
+        """Create a position from the result of `as_json` or from a checkpoint's facts.
+
+        Raises ValueError if a number is not finite or is out of range.
+        """
         history = [Epoch(**epoch) for epoch in facts["history"]]
         steps, *sums = facts["steps"], facts["loss_sum"], facts["seconds"]
         numbers = [value for epoch in history for value in epoch] + sums
         if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):  # nan is rejected too
-            raise ValueError("not a number in the history")
+            raise ValueError("a value in the history, loss_sum or seconds is not a finite number")
         if type(steps) is not int or not 0 <= steps <= MOST:
             raise ValueError(f"steps={steps!r}")
         return cls(history, steps, *sums)
@@ -111,7 +114,7 @@ class Run:
         self.writer_class = _tensorboard_writer(tensorboard) if tensorboard or logged else None
         if self.writer_class and logs.is_symlink():
             raise UsageError(
-                f"{self.option}: {logs} is a symbolic link, and a run writes only to its folder; remove it"
+                f"{self.option}: {logs} is a symbolic link, and a run writes only to its own folder; remove the link"
             )
         self.writer: Writer | None = None
         self.drawn = 0.0  # time.monotonic() when curves.png was last drawn

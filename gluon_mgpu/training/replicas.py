@@ -23,7 +23,7 @@ from gluon_mgpu.training.batches import split_batch, split_by_shares
 from gluon_mgpu.training.settings import BUILT_IN, SGD, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
-VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix and the parameter's name
+VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's running statistics
 
 
@@ -77,7 +77,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
-        """Returns {name: velocity} of one device; without momentum, an empty dict."""
+        """Returns the velocities on one device, as {name: velocity}. Without momentum, the dict is empty."""
 
     @property
     def extras(self) -> bool:
@@ -197,19 +197,19 @@ class Replicas(ABC):
     # State
 
     def parameters(self, device: int = 0) -> dict[str, np.ndarray]:
-        """Returns {name: NumPy array} of `arrays` on one device, including statistics. device: its index in ctx."""
-        nd.waitall()  # a forward pass that still runs may change the layout of weights (docs/engine.md)
+        """Return the parameters and running statistics on one device: {name: NumPy array}. device: its index in ctx."""
+        nd.waitall()  # a forward pass that is still running may change the layout of weights (docs/engine.md)
         return {name: array.asnumpy() for name, array in self.arrays[device].items()}
 
     def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
-        """Returns {name: NumPy array} of the gradients on one device. device: its index in ctx.
+        """Return the gradients on one device: {name: NumPy array}. device: its index in ctx.
 
         After a step of a tuned network, the sum of a gradient over all devices may be on one device only.
         """
         return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The arrays of a checkpoint: parameters by name, and the momentum state as "velocity/name"."""
+        """Return the arrays of a checkpoint: the parameters by name, and the velocities as "velocity/name"."""
         velocities = {VELOCITY + name: array.asnumpy() for name, array in self.velocities(0).items()}
         return {**self.parameters(), **velocities}
 

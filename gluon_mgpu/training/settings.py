@@ -17,7 +17,7 @@ from gluon_mgpu.training import datasets
 
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
 MODELS = [*BUILT_IN]  # networks.register adds names to this list
-MOST = 2**31 - 1  # limit on integers, which MXNet and NumPy compute with
+MOST = 2**31 - 1  # largest value of an integer setting
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 # Types of the settings that can be None. Every other setting must have the type of its default value.
@@ -129,7 +129,7 @@ class Settings:
         return self.lr * self.batch_size / BASE_BATCH_SIZE if self.scale_lr else self.lr
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
-        """The learning rate of an update. step: the number of earlier updates."""
+        """Compute the learning rate of an update. step: the number of earlier updates."""
         warmup = round(self.warmup_epochs * steps_per_epoch)
         if step < warmup:
             return self.peak_lr * (step + 1) / warmup

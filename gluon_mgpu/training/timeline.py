@@ -56,7 +56,7 @@ OPERATORS = {
 
 
 def phase(operator: str, adds: bool = False) -> str:
-    """Return the phase of an operator, or of a bulk of operators, with this name.
+    """Return the phase of an operator, or of a bulk (several operators that MXNet runs as one), given its name.
 
     adds: whether the network itself adds arrays; if so, additions count as forward or backward. All copies count as
     allreduce, even copies of shards to devices, because all copies on CPU contexts have the same name.
@@ -83,7 +83,7 @@ def profiled(file: Path) -> Iterator[None]:
     import mxnet as mx
 
     mx.nd.waitall()
-    # aggregate_stats keeps the engine from merging operators into a bulk, which would hide their names.
+    # aggregate_stats keeps the engine from running several operators as one, which would hide their names.
     on = dict.fromkeys(("profile_imperative", "profile_symbolic", "aggregate_stats"), True)
     off = dict.fromkeys(("profile_api", "profile_memory", "continuous_dump"), False)
     mx.profiler.set_config(filename=str(file), **on, **off)
@@ -126,7 +126,8 @@ class Recorder:
         before: int = 0,
         steps: int = STEPS,
     ) -> None:
-        """file: path of the trace. about: title of the picture. total: steps of the whole run. before: finished steps.
+        """file: path of the trace. about: title of the picture. total: number of steps in the whole run. before: number
+        of steps that are already finished.
 
         Raises UsageError if the file is invalid, the profiler does not support a context, or the run has too few steps.
         """

@@ -27,7 +27,7 @@ from gluon_mgpu.training import plans
 from gluon_mgpu.training.plans import DEFAULT, Plan
 
 LARGEST = 128  # maximum number of examples in a measurement; a larger shard only has more pieces
-ROUNDS, SECONDS = 5, 1.5  # limits of a measurement; no round starts after this many seconds
+ROUNDS, SECONDS = 5, 1.5  # limits of a measurement; no round starts after SECONDS seconds
 LAYERS = (
     nn.Conv2D,
     nn.MaxPool2D,
@@ -42,7 +42,7 @@ ForwardBackward = Callable[[gluon.Block, list[NDArray], list[NDArray]], object]
 
 
 def choose(net: gluon.Block, name: str, ctx: Context, examples: int, forward_backward: ForwardBackward) -> Plan:
-    """The fastest plan for a network on a CPU context, from the user's cache or, the first time, by measurement.
+    """Find the fastest plan for a network on a CPU context, in the user's cache or, the first time, by measurement.
 
     net: a `tunable` network, initialized on ctx. name: the network's name in the cache and in the notice. examples: the
     number of examples in a shard. forward_backward: the lesson's function. Returns DEFAULT if the cache cannot be
@@ -189,7 +189,7 @@ class InPieces(nn.HybridSequential):
         if count <= 1:
             return super().forward(x)
         if count not in self.graphs:
-            self.graphs[count] = _Pieces(self, count).__call__  # a block would look like an unregistered child
+            self.graphs[count] = _Pieces(self, count).__call__  # Gluon would warn about a block in a dict
         return self.graphs[count](x)
 
 
