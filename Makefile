@@ -69,7 +69,7 @@ bench: install  ## compare speed and memory with the notebook's own code
 	$(BIN)/python scripts/bench.py steps
 
 # PyTorch's CPU build takes 190 MB; the default build takes several GB. pip finds the CPU build only in PyTorch's index.
-bench-peers: install  ## install PyTorch, and compare speed and memory with it; results: build/bench
+bench-peers: install  ## install PyTorch, and compare speed and memory with it (results in build/bench)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,bench]'
 	$(BIN)/python scripts/bench.py peers --out build/bench

@@ -186,7 +186,7 @@ def cause(output):
 
 
 def install(path):
-    """Install the wheel and its dependencies. All files are downloaded first, so that installing takes only a second."""
+    """Install the wheel and its dependencies. All files are downloaded first, so installing takes only a second."""
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         pip("download", "--dest", folder, str(path))
         held = signal.SIGINT, signal.SIGTERM
