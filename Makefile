@@ -1,5 +1,5 @@
 # make train and make test set up everything they need in .venv. PYTHON=python3.12 selects the interpreter, NUMPY=2.1 the
-# NumPy version. If .venv has a different version, it is replaced.
+# NumPy version. A .venv with a different version of either is replaced.
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
@@ -17,7 +17,7 @@ endif
 train: install  ## train LeNet from scratch on Fashion-MNIST, on 2 devices: the main job
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --batch-size 256 --lr 0.2 --epochs 4
 
-demo: install  ## train LeNet on ten classes of synthetic pictures, on 2 devices; takes ten seconds
+demo: install  ## train LeNet on ten classes of synthetic pictures, on 2 devices (ten seconds)
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --dataset synthetic --limit 6000 --batch-size 32 --lr 0.2 --epochs 3
 
 test: install  ## run the test suite
@@ -38,10 +38,10 @@ test-processors-quick: install
 test-slow: install  ## run the test suite, including tests that take minutes
 	$(BIN)/python -m pytest
 
-test-faults: install  ## kill one process of a run at a time, and show how the other processes end
+test-faults: install  ## kill one process of a run at a time, and show how the others exit
 	$(BIN)/python -m pytest -m faults -s
 
-test-network: install  ## test workers in separate network namespaces; needs root, ip and tc
+test-network: install  ## test workers in separate network namespaces (needs root, ip and tc)
 	@cd tests/distributed && ../../$(BIN)/python -c "import machines, sys; sys.exit(machines.missing())"
 	$(BIN)/python -m pytest -m network -rs
 
@@ -50,13 +50,13 @@ SEED := 1
 torture: install  ## test random runs with random faults, and fuzz every file reader: MINUTES=30 SEED=1
 	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --seed $(SEED)
 
-test-cuda: install  ## test mxnet-cu112 with NVIDIA's wheels in a separate environment; downloads 2.1 GB
+test-cuda: install  ## test mxnet-cu112 with NVIDIA's wheels in a separate environment (2.1 GB to download)
 	$(BIN)/python -m pytest -m cuda_wheels
 
-test-packages: install  ## run one program for each of several packages that need MXNet 1.x; downloads 500 MB
+test-packages: install  ## run one program for each of several packages that need MXNet 1.x (500 MB to download)
 	$(BIN)/python tests/legacy/packages.py
 
-test-all:  ## run the test suite with each installed Python: PYTHONS="3.9 3.12:2.1" selects Python and NumPy, TESTS=... tests
+test-all:  ## run the test suite with each installed Python: PYTHONS="3.9 3.12:2.1" selects versions of Python and NumPy, TESTS=... selects tests
 	@scripts/test-all.sh
 
 parity: install  ## compare this project's results with everything that the notebooks printed
@@ -69,7 +69,7 @@ bench: install  ## compare speed and memory with the notebook's own code
 	$(BIN)/python scripts/bench.py steps
 
 # PyTorch's CPU build takes 190 MB; the default build takes several GB. pip finds the CPU build only in PyTorch's index.
-bench-peers: install  ## install PyTorch, and compare speed and memory with it; results: build/bench
+bench-peers: install  ## install PyTorch, and compare speed and memory with it (results in build/bench)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,bench]'
 	$(BIN)/python scripts/bench.py peers --out build/bench
@@ -77,7 +77,7 @@ bench-peers: install  ## install PyTorch, and compare speed and memory with it; 
 horovod: install  ## build and install Horovod, for training on several machines
 	@$(BIN)/python scripts/build_horovod.py
 
-docs: install  ## build the website in build/docs; runs every code cell
+docs: install  ## build the website in build/docs, and run every code cell
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	rm -rf build/docs docs/api
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
@@ -93,7 +93,7 @@ lint: install  ## run ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-audit: install  ## run bandit, and look for known vulnerabilities of all installed packages; needs the network
+audit: install  ## run bandit, and check all installed packages for known vulnerabilities (needs the network)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[audit]'
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive gluon_mgpu scripts
 	$(BIN)/pip-audit --local --skip-editable

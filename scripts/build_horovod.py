@@ -39,7 +39,7 @@ PATCHES = (  # (source file, a string in it, the line to insert after that strin
         "assert(global_context.IsEnabled());\n",
         "  gloo_iface_ = global_context.gloo_iface_;\n",
     ),
-    # Without this, the socket thread spins on the core that the thread with the lock needs.
+    # Without this, the socket thread spins on the core that the thread that holds the lock needs.
     (
         "third_party/gloo/gloo/transport/tcp/pair.cc",
         "std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n",
@@ -186,7 +186,7 @@ def cause(output):
 
 
 def install(path):
-    """Install the wheel and its dependencies. Downloads everything first, so that installing takes only a second."""
+    """Install the wheel and its dependencies. All files are downloaded first, so installing takes only a second."""
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         pip("download", "--dest", folder, str(path))
         held = signal.SIGINT, signal.SIGTERM
@@ -205,7 +205,7 @@ def pip(*arguments):
 
 
 def check():
-    """Sum an array over two processes. Returns a one-line report. Raises Error if the sum fails."""
+    """Sum an array over two processes with Horovod. Returns a one-line report. Raises Error if the sum fails."""
     horovodrun = Path(sysconfig.get_path("scripts")) / "horovodrun"
     two = [str(horovodrun), "--gloo", "-np", "2", "-H", "localhost:2", sys.executable, "-c", CHECK]
     failed = f"Horovod {HOROVOD} is installed but does not work"

@@ -21,5 +21,5 @@ for python; do
         exit 0
     fi
 done
-echo "no suitable Python${PYTHON:+ in PYTHON=$PYTHON}: install Python 3.9 to 3.13 with its venv module (Debian, Ubuntu: python3-venv)" >&2
+echo "no suitable Python${PYTHON:+ for PYTHON=$PYTHON}: install Python 3.9 to 3.13 with its venv module (Debian, Ubuntu: python3-venv)" >&2
 exit 1

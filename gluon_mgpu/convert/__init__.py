@@ -43,7 +43,7 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
         if os.path.lexists(file):
             raise UsageError(f"{prefix}: {file} already exists; use another prefix")
     if not all(map(importlib.util.find_spec, packages)):
-        raise UsageError(f"to={to}: requires missing packages; run `pip install {' '.join(packages)}`")
+        raise UsageError(f"to={to}: required packages are missing; run `pip install {' '.join(packages)}`")
     return files
 
 
@@ -63,7 +63,7 @@ def save(network: Network, to: str, prefix: str) -> str:
             target.write(network, base)
             error = network.relative_error(target.scores(network, base))
             if not error <= TOLERANCE:  # also true for NaN
-                raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative error); files removed")
+                raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative); nothing was written")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except (OSError, mx.MXNetError) as failure:

@@ -40,7 +40,7 @@ class Network:
         return json.loads(self.symbol.tojson())["nodes"]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} for the input, the parameters and the operators with one output, for a batch of 1."""
+        """Returns {name: shape} for the input, the parameters and the operators with one output, for a batch of 1."""
         internals = self.symbol.get_internals()
         _, shapes, _ = internals.infer_shape(**{self.input: (1, *self.images.shape[1:])})
         return {name.removesuffix("_output"): shape for name, shape in zip(internals.list_outputs(), shapes)}
@@ -52,9 +52,9 @@ class Network:
             yield self.images[start : start + BATCH_SIZE]
 
     def relative_error(self, found: np.ndarray) -> float:
-        """The largest |found - expected| / |expected| over all images, with Euclidean norms."""
+        """The largest |found - expected| / |expected| of any image, where |x| is the Euclidean norm."""
         if found.shape != self.expected.shape:
-            raise Error(f"scores have shape {found.shape} instead of {self.expected.shape}; files removed")
+            raise Error(f"scores have shape {found.shape} instead of {self.expected.shape}; nothing was written")
         expected = self.expected.reshape(len(found), -1).astype(np.float64)
         difference = np.linalg.norm(found.reshape(expected.shape) - expected, axis=1)
         return float(np.max(difference / np.maximum(np.linalg.norm(expected, axis=1), np.finfo(np.float32).tiny)))
@@ -84,10 +84,10 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
-    """Load a network that HybridBlock.export wrote, with random images in [0, 1).
+    """Load a network that HybridBlock.export wrote, and draw random images in [0, 1).
 
-    shape: the shape of one image, such as (1, 28, 28). If the network has an Embedding layer, each "image" is a text of
-    random word indices, with a shape such as (35,) for 35 words.
+    shape: the shape of one image, such as (1, 28, 28). If the network has an Embedding layer, each "image" is a
+    sequence of random word indices, with a shape such as (35,) for 35 words.
     Raises UsageError if the files do not contain such a network, or if it does not accept images of this shape.
     """
     symbol, params = _read(symbol_file, params_file)

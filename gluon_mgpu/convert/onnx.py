@@ -30,7 +30,10 @@ DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "floa
 
 
 def write(network: Network, base: str) -> None:
-    """Write BASE.onnx, for any batch size. Raises UsageError for the first operator that cannot be converted."""
+    """Write BASE.onnx, which accepts any batch size.
+
+    Raises UsageError for the first operator that cannot be converted.
+    """
     import onnx
     from onnx import checker, helper, version_converter
 
@@ -47,7 +50,7 @@ def write(network: Network, base: str) -> None:
         with _as_in_2021():
             mx.onnx.export_model(symbol, network.params, [(1, *shape)], np.float32, path, **batches)
     except Exception as error:  # unsupported attributes raise exceptions of many types
-        raise Error(f"MXNet's ONNX exporter: {errors.reason(error)}") from None
+        raise Error(f"MXNet's ONNX exporter failed: {errors.reason(error)}") from None
     model = onnx.load(path)
     _repair(model.graph, network)
     model = version_converter.convert_version(model, OPSET)
@@ -89,7 +92,7 @@ def _as_in_2021() -> Iterator[None]:
         mock.patch.object(onnx, "mapping", mapping, create=True),
         mock.patch.object(onnx.defs, "onnx_opset_version", lambda: EXPORTED),
         mock.patch.object(onnx.checker, "check_graph"),  # the check would use the newest opset
-        mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # exports AlexNet 5 times as fast
+        mock.patch.object(onnx.helper, "make_tensor", make_tensor),  # makes the export of AlexNet 5 times as fast
     ):
         yield
 

@@ -70,7 +70,10 @@ class Node:
         return self.facts["op"]
 
     def code(self, *inputs: str) -> str:
-        """Generate code that applies the operator to variables. Raises UsageError if it cannot be converted."""
+        """Generate code that applies the operator to variables.
+
+        Raises UsageError if the operator cannot be converted.
+        """
         try:
             return OPERATORS[self.op](self, *inputs)
         except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
@@ -83,7 +86,8 @@ class Node:
         self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
         return f"self.{self.name}"
 
-    # In the file, attributes are text. These methods raise SyntaxError or ValueError if a value is not supported.
+    # The graph file stores attributes as text. The next methods convert them, and raise SyntaxError or ValueError if a
+    # value is not supported.
 
     def text(self, key: str, default: str) -> str:
         return self.facts.get("attrs", {}).get(key, default)

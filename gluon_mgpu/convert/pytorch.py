@@ -19,9 +19,9 @@ from gluon_mgpu.runtime import subprocesses
 
 SUFFIXES = (".py", ".safetensors")
 PACKAGES = ("torch", "safetensors")
-USAGE = "{prefix}.py says how to load it"
+USAGE = "the docstring of {prefix}.py shows how to load the network"
 
-MODULE = '''"""Converted from MXNet by gluon_mgpu {version}. Load it with its parameters:
+MODULE = '''"""A network converted from MXNet by gluon_mgpu {version}. To load the network and its parameters:
 
     from safetensors.torch import load_model
 
@@ -62,13 +62,13 @@ with np.load(base + ".npz") as batches, torch.no_grad():
 np.save(base + ".npy", torch.cat(scores).numpy())
 """
 
-# Attributes of nn.Module, which a layer must not replace
+# Attributes of nn.Module that a layer must not replace
 TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
     parameters state_dict to train training type zero_grad""".split()
 
 
 def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
-    """Generate a module's code and its state dict. name: the module's name, an identifier.
+    """Generate a module's code and its state dict. name: the module's name, which must be an identifier.
 
     Raises UsageError for the first operator that cannot be converted.
     """

@@ -59,8 +59,8 @@ def skeleton(name: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The exercise that a learner's file solves. Raises UsageError if the file is unreadable or does not name an
-    exercise."""
+    """The name of the exercise that a learner's file solves. Raises UsageError if the file is unreadable or does not
+    name an exercise."""
     try:
         found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', checkpoint.read(path).decode())
     except OSError as error:
@@ -70,6 +70,6 @@ def name_of(path: str) -> str:
     if not found or found[1] not in NAMES:
         problem = f"{found[1]} is not an exercise" if found else "does not name an exercise"
         raise UsageError(
-            f'{path}: {problem}; its first line must be """Exercise NAME: ..., as `gluon-mgpu exercise start` writes it'
+            f'{path}: {problem}; the file must begin with """Exercise NAME:, as written by `gluon-mgpu exercise start`'
         )
     return found[1]

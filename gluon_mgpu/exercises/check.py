@@ -1,4 +1,4 @@
-"""Checks an answer: `check` in this process, which imports MXNet; `run` in a new process with a time limit."""
+"""Checks an answer. `check` runs in this process, which imports MXNet; `run` uses a new process with a time limit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def report(path: str, name: str, mistake: Mistake | None) -> str:
 def run(path: str, seconds: float = SECONDS) -> bool:
     """Check a file and print the result. Returns whether it is correct.
 
-    Prints the file's own output too. Raises Error if the process crashes. Other exceptions: see `exercises.name_of`.
+    The file's own output is printed too. Raises Error if the process crashes. Other exceptions: see
+    `exercises.name_of`.
     """
     name = exercises.name_of(path)
     command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path]

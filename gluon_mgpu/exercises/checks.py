@@ -75,7 +75,7 @@ def tree(answer: Answer) -> None:
             "no-broadcast": [[right[0], *found[1:]]],
         }
         compare(case, found, right, mistakes)
-        busy: Counter[Any] = Counter()  # {device: round of its last copy}, with one copy per device and round
+        busy: Counter[Any] = Counter()  # {device: round of its last copy}, if each takes part in one copy per round
         for copy in copies(case, events, 2 * (k - 1)):
             busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
         rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))
@@ -236,7 +236,7 @@ def stats(answer: Answer) -> None:
         "sum": [[mean * K] * K],
         "means-only": [[np.where([True, False, True, False], mean, x) for x in before]],
     }
-    case = f"{K} devices with mean, variance, mean, variance of 2 layers: {shown(before)}"
+    case = f"{K} devices, each with mean and variance of layer 1, then of layer 2: {shown(before)}"
     compare(case, _numbers(net, running), [mean] * K, mistakes)
     copies(case, events, len(mean) * 2 * (K - 1), allow_numpy=True)
 
@@ -300,8 +300,8 @@ def timing(answer: Answer) -> None:
             max(seconds): "starts-late",
         }
         case = (
-            f"work of {seconds[0]} s and {seconds[1]} s on two devices, {QUEUE} s to queue; the first device is still "
-            f"busy for {EARLIER} s\nexpected  {right} s\nfound     {found:g} s"
+            f"work that takes {seconds[0]} s and {seconds[1]} s on two devices, and {QUEUE} s to queue; the first "
+            f"device is still busy for {EARLIER} s\nexpected  {right} s\nfound     {found:g} s"
         )
         if devices.reads < 2:
             raise Mistake("no-clock", case)

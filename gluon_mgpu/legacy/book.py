@@ -1,7 +1,8 @@
 """The functions that the MXNet chapters of "Dive into Deep Learning" import from the book's package.
 
-`names` provides this module as gluonbook and d2lzh (2018, NDArray) and as d2l (2019 to 2022, mxnet.np) if the book's
-own package is not installed. The functions accept both kinds of arrays. `figures` provides timers, sums and plots.
+If the book's own package is not installed, `names` provides this module under the package's name: gluonbook or d2lzh
+(2018, which use mxnet.nd), or d2l (2019 to 2022, which uses mxnet.np). The functions accept both kinds of arrays.
+`figures` provides timers, sums and plots.
 """
 # mypy: allow-untyped-defs
 
@@ -28,7 +29,7 @@ def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(
-        f"{__name__}.{name}: gluon_mgpu does not provide this name; the package d2l may: `pip install d2l`"
+        f"{__name__}.{name}: gluon_mgpu does not provide this name; the package d2l may provide it: `pip install d2l`"
     )
 
 
@@ -58,7 +59,10 @@ def try_all_gpus():
 
 
 def split_batch(X, y, devices):
-    """devices: a list of devices, one device, or None to leave the batch where it is."""
+    """Split a batch into shards. Returns two lists: the shards of X, and the shards of y.
+
+    devices: a list of devices, one device, or None to leave the batch where it is.
+    """
     if devices is None:
         return [X], [y]
     contexts = devices if isinstance(devices, (list, tuple)) else [devices]
@@ -72,7 +76,7 @@ def split_batch_multi_inputs(X, y, devices):
 
 
 def load_data_fashion_mnist(batch_size, resize=None, root=FASHION_MNIST):
-    """Returns training and test loaders. Their batches: images (n, 1, 28, 28) in [0, 1] and int32 labels (n,)."""
+    """Returns loaders for training and testing. A batch is images (n, 1, 28, 28) in [0, 1] and int32 labels (n,)."""
     transform = transforms.Compose([*([transforms.Resize(resize)] if resize else []), transforms.ToTensor()])
 
     def batchify(samples):
@@ -158,7 +162,10 @@ def resnet18(num_classes):
 
 
 def accuracy(y_hat, y):
-    """Number (if OF_2018, fraction) of correct predictions. y_hat: scores (n, classes, ...) or classes (n, ...)."""
+    """Returns the number of correct predictions or, if OF_2018, their fraction.
+
+    y_hat: scores (n, classes, ...) or classes (n, ...).
+    """
     return _correct(y_hat, y) / (y.size if OF_2018 else 1)
 
 
@@ -180,7 +187,10 @@ def _batches(data):
 
 
 def evaluate_accuracy(data_iter, net, ctx=None, split_f=split_batch):
-    """In d2l, net comes first. ctx: the devices to compute on; default: the devices of net, if net is a Block."""
+    """Returns the fraction of correct predictions. In d2l, net is the first argument.
+
+    ctx: the devices to compute on; default: the devices of net, if net is a Block.
+    """
     if callable(data_iter):
         data_iter, net = net, data_iter
     if ctx is None and isinstance(net, gluon.Block):
@@ -209,7 +219,10 @@ def evaluate_loss(net, data_iter, loss):
 
 
 def train_batch_ch13(net, features, labels, loss, trainer, devices, split_f=split_batch):
-    """Returns the sum of the losses and the number of correct predictions. trainer: see train_epoch_ch3's updater."""
+    """Train on one batch. Returns the sum of the losses and the number of correct predictions.
+
+    trainer: see train_epoch_ch3's updater.
+    """
     Xs, ys = split_f(features, labels, devices)
     with autograd.record():
         y_hats = [net(X) for X in Xs]
@@ -221,7 +234,7 @@ def train_batch_ch13(net, features, labels, loss, trainer, devices, split_f=spli
 
 
 def _train_epoch(net, train_iter, loss, trainer, devices, split_f):
-    """Returns the mean loss, the accuracy and the number of examples."""
+    """Train for one epoch. Returns the mean loss, the accuracy and the number of examples."""
     metric = Accumulator(4)  # losses, correct predictions, examples, all predictions
     for X, y in _batches(train_iter):
         metric.add(*train_batch_ch13(net, X, y, loss, trainer, devices, split_f), y.shape[0], y.size)
@@ -229,12 +242,15 @@ def _train_epoch(net, train_iter, loss, trainer, devices, split_f):
 
 
 def train_epoch_ch3(net, train_iter, loss, updater):
-    """Returns the mean loss and the accuracy. updater: a Trainer, or a function that takes the batch size."""
+    """Train for one epoch. Returns the mean loss and the accuracy.
+
+    updater: a Trainer, or a function that takes the batch size.
+    """
     return _train_epoch(net, train_iter, loss, updater, None, split_batch)[:2]
 
 
 def _train(net, train_iter, test_iter, loss, trainer, num_epochs, devices, split_f=split_batch):
-    """Prints one line per epoch; with d2l in a notebook, draws a plot instead."""
+    """Train and print one line per epoch. In a notebook that uses d2l, update a plot instead."""
     animator, timer = None, Timer()
     if IN_NOTEBOOK and not OF_2018:
         animator = Animator("epoch", legend=["train loss", "train acc", "test acc"], xlim=[1, num_epochs])
@@ -253,13 +269,13 @@ def _train(net, train_iter, test_iter, loss, trainer, num_epochs, devices, split
 
 
 def train_ch3(net, train_iter, test_iter, loss, num_epochs, batch_size, params=None, lr=None, trainer=None):
-    """In d2l, the sixth argument is a Trainer or a function instead of batch_size."""
+    """Train a network. In d2l, the sixth argument is a Trainer or a function instead of batch_size."""
     updater = trainer or (partial(sgd, params, lr) if params else batch_size)
     _train(net, train_iter, test_iter, loss, updater, num_epochs, devices=None)
 
 
 def train_ch5(net, train_iter, test_iter, batch_size, trainer, ctx=None, num_epochs=None):
-    """In d2l 0.7, the arguments are the same as for train_ch6."""
+    """Train a network. In d2l 0.7, the arguments are the same as for train_ch6."""
     if isinstance(trainer, gluon.Trainer):
         train(train_iter, test_iter, net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, ctx, num_epochs)
     else:

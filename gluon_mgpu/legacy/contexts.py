@@ -28,12 +28,12 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
             if not map_gpus:
                 raise mx.MXNetError(f"gpu({device_id}): no GPU is available; omit --no-map to use CPU contexts")
             if gpus is not None and not 0 <= device_id < gpus:
-                raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}; use a larger N")
+                raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}; increase it")
             _say_once()
         original(context, device_type, device_id)
         if context.device_typeid == CPU and context.device_id not in used:
             if len(used) == 1 and engine.openmp_threads() > 1:
-                log.say("several contexts: each uses one thread, and they mostly take turns (docs/old-programs.md)")
+                log.say("the program's CPU contexts use one thread each, and mostly take turns (docs/old-programs.md)")
             used.add(context.device_id)
             if engine.openmp_threads() > 1:
                 for index in sorted(used):

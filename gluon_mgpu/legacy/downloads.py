@@ -1,6 +1,7 @@
 """Replaces MXNet's own downloads with verified files from `datasets`, because MXNet 1.9.1's URLs may be dead.
 
-Any other download is attempted only once. If it fails, the error names the file and where the program expects it.
+Any other download is attempted only once. If it fails, the error gives the URL, and the path where the program
+expects the file.
 """
 
 from __future__ import annotations

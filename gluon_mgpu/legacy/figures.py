@@ -82,7 +82,10 @@ def plot(
     X, Y=None, xlabel=None, ylabel=None, legend=None, xlim=None, ylim=None, xscale="linear", yscale="linear",
     fmts=STYLES, figsize=(3.5, 2.5), axes=None
 ):  # fmt: skip
-    """X, Y: one curve or a list of curves. Without Y, X contains the y values, and the x values are 0, 1, 2, ..."""
+    """Plot one or more curves. X, Y: the coordinates of one curve, or a list with the coordinates of each curve.
+
+    Without Y, X contains the y values, and the x values are 0, 1, 2, ...
+    """
     set_figsize(figsize)
     axes = axes or plt.gca()
     axes.cla()
@@ -116,7 +119,10 @@ class Animator:
         self.X, self.Y, self.fmts = [], [], fmts
 
     def add(self, x, y):
-        """x, y: a single value, or a list with one value per curve (None: no new point)."""
+        """Add a point to each curve, and redraw the plot.
+
+        x, y: a single value, or a list with one value per curve (None: no new point).
+        """
         ys = y if isinstance(y, (list, tuple)) else [y]
         xs = x if isinstance(x, (list, tuple)) else [x] * len(ys)
         if not self.X:
@@ -137,7 +143,7 @@ class Animator:
 
 
 def show_images(imgs, num_rows, num_cols, titles=None, scale=1.5):
-    """Returns the axes. In d2lzh, the fourth argument is scale instead of titles."""
+    """Show images in a grid. Returns the axes. In d2lzh, the fourth argument is scale instead of titles."""
     if isinstance(titles, (int, float)):
         titles, scale = None, titles
     size = (num_cols * scale, num_rows * scale)

@@ -30,7 +30,10 @@ def load_module(name: str, file: object, pathname: str, description: object) -> 
 
 
 def find_module(name: str, path: list[str] | None = None) -> tuple[None, str, tuple[str, str, int]]:
-    """Find a module. Returns the last three arguments of `load_module`. Raises ImportError if it does not exist."""
+    """Find a module. Returns the last three arguments of `load_module`.
+
+    Raises ImportError if the module does not exist.
+    """
     spec = importlib.machinery.PathFinder.find_spec(name, path)
     if spec is None:
         raise ImportError(f"No module named {name!r}", name=name)

@@ -142,7 +142,7 @@ def add_to_numpy(np: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Repair functions that fail or lose precision because of changes in NumPy 2."""
+    """Repair MXNet functions that fail or lose precision because of changes in NumPy 2."""
     import numpy as np
 
     if hasattr(np, "trapezoid"):

@@ -1,4 +1,4 @@
-"""Runs Jupyter notebooks in processes that `prepare` has prepared, and installs a kernel that does the same.
+"""Runs Jupyter notebooks in processes that `prepare` has prepared, and installs a kernel that runs in such a process.
 
 This module needs gluon_mgpu[jupyter].
 """
@@ -26,12 +26,12 @@ ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
-    """Execute all cells of a notebook, with its folder as the working directory, and write it with its outputs.
+    """Execute all cells of a notebook, with its folder as the working directory, and save it with its outputs.
 
-    Stops at the first cell that fails. Returns whether all cells succeeded.
+    Execution stops at the first cell that fails. Returns whether all cells succeeded.
 
-    path: the notebook. out: the file to write; None: path. Raises UsageError if path is not a notebook, Error if
-    Jupyter's packages are missing or the kernel exits.
+    path: the notebook. out: the file to write; None: overwrite path. Raises UsageError if path is not a notebook or
+    the folder of out is not writable, Error if Jupyter's packages are missing or the kernel exits.
     """
     _require("nbclient", "ipykernel")
     import nbclient
@@ -83,7 +83,8 @@ def _pass_on_interrupts(client: Any) -> None:
 
 
 def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
-    """Install a Jupyter kernel that runs this Python in a process that `prepare` has prepared. Returns its folder.
+    """Install a Jupyter kernel that runs this Python in a process that `prepare` has prepared. Returns the kernel's
+    folder.
 
     prefix: an environment's folder, such as sys.prefix; None: the user's folder.
     """
@@ -120,4 +121,4 @@ def uninstall_kernel() -> str:
 def _require(*packages: str) -> None:
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     if absent:
-        raise Error(f"missing: {', '.join(absent)}; run `pip install 'gluon_mgpu[jupyter]'`")
+        raise Error(f"missing packages: {', '.join(absent)}; run `pip install 'gluon_mgpu[jupyter]'`")

@@ -1,7 +1,7 @@
 """Prepares a Python process for an old MXNet program, and passes the settings on to its child processes.
 
 The process that starts the program calls `environment`. The program's own process calls `prepare` before the program's
-first line (see `startup`).
+first line runs (see `startup`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MOST_GPUS = 64
 @dataclass(frozen=True)
 class Settings:
     """gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
-    mx.context.num_gpus() is 0. map_gpus: use CPU context i for mx.gpu(i) if there is no GPU. numpy_names: restore the
-    names that NumPy has removed. data_dir: see `datasets.load`."""
+    mx.context.num_gpus() returns 0. map_gpus: use CPU context i for mx.gpu(i) if there is no GPU. numpy_names: restore
+    the names that NumPy has removed. data_dir: see `datasets.load`."""
 
     gpus: int | None = None
     map_gpus: bool = True
@@ -63,7 +63,7 @@ def prepare() -> None:
         after["numpy"] = names.add_to_numpy
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
-    # MXNet's default. With more temporary spaces, programs with large arrays need several times as much memory.
+    # This is MXNet's default. With more temporary spaces, programs with large arrays need several times as much memory.
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4")
     engine.expect(settings.gpus or 1)
 

@@ -38,10 +38,11 @@ def kept(recipe: str) -> dict[str, list[float]]:
 def bands(
     runs: Sequence[Sequence[float]], recorded: Sequence[float], kept_runs: Sequence[Sequence[float]], digits: int
 ) -> list[Band]:
-    """Compute one Band per epoch for the recorded accuracies (epochs,), which were printed with `digits` decimals.
+    """Compute one Band per epoch for the recorded accuracies (epochs,), which were printed with `digits`
+    decimal places.
 
     runs, kept_runs: accuracies (runs, epochs). s is raised to at least half of the next epoch's s: while nearly all
-    runs still guess, s underestimates the spread. The band is widened by half a unit of the last printed digit.
+    networks still guess, s underestimates the spread. The band is widened by half a unit of the last printed digit.
     """
     errors, kept_errors = (np.log(np.maximum(1 - np.array(group), LEAST_ERROR)) for group in (runs, kept_runs))
     s = kept_errors.std(0, ddof=1)
@@ -54,7 +55,7 @@ def bands(
 
 
 def decimals(printed: Sequence[float]) -> int:
-    """The largest number of decimals in printed accuracies."""
+    """The largest number of decimal places in printed accuracies."""
     return max(len(str(number).partition(".")[2]) for number in printed)
 
 

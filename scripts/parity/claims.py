@@ -81,7 +81,7 @@ def batch_size(experiments: list[list[Result]], cpu: bool) -> Iterator[Finding]:
     kept = list(bands.kept(RECIPE).values())
     compared = [band for one, two, *_ in accuracy for band in bands.bands([one], two, kept, digits=4)]
     outside = sum(not band.holds for band in compared)
-    evidence = f"{outside} of {len(compared)} accuracies are outside the bands of 1 device"
+    evidence = f"{outside} of {len(compared)} accuracies are outside the bands for 1 device"
     yield Finding(CHECK, OF_BATCH_SIZE[0], outside == 0, evidence)
 
     medians = np.median(seconds, axis=2)

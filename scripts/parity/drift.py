@@ -37,7 +37,7 @@ POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients 
 # the mean gradient of n examples. Each example's gradient is about sqrt(n) times as long as the mean, because the
 # gradients point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
-FACTOR = 20  # limit for the ratio of two correct implementations' path errors; it was at most 9 for seeds 1 to 6
+FACTOR = 20  # limit for the ratio of two correct implementations' path errors; the ratio was at most 9 for seeds 1 to 6
 
 State = dict[str, np.ndarray]
 
@@ -80,7 +80,7 @@ def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
 
 
 def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
-    """Train all implementations and compare them with the reference. ctx: two contexts. path: of the reference."""
+    """Train all implementations and compare them with the reference. ctx: two contexts. path: the reference's."""
     subjects: dict[str, Notebook | Replicas] = {
         NOTEBOOK: Notebook(ctx),
         "scratch": scratch.Replicas(ctx),

@@ -42,8 +42,8 @@ def run(
 
     seeds: used for each recipe and for the batch-size experiment. quick: train only the QUICK recipes with one seed,
     skip the experiment, and write parity-quick.json and parity-quick.png. device, data_dir: as for `train`; "auto" uses
-    GPUs only if there are at least DEVICES. Runs that the same code and libraries have finished are skipped. A training
-    run that fails becomes a finding.
+    GPUs only if there are at least DEVICES. Training runs that were already finished with the same code and
+    libraries are skipped. A training run that fails becomes a finding.
     Raises UsageError if a device does not exist or another process is writing to `out`, Error if the data is missing.
     """
     with _locked(out):

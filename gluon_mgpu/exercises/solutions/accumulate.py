@@ -1,12 +1,12 @@
 """Exercise accumulate: compute the gradient of a large batch in parts.
 
-A batch that does not fit in memory is computed in parts, one after another. Each part is split among the devices. The
+A batch that does not fit in memory is processed in parts, one after another. Each part is split among the devices. The
 parameters' gradients were attached with attach_grad("add"): backward adds to p.grad, and nothing resets it to zero.
 Write a training step for the whole batch:
 
     p -= lr * (sum of the gradients of all examples in all parts) / (number of examples in all parts)
 
-`forward_backward` runs forward and backward for one part. Parts may differ in size.
+`forward_backward` runs the forward and the backward pass for one part. Parts may differ in size.
 """
 
 from mxnet import autograd
@@ -15,7 +15,7 @@ from gluon_mgpu.scratch import allreduce, sgd, split_and_load
 
 
 def forward_backward(X, y, device_params, ctx):
-    """Add the gradients of a part, X (n, 2) and y (n,), to the gradients on the devices."""
+    """Compute the gradients of one part of the batch, X (n, 2) and y (n,), and add them to those on the devices."""
     with autograd.record():
         shards = zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
         losses = [((X * params[0]).sum(axis=1) - y) ** 2 / 2 for X, y, params in shards]

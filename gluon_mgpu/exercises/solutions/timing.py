@@ -9,7 +9,7 @@ from mxnet import nd
 
 
 def measure(work, clock):
-    """Returns the number of seconds from the call of work() until all of its results are computed.
+    """Returns the number of seconds from the call to work() until all of its results are computed.
 
     work: a function that queues operators on several devices, and returns a list of results, one per device. clock: a
     function that returns the time in seconds, like time.perf_counter.

@@ -5,7 +5,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-# Run the machine's own sitecustomize, which this file shadows.
+# Run the sitecustomize that this file shadows, if there is one.
 sys.path[:] = [folder for folder in sys.path if Path(folder).absolute() != Path(__file__).absolute().parent]
 spec = PathFinder.find_spec("sitecustomize", sys.path)
 try:
@@ -14,7 +14,7 @@ try:
 finally:
     try:
         from gluon_mgpu.legacy import prepare
-    except ModuleNotFoundError:  # the program started a different Python
+    except ModuleNotFoundError:  # the program started a different Python, without gluon_mgpu
         pass
     else:
         prepare.prepare()
