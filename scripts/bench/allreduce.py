@@ -1,4 +1,4 @@
-"""`allreduce`: compares ways to sum arrays across CPU contexts.
+"""Compare ways to sum gradients across CPU contexts.
 
 For each number of contexts, one worker measures all of WAYS in turn.
 """

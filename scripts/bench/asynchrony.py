@@ -1,4 +1,7 @@
-"""`async` and `copy`: time the functions of gluon_mgpu.asynchrony in several rounds."""
+"""Measure when calls return and when their work is done. Multiplies matrices on one device at a time, then on all.
+
+`async` and `copy` time the functions of gluon_mgpu.asynchrony in several rounds.
+"""
 
 from __future__ import annotations
 

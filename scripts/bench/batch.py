@@ -1,4 +1,4 @@
-"""`batch`: measures, at several batch sizes, peak memory, the speed-up from a second device, and what limits it.
+"""Measure peak memory, the speed-up from a second device, and what limits the speed-up, at several batch sizes.
 
 Workers of `steps` measure each step, with one OpenMP thread per context.
 """

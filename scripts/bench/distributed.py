@@ -1,5 +1,4 @@
-"""`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and MXNet's
-parameter servers.
+"""Compare 2 processes with 1 context each to 1 process with 2 contexts. Uses Horovod and parameter servers.
 
 `work` runs in each process that `launch` or horovodrun starts, or in a single process. Nothing here imports mxnet
 or Horovod into the calling process.

@@ -1,7 +1,7 @@
-"""`model`: a cost model of a data-parallel step, fitted to a result of `scaling`.
+"""Fit a cost model, and predict step times on clusters. FOLDER contains the result of `scaling --out`.
 
-It is fitted to measurements on fewer than CHECKED contexts, and checked against the rest. Then it predicts step times
-on clusters. Clusters were not measured, so these times are labeled as predicted. This module does not import mxnet.
+The model of a data-parallel step is fitted to measurements on fewer than CHECKED contexts, and checked against the
+rest. Clusters were not measured, so their times are labeled as predicted. This module does not import mxnet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`partition`: compares the time, the bytes moved and the idle time of three ways to split LeNet across devices."""
+"""Compare three ways to split LeNet across two devices. Shows times, bytes moved and idle times."""
 
 from __future__ import annotations
 

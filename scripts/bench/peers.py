@@ -1,4 +1,4 @@
-"""`peers`: compares this project with PyTorch, in turn, on the same networks, data, batches, arithmetic and cores.
+"""Compare this project with PyTorch, in one process and in two, on the same network, data and batches.
 
 Workers of `steps` train this project's networks and run the notebook's code; workers of `torch_peers` train PyTorch's
 networks. Nothing here imports mxnet or torch into the calling process.

@@ -1,4 +1,4 @@
-"""`roofline`: compares the speed of each operator in a training step with what one core can sustain.
+"""Compare the speed of each operator in a step, in FLOP/s and bytes/s, with what one core can sustain.
 
 With DNNL_VERBOSE=1, oneDNN prints a line for each operator that it runs. In the roofline model, an operator takes at
 least FLOP / FLOP/s and at least bytes / bytes/s (Williams, Waterman, Patterson: Roofline, 2009). The FLOP/s and the

@@ -1,6 +1,6 @@
-"""`scaling`: measures strong and weak scaling of a training step across CPU contexts, with one OpenMP thread each.
+"""Measure strong and weak scaling across CPU contexts.
 
-Workers of `steps` measure the times.
+Workers of `steps` measure the times, with one OpenMP thread per context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`shares`: compares equal and unequal shards on two contexts while one context's core also runs other programs.
+"""Compare equal and unequal shards while one of two cores also runs other programs.
 
 A worker keeps the thread of each context on its own core, so that programs on the second core slow down only cpu(1).
 """

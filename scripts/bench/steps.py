@@ -1,4 +1,4 @@
-"""`steps`: measures speed and memory of the training step and of the notebook's code, in turn, in separate processes.
+"""Measure the time and memory of a training step and of the notebook's step, each in its own process.
 
 docs/performance.md and docs/engine.md show results.
 """

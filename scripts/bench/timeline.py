@@ -1,4 +1,5 @@
-"""`timeline`: uses the engine's profiler to record what each context does during a few training steps."""
+"""Use the engine's profiler to record what each context does during a few steps. chrome://tracing and Perfetto open the
+result."""
 
 from __future__ import annotations
 
