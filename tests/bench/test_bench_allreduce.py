@@ -32,9 +32,9 @@ def test_every_way_leaves_numpys_sum_on_every_context(k, shapes):
 
 
 def test_a_measurement_has_every_way_for_each_network():
-    result = allreduce.run(contexts=(3,), rounds=2, models=("lenet",))
+    result = allreduce.run(contexts=(3,), rounds=2)
     assert json.loads(json.dumps(result)) == result
-    assert list(result["workers"]["3 contexts"]) == ["LeNet", "LeNet, flat"]
+    assert list(result["workers"]["3 contexts"]) == ["LeNet", "LeNet, flat", "ResNet-18", "ResNet-18, flat"]
     for ways in result["workers"]["3 contexts"].values():
         assert ways.keys() == allreduce.WAYS.keys()
         assert all(len(ms) == 2 and min(ms) > 0 for ms in ways.values())

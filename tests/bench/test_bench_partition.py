@@ -26,9 +26,10 @@ def test_the_bytes_are_those_of_the_copies_that_a_step_makes(way, devices, n):
 
 
 @pytest.mark.slow
-def test_a_measured_way_has_a_time_and_an_idle_share_of_each_device():
+def test_a_measured_way_has_a_time_and_an_idle_share_of_each_device(monkeypatch):
     name = "network partitioning, 4 micro-batches"
-    result = json.loads(json.dumps(bench.run(rounds=1, steps=2, names=(name,))))
+    monkeypatch.setattr(bench, "WAYS", {name: bench.WAYS[name]})
+    result = json.loads(json.dumps(bench.run(rounds=1, steps=2)))
     [idle] = result["ways"][name]["idle"]
     assert result["ways"][name]["step_ms"][0] > 1 and len(idle) == 2 and all(0 < share < 1 for share in idle)
     assert name in bench.table(result)
