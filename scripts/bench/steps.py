@@ -16,16 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
+from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.training import datasets, timeline
 
-GLIBC = (
-    ("MALLOC_MMAP_THRESHOLD_", "131072"),
-    ("MALLOC_TRIM_THRESHOLD_", "131072"),
-    ("MALLOC_TOP_PAD_", "131072"),
-    ("MALLOC_ARENA_MAX", "16"),
-)
+ENGINE = {  # {note: changed settings}
+    "": (),
+    "4 temporary spaces": (("MXNET_CPU_TEMP_COPY", "4"),),
+    "512 temporary spaces": (("MXNET_CPU_TEMP_COPY", "512"),),
+    "glibc's own malloc": (
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_TOP_PAD_", "131072"),
+        ("MALLOC_ARENA_MAX", "16"),
+    ),
+}
 
 
 class Subject(NamedTuple):
@@ -37,7 +42,6 @@ class Subject(NamedTuple):
     settings: tuple[tuple[str, str], ...] = ()  # environment variables
     model: str = "lenet"
     batch_size: int | None = None  # None: BATCH_SIZE[model]
-    tune: bool = True
     exchange: bool = True  # False: each replica trains on its shard alone, without allreduce
 
     def __str__(self) -> str:
@@ -63,20 +67,18 @@ def _scaled(subject: Subject) -> tuple[Subject, ...]:
     return one_thread(subject), subject, subject._replace(contexts=2)
 
 
-def _engine(impl: str) -> tuple[Subject, ...]:
-    return (
-        Subject(impl, 2),
-        Subject(impl, 2, "4 temporary spaces", (("MXNET_CPU_TEMP_COPY", "4"),)),
-        Subject(impl, 2, "512 temporary spaces", (("MXNET_CPU_TEMP_COPY", "512"),)),
-        Subject(impl, 2, "glibc's own malloc", GLIBC),
-    )
-
-
-NOTEBOOK = (Subject("notebook", 2), Subject("notebook", 1))
-SUBJECTS = {  # {name: groups}; each subject is compared with the first subject in its group
-    "step": [(*NOTEBOOK, *_scaled(Subject("scratch", 1)), *_scaled(Subject("highlevel", 1)))],
+# {name: groups}; each subject is compared with the first subject in its group
+SUBJECTS: dict[str, list[Sequence[Subject]]] = {
+    "step": [
+        (
+            Subject("notebook", 2),
+            Subject("notebook", 1),
+            *_scaled(Subject("scratch", 1)),
+            *_scaled(Subject("highlevel", 1)),
+        )
+    ],
     "resnet18": [_scaled(Subject("highlevel", 1, model="resnet18"))],
-    "engine": [_engine("scratch"), (*_engine("highlevel"), Subject("highlevel", 2, "not tuned", tune=False))],
+    "engine": [[Subject(impl, 2, *changed) for changed in ENGINE.items()] for impl in IMPLS["lenet"]],
 }
 
 
@@ -111,10 +113,8 @@ def table(result: dict) -> str:
         rows = [(name, size, run, {f"x {first}": ratios(runs[first], run)}) for name, run in runs.items()]
         lines += harness.speed_table(f"{TITLE[group['model']]}, batch {size}", rows)
     if result["profile"]:
-        lines += [
-            "ms/step on 1 context with 1 thread, operators of at least 0.05 ms",
-            *_profile_table(result["profile"]),
-        ]
+        lines.append("ms/step on 1 context with 1 thread, operators of at least 0.05 ms")
+        lines += _profile_table(result["profile"])
     return "\n".join(lines)
 
 
@@ -129,8 +129,7 @@ def trainer(subject: Subject) -> Train:
     """Create a function that trains the subject's network on contexts of this process."""
     if subject.impl == "notebook":
         return _notebook(subject)
-    options = {} if subject.tune else {"tune": False}
-    replicas = harness.replicas(subject.impl, subject.model, subject.contexts, size=subject.size, **options)
+    replicas = harness.replicas(subject.impl, subject.model, subject.contexts, size=subject.size)
     lr = LR[subject.model]
 
     def without_exchange(X: Any, y: Any) -> list:
