@@ -13,6 +13,7 @@ import re
 import tempfile
 import time
 import timeit
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
@@ -50,20 +51,18 @@ def parse(line: str) -> Operator | None:
         return None
     _, _, _, kind, _, way, *_, problem, ms = line.split(",")
     kind, way = kind.removesuffix("_v2"), PASSES.get(way, "")
+    size = {name: int(value) for name, value in re.findall(r"(mb|[iok][chw]|g)(\d+)", problem)}
+    n, ic, oc, groups = (size.get(name, 1) for name in ("mb", "ic", "oc", "g"))
+    inputs, outputs, kernel = (size.get(f"{array}h", 1) * size.get(f"{array}w", 1) for array in "iok")
     if kind in ("convolution", "inner_product"):
-        size = {name: int(value) for name, value in re.findall(r"(mb|[iok][chw]|g)(\d+)", problem)}
-        n, ic, oc = size["mb"], size["ic"], size["oc"]
-        kernel = size.get("kh", 1) * size.get("kw", 1)
-        pixels = size.get("oh", 1) * size.get("ow", 1)
-        weights = ic * oc * kernel // size.get("g", 1)
-        arrays = n * (ic * size.get("ih", 1) * size.get("iw", 1) + oc * pixels) + weights
+        weights = ic * oc * kernel // groups
+        elements = n * (ic * inputs + oc * outputs) + weights
         shape = f" {size['kh']}x{size['kw']}" if "kh" in size else ""
         name = f"{kind.replace('inner_product', 'dense')}{shape}, {ic} to {oc}, {way}"
-        return Operator(name, 2 * n * pixels * weights, FLOAT * arrays, float(ms))
+        return Operator(name, 2 * n * outputs * weights, FLOAT * elements, float(ms))
     way = {"data gradient": "backward"}.get(way, way)
-    size = {name: int(value) for name, value in re.findall(r"(mb|ic|[io][hw])(\d+)", problem)}
     if kind == "pooling":
-        elements = size["mb"] * size["ic"] * (size["ih"] * size["iw"] + size["oh"] * size["ow"])
+        elements = n * ic * (inputs + outputs)
     else:
         shapes = [prod(size.values())] if size else [prod(map(int, s.split("x"))) for s in problem.split(":")]
         arrays = 3 if way == "backward" or kind in ("sum", "binary") else 2  # read or written, of the input's size
@@ -163,12 +162,10 @@ def _operators(work: Callable[[], Any]) -> tuple[list[Operator], Any]:
 
 def _by_name(found: list[Operator], steps: int) -> list[dict[str, Any]]:
     """Add up operators with the same name. Returns averages per step."""
-    rows: dict[str, dict[str, Any]] = {}
-    for operator in found:
-        row = rows.setdefault(operator.name, {"name": operator.name, "flop": 0, "bytes": 0, "ms": 0})
-        for what in ("flop", "bytes", "ms"):
-            row[what] += getattr(operator, what) / steps
-    return [*rows.values()]
+    totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    for name, *work in found:
+        totals[name] += work
+    return [Operator(name, *(total / steps).tolist())._asdict() for name, total in totals.items()]
 
 
 def _copied() -> float:

@@ -63,21 +63,15 @@ def one_thread(subject: Subject) -> Subject:
     return subject._replace(contexts=1, note="1 thread", settings=tuple(harness.ONE_THREAD.items()))
 
 
-def _scaled(subject: Subject) -> tuple[Subject, ...]:
-    return one_thread(subject), subject, subject._replace(contexts=2)
+def _scaled(impl: str, model: str = "lenet") -> tuple[Subject, ...]:
+    one = Subject(impl, 1, model=model)
+    return one_thread(one), one, one._replace(contexts=2)
 
 
 # {name: groups}; each subject is compared with the first subject in its group
 SUBJECTS: dict[str, list[Sequence[Subject]]] = {
-    "step": [
-        (
-            Subject("notebook", 2),
-            Subject("notebook", 1),
-            *_scaled(Subject("scratch", 1)),
-            *_scaled(Subject("highlevel", 1)),
-        )
-    ],
-    "resnet18": [_scaled(Subject("highlevel", 1, model="resnet18"))],
+    "step": [(Subject("notebook", 2), Subject("notebook", 1), *_scaled("scratch"), *_scaled("highlevel"))],
+    "resnet18": [_scaled("highlevel", "resnet18")],
     "engine": [[Subject(impl, 2, *changed) for changed in ENGINE.items()] for impl in IMPLS["lenet"]],
 }
 
