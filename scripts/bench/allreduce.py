@@ -34,15 +34,13 @@ WAYS = {
 def tree(data: list[NDArray]) -> None:
     """Sum arrays of the same shape, one per device, in place: add pairs in log2(k) rounds (rounded up) for k devices,
     then copy the sum back in reverse order."""
-    distance = 1
-    while distance < len(data):
-        for i in range(0, len(data) - distance, 2 * distance):
-            data[i] += data[i + distance].copyto(data[i].context)
-        distance *= 2
-    while distance > 1:
-        distance //= 2
-        for i in range(0, len(data) - distance, 2 * distance):
-            data[i].copyto(data[i + distance])
+    pairs = list(zip(data[::2], data[1::2]))
+    for a, b in pairs:
+        a += b.copyto(a.context)
+    if pairs:
+        tree(data[::2])
+    for a, b in pairs:
+        a.copyto(b)
 
 
 def add_n(data: list[NDArray], copy: bool = True) -> None:

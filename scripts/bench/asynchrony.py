@@ -46,12 +46,9 @@ def table(result: dict) -> str:
         rate = f"{2 * size**3 * count / median(seconds) / 1e9:.1f}"
         ratio = median(a / b for a, b in zip(seconds, base))
         cells.append([name, harness.spread(seconds, 4), "" if name in (CALLS, COPIES) else rate, f"{ratio:.2f}"])
-    lines = [
-        f"{harness.plural(products, 'product')} of {size} x {size} float32 matrices per device, medians of {len(base)} "
-        "rounds (min-max);",
-        harness.machine_line(),
-        f"on {', '.join(contexts)}: {result['names']}",
-    ]
+    title = f"{harness.plural(products, 'product')} of {size} x {size} float32 matrices per device"
+    where = f"on {', '.join(contexts)}: {result['names']}"
+    lines = [f"{title}, medians of {len(base)} rounds (min-max);", harness.machine_line(), where]
     return "\n".join([*lines, *log.table(cells)])
 
 
@@ -89,11 +86,6 @@ def work(what: str, gpus: str, device: str) -> dict[str, Any]:
     measure = copy if what == "copy" else multiply
     measure()  # warm up: the first call maps memory and loads the GPU libraries
     cpu = f"{harness.facts()['cpu']}, one OpenMP thread each"
-    names = [devices.gpu(c.device_id)[0] for c in ctx] if on_gpu else [cpu]
-    about = {
-        "devices": [str(c) for c in ctx],
-        "names": ", ".join(dict.fromkeys(names)),
-        "size": size,
-        "products": products,
-    }
+    names = dict.fromkeys(devices.gpu(c.device_id)[0] for c in ctx) if on_gpu else [cpu]
+    about = {"devices": list(map(str, ctx)), "names": ", ".join(names), "size": size, "products": products}
     return {**measure(), "about": about}

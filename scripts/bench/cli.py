@@ -115,7 +115,5 @@ measurement(
     common.impl,
     common.option("--model", type=networks, default="lenet", help="scratch supports only lenet."),
     number("--contexts", "Number of CPU contexts.", 2),
-    number("--batch-size", "Batch size across all contexts. Default: 256, or 64 for ResNet-18."),
-    number("--steps", "Number of recorded steps.", 5),
 )
 measurement("peers", model, rounds(5, least=5), steps)

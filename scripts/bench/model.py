@@ -220,7 +220,7 @@ def _scatter(axes: Any, fits: dict[str, dict]) -> None:
     axes.plot(ends, ends, color="gray", linewidth=1, zorder=0)
     axes.fill_between(ends, ends / 1.25, 1.25 * ends, color="gray", alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modeled, ms")
-    note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a factor of 1.25"
-    axes.set_title(f"Steps\n{note}", fontsize="small")
+    markers = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used"
+    axes.set_title(f"Steps\n{markers}; gray: within a factor of 1.25", fontsize="small")
     axes.legend(fontsize="small")
     axes.set_box_aspect(1)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +20,9 @@ import numpy as np
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, ratios, spread
 from bench.steps import Subject, one_thread
-from gluon_mgpu.runtime import engine, subprocesses
+from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error
 
-# Environment variables that change how PyTorch computes, in addition to the engine's settings.
-TORCH_SETTINGS = ("TORCH", "PYTORCH_", "MKL_", "KMP_", "GLOO_")
 TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes": {"processes": 2, "threads": 1}}
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
 NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
@@ -37,13 +33,6 @@ COLORS = {
     "DDP": "tab:orange",
     "scratch": "tab:blue",
     "highlevel": "tab:blue",
-}
-
-# For each library, a program that prints the instruction sets that the library uses, as "isa:NAME".
-ISA = {
-    "oneDNN in MXNet": "import gluon_mgpu; from mxnet import nd; nd.FullyConnected(nd.ones((8, 8)), nd.ones((8, 8)), "
-    "no_bias=True, num_hidden=8).wait_to_read()",
-    "PyTorch": "import torch; print('isa:' + torch.backends.cpu.get_cpu_capability())",
 }
 
 NOTES = """\
@@ -64,16 +53,7 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) 
     _check_torch()
     with tempfile.TemporaryDirectory() as compiled:
         models = {name: harness.measure(jobs(name, compiled, steps), rounds) for name in model}
-    return {"rounds": rounds, "instruction_sets": {name: _isa(name) for name in ISA}, "models": models}
-
-
-def _isa(name: str) -> str:
-    """The instruction sets that a library says it uses on this processor."""
-    env = harness.environment({"DNNL_VERBOSE": "1"})
-    finished = subprocesses.run([sys.executable, "-c", ISA[name]], env=env, seconds=120)
-    subprocesses.check(name, finished)
-    found = re.search(r"isa:(.+)", finished.out)
-    return found[1] if found else "unknown"
+    return {"rounds": rounds, "models": models}
 
 
 def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
@@ -95,7 +75,7 @@ def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
     settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files in TMPDIR
     if threads > 1:  # as `engine` does for one context; without it, other programs slow PyTorch down a lot
         settings["GOMP_SPINCOUNT"] = engine.SPINS
-    return harness.environment(settings, without=(*harness.SETTINGS, *TORCH_SETTINGS))
+    return harness.environment(settings)
 
 
 def _check_torch() -> None:
@@ -108,8 +88,7 @@ def _check_torch() -> None:
 
 def table(result: dict) -> str:
     """Format each model's times, ratios and memory use, and compare HIGHLEVEL with the fastest PyTorch variant."""
-    used = "; ".join(f"{name} uses {isa}" for name, isa in result["instruction_sets"].items())
-    lines = [harness.machine_line(), used, NOTES]
+    lines = [harness.machine_line(), NOTES]
     for model, runs in result["models"].items():
         rows = []
         for name, run in runs.items():

@@ -28,12 +28,7 @@ from gluon_mgpu.runtime import log
 ROUNDS = 3  # the fastest round counts, because other programs can only slow a round down
 SHOWN = 0.01  # operators that take a smaller share of a step's time have no row of their own
 FLOAT = 4  # bytes per float32 number
-PASSES = {
-    "forward_training": "forward",
-    "backward_data": "data gradient",
-    "backward_weights": "weight gradient",
-    "backward": "backward",
-}
+GRADIENTS = {"backward_data": "data gradient", "backward_weights": "weight gradient"}
 
 
 class Operator(NamedTuple):
@@ -50,7 +45,7 @@ def parse(line: str) -> Operator | None:
     if not line.startswith("dnnl_verbose,exec,"):
         return None
     _, _, _, kind, _, way, *_, problem, ms = line.split(",")
-    kind, way = kind.removesuffix("_v2"), PASSES.get(way, "")
+    kind = kind.removesuffix("_v2")
     size = {name: int(value) for name, value in re.findall(r"(mb|[iok][chw]|g)(\d+)", problem)}
     n, ic, oc, groups = (size.get(name, 1) for name in ("mb", "ic", "oc", "g"))
     inputs, outputs, kernel = (size.get(f"{array}h", 1) * size.get(f"{array}w", 1) for array in "iok")
@@ -58,9 +53,9 @@ def parse(line: str) -> Operator | None:
         weights = ic * oc * kernel // groups
         elements = n * (ic * inputs + oc * outputs) + weights
         shape = f" {size['kh']}x{size['kw']}" if "kh" in size else ""
-        name = f"{kind.replace('inner_product', 'dense')}{shape}, {ic} to {oc}, {way}"
+        name = f"{kind.replace('inner_product', 'dense')}{shape}, {ic} to {oc}, {GRADIENTS.get(way, 'forward')}"
         return Operator(name, 2 * n * outputs * weights, FLOAT * elements, float(ms))
-    way = {"data gradient": "backward"}.get(way, way)
+    way = way.partition("_")[0].replace("undef", "")  # "forward", "backward" or ""
     if kind == "pooling":
         elements = n * ic * (inputs + outputs)
     else:
@@ -135,13 +130,8 @@ def work(model: str, steps: int) -> dict[str, Any]:
     train()
     found, step_ms = min((_operators(train) for _ in range(ROUNDS)), key=lambda result: result[1])
     flops = max(op.flop / op.ms for _ in range(10) for op in _operators(lambda: convolve().wait_to_read())[0]) * 1000
-    return {
-        "examples": examples,
-        "step_ms": step_ms,
-        "operators": _by_name(found, steps),
-        "flops": flops,
-        "bytes_per_s": _copied(),
-    }
+    sustained = {"flops": flops, "bytes_per_s": _copied()}
+    return {"examples": examples, "step_ms": step_ms, "operators": _by_name(found, steps), **sustained}
 
 
 def _operators(work: Callable[[], Any]) -> tuple[list[Operator], Any]:

@@ -150,12 +150,12 @@ def _notebook(subject: Subject) -> Train:
     import mxnet as mx
     from parity import notebook
 
-    def transposed(p: np.ndarray) -> np.ndarray:  # the notebook's dense weights are (inputs, outputs)
-        return p.T if p.ndim == 2 else p
+    from gluon_mgpu import scratch
 
     ctx = [mx.cpu(i) for i in range(subject.contexts)]
-    arrays = harness.initial({i: transposed(p.asnumpy()) for i, p in enumerate(notebook.init_params())})
-    params = [mx.nd.array(transposed(p)) for p in arrays.values()]
+    arrays = harness.initial({i: p.asnumpy() for i, p in enumerate(scratch.init_params())})
+    # The notebook's dense weights have the shape (inputs, outputs).
+    params = [mx.nd.array(p.T if p.ndim == 2 else p) for p in arrays.values()]
     device_params = [notebook.get_params(params, c) for c in ctx]
 
     def train(data: Dataset, order: np.ndarray) -> tuple[None, float]:

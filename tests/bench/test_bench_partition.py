@@ -36,11 +36,11 @@ def test_a_measured_way_has_a_time_and_an_idle_share_of_each_device(monkeypatch)
 
 
 def test_a_timeline_has_the_phases_of_each_context():
-    result = json.loads(json.dumps(timeline.run("highlevel", "lenet", contexts=2, batch_size=32, steps=2)))
-    assert len(result["step_ms"]) == 2 and len(result["contexts"]) == 2
+    result = json.loads(json.dumps(timeline.run("highlevel", "lenet", contexts=2)))
+    assert len(result["step_ms"]) == 5 and len(result["contexts"]) == 2
     for context, seconds in result["contexts"].items():
         row = next(line.split() for line in timeline.table(result).splitlines() if line.startswith(context))
-        assert row[1] == f"{1000 * seconds['forward'] / 2:.2f}" and row[-1] == f"{100 * seconds['idle_share']:.1f}%"
+        assert row[1] == f"{1000 * seconds['forward'] / 5:.2f}" and row[-1] == f"{100 * seconds['idle_share']:.1f}%"
     picture = io.BytesIO()
     timeline.draw(result, picture)
     assert picture.getvalue().startswith(b"\x89PNG")

@@ -141,7 +141,7 @@ def test_bench_is_a_script_whose_subcommands_have_help():
     assert done.returncode == 0 and all(name in done.stdout for name in names)
 
 
-@pytest.mark.parametrize("options", [["steps", "--rounds", "1"], ["timeline", "--batch-size", "0"]])
+@pytest.mark.parametrize("options", [["steps", "--rounds", "1"], ["timeline", "--contexts", "0"]])
 def test_a_wrong_command_is_one_line_and_status_2(options, capfd):
     status, out, err = call(capfd, cli.bench, *options)
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")
