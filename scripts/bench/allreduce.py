@@ -1,4 +1,4 @@
-"""`allreduce`: compares ways to sum arrays across CPU contexts.
+"""Compare ways to sum gradients across CPU contexts.
 
 For each number of contexts, one worker measures all of WAYS in turn.
 """
@@ -34,15 +34,13 @@ WAYS = {
 def tree(data: list[NDArray]) -> None:
     """Sum arrays of the same shape, one per device, in place: add pairs in log2(k) rounds (rounded up) for k devices,
     then copy the sum back in reverse order."""
-    distance = 1
-    while distance < len(data):
-        for i in range(0, len(data) - distance, 2 * distance):
-            data[i] += data[i + distance].copyto(data[i].context)
-        distance *= 2
-    while distance > 1:
-        distance //= 2
-        for i in range(0, len(data) - distance, 2 * distance):
-            data[i].copyto(data[i + distance])
+    pairs = list(zip(data[::2], data[1::2]))
+    for a, b in pairs:
+        a += b.copyto(a.context)
+    if pairs:
+        tree(data[::2])
+    for a, b in pairs:
+        a.copyto(b)
 
 
 def add_n(data: list[NDArray], copy: bool = True) -> None:
@@ -94,30 +92,28 @@ def ways(arrays: list[list[NDArray]]) -> dict[str, Callable[[], None]]:
     }
 
 
-def run(contexts: Sequence[int] = (1, 2, 4, 8), rounds: int = 5, models: Sequence[str] = tuple(TITLE)) -> dict:
-    """Measure all of WAYS, with a separate process for each number of contexts. Returns the input of `table`.
-
-    models: networks whose gradients are summed, array by array and as one flat array.
-    """
+def run(contexts: Sequence[int] = (1, 2, 4, 8), rounds: int = 5) -> dict:
+    """Measure all of WAYS, with a separate process for each number of contexts. Returns the input of `table`."""
     workers = {}
     for k in contexts:
-        job = Job("allreduce", {"contexts": k, "models": models, "rounds": rounds}, seconds=120 * rounds)
+        job = Job("allreduce", {"contexts": k, "rounds": rounds}, seconds=120 * rounds)
         name = harness.plural(k, "context")
         workers[name] = harness.start(name, job)
     return {"rounds": rounds, "workers": workers}
 
 
-def work(contexts: int, models: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Sum each model's gradients in each of WAYS, on CPU contexts. Returns {gradients: {way: ms by round}}."""
+def work(contexts: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Sum each model's gradients in each of WAYS on CPU contexts, array by array and as one flat array. Returns
+    {gradients: {way: ms by round}}."""
     engine.configure(contexts)
     import mxnet as mx
 
     ctx = [mx.cpu(i) for i in range(contexts)]
     found = {}
-    for model in models:
+    for model, title in TITLE.items():
         shapes = [gradient.shape for gradient in harness.replicas("highlevel", model, 1).gradients().values()]
-        found[TITLE[model]] = _measure(shapes, ctx, rounds)
-        found[f"{TITLE[model]}, flat"] = _measure([(sum(map(prod, shapes)),)], ctx, rounds)
+        found[title] = _measure(shapes, ctx, rounds)
+        found[f"{title}, flat"] = _measure([(sum(map(prod, shapes)),)], ctx, rounds)
     return found
 
 

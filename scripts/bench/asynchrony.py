@@ -1,8 +1,10 @@
-"""`async` and `copy`: time the functions of gluon_mgpu.asynchrony in several rounds."""
+"""Measure when calls return and when their work is done. Multiplies matrices on one device at a time, then on all.
+
+`async` and `copy` time the functions of gluon_mgpu.asynchrony in several rounds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -10,7 +12,7 @@ from bench import harness
 from bench.harness import Job
 from gluon_mgpu.runtime import devices, engine, log
 
-# Defaults: (size, products)
+# (size, products): each device computes this number of products of matrices (size, size), in float32
 ON_GPU = (4000, 50)  # as in the notebook
 ON_CPU = (1000, 20)  # about half a second of work for one core
 
@@ -20,26 +22,18 @@ COPIES = "copies to the host, after all products"
 ALL_DEVICES = ("all devices, one after another", "all devices at once")
 
 
-def run(
-    what: str,
-    gpus: int | str | Sequence[int],
-    device: str = "auto",
-    rounds: int = 5,
-    size: int | None = None,
-    products: int | None = None,
-) -> dict:
+def run(what: str, gpus: str, device: str = "auto", rounds: int = 5) -> dict:
     """Measure `what`: "async", or "copy", which uses only the first device. Returns the input of `table`.
 
-    gpus, device: see `devices.contexts`. size: matrices are (size, size), float32. products: number per device. None:
-    the notebook's values on GPUs, smaller values on CPU contexts. CPU contexts get one OpenMP thread each.
+    gpus, device: see `devices.contexts`. CPU contexts get one OpenMP thread each.
     """
-    arguments = {"what": what, "gpus": gpus, "device": device, "size": size, "products": products}
     # each nd.dot takes one temporary space; with too few spaces, products wait for products of another device
-    spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * (products or ON_CPU[1]))
+    spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * ON_CPU[1])
     env = harness.environment({**harness.ONE_THREAD, "MXNET_CPU_TEMP_COPY": str(spaces)})
-    measured = harness.measure({what: Job("asynchrony", arguments, env)}, rounds)[what]
-    rows = {name: seconds for name, seconds in measured.items() if name != "about"}
-    return {**measured["about"][0], "rows": rows}
+    job = Job("asynchrony", {"what": what, "gpus": gpus, "device": device}, env)
+    rows = harness.measure({what: job}, rounds)[what]
+    about = rows.pop("about")
+    return {**about[0], "rows": rows}
 
 
 def table(result: dict) -> str:
@@ -52,23 +46,19 @@ def table(result: dict) -> str:
         rate = f"{2 * size**3 * count / median(seconds) / 1e9:.1f}"
         ratio = median(a / b for a, b in zip(seconds, base))
         cells.append([name, harness.spread(seconds, 4), "" if name in (CALLS, COPIES) else rate, f"{ratio:.2f}"])
-    lines = [
-        f"{harness.plural(products, 'product')} of {size} x {size} float32 matrices per device, medians of {len(base)} "
-        "rounds (min-max);",
-        harness.machine_line(),
-        f"on {', '.join(contexts)}: {result['names']}",
-    ]
+    title = f"{harness.plural(products, 'product')} of {size} x {size} float32 matrices per device"
+    where = f"on {', '.join(contexts)}: {result['names']}"
+    lines = [f"{title}, medians of {len(base)} rounds (min-max);", harness.machine_line(), where]
     return "\n".join([*lines, *log.table(cells)])
 
 
-def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | None, products: int | None) -> Any:
+def work(what: str, gpus: str, device: str) -> dict[str, Any]:
     """Measure one round, after a warm-up round. Returns the seconds of each row, the devices and the sizes."""
     ctx = devices.contexts(gpus, device)[: 1 if what == "copy" else None]
     from gluon_mgpu import asynchrony
 
     on_gpu = ctx[0].device_type == "gpu"
-    default_size, default_products = ON_GPU if on_gpu else ON_CPU
-    size, products = size or default_size, products or default_products
+    size, products = ON_GPU if on_gpu else ON_CPU
     x_devices = asynchrony.matrices(ctx, size)
     x = x_devices[0]
 
@@ -96,11 +86,6 @@ def work(what: str, gpus: int | str | Sequence[int], device: str, size: int | No
     measure = copy if what == "copy" else multiply
     measure()  # warm up: the first call maps memory and loads the GPU libraries
     cpu = f"{harness.facts()['cpu']}, one OpenMP thread each"
-    names = [devices.gpu(c.device_id)[0] for c in ctx] if on_gpu else [cpu]
-    about = {
-        "devices": [str(c) for c in ctx],
-        "names": ", ".join(dict.fromkeys(names)),
-        "size": size,
-        "products": products,
-    }
+    names = dict.fromkeys(devices.gpu(c.device_id)[0] for c in ctx) if on_gpu else [cpu]
+    about = {"devices": list(map(str, ctx)), "names": ", ".join(names), "size": size, "products": products}
     return {**measure(), "about": about}

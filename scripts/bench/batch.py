@@ -1,4 +1,4 @@
-"""`batch`: measures, at several batch sizes, peak memory, the speed-up from a second device, and what limits it.
+"""Measure peak memory, the speed-up from a second device, and what limits the speed-up, at several batch sizes.
 
 Workers of `steps` measure each step, with one OpenMP thread per context.
 """
@@ -41,13 +41,6 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 3, steps: int = 100) 
     return {"rounds": rounds, "rows": found}
 
 
-def lost(one: Sequence[float], half: Sequence[float], alone: Sequence[float], two: Sequence[float]) -> np.ndarray:
-    """The milliseconds per step that 2 devices lose to shards of half a batch, to sharing the machine, and to
-    allreduce, as an array (3, rounds). `two` is half of `one` plus these losses. Arguments: step times of the
-    subjects of `compared`, by round."""
-    return np.diff(np.array([np.array(one) / 2, half, alone, two]), axis=0)
-
-
 def table(result: dict) -> str:
     """Format the time, speed-up, lost time and memory for each model and batch size."""
     lines = [f"Medians of {result['rounds']} rounds (min-max); {harness.machine_line()}", NOTES]
@@ -56,8 +49,9 @@ def table(result: dict) -> str:
         memory = [["batch", "1 device, peak MB", "2 devices"]]
         for row in result["rows"]:
             if row["model"] == model:
-                one, *_, two = runs = row["runs"]
-                parts = [*lost(*(run["step_ms"] for run in runs)), two["python_ms"]]
+                one, half, alone, two = row["runs"]
+                times = [np.array(one["step_ms"]) / 2, *(run["step_ms"] for run in (half, alone, two))]
+                parts = [*np.diff(times, axis=0), two["python_ms"]]  # the three losses of NOTES, by round, and Python
                 ms = (harness.spread(run["step_ms"], 1) for run in (one, two))
                 speed_up = harness.spread(harness.ratios(one, two), 2)
                 rows.append([row["batch_size"], *ms, speed_up, *(harness.spread(part, 1) for part in parts)])

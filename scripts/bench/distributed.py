@@ -1,5 +1,4 @@
-"""`distributed`: compares 2 processes with 1 context each to 1 process with 2 contexts, for Horovod and MXNet's
-parameter servers.
+"""Compare 2 processes with 1 context each to 1 process with 2 contexts. Uses Horovod and parameter servers.
 
 `work` runs in each process that `launch` or horovodrun starts, or in a single process. Nothing here imports mxnet
 or Horovod into the calling process.
@@ -99,8 +98,7 @@ def traffic() -> np.ndarray:
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                if len(info) == 136:
-                    total += struct.unpack_from("QQ", info, 120)
+                total += struct.unpack_from("QQ", info, 120)
     return total
 
 

@@ -13,12 +13,12 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -37,12 +37,12 @@ STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # multiplies --steps; ResNet-18 co
 LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes, which use 0.1 for ResNet-18 with a batch of 256
 
 SCRIPTS = Path(__file__).resolve().parents[1]
-SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES")  # environment variables that affect the engine
+# Environment variables that begin with these names change how MXNet or PyTorch computes.
+SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES", "TORCH", "PYTORCH_", "MKL_", "KMP_", "GLOO_")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 PACKAGES = {"mxnet": "MXNet", "mxnet-cu112": "MXNet", "numpy": "NumPy", "torch": "PyTorch"}
 
-Subject = TypeVar("Subject", bound=Hashable)
 Run = dict[str, list]  # {what was measured: one value per round}
 Step = Callable[[Any, Any], list]  # a training step: takes X and y, returns the losses of each shard
 # Trains on the examples with these indices, in this order; returns the mean loss (None if unknown) and the seconds.
@@ -52,12 +52,10 @@ Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
 # Workers and rounds
 
 
-def environment(
-    settings: Mapping[str, str] | Iterable[tuple[str, str]] = (), without: tuple[str, ...] = SETTINGS
-) -> dict[str, str]:
-    """A worker's environment: the user's environment, except variables that begin with `without`, plus `settings`."""
+def environment(settings: Mapping[str, str] | Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+    """A worker's environment: the user's environment, except SETTINGS, plus `settings`."""
     users = engine.users_environment()
-    kept = {name: value for name, value in users.items() if not name.startswith(without)}
+    kept = {name: value for name, value in users.items() if not name.startswith(SETTINGS)}
     path = os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")]))
     return {**kept, "PYTHONPATH": path, **dict(settings)}
 
@@ -89,12 +87,12 @@ def start(name: str, job: Job) -> dict[str, Any]:
         raise Error(f"{name} failed: its last line of output is not a result: {last!r}") from None
 
 
-def measure(jobs: Mapping[Subject, Job], rounds: int) -> dict[Subject, Run]:
+def measure(jobs: Mapping[Any, Job], rounds: int) -> dict[Any, Run]:
     """Run jobs that return {what: value}. Returns {subject: {what: [value per round]}}.
 
     Each round runs every job once, so results from the same round can be compared even if the machine's speed changes.
     """
-    results: dict[Subject, Run] = {subject: {} for subject in jobs}
+    results: dict[Any, Run] = {subject: {} for subject in jobs}
     with tqdm(total=rounds * len(jobs), unit=" run", leave=False, disable=None) as bar:
         for _ in range(rounds):
             for subject, job in jobs.items():
@@ -146,12 +144,9 @@ def replicas(
 
     kind = LESSONS[impl].Replicas
     check_model(kind, model)
-    found = kind(
-        [mx.cpu(i) for i in range(contexts)],
-        Settings(size or BATCH_SIZE[model], model=model, shares=shares),
-        *args,
-        **options,
-    )
+    ctx = [mx.cpu(i) for i in range(contexts)]
+    settings = Settings(size or BATCH_SIZE[model], model=model, shares=shares)
+    found = kind(ctx, settings, *args, **options)
     found.load_state_dict(initial(found.state_dict()))
     return found
 
@@ -175,8 +170,7 @@ def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dic
     """Record the trace of a few training steps on synthetic data; see `timeline.Recorder`."""
     total = timeline.WARM_UP + steps + timeline.AROUND
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        with timeline.Recorder(file, ctx, about, total, total, steps=steps) as recorder:
+        with timeline.Recorder(Path(folder, "trace.json"), ctx, about, total, total, steps=steps) as recorder:
 
             def recorded_step(X: Any, y: Any) -> list:
                 with recorder.step():

@@ -1,7 +1,7 @@
-"""`model`: a cost model of a data-parallel step, fitted to a result of `scaling`.
+"""Fit a cost model, and predict step times on clusters. FOLDER contains the result of `scaling --out`.
 
-It is fitted to measurements on fewer than CHECKED contexts, and checked against the rest. Then it predicts step times
-on clusters. Clusters were not measured, so these times are labeled as predicted. This module does not import mxnet.
+The model of a data-parallel step is fitted to measurements on fewer than CHECKED contexts, and checked against the
+rest. Clusters were not measured, so their times are labeled as predicted. This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from bench import harness
 from bench.harness import TITLE
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import UsageError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 CHECKED = 8  # measurements on at least this many contexts are not used for the fit
 GRADIENT_BYTES = {"lenet": 516_272, "resnet18": 44_703_272}
@@ -103,12 +100,10 @@ def run(folder: str | Path) -> dict[str, Any]:
 
 def _model(scaling: dict[str, Any]) -> dict[str, Any]:
     cores = scaling["machine"]["cores"]
-    points: dict[str, list[dict]] = {}
+    runs: dict[str, list[dict]] = {}
     for run in scaling["runs"]:
-        k, size = run["contexts"], run["batch_size"]
-        point = {"contexts": k, "ms": median(run["step_ms"]), "row": step_row(k, size, cores)}
-        points.setdefault(f"{run['impl']}, {TITLE[run['model']]}", []).append(point)
-    steps = {name: _fitted(of_it) for name, of_it in points.items()}
+        runs.setdefault(f"{run['impl']}, {TITLE[run['model']]}", []).append(run)
+    steps = {name: _fitted(of_it, cores) for name, of_it in runs.items()}
     predicted = []
     for model in TITLE:
         terms = steps[f"highlevel, {TITLE[model]}"]["terms"]
@@ -116,10 +111,12 @@ def _model(scaling: dict[str, Any]) -> dict[str, Any]:
     return {"cores": cores, "cpu": scaling["machine"]["cpu"], "steps": steps, "predicted": predicted}
 
 
-def _fitted(points: list[dict]) -> dict[str, Any]:
-    """Fit the points. Returns the terms, the points with "modelled_ms", and [median, largest] relative errors."""
-    rows, ms = np.array([p["row"] for p in points], float), np.array([p["ms"] for p in points], float)
-    fitted = np.array([p["contexts"] < CHECKED for p in points])
+def _fitted(runs: list[dict], cores: int) -> dict[str, Any]:
+    """Fit the runs. Returns the terms, the measured and modeled times, and [median, largest] relative errors. "fitted"
+    says which runs were used for the fit."""
+    rows = np.array([step_row(run["contexts"], run["batch_size"], cores) for run in runs], float)
+    ms = np.array([median(run["step_ms"]) for run in runs], float)
+    fitted = np.array([run["contexts"] < CHECKED for run in runs])
     if fitted.all() or np.linalg.matrix_rank(rows[fitted]) < 2 or (ms <= 0).any():
         raise ValueError(f"needs positive times for {CHECKED} contexts and for several smaller numbers of contexts")
     terms = fit(rows[fitted], ms[fitted])
@@ -127,7 +124,9 @@ def _fitted(points: list[dict]) -> dict[str, Any]:
     errors = np.abs(modelled / ms - 1)
     return {
         "terms": terms.tolist(),
-        "points": [{**p, "modelled_ms": value} for p, value in zip(points, modelled.tolist())],
+        "fitted": fitted.tolist(),
+        "ms": ms.tolist(),
+        "modelled_ms": modelled.tolist(),
         "fitted_error": [float(np.median(errors[fitted])), float(errors[fitted].max())],
         "checked_error": [float(np.median(errors[~fitted])), float(errors[~fitted].max())],
     }
@@ -158,25 +157,24 @@ def table(result: dict) -> str:
     predicted = [["", "compute ms", *(f"{k} devices" for k in SHOWN)]]
     for case in result["predicted"]:
         name = f"{TITLE[case['model']]}, devices {SPEEDS[case['speed']]}, {case['link']}"
-        best = [
-            max((of_it[DEVICES.index(k)], way) for way, of_it in case["predicted_efficiency"].items()) for k in SHOWN
-        ]
-        cells = (f"{harness.three_digits(100 * efficiency)}% {way}" for efficiency, way in best)
-        predicted.append([name, f"{case['predicted_compute_ms']:.2f}", *cells])
-    return "\n".join(
-        [
-            f"A cost model fitted to the result of bench.py scaling on {cores} cores of {result['cpu']}.",
-            f"Errors are relative, median (largest); {CHECKED} or more contexts were not used for the fit.",
-            "",
-            "FITTED: (contexts x ms per context + examples x ms per example) / cores in use",
-            *log.table(steps),
-            "",
-            "PREDICTED, NOT MEASURED: efficiency of clusters with the fastest allreduce",
-            "Each device has its own link, which sends one message and receives one at a time. Nothing overlaps with",
-            "the allreduce. Links and speeds are assumptions; 100 times one core is about the speed of a GPU.",
-            *log.table(predicted),
-        ]
-    )
+        row = [name, f"{case['predicted_compute_ms']:.2f}"]
+        for k in SHOWN:
+            best, way = max((of_it[DEVICES.index(k)], way) for way, of_it in case["predicted_efficiency"].items())
+            row.append(f"{harness.three_digits(100 * best)}% {way}")
+        predicted.append(row)
+    lines = [
+        f"A cost model fitted to the result of bench.py scaling on {cores} cores of {result['cpu']}.",
+        f"Errors are relative, median (largest); {CHECKED} or more contexts were not used for the fit.",
+        "",
+        "FITTED: (contexts x ms per context + examples x ms per example) / cores in use",
+        *log.table(steps),
+        "",
+        "PREDICTED, NOT MEASURED: efficiency of clusters with the fastest allreduce",
+        "Each device has its own link, which sends one message and receives one at a time. Nothing overlaps with",
+        "the allreduce. Links and speeds are assumptions; 100 times one core is about the speed of a GPU.",
+        *log.table(predicted),
+    ]
+    return "\n".join(lines)
 
 
 COLORS = {"star": "#000000", "tree": "#e69f00", "ring": "#0072b2", "PS": "#cc79a7"}  # Okabe and Ito's palette
@@ -198,8 +196,7 @@ def draw(result: dict, file: BinaryIO) -> None:
     panels = right.subplots(len(TITLE) * len(SPEEDS), len(LINKS), sharex=True, sharey=True)
     for axes, case in zip(panels.flat, result["predicted"]):
         for way, efficiency in case["predicted_efficiency"].items():
-            percent = [100 * e for e in efficiency]
-            axes.plot(DEVICES, percent, STYLES[way], color=COLORS[way], linewidth=2, label=way)
+            axes.plot(DEVICES, 100 * np.array(efficiency), STYLES[way], color=COLORS[way], linewidth=2, label=way)
         axes.set_xscale("log", base=2)
         axes.set_xticks(DEVICES[::3], [str(k) for k in DEVICES[::3]])
         axes.set_ylim(0, 102)
@@ -212,19 +209,18 @@ def draw(result: dict, file: BinaryIO) -> None:
     figure.savefig(file, format="png", dpi=100)
 
 
-def _scatter(axes: Axes, fits: dict[str, dict]) -> None:
+def _scatter(axes: Any, fits: dict[str, dict]) -> None:
     """Plot modeled against measured times: hollow markers for points used in the fit, filled markers for the rest."""
     for (name, found), color, marker in zip(fits.items(), COLORS.values(), "osD"):
-        for p in found["points"]:
-            face = "none" if p["contexts"] < CHECKED else color
-            axes.plot(p["ms"], p["modelled_ms"], marker, color=color, markerfacecolor=face, alpha=0.8)
-        axes.plot([], [], marker, color=color, label=name)
-    every = [p[key] for found in fits.values() for p in found["points"] for key in ("ms", "modelled_ms")]
-    ends = [0.7 * min(every), 1.4 * max(every)]
+        fitted, ms, modelled = (np.array(found[key]) for key in ("fitted", "ms", "modelled_ms"))
+        axes.plot(ms[fitted], modelled[fitted], marker, color=color, markerfacecolor="none", alpha=0.8)
+        axes.plot(ms[~fitted], modelled[~fitted], marker, color=color, alpha=0.8, label=name)
+    every = [ms for found in fits.values() for ms in found["ms"] + found["modelled_ms"]]
+    ends = np.array([0.7 * min(every), 1.4 * max(every)])
     axes.plot(ends, ends, color="gray", linewidth=1, zorder=0)
-    axes.fill_between(ends, [e / 1.25 for e in ends], [1.25 * e for e in ends], color="gray", alpha=0.15, linewidth=0)
+    axes.fill_between(ends, ends / 1.25, 1.25 * ends, color="gray", alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="modeled, ms")
-    note = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used; gray: within a factor of 1.25"
-    axes.set_title(f"Steps\n{note}", fontsize="small")
+    markers = f"filled: {CHECKED} or more contexts, not used for the fit; hollow: used"
+    axes.set_title(f"Steps\n{markers}; gray: within a factor of 1.25", fontsize="small")
     axes.legend(fontsize="small")
     axes.set_box_aspect(1)

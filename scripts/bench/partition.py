@@ -1,8 +1,7 @@
-"""`partition`: compares the time, the bytes moved and the idle time of three ways to split LeNet across devices."""
+"""Compare three ways to split LeNet across two devices. Shows times, bytes moved and idle times."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -28,19 +27,11 @@ WAYS: dict[str, dict[str, Any]] = {  # {name: arguments of `work`}
 }
 
 
-def run(rounds: int = 3, steps: int = 100, names: Sequence[str] = tuple(WAYS)) -> dict:
-    """Measure the WAYS that `names` lists, in turn. Returns the input of `table`. steps: number of timed steps per run.
-
-    For each way, the result contains "step_ms" and "idle" (each device's idle share) per round, and "bytes_moved".
-    "idle" comes from additional steps with the engine's profiler.
-    """
+def run(rounds: int = 3, steps: int = 100) -> dict:
+    """Measure WAYS in turn. Returns the input of `table`. steps: number of timed steps per run."""
     env = harness.environment(harness.ONE_THREAD)  # otherwise, a single context would use more threads
-    jobs = {name: Job("partition", {**WAYS[name], "steps": steps}, env) for name in names}
-    ways = {
-        name: {**run, "bytes_moved": bytes_moved(WAYS[name]["way"], WAYS[name].get("contexts", 2), SIZE)}
-        for name, run in harness.measure(jobs, rounds).items()
-    }
-    return {"rounds": rounds, "ways": ways}
+    jobs = {name: Job("partition", {**arguments, "steps": steps}, env) for name, arguments in WAYS.items()}
+    return {"rounds": rounds, "ways": harness.measure(jobs, rounds)}
 
 
 def bytes_moved(way: str, devices: int, n: int) -> int:
@@ -62,13 +53,14 @@ def table(result: dict) -> str:
     rows = [["", "ms/step", "MB between devices", "% idle, by device"]]
     for name, run in result["ways"].items():
         idle = " ".join(f"{100 * median(shares):3.0f}" for shares in zip(*run["idle"]))
-        rows.append([name, harness.spread(run["step_ms"], 1), f"{run['bytes_moved'] / 1e6:.3f}", idle])
+        rows.append([name, harness.spread(run["step_ms"], 1), f"{run['bytes_moved'][0] / 1e6:.3f}", idle])
     title = f"LeNet split over devices, training, batch {SIZE}, one thread per device, medians of"
     return "\n".join([f"{title} {result['rounds']} rounds (min-max);", harness.machine_line(), *log.table(rows)])
 
 
 def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:
-    """Measure one of gluon_mgpu.partition.WAYS on CPU contexts. Returns times and idle shares, as in `run`."""
+    """Measure one of gluon_mgpu.partition.WAYS on CPU contexts: time, bytes that a step moves between devices, and each
+    device's idle share, which comes from additional steps with the engine's profiler."""
     engine.configure(contexts)
     import mxnet as mx
 
@@ -80,4 +72,5 @@ def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dic
     step = partial(train_batch, device_params=place(scratch.init_params(), ctx), ctx=ctx, lr=LR["lenet"], **options)
     times = harness.time_steps(timed(step, SIZE), "lenet", SIZE, steps)
     found = timeline.summary(harness.record(step, ctx, SIZE, RECORDED_STEPS, way))["contexts"]
-    return {**times, "idle": [device["idle_share"] for device in found.values()]}
+    idle = [device["idle_share"] for device in found.values()]
+    return {**times, "idle": idle, "bytes_moved": bytes_moved(way, contexts, SIZE)}

@@ -1,4 +1,4 @@
-"""`peers`: compares this project with PyTorch, in turn, on the same networks, data, batches, arithmetic and cores.
+"""Compare this project with PyTorch, in one process and in two, on the same network, data and batches.
 
 Workers of `steps` train this project's networks and run the notebook's code; workers of `torch_peers` train PyTorch's
 networks. Nothing here imports mxnet or torch into the calling process.
@@ -25,8 +25,6 @@ from bench.steps import Subject, one_thread
 from gluon_mgpu.runtime import engine, subprocesses
 from gluon_mgpu.runtime.errors import Error
 
-# Environment variables that change how PyTorch computes, in addition to the engine's settings.
-TORCH_SETTINGS = ("TORCH", "PYTORCH_", "MKL_", "KMP_", "GLOO_")
 TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes": {"processes": 2, "threads": 1}}
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}
 NOTEBOOK, PYTORCH, DDP = "notebook, 2 contexts", *TORCH
@@ -68,7 +66,7 @@ def run(model: Sequence[str] = tuple(TITLE), rounds: int = 5, steps: int = 100) 
 
 
 def _isa(name: str) -> str:
-    """The instruction sets that a library says it uses on this processor."""
+    """The instruction sets that a library reports to use on this processor."""
     env = harness.environment({"DNNL_VERBOSE": "1"})
     finished = subprocesses.run([sys.executable, "-c", ISA[name]], env=env, seconds=120)
     subprocesses.check(name, finished)
@@ -95,7 +93,7 @@ def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
     settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files in TMPDIR
     if threads > 1:  # as `engine` does for one context; without it, other programs slow PyTorch down a lot
         settings["GOMP_SPINCOUNT"] = engine.SPINS
-    return harness.environment(settings, without=(*harness.SETTINGS, *TORCH_SETTINGS))
+    return harness.environment(settings)
 
 
 def _check_torch() -> None:

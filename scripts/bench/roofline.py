@@ -1,4 +1,4 @@
-"""`roofline`: compares the speed of each operator in a training step with what one core can sustain.
+"""Compare the speed of each operator in a step, in FLOP/s and bytes/s, with what one core can sustain.
 
 With DNNL_VERBOSE=1, oneDNN prints a line for each operator that it runs. In the roofline model, an operator takes at
 least FLOP / FLOP/s and at least bytes / bytes/s (Williams, Waterman, Patterson: Roofline, 2009). The FLOP/s and the
@@ -13,6 +13,7 @@ import re
 import tempfile
 import time
 import timeit
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
@@ -27,12 +28,7 @@ from gluon_mgpu.runtime import log
 ROUNDS = 3  # the fastest round counts, because other programs can only slow a round down
 SHOWN = 0.01  # operators that take a smaller share of a step's time have no row of their own
 FLOAT = 4  # bytes per float32 number
-PASSES = {
-    "forward_training": "forward",
-    "backward_data": "data gradient",
-    "backward_weights": "weight gradient",
-    "backward": "backward",
-}
+GRADIENTS = {"backward_data": "data gradient", "backward_weights": "weight gradient"}
 
 
 class Operator(NamedTuple):
@@ -49,21 +45,19 @@ def parse(line: str) -> Operator | None:
     if not line.startswith("dnnl_verbose,exec,"):
         return None
     _, _, _, kind, _, way, *_, problem, ms = line.split(",")
-    kind, way = kind.removesuffix("_v2"), PASSES.get(way, "")
+    kind = kind.removesuffix("_v2")
+    size = {name: int(value) for name, value in re.findall(r"(mb|[iok][chw]|g)(\d+)", problem)}
+    n, ic, oc, groups = (size.get(name, 1) for name in ("mb", "ic", "oc", "g"))
+    inputs, outputs, kernel = (size.get(f"{array}h", 1) * size.get(f"{array}w", 1) for array in "iok")
     if kind in ("convolution", "inner_product"):
-        size = {name: int(value) for name, value in re.findall(r"(mb|[iok][chw]|g)(\d+)", problem)}
-        n, ic, oc = size["mb"], size["ic"], size["oc"]
-        kernel = size.get("kh", 1) * size.get("kw", 1)
-        pixels = size.get("oh", 1) * size.get("ow", 1)
-        weights = ic * oc * kernel // size.get("g", 1)
-        arrays = n * (ic * size.get("ih", 1) * size.get("iw", 1) + oc * pixels) + weights
+        weights = ic * oc * kernel // groups
+        elements = n * (ic * inputs + oc * outputs) + weights
         shape = f" {size['kh']}x{size['kw']}" if "kh" in size else ""
-        name = f"{kind.replace('inner_product', 'dense')}{shape}, {ic} to {oc}, {way}"
-        return Operator(name, 2 * n * pixels * weights, FLOAT * arrays, float(ms))
-    way = {"data gradient": "backward"}.get(way, way)
-    size = {name: int(value) for name, value in re.findall(r"(mb|ic|[io][hw])(\d+)", problem)}
+        name = f"{kind.replace('inner_product', 'dense')}{shape}, {ic} to {oc}, {GRADIENTS.get(way, 'forward')}"
+        return Operator(name, 2 * n * outputs * weights, FLOAT * elements, float(ms))
+    way = way.partition("_")[0].replace("undef", "")  # "forward", "backward" or ""
     if kind == "pooling":
-        elements = size["mb"] * size["ic"] * (size["ih"] * size["iw"] + size["oh"] * size["ow"])
+        elements = n * ic * (inputs + outputs)
     else:
         shapes = [prod(size.values())] if size else [prod(map(int, s.split("x"))) for s in problem.split(":")]
         arrays = 3 if way == "backward" or kind in ("sum", "binary") else 2  # read or written, of the input's size
@@ -136,13 +130,8 @@ def work(model: str, steps: int) -> dict[str, Any]:
     train()
     found, step_ms = min((_operators(train) for _ in range(ROUNDS)), key=lambda result: result[1])
     flops = max(op.flop / op.ms for _ in range(10) for op in _operators(lambda: convolve().wait_to_read())[0]) * 1000
-    return {
-        "examples": examples,
-        "step_ms": step_ms,
-        "operators": _by_name(found, steps),
-        "flops": flops,
-        "bytes_per_s": _copied(),
-    }
+    sustained = {"flops": flops, "bytes_per_s": _copied()}
+    return {"examples": examples, "step_ms": step_ms, "operators": _by_name(found, steps), **sustained}
 
 
 def _operators(work: Callable[[], Any]) -> tuple[list[Operator], Any]:
@@ -163,12 +152,10 @@ def _operators(work: Callable[[], Any]) -> tuple[list[Operator], Any]:
 
 def _by_name(found: list[Operator], steps: int) -> list[dict[str, Any]]:
     """Add up operators with the same name. Returns averages per step."""
-    rows: dict[str, dict[str, Any]] = {}
-    for operator in found:
-        row = rows.setdefault(operator.name, {"name": operator.name, "flop": 0, "bytes": 0, "ms": 0})
-        for what in ("flop", "bytes", "ms"):
-            row[what] += getattr(operator, what) / steps
-    return [*rows.values()]
+    totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    for name, *work in found:
+        totals[name] += work
+    return [Operator(name, *(total / steps).tolist())._asdict() for name, total in totals.items()]
 
 
 def _copied() -> float:

@@ -1,11 +1,10 @@
-"""`scaling`: measures strong and weak scaling of a training step across CPU contexts, with one OpenMP thread each.
+"""Measure strong and weak scaling across CPU contexts.
 
-Workers of `steps` measure the times.
+Workers of `steps` measure the times, with one OpenMP thread per context.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from statistics import median
 from typing import BinaryIO
@@ -35,7 +34,7 @@ def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int]
         {**dict(zip(("impl", "model", "kind", "contexts"), point)), "batch_size": of_it.size, **measured[of_it]}
         for point, of_it in subjects.items()
     ]
-    return {"rounds": rounds, "cores": len(os.sched_getaffinity(0)), "runs": runs}
+    return {"rounds": rounds, "cores": harness.facts()["cores"], "runs": runs}
 
 
 def subject(impl: str, model: str, kind: str, k: int, batch_size: int) -> Subject:
@@ -55,7 +54,7 @@ def table(result: dict) -> str:
     cores = result["cores"]
     lines = [
         f"A training step on CPU contexts, medians of {result['rounds']} rounds (min-max);",
-        f"{harness.machine_line()}",
+        harness.machine_line(),
         "strong: all contexts share one batch; weak: each context has its own batch. efficiency: examples/s relative",
         f"to one context with one thread, divided by the number of contexts or cores ({cores}), whichever is smaller.",
     ]

@@ -1,4 +1,4 @@
-"""`shares`: compares equal and unequal shards on two contexts while one context's core also runs other programs.
+"""Compare equal and unequal shards while one of two cores also runs other programs.
 
 A worker keeps the thread of each context on its own core, so that programs on the second core slow down only cpu(1).
 """
@@ -30,18 +30,15 @@ def run(rounds: int = 3, steps: int = 100) -> dict:
     if len(cores) < 2:
         raise UsageError("shares: needs 2 cores, but this process may use only 1")
     env = harness.environment(harness.ONE_THREAD)
+    launchers = {n: ("sh", "-c", LAUNCHER.format(programs=n, core=cores[1]), "sh") for n in PROGRAMS}
     jobs = {
-        (name, programs): Job("shares", {"shares": shares, "steps": steps}, env, _launcher(programs, cores[1]))
+        (name, programs): Job("shares", {"shares": shares, "steps": steps}, env, launcher)
         for name, shares in SHARES.items()
-        for programs in PROGRAMS
+        for programs, launcher in launchers.items()
     }
     measured = harness.measure(jobs, rounds)
     runs = [{"name": name, "programs": programs, **measured[name, programs]} for name, programs in jobs]
     return {"rounds": rounds, "runs": runs}
-
-
-def _launcher(programs: int, core: int) -> tuple[str, ...]:
-    return "sh", "-c", LAUNCHER.format(programs=programs, core=core), "sh"
 
 
 def table(result: dict) -> str:

@@ -1,4 +1,4 @@
-"""`steps`: measures speed and memory of the training step and of the notebook's code, in turn, in separate processes.
+"""Measure the time and memory of a training step and of the notebook's step, each in its own process.
 
 docs/performance.md and docs/engine.md show results.
 """
@@ -16,16 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
+from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.training import datasets, timeline
 
-GLIBC = (
-    ("MALLOC_MMAP_THRESHOLD_", "131072"),
-    ("MALLOC_TRIM_THRESHOLD_", "131072"),
-    ("MALLOC_TOP_PAD_", "131072"),
-    ("MALLOC_ARENA_MAX", "16"),
-)
+ENGINE = {  # {note: changed settings}
+    "": (),
+    "4 temporary spaces": (("MXNET_CPU_TEMP_COPY", "4"),),
+    "512 temporary spaces": (("MXNET_CPU_TEMP_COPY", "512"),),
+    "glibc's own malloc": (
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_TOP_PAD_", "131072"),
+        ("MALLOC_ARENA_MAX", "16"),
+    ),
+}
 
 
 class Subject(NamedTuple):
@@ -37,7 +42,6 @@ class Subject(NamedTuple):
     settings: tuple[tuple[str, str], ...] = ()  # environment variables
     model: str = "lenet"
     batch_size: int | None = None  # None: BATCH_SIZE[model]
-    tune: bool = True
     exchange: bool = True  # False: each replica trains on its shard alone, without allreduce
 
     def __str__(self) -> str:
@@ -59,24 +63,16 @@ def one_thread(subject: Subject) -> Subject:
     return subject._replace(contexts=1, note="1 thread", settings=tuple(harness.ONE_THREAD.items()))
 
 
-def _scaled(subject: Subject) -> tuple[Subject, ...]:
-    return one_thread(subject), subject, subject._replace(contexts=2)
+def _scaled(impl: str, model: str = "lenet") -> tuple[Subject, ...]:
+    one = Subject(impl, 1, model=model)
+    return one_thread(one), one, one._replace(contexts=2)
 
 
-def _engine(impl: str) -> tuple[Subject, ...]:
-    return (
-        Subject(impl, 2),
-        Subject(impl, 2, "4 temporary spaces", (("MXNET_CPU_TEMP_COPY", "4"),)),
-        Subject(impl, 2, "512 temporary spaces", (("MXNET_CPU_TEMP_COPY", "512"),)),
-        Subject(impl, 2, "glibc's own malloc", GLIBC),
-    )
-
-
-NOTEBOOK = (Subject("notebook", 2), Subject("notebook", 1))
-SUBJECTS = {  # {name: groups}; each subject is compared with the first subject in its group
-    "step": [(*NOTEBOOK, *_scaled(Subject("scratch", 1)), *_scaled(Subject("highlevel", 1)))],
-    "resnet18": [_scaled(Subject("highlevel", 1, model="resnet18"))],
-    "engine": [_engine("scratch"), (*_engine("highlevel"), Subject("highlevel", 2, "not tuned", tune=False))],
+# {name: groups}; each subject is compared with the first subject in its group
+SUBJECTS: dict[str, list[Sequence[Subject]]] = {
+    "step": [(Subject("notebook", 2), Subject("notebook", 1), *_scaled("scratch"), *_scaled("highlevel"))],
+    "resnet18": [_scaled("highlevel", "resnet18")],
+    "engine": [[Subject(impl, 2, *changed) for changed in ENGINE.items()] for impl in IMPLS["lenet"]],
 }
 
 
@@ -111,10 +107,8 @@ def table(result: dict) -> str:
         rows = [(name, size, run, {f"x {first}": ratios(runs[first], run)}) for name, run in runs.items()]
         lines += harness.speed_table(f"{TITLE[group['model']]}, batch {size}", rows)
     if result["profile"]:
-        lines += [
-            "ms/step on 1 context with 1 thread, operators of at least 0.05 ms",
-            *_profile_table(result["profile"]),
-        ]
+        lines.append("ms/step on 1 context with 1 thread, operators of at least 0.05 ms")
+        lines += _profile_table(result["profile"])
     return "\n".join(lines)
 
 
@@ -129,8 +123,7 @@ def trainer(subject: Subject) -> Train:
     """Create a function that trains the subject's network on contexts of this process."""
     if subject.impl == "notebook":
         return _notebook(subject)
-    options = {} if subject.tune else {"tune": False}
-    replicas = harness.replicas(subject.impl, subject.model, subject.contexts, size=subject.size, **options)
+    replicas = harness.replicas(subject.impl, subject.model, subject.contexts, size=subject.size)
     lr = LR[subject.model]
 
     def without_exchange(X: Any, y: Any) -> list:
@@ -157,12 +150,12 @@ def _notebook(subject: Subject) -> Train:
     import mxnet as mx
     from parity import notebook
 
-    def transposed(p: np.ndarray) -> np.ndarray:  # the notebook's dense weights are (inputs, outputs)
-        return p.T if p.ndim == 2 else p
+    from gluon_mgpu import scratch
 
     ctx = [mx.cpu(i) for i in range(subject.contexts)]
-    arrays = harness.initial({i: transposed(p.asnumpy()) for i, p in enumerate(notebook.init_params())})
-    params = [mx.nd.array(transposed(p)) for p in arrays.values()]
+    arrays = harness.initial({i: p.asnumpy() for i, p in enumerate(scratch.init_params())})
+    # The notebook's dense weights have the shape (inputs, outputs).
+    params = [mx.nd.array(p.T if p.ndim == 2 else p) for p in arrays.values()]
     device_params = [notebook.get_params(params, c) for c in ctx]
 
     def train(data: Dataset, order: np.ndarray) -> tuple[None, float]:

@@ -1,4 +1,5 @@
-"""`timeline`: uses the engine's profiler to record what each context does during a few training steps."""
+"""Use the engine's profiler to record what each context does during a few steps. chrome://tracing and Perfetto open the
+result."""
 
 from __future__ import annotations
 
@@ -12,14 +13,9 @@ from gluon_mgpu.runtime import log
 from gluon_mgpu.training import timeline
 
 
-def run(impl: str, model: str, contexts: int, batch_size: int | None, steps: int) -> dict:
-    """Record `steps` training steps on CPU contexts. Returns the trace, with the items of `timeline.summary`.
-
-    batch_size: across all contexts; None: BATCH_SIZE[model]. chrome://tracing and Perfetto open the file of the result.
-    """
-    size = batch_size or BATCH_SIZE[model]
-    arguments = {"impl": impl, "model": model, "contexts": contexts, "batch_size": size, "steps": steps}
-    trace = harness.start("timeline", Job("timeline", arguments))
+def run(impl: str, model: str, contexts: int) -> dict:
+    """Record training steps on CPU contexts. Returns the trace, with the items of `timeline.summary`."""
+    trace = harness.start("timeline", Job("timeline", {"impl": impl, "model": model, "contexts": contexts}))
     return {**trace, **timeline.summary(trace)}
 
 
@@ -45,8 +41,10 @@ def _note(result: dict) -> str:
     return f"{timeline.ONE_BY_ONE}: {median(result['step_ms']):.1f} ms/step"
 
 
-def work(impl: str, model: str, contexts: int, batch_size: int, steps: int) -> dict[str, Any]:
+def work(impl: str, model: str, contexts: int) -> dict[str, Any]:
     """Record training steps and return the trace."""
-    about = f"{TITLE[model]}, {impl}, {harness.plural(contexts, 'context')}, batch {batch_size}"
-    replicas = harness.replicas(impl, model, contexts, size=batch_size)
-    return harness.record(partial(replicas.train_batch, lr=harness.LR[model]), replicas.ctx, batch_size, steps, about)
+    size = BATCH_SIZE[model]
+    about = f"{TITLE[model]}, {impl}, {harness.plural(contexts, 'context')}, batch {size}"
+    replicas = harness.replicas(impl, model, contexts)
+    step = partial(replicas.train_batch, lr=harness.LR[model])
+    return harness.record(step, replicas.ctx, size, timeline.STEPS, about)

@@ -121,26 +121,19 @@ def trainer(
 
 def process(rank: int, folder: str, steps: int, subject: dict[str, Any]) -> None:
     """Measure in process number `rank` of the subject, and write the result to a file."""
-    several = subject["processes"] > 1
-    if several:
-        meet = f"file://{folder}/meet"
-        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject["processes"])
-    model = subject["model"]
+    meet, model = f"file://{folder}/meet", subject["model"]
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject["processes"])
     found = harness.time_steps(trainer(rank, **subject), model, BATCH_SIZE[model], steps)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    if several:
-        dist.barrier()
-        os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
+    dist.barrier()
+    os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
 
 
 def work(steps: int, **subject: Any) -> dict[str, Any]:
     """Measure in all processes of a subject. Returns the longest time, the mean loss and the total memory."""
     ranks = range(subject["processes"])
     with tempfile.TemporaryDirectory() as folder:
-        if len(ranks) == 1:
-            process(0, folder, steps, subject)
-        else:
-            torch.multiprocessing.spawn(process, (folder, steps, subject), len(ranks))
+        torch.multiprocessing.spawn(process, (folder, steps, subject), len(ranks))
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
     if subject.get("compiled") and not any(Path(tempfile.gettempdir()).rglob("*.so")):
         raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")

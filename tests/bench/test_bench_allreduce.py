@@ -32,11 +32,11 @@ def test_every_way_leaves_numpys_sum_on_every_context(k, shapes):
 
 
 def test_a_measurement_and_its_table_have_every_way_for_each_network():
-    result = allreduce.run(contexts=(3,), rounds=2, models=("lenet",))
+    result = allreduce.run(contexts=(3,), rounds=2)
     assert json.loads(json.dumps(result)) == result
     measured = result["workers"]["3 contexts"]
-    assert list(measured) == ["LeNet", "LeNet, flat"]
+    assert list(measured) == ["LeNet", "LeNet, flat", "ResNet-18", "ResNet-18, flat"]
     for way, row in zip(allreduce.WAYS, allreduce.table(result).splitlines()[-len(allreduce.WAYS) :]):
         times = [ways[way] for ways in measured.values()]
         assert all(len(ms) == 2 and min(ms) > 0 for ms in times)
-        assert row.split() == f"{way} {harness.spread(times[0])} {harness.spread(times[1])}".split()
+        assert row.split() == " ".join([way, *map(harness.spread, times)]).split()

@@ -3,12 +3,14 @@
 import json
 
 import pytest
-from bench import asynchrony
+from bench import asynchrony, harness
 
 
 @pytest.mark.parametrize("what, devices, rows", [("async", ["cpu(0)", "cpu(2)"], 4), ("copy", ["cpu(0)"], 5)])
-def test_a_worker_measures_every_row_in_every_round(what, devices, rows):
-    result = json.loads(json.dumps(asynchrony.run(what, "0,2", "cpu", rounds=2, size=16, products=3)))
+def test_a_worker_measures_every_row_in_every_round(what, devices, rows, monkeypatch):
+    monkeypatch.setattr(asynchrony, "ON_CPU", (16, 3))
+    monkeypatch.setattr(harness, "start", lambda name, job: asynchrony.work(**job.arguments))
+    result = json.loads(json.dumps(asynchrony.run(what, "0,2", "cpu", rounds=2)))
     assert (result["devices"], result["size"], result["products"]) == (devices, 16, 3)
     assert len(result["rows"]) == rows
     for seconds in result["rows"].values():

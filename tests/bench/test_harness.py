@@ -126,6 +126,6 @@ def test_bench_is_a_script_whose_subcommands_have_help():
         assert CliRunner().invoke(cli.bench, [name, "-h"]).exit_code == 0
 
 
-@pytest.mark.parametrize("options", [["steps", "--rounds", "1"], ["timeline", "--batch-size", "0"]])
+@pytest.mark.parametrize("options", [["steps", "--rounds", "1"], ["timeline", "--contexts", "0"]])
 def test_a_wrong_command_is_one_line_and_status_2(options, capfd):
     error(capfd, cli.bench, *options)
