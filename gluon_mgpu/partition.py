@@ -103,10 +103,9 @@ def train_batch_network(
     while the second device computes the first. No code here schedules this: each device starts as soon as its inputs
     arrive. Returns the losses of each micro-batch.
     """
-    if micro_batches > 1:
-        for params in device_params:
-            for p in params:
-                p.attach_grad("add")  # new zero gradients; each micro-batch adds to them
+    for params in device_params:
+        for p in params:
+            p.attach_grad("add")  # new zero gradients; each micro-batch adds to them
     losses = [forward_backward_network(device_params, *part, ctx) for part in split_batch(X, y, micro_batches)]
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
