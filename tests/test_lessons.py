@@ -176,18 +176,21 @@ class TestWhatYouReadIsWhatRuns:
             (scratch, "sgd", {"weight_decay": 0.1}),
             (scratch, "split_and_load", {"shares": (2, 1)}),
             (highlevel, "split_and_load", {"shares": "auto"}),
+            (scratch, "train_batch", {"grad_accum_steps": 2}),
+            (highlevel, "train_batch", {"max_grad_norm": 1.0}),
         ],
     )
     def test_a_replaced_function_is_called_or_a_setting_that_bypasses_it_is_refused(
         self, module, name, bypasses, monkeypatch
     ):
         called, original = [], getattr(module, name)
-        mine = functools.wraps(original)(lambda *args: called.append(args) or original(*args))
+        mine = functools.wraps(original)(lambda *args, **kwargs: called.append(args) or original(*args, **kwargs))
         monkeypatch.setattr(module, name, mine)
         with pytest.raises(UsageError, match=name):
             module.train(2, 64, LR, **bypasses, **self.OPTIONS)
         assert not called
-        module.train(2, 64, LR, max_grad_norm=1.0, grad_accum_steps=2, **self.OPTIONS)
+        extras = {} if name == "train_batch" else {"max_grad_norm": 1.0, "grad_accum_steps": 2}
+        module.train(2, 64, LR, **extras, **self.OPTIONS)
         assert called
 
     def test_without_tuning_a_plain_gluon_network_trains_with_mxnets_own_store(self):

@@ -91,6 +91,12 @@ def train(
                 settings = replace(settings, shares=measured_shares(lesson(ctx, equal, **own), data))
             mx.random.seed(settings.seed)
             replicas = lesson(ctx, settings, workers, **own)
+            replaced = _replaced(lesson, "train_batch")
+            if replicas.extras and replaced:
+                raise UsageError(
+                    f"{replaced} is your own function, but a step with several workers, grad_accum_steps, "
+                    f"max_grad_norm or shares, or in scratch with momentum or weight_decay, does not call it"
+                )
             if replicas.running_stats and (compress or "").startswith("2bit"):
                 raise UsageError(f"compress={compress}: would also compress the running statistics; omit it")
             if arrays is not None:
@@ -127,11 +133,16 @@ def _model_name(lesson: type[Replicas], net: Any, params: Any, model: str) -> st
 def _check_replaced(lesson: type[Replicas], settings: Settings) -> None:
     """Raise UsageError if the caller has replaced a function of the lesson that these settings bypass."""
     for name, bypassed in BYPASSED.items():
-        function = getattr(sys.modules.get(lesson.__module__), bypassed, None)
-        home = getattr(function, "__globals__", {}).get("__name__", "")  # functools.wraps copies __module__
-        if getattr(settings, name) and function and not home.startswith("gluon_mgpu."):
-            replaced = f"{implementation_name(lesson)}.{bypassed}"
+        replaced = _replaced(lesson, bypassed)
+        if getattr(settings, name) and replaced:
             raise UsageError(f"{name}={getattr(settings, name)}: would bypass your own {replaced}; omit it")
+
+
+def _replaced(lesson: type[Replicas], name: str) -> str:
+    """The full name of a lesson's function if the caller has replaced it, otherwise ""."""
+    function = getattr(sys.modules.get(lesson.__module__), name, None)
+    home = getattr(function, "__globals__", {}).get("__name__", "")  # functools.wraps copies __module__
+    return f"{implementation_name(lesson)}.{name}" if function and not home.startswith("gluon_mgpu.") else ""
 
 
 class Training:
