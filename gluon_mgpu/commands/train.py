@@ -15,7 +15,7 @@ from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 from gluon_mgpu.distributed import process, serve
 from gluon_mgpu.distributed.launch import RESTARTED
-from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets, recipes, records, settings
 
@@ -172,7 +172,9 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
         return
     process.check_compress(options["compress"], here)
     if os.environ.get(RESTARTED) and options["out"] and records.exists(options["out"]):
-        options.update(resume=options["out"], out=None)
+        if options["profile"]:
+            log.say("--profile is ignored, because the run has been restarted")
+        options.update(resume=options["out"], out=None, profile=None)
         recipe, given = None, set()
     if recipe and options["resume"] is not None:
         raise UsageError("--recipe and --resume cannot be combined: a resumed run has its own settings")
