@@ -76,12 +76,12 @@ class Settings:
         if (value is None and name in OPTIONAL) or (wanted is float and type(value) is int):
             return
         if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, wanted):
-            raise UsageError(f"{name}={value!r}: wrong type")
+            raise UsageError(f"{name}={value!r}: must have type {getattr(wanted, '__name__', 'tuple or str')}")
 
     def _check_values(self) -> None:
         self._require("batch_size", 1 <= self.batch_size <= MOST, f"must be 1 to {MOST}")
         # The limits are just inside the range of float32. nan is rejected, because every comparison with nan is false.
-        self._require("lr", 1e-37 < self.lr < 1e38, "must be a number above 0, such as 0.2")
+        self._require("lr", 1e-37 < self.lr < 1e38, "must be from 1e-37 to 1e38, such as 0.2")
         self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range after scaling to the batch size")
         self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
         self._require("dataset", self.dataset in datasets.NAMES, f"must be one of {', '.join(datasets.NAMES)}")
@@ -92,7 +92,7 @@ class Settings:
         self._require("momentum", 0 <= self.momentum < 1, "must be at least 0 and less than 1, such as 0.9")
         self._require("weight_decay", 0 <= self.weight_decay < 1, "must be at least 0 and less than 1, such as 0.0005")
         norm = self.max_grad_norm
-        self._require("max_grad_norm", norm is None or 1e-30 < norm < 1e30, "must be a number above 0")
+        self._require("max_grad_norm", norm is None or 1e-30 < norm < 1e30, "must be from 1e-30 to 1e30")
         most = self.batch_size
         self._require("grad_accum_steps", 1 <= self.grad_accum_steps <= most, f"must be 1 to {most}, the batch size")
         self._require("schedule", self.schedule in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}")
@@ -101,7 +101,7 @@ class Settings:
         warmup = 0 <= self.warmup_epochs < self.epochs
         self._require("warmup_epochs", warmup, f"must be at least 0 and less than {self.epochs}, the number of epochs")
         if isinstance(self.shares, tuple):
-            numbers = self.shares and all(isinstance(s, (int, float)) and 0 < s < 1e9 for s in self.shares)
+            numbers = self.shares and all(type(s) in (int, float) and 0 < s < 1e9 for s in self.shares)
             self._require("shares", bool(numbers), "must be one number above 0 per device, such as 80,20")
         else:
             valid = self.shares in (None, "auto")
@@ -113,7 +113,7 @@ class Settings:
                 "schedule", bool(self.milestones), "needs epochs at which the rate changes, such as milestones=2,3"
             )
         self._require("milestones", self.schedule == "step" or not self.milestones, "needs schedule=step")
-        integers = all(isinstance(epoch, int) for epoch in self.milestones)
+        integers = all(type(epoch) is int for epoch in self.milestones)
         increasing = integers and list(self.milestones) == sorted(set(self.milestones))
         within = increasing and all(1 <= epoch < self.epochs for epoch in self.milestones)
         self._require("milestones", within, f"must be increasing epoch numbers, at least 1 and below {self.epochs}")
