@@ -34,7 +34,7 @@ def printable(line: str) -> str:
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, if this process is worker 0 or runs alone."""
     if speaks():
-        with suppress(OSError):  # the reader may be gone
+        with suppress(OSError, ValueError):  # the reader may be gone
             print(f"{prefix}{printable(rewrite.get()(line))}", file=sys.stderr)
 
 
