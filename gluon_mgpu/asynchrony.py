@@ -66,12 +66,10 @@ def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
 
 def run_one_after_another(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
     """Run computations on one device after another, waiting for each device. Returns the total time in seconds."""
-    start = time.perf_counter()
-    for x in x_devices:
-        run_synchronously(x, products)
-    seconds = time.perf_counter() - start
-    print("Total time elapsed is", seconds)
-    return seconds
+    with BenchMark("Total time elapsed is") as total:
+        for x in x_devices:
+            run_synchronously(x, products)
+    return total.seconds
 
 
 def run_at_once(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
@@ -114,14 +112,3 @@ def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True
         _held = copy_to_cpu(y, non_blocking)
         nd.waitall()
     return to_cpu.seconds
-
-
-def notebook(ctx: Sequence[Context], size: int = SIZE, products: int = PRODUCTS) -> None:
-    """Run all cells of the notebook, in order, on the devices in ctx."""
-    x_devices = matrices(ctx, size)
-    run_asynchronously(x_devices[0], products)
-    run_synchronously(x_devices[0], products)
-    run_one_after_another(x_devices, products)
-    run_at_once(x_devices, products)
-    run_then_copy(x_devices[0], products)
-    run_and_copy(x_devices[0], products)

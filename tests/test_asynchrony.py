@@ -99,7 +99,13 @@ def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(funct
 
 
 def test_the_cells_print_what_the_notebooks_cells_print(capsys):
-    asynchrony.notebook([mx.cpu(0), mx.cpu(1)], 16, 2)
+    x, *_ = matrices = asynchrony.matrices([mx.cpu(0), mx.cpu(1)], 16)
+    for function in ("run_asynchronously", "run_synchronously"):
+        getattr(asynchrony, function)(x, 2)
+    for function in ("run_one_after_another", "run_at_once"):
+        getattr(asynchrony, function)(matrices, 2)
+    for function in ("run_then_copy", "run_and_copy"):
+        getattr(asynchrony, function)(x, 2)
     printed = re.sub(r"\d+\.\d+(e-\d+)?", "SECONDS", capsys.readouterr().out).splitlines()
     assert printed == [
         "cpu(0) SECONDS",
