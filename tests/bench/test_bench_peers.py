@@ -31,6 +31,7 @@ def test_ratios_are_those_of_one_round(monkeypatch):
 
     monkeypatch.setattr(harness, "start", start)
     monkeypatch.setattr(peers, "_check_torch", lambda: None)
+    monkeypatch.setattr(peers, "_isa", lambda name: f"AVX9 in {name}")
     result = peers.run(("lenet",), rounds=3)
     table = peers.table(result)
     row = next(line.split() for line in table.splitlines() if line.startswith(f"{peers.HIGHLEVEL}  "))
