@@ -85,6 +85,17 @@ def test_three_steps_give_the_losses_gradients_and_parameters_of_float64(way, op
                     assert_close(a, b, rounding)
 
 
+def test_a_step_after_one_with_micro_batches_has_only_its_own_gradients():
+    X, y = map(nd.array, batch(8))
+    gradients = []
+    for earlier in ({"micro_batches": 2}, {}):
+        step, device_params = start(NETWORK, {}, 2)
+        step(X, y, lr=0, **earlier)
+        step(X, y)
+        gradients.append(joined(NETWORK, device_params, lambda p: p.grad))
+    np.testing.assert_equal(*gradients)
+
+
 @contextmanager
 def recorded_copies():
     """A list of all copies between devices: (source, destination, bytes)."""
