@@ -66,7 +66,8 @@ pygments_dark_style = "native"
 
 
 class LinksOutOfDocs(SphinxTransform):
-    """Links to a module's file become links to its API page, and links to the README become links to the index."""
+    """Links to a module's file become links to its API page, and links to the README become links to the index.
+    Links to CONTRIBUTING.md become text, because it is not on the website."""
 
     default_priority = 500
 
@@ -83,6 +84,8 @@ class LinksOutOfDocs(SphinxTransform):
                 node.replace_self(new)
             elif node.get("refdomain") == "doc" and Path(node["reftarget"]).name == "README":
                 node["reftarget"] = "index"
+            elif Path(node["reftarget"]).stem == "CONTRIBUTING":
+                node.replace_self(nodes.inline("", node.astext()))
 
 
 class Recorded(click.HelpFormatter):

@@ -34,6 +34,8 @@ def measurement(
     benchmark = import_module(f"bench.{module or name}")
 
     def measure(out: str | None, **chosen: Any) -> None:
+        if out is not None:
+            harness.create(out)
         result = benchmark.run(**arguments, **chosen)
         click.echo(benchmark.table(result))
         if out is not None:

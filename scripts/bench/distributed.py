@@ -73,7 +73,7 @@ def job(kvstore: str, **arguments: Any) -> Job:
 def table(result: dict) -> str:
     """Format the time, ratio and traffic of each setup, for each model and implementation."""
     lines = [
-        f"2 processes of 1 context against 1 process of 2 contexts, medians of {result['rounds']} rounds (min-max);",
+        f"2 processes, 1 context each, and 1 process with 2 contexts; medians of {result['rounds']} rounds (min-max);",
         harness.machine_line(),
         NOTES,
     ]

@@ -255,13 +255,18 @@ def peak_mb() -> float:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
-def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:
-    """Write the result and the machine's facts to NAME.json in `out`. draw(result, file), if given, draws NAME.png."""
-    folder = Path(out)
+def create(out: str | Path) -> None:
+    """Create the folder for results. Raises Error if that is impossible."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:
+    """Write the result and a description of the machine to NAME.json in the folder `out`. draw(result, file), if given,
+    draws NAME.png."""
+    folder = Path(out)
     text = json.dumps({"machine": facts(), **result}, indent=1)
     checkpoint.write_whole(folder / f"{name}.json", lambda file: file.write(text.encode()))
     if draw:

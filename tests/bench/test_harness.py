@@ -96,13 +96,14 @@ def test_the_facts_name_the_processor_and_its_instruction_sets(monkeypatch):
 
 def test_a_result_is_written_as_json_with_the_machine_and_as_a_picture(tmp_path):
     draw = lambda result, file: file.write(b"a picture")  # noqa: E731
+    harness.create(tmp_path / "new/folder")
     harness.write(tmp_path / "new/folder", "it", {"ms": [1.0, 2.0]}, draw)
     kept = json.loads((tmp_path / "new/folder/it.json").read_text())
     assert kept["ms"] == [1.0, 2.0] and kept["machine"]["cores"] >= 1
     assert (tmp_path / "new/folder/it.png").read_bytes() == b"a picture"
     (tmp_path / "file").write_text("")
     with pytest.raises(Error):
-        harness.write(tmp_path / "file", "it", {"ms": [1.0]})
+        harness.create(tmp_path / "file")
 
 
 @pytest.mark.slow
