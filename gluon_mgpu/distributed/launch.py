@@ -121,7 +121,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
     status."""
     workers = [p for p in processes if p.role == "worker"]
     try:
-        events.wait(lambda: _first_failed(processes) or _ended(workers))
+        _wait_for_workers(processes, workers, events)
         events.wait(lambda: _first_failed(processes) or _ended(processes), SECONDS_TO_FINISH)
     except KeyboardInterrupt:
         _interrupt(processes, workers, events)
@@ -144,6 +144,19 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
     if not failed:
         return 0
     return failed.returncode if failed.role == "worker" and failed.returncode in (2, 130) else 1
+
+
+def _wait_for_workers(processes: list[_Process], workers: list[_Process], events: _Events) -> None:
+    """Wait until all workers have exited, or a process has failed. MXNet's parameter servers exit when all workers have
+    closed their stores. A worker can then hang in ps-lite; a notice says so."""
+    others = [p for p in processes if p.role != "worker"]
+    events.wait(lambda: _first_failed(processes) or _ended(workers) or _ended(others))
+    if not events.wait(lambda: _first_failed(processes) or _ended(workers), SECONDS_TO_FINISH):
+        _say(
+            f"gluon_mgpu: {_running(workers)}: still running {SECONDS_TO_FINISH} s after the servers exited; if it "
+            "hangs, press Ctrl-C"
+        )
+        events.wait(lambda: _first_failed(processes) or _ended(workers))
 
 
 def _interrupt(processes: list[_Process], workers: list[_Process], events: _Events) -> None:

@@ -290,6 +290,19 @@ def test_a_port_in_use_is_refused_before_anything_starts(run, offset):
     assert not run.told("scheduler")
 
 
+def test_a_worker_that_outlives_the_servers_is_named_and_not_stopped(run):
+    body = """
+        if me == "worker1":
+            until(lambda: told("all others ended"))
+            time.sleep(2.5)  # SOONER waits 1 s for the workers
+    """
+    run.start(body, launcher=SOONER).wait_for("worker1")
+    runs.wait(lambda: run.left() == ["worker1"], PROMISED)
+    (run.folder / "all others ended").write_text("true")
+    status, _, (line,) = run.end()
+    assert status == 0 and "worker 1" in line and "worker 0" not in line
+
+
 SUMS = """
 import gluon_mgpu
 gluon_mgpu.configure(contexts=1)
