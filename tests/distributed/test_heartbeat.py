@@ -81,9 +81,9 @@ class Raw:
         self.socket = socket.create_connection(("127.0.0.1", coordinator.port), timeout=10)
         self.file, self.here = self.socket.makefile(), coordinator.here
 
-    def hello(self, name, about="here", **more):
+    def hello(self, name, **more):
         right = {"of": [self.here.workers, self.here.servers], "secret": self.here.secret}
-        self.send(json.dumps({"name": name, "about": about, **right, **more}))
+        self.send(json.dumps({"name": name, "about": f"host of {name}", **right, **more}))
 
     def send(self, text):
         self.socket.sendall(text.encode() + b"\n")
@@ -91,9 +91,15 @@ class Raw:
     def hear(self, key):
         return next(message for message in map(json.loads, self.file) if key in message)
 
-    def wait_for_all(self):
-        while self.hear("missing")["missing"]:
-            pass
+
+def greeted(coordinator):
+    """A connection for each worker and server, after all of them have said hello."""
+    connections = [Raw(coordinator) for _ in coordinator.expected]
+    for connection, name in zip(connections, coordinator.expected):
+        connection.hello(name)
+    while connections[0].hear("missing")["missing"]:
+        pass
+    return connections
 
 
 def test_all_gather_returns_the_values_of_all_workers_by_rank(coordinator, ends):
@@ -127,11 +133,7 @@ def test_a_lost_client_is_named_to_all_others_and_the_first_of_them_reports_it(
 ):
     if end == "is silent":
         monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
-    made = coordinator(2, 1)
-    connections = [Raw(made) for _ in range(3)]
-    for connection, name in zip(connections, made.expected):
-        connection.hello(name, f"host of {name}")
-    connections[0].wait_for_all()
+    connections = greeted(coordinator(2, 1))
     if end == "closes":
         connections[lost].socket.shutdown(socket.SHUT_RDWR)
     for connection in connections[:lost] + connections[lost + 1 :]:
@@ -171,13 +173,9 @@ def test_a_stranger_disturbs_nobody(coordinator, ends, said):
 
 @pytest.mark.parametrize("said", ['{"issued": []}', '{"issued": "x"}', '{"issued": Infinity}', "[]", "x"])
 def test_a_client_that_sends_a_malformed_message_is_lost(coordinator, said):
-    made = coordinator()
-    first, second = Raw(made), Raw(made)
-    first.hello("worker 0")
-    second.hello("worker 1")
-    first.wait_for_all()
+    first, second = greeted(coordinator())
     second.send(said)
-    assert "worker 1 (here)" in first.hear("end")["end"]
+    assert "worker 1 (host of worker 1)" in first.hear("end")["end"]
 
 
 REFUSED = [
@@ -218,18 +216,11 @@ def test_processes_that_do_not_connect_in_time_are_named(coordinator, monkeypatc
     assert first.hear("end")["end"].startswith("worker 1, server 0 ")
 
 
-def test_a_port_in_use_an_unknown_host_and_no_answer_are_errors_with_the_address(ends, monkeypatch):
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+def test_no_answer_and_an_unknown_host_are_errors_with_the_address(host, monkeypatch):
     monkeypatch.setattr(heartbeat, "CONNECT_LIMIT", 0.2)
-    worker = Process("horovod", workers=2)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(Error, match=f"127.0.0.1, port {port} .*in use"):
-            heartbeat.Coordinator(worker, "127.0.0.1", port)
-    with pytest.raises(Error, match=f"127.0.0.1, port {port} .*refused"):
-        heartbeat.Client(worker, "127.0.0.1", port)
-    for connect in (heartbeat.Coordinator, heartbeat.Client):
-        with pytest.raises(Error, match="no.such.host.invalid"):
-            connect(worker, "no.such.host.invalid", 1)
+    with pytest.raises(Error, match=host):
+        heartbeat.Client(Process("horovod", workers=2), host, port=1)
 
 
 @pytest.mark.parametrize("name, reported", [("worker 1", True), ("worker 2", False)])
