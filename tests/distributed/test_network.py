@@ -17,7 +17,7 @@ import mxnet as mx
 import pytest
 import runs
 from own_process import write_program
-from test_workers import ARGS, MODULES, RTOL, STEPS, apart, parameters, train_alone
+from test_workers import ARGS, MODULES, RTOL, STEPS, apart, train_alone
 
 from gluon_mgpu.runtime import engine
 
@@ -128,7 +128,7 @@ def test_gradients_cross_the_network_and_training_is_that_of_one_process(
     ended = ends(start(network, kvstore, tmp_path, "--impl", impl, *ARGS), runs.HORIZON)
     seconds = time.monotonic() - began
     assert {status for status, _, _ in ended.values()} == {0}, ended
-    assert apart(parameters(tmp_path / "run"), parameters(alone[impl]), impl) < RTOL
+    assert apart(tmp_path / "run", alone[impl]) < RTOL
 
     size = sum(array.nbytes for array in MODULES[impl].Replicas([mx.cpu()]).parameters().values())
     part = 1 if kvstore == "dist_sync" else 2 * (WORKERS - 1) / WORKERS  # push and pull; ring allreduce
@@ -199,7 +199,7 @@ def test_the_scripts_of_the_docs_train_on_several_machines(name, build, tmp_path
     ended = ends(started, runs.HORIZON)
     assert {status for status, _, _ in ended.values()} == {0}, ended
     assert f"as worker 0 of {len(network.machines)}" in ended[0][1]
-    assert apart(parameters(tmp_path / "run"), parameters(alone["highlevel"]), "highlevel") < RTOL
+    assert apart(tmp_path / "run", alone["highlevel"]) < RTOL
 
 
 @pytest.mark.parametrize("lost", ["worker 1", "server 0"])
