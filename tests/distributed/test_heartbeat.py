@@ -126,22 +126,17 @@ def test_when_one_worker_asks_to_stop_all_go_on_to_the_last_step_that_any_has_is
     finish(made, [server, first, second], ends)
 
 
-@pytest.mark.parametrize("end", ["closes", "is silent"])
 @pytest.mark.parametrize("lost, reporter", [(1, 0), (0, 1)])
-def test_a_lost_client_is_named_to_all_others_and_the_first_of_them_reports_it(
-    coordinator, ends, end, lost, reporter, monkeypatch
+def test_a_silent_client_is_named_to_all_others_and_the_first_of_them_reports_it(
+    coordinator, ends, lost, reporter, monkeypatch
 ):
-    if end == "is silent":
-        monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
+    monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
     connections = greeted(coordinator(2, 1))
-    if end == "closes":
-        connections[lost].socket.shutdown(socket.SHUT_RDWR)
     for connection in connections[:lost] + connections[lost + 1 :]:
         threading.Thread(target=keep_alive, args=(connection,), daemon=True).start()
     heard = [connections[i].hear("end") for i in (reporter, 2)]
     assert [message["report"] for message in heard] == [True, False]
-    line = heard[0]["end"]
-    assert f"worker {lost} (host of worker {lost})" in line and ("1 s" if end == "is silent" else "connection") in line
+    assert f"worker {lost} (host of worker {lost})" in heard[0]["end"]
     runs.wait(lambda: ends == [(None, 1)], 10)  # the scheduler ends too; a worker reports the error
 
 
