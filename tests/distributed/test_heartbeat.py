@@ -242,14 +242,11 @@ def test_a_process_whose_output_nobody_reads_ends_too(coordinator, gone):
     if gone == "closed":
         line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *line]
     with runs.start(line) as process:
-        try:
-            runs.wait(lambda: "worker 1" in made.clients)
-            if gone == "closed by its reader":
-                process.stdout.close(), process.stderr.close()
-            made.clients["worker 1"].sock.shutdown(socket.SHUT_RDWR)
-            assert process.wait(10) == 1
-        finally:
-            process.kill()
+        runs.wait(lambda: "worker 1" in made.clients)
+        if gone == "closed by its reader":
+            process.stdout.close(), process.stderr.close()
+        made.clients["worker 1"].sock.shutdown(socket.SHUT_RDWR)
+        assert process.wait(10) == 1
 
 
 TAKES_TOO_LONG = """

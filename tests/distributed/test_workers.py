@@ -198,13 +198,10 @@ def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_and_the_run_can_be_resu
     folder, options = tmp_path / "run", {"dataset": "synthetic", "limit": 1600, "seed": 3}
     args = ["--device", "cpu", "--out", folder, "--epochs", 99, "--batch-size", BATCH, *flags(options)]
     with runs.start(runs.command(engine, 2, *args)) as run:
-        try:
-            run.stdout.readline()  # running on:
-            time.sleep(0.5)
-            os.kill(runs.processes(str(folder))["worker 1"], signal.SIGINT)
-            _, err = run.communicate(timeout=runs.HORIZON)
-        finally:
-            runs.end(run)
+        run.stdout.readline()  # running on:
+        time.sleep(0.5)
+        os.kill(runs.processes(str(folder))["worker 1"], signal.SIGINT)
+        _, err = run.communicate(timeout=runs.HORIZON)
     assert run.returncode == (130 if engine == "dist_sync" else 1), err  # horovodrun has its own status
     assert len(runs.errors(err)) <= 1, err  # launch.py's: a worker ended with status 130
     history = records.last(folder)[3].history
