@@ -127,9 +127,7 @@ def test_when_one_worker_asks_to_stop_all_go_on_to_the_last_step_that_any_has_is
 
 
 @pytest.mark.parametrize("lost, reporter", [(1, 0), (0, 1)])
-def test_a_silent_client_is_named_to_all_others_and_the_first_of_them_reports_it(
-    coordinator, ends, lost, reporter, monkeypatch
-):
+def test_a_silent_client_is_named_to_all_others_and_one_reports_it(coordinator, ends, lost, reporter, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 1.0)
     connections = greeted(coordinator(2, 1))
     for connection in connections[:lost] + connections[lost + 1 :]:

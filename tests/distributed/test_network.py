@@ -120,9 +120,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("impl, slow", [("scratch", False), ("highlevel", False), ("highlevel", True)])
 @pytest.mark.parametrize("kvstore", runs.ENGINES)
-def test_gradients_cross_the_network_and_training_is_that_of_one_process(
-    build, tmp_path, kvstore, impl, slow, alone, capsys
-):
+def test_gradients_cross_the_network_and_train_as_in_one_process(build, tmp_path, kvstore, impl, slow, alone, capsys):
     network = build(machines_for(kvstore), slow)
     began = time.monotonic()
     ended = ends(start(network, kvstore, tmp_path, "--impl", impl, *ARGS), runs.HORIZON)

@@ -192,7 +192,6 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
         {"momentun": 0.9},
         {"model": "resnet18"},
         {"net": scratch.lenet},  # without params
-        {"shares": (80, 20), "num_gpus": 1},
         {"shares": (80,), "num_gpus": 1},
         {"shares": "auto", "num_gpus": 1},
         {"shares": (80, 20, 1)},
@@ -203,9 +202,7 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
     ],
     ids=lambda options: " ".join(options),
 )
-def test_what_cannot_be_trained_is_a_usage_error_in_one_line_before_anything_is_printed_or_written(
-    wrong, tmp_path, capsys
-):
+def test_what_cannot_be_trained_is_a_usage_error_before_anything_is_printed_or_written(wrong, tmp_path, capsys):
     with pytest.raises(UsageError) as caught:
         train(**{"out": tmp_path / "run", **wrong})
     assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
