@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -48,23 +49,17 @@ def coordinator(ends):
 
 def joined(coordinator):
     """A Client for each worker and server; their constructors wait for each other."""
-    made = {}
 
-    def join(name):
+    def client(name):
         role, rank = name.split()
         here = coordinator.here._replace(role=role, rank=int(rank))
-        made[name] = heartbeat.Client(here, "127.0.0.1", coordinator.port)
+        return heartbeat.Client(here, "127.0.0.1", coordinator.port)
 
-    in_threads(join, coordinator.expected)
-    return [made[name] for name in coordinator.expected]
+    return in_threads(client, coordinator.expected)
 
 
 def in_threads(function, arguments):
-    threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    return list(ThreadPoolExecutor().map(function, arguments, timeout=10))
 
 
 def finish(coordinator, clients, ends):
@@ -105,13 +100,12 @@ def greeted(coordinator):
 def test_all_gather_returns_the_values_of_all_workers_by_rank(coordinator, ends):
     made = coordinator()
     clients = joined(made)
-    got, turns = {}, [0, 1, "x" * (4 << 20)]
+    turns = [0, 1, "x" * (4 << 20)]
 
-    def gather(client):
-        got[client.here.rank] = [client.all_gather([client.here.rank, turn]) for turn in turns]
+    def gathered(client):
+        return [client.all_gather([client.here.rank, turn]) for turn in turns]
 
-    in_threads(gather, clients)
-    assert got[0] == got[1] == [[[0, turn], [1, turn]] for turn in turns]
+    assert in_threads(gathered, clients) == [[[[0, turn], [1, turn]] for turn in turns]] * 2
     finish(made, clients, ends)
 
 

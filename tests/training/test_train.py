@@ -29,10 +29,6 @@ SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
 IMPLS = {"scratch": scratch, "highlevel": highlevel}
 
 
-def command(*options):
-    return finished(*runs.TRAIN, *options)
-
-
 def train(impl="scratch", num_gpus=2, batch_size=50, lr=0.2, **options):
     defaults = {"dataset": "synthetic", "limit": 100, "epochs": 1, "seed": 0, "device": "cpu"}
     return IMPLS[impl].train(num_gpus, batch_size, lr, **{**defaults, **options})
@@ -41,7 +37,7 @@ def train(impl="scratch", num_gpus=2, batch_size=50, lr=0.2, **options):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl, tmp_path):
     options = ("--impl", impl, "--gpus", 3, "--limit", 1001, "--epochs", 2, "--seed", 5, "--out", tmp_path)
-    done = command(*SYNTHETIC, *options)
+    done = finished(*runs.TRAIN, *SYNTHETIC, *options)
     assert (done.returncode, done.stderr) == (0, "")
     first, *epochs = done.stdout.splitlines()
     assert first == "running on: [cpu(0), cpu(1), cpu(2)]"
@@ -100,8 +96,8 @@ def test_a_terminal_shows_a_bar_with_examples_and_loss():
 
 
 def test_a_recipe_runs_with_its_options_and_those_on_the_command_line_override_it(tmp_path):
-    options = ("--dataset", "synthetic", "--limit", 600, "--epochs", 1, "--device", "cpu", "--out", tmp_path)
-    done = command("--recipe", "gluon-lenet-mnist-4gpu", *options)
+    options = ("--limit", 600, "--epochs", 1, "--out", tmp_path)
+    done = finished(*runs.TRAIN, "--recipe", "gluon-lenet-mnist-4gpu", *SYNTHETIC, *options)
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "config.json").read_text())
     expected = {"impl": "highlevel", "model": "lenet-max", "lr": 0.3, "dataset": "synthetic", "epochs": 1}
@@ -110,7 +106,8 @@ def test_a_recipe_runs_with_its_options_and_those_on_the_command_line_override_i
 
 def test_fashion_mnist_is_found_or_downloaded_and_learned():
     # With the notebook's settings, accuracy leaves 0.10 in the second or third epoch; with smaller ones in the first.
-    done = command("--gpus", 2, "--limit", 20000, "--epochs", 1, "--batch-size", 32, "--lr", 0.3, "--seed", 0)
+    options = ("--gpus", 2, "--limit", 20000, "--epochs", 1, "--batch-size", 32, "--lr", 0.3, "--seed", 0)
+    done = finished(*runs.TRAIN, *options)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) > 0.5, done.stdout
 
@@ -118,7 +115,7 @@ def test_fashion_mnist_is_found_or_downloaded_and_learned():
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_main_job_reaches_the_accuracy_that_the_notebook_printed(impl):
-    done = command("--impl", impl, "--gpus", 2, "--seed", 1)
+    done = finished(*runs.TRAIN, "--impl", impl, "--gpus", 2, "--seed", 1)
     assert 0.66 < float(done.stdout.split()[-1]) < 0.86, done.stdout  # the notebook: 0.71 on 1 device, 0.76 on 2
 
 
