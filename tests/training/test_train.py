@@ -73,9 +73,8 @@ def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
 
 
 def test_verbose_prints_every_setting_that_config_json_records(tmp_path, capsys):
-    options = {"dataset": "synthetic", "limit": 64, "epochs": 1, "device": "cpu", "tune": (16, 32)}
-    highlevel.train(1, 32, 0.1, **options, out=str(tmp_path / "run"), verbose=True)
-    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    train("highlevel", tune=(16, 32), out=tmp_path, verbose=True)
+    recorded = json.loads((tmp_path / "config.json").read_text())
     line = next(line for line in capsys.readouterr().err.splitlines() if "tune: " in line)
     assert all(f"{name}: " in line for name in recorded.keys() - {"version"})
 
