@@ -54,19 +54,6 @@ def test_nothing_is_unpickled(path):
     assert refused(path)
 
 
-def sealed(path, compression, **arrays):
-    """Write an archive that only someone who knows the format can write. arrays: content of .npy files."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", compression) as archive:
-        for name, content in arrays.items():
-            archive.writestr(f"{name}.npy", content)
-    path.write_bytes(packed.getvalue() + hashlib.sha256(packed.getvalue()).hexdigest().encode())
-
-
-def npy(header, content=b""):
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + content
-
-
 @pytest.mark.parametrize(
     "header, compression, size",
     [
@@ -78,7 +65,11 @@ def npy(header, content=b""):
     ],
 )
 def test_a_small_file_that_claims_any_size_is_refused_without_allocating_it(header, compression, size, path):
-    sealed(path, compression, W=npy(header, bytes(size)))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", compression) as archive:
+        length = len(header).to_bytes(2, "little")
+        archive.writestr("W.npy", b"\x93NUMPY\x01\x00" + length + header.encode() + bytes(size))
+    path.write_bytes(packed.getvalue() + hashlib.sha256(packed.getvalue()).hexdigest().encode())
     tracemalloc.start()
     assert refused(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
