@@ -160,20 +160,12 @@ def test_a_run_of_two_workers_is_resumed_by_one_process(two, impl, tmp_path):
     assert apart(folder, expected) < RTOL
 
 
-# train.py in a folder that only worker 0 has
-ONLY_WORKER_0 = """
-import os
-from gluon_mgpu.commands.train import train
-os.chdir(FOLDER if os.environ.get("DMLC_TASK_ID") == "0" else "/")
-train()
-"""
-
-
 def test_a_tuned_run_with_shares_is_resumed_with_its_plan_if_only_worker_0_has_its_folder(tmp_path):
     folder = train_alone("highlevel", 2, tmp_path / "tuned", tune=(16, 0), shares=(70, 30))
-    program = [sys.executable, "-c", ONLY_WORKER_0.replace("FOLDER", repr(str(tmp_path)))]
-    options = ["--kvstore", "dist_sync", "--resume", "tuned", "--impl", "highlevel", "--gpus", 1, "--epochs", 2]
-    status, _, err = runs.run("dist_sync", 2, program=[*program, "--device", "cpu", *map(str, options)])
+    change_folder = f'if [ "$DMLC_TASK_ID" = 0 ]; then cd "{tmp_path}"; else cd /; fi'
+    options = "--kvstore dist_sync --resume tuned --impl highlevel --gpus 1 --epochs 2 --device cpu"
+    train = " ".join(["exec", *runs.TRAIN, options])
+    status, _, err = runs.run("dist_sync", 2, program=["sh", "-c", f"{change_folder}; {train}"])
     assert status == 0 and "workers" in err and "shares" in err, err  # what has changed
     assert records.options(folder)["tune"] == [16, 0]
     expected = train_alone("highlevel", 2, tmp_path / "whole", epochs=2, tune=(16, 0))
