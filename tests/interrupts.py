@@ -2,12 +2,17 @@
 
 import signal
 import time
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
 
 
-def at_step(monkeypatch, replicas, step, *signals):
-    """While the step'th step from here is issued, send (signal, seconds to wait after it) ... to this process.
+@contextmanager
+def at_step(replicas, step, *signals):
+    """While the step'th step of the block is issued, send (signal, seconds to wait after it) ... to this process.
 
-    replicas: the `Replicas` of a lesson.
+    The block must end with a KeyboardInterrupt; yields its ExceptionInfo. replicas: the `Replicas` of a lesson.
     """
     original, steps = replicas.train_batch, []
 
@@ -19,4 +24,5 @@ def at_step(monkeypatch, replicas, step, *signals):
                 time.sleep(seconds)
         return original(self, *args)
 
-    monkeypatch.setattr(replicas, "train_batch", train_batch)
+    with patch.object(replicas, "train_batch", train_batch), pytest.raises(KeyboardInterrupt) as caught:
+        yield caught

@@ -47,21 +47,26 @@ def command(kvstore, workers, *args, servers=1, program=None, launcher=LAUNCH):
     return [*launcher, "--workers", str(workers), "--servers", str(servers), "--", *program]
 
 
+class Run(subprocess.Popen):
+    """If its `with` block fails, the run ends, with all processes that it started."""
+
+    def __exit__(self, kind, error, traceback):
+        if error:
+            end(self)
+        super().__exit__(kind, error, traceback)
+
+
 def start(line, environment=None, stdin=None):
     """The run as a Popen."""
     environment = {**engine.users_environment(), "PYTHONUNBUFFERED": "1", **(environment or {})}
     streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(line, env=environment, cwd=ROOT, start_new_session=True, **streams)
+    return Run(line, env=environment, cwd=ROOT, start_new_session=True, **streams)
 
 
 def run(kvstore, workers, *args, **options):
     """(exit status, standard output, standard error) of a run."""
     with start(command(kvstore, workers, *args, **options)) as process:
-        try:
-            out, err = process.communicate(timeout=HORIZON)
-        except BaseException:
-            end(process)
-            raise
+        out, err = process.communicate(timeout=HORIZON)
     return process.returncode, out, err
 
 

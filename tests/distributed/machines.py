@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 NEEDED = ("ip", "tc", "unshare", "nsenter")
 SLOW_BITS = 100e6  # bits per second, each way, of a slow link
@@ -68,17 +67,9 @@ class Network:
     """
 
     def __init__(self, n, folder, slow=False):
-        self.machines, self.switch = [], None
-        try:
-            self._build(n, Path(folder), slow)
-        except BaseException:
-            self.end()
-            raise
-
-    def _build(self, n, folder, slow):
         names, self.addresses = [f"node{i}" for i in range(n)], [f"10.99.0.{i + 1}" for i in range(n)]
         (folder / "hosts").write_text("127.0.0.1 localhost\n")
-        self.switch = Machine("switch", folder / "hosts")
+        self.machines, self.switch = [], Machine("switch", folder / "hosts")
         for i, name in enumerate(names):
             others = [f"{self.addresses[j]} {names[j]}" for j in range(n) if j != i]
             hosts = folder / f"hosts.{name}"
@@ -108,5 +99,5 @@ class Network:
         self.switch.ip(f"link set port{i} down")
 
     def end(self):
-        for machine in (*self.machines, *([self.switch] if self.switch else [])):
+        for machine in (*self.machines, self.switch):
             machine.end()

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[i] / name) for i, name in ((0, ""), (1, ""), (2, ""), (2, "scripts"))]
 
-from bench import harness
+from bench import distributed, harness
 
 from gluon_mgpu.distributed import process, serve, workers
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
 
 STEPS = {"lenet": 20, "resnet18": 2}
@@ -75,7 +75,7 @@ def measure(mbit, kvstore, *arguments):
     test_network.WORKERS = test_network.SERVERS = 2
     words = [kvstore, *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
-        network = machines.Network(2, folder, slow=True)
+        network = machines.Network(2, Path(folder), slow=True)
         try:
             started = test_network.start_program(network, kvstore, Path(folder), [sys.executable, __file__, *words])
             ended = test_network.ends(started, 600)
@@ -90,21 +90,18 @@ def measure(mbit, kvstore, *arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=int, action="append", required=True)
-    parser.add_argument("--kvstore", choices=("horovod", "dist_sync"), action="append")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # the workers are pinned to different cores of this machine
     print(harness.machine_line())
-    rows = [["medians (min-max), ms", *PARTS, "step / longer part"]]
+    print(f"medians (min-max): ms per {', '.join(PARTS)}; step / longer part")
     for model, impl in CASES:
         for mbit in options.mbit:
-            for kvstore in options.kvstore or ("horovod", "dist_sync"):
+            for kvstore in distributed.installed():
                 times = measure(mbit, kvstore, model, impl, options.rounds)
                 ratio = [step / max(compute, sums) for step, compute, sums in zip(*(times[part] for part in PARTS))]
                 cells = [harness.spread(times[part], 1) for part in PARTS]
-                rows.append([f"{model}, {impl}, {kvstore}, {mbit} Mbit/s", *cells, harness.spread(ratio, 2)])
-                print(" ".join(rows[-1]), flush=True)
-    print("\n".join(log.table(rows)))
+                print(f"{model}, {impl}, {kvstore}, {mbit} Mbit/s:", *cells, harness.spread(ratio, 2), flush=True)
 
 
 if __name__ == "__main__":

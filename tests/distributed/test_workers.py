@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import mxnet as mx
@@ -18,7 +17,7 @@ import runs
 from gluon_mgpu import Error, UsageError, highlevel, scratch
 from gluon_mgpu.distributed import launch, process, workers
 from gluon_mgpu.distributed.process import Process
-from gluon_mgpu.training import checkpoint, records, timeline
+from gluon_mgpu.training import records, timeline
 
 MODULES = {"scratch": scratch, "highlevel": highlevel}
 STEPS, BATCH = 25, 32
@@ -35,14 +34,12 @@ def flags(options):
 ARGS = ["--device", "cpu", "--batch-size", BATCH, "--lr", 0.2, *flags(OPTIONS)]
 
 
-def parameters(folder):
-    return checkpoint.load(Path(folder) / "checkpoint.npz")[0]
-
-
-def apart(found, expected, impl):
-    """The distance between two runs' parameters, relative to the distance that training moved them."""
-    mx.random.seed(OPTIONS["seed"])
-    start = MODULES[impl].Replicas([mx.cpu()]).parameters()
+def apart(folder, expected_folder):
+    """The distance between the parameters of two runs, relative to the distance that training moved them."""
+    found = records.last(folder)[0]
+    expected, config, settings, _ = records.last(expected_folder)
+    mx.random.seed(settings.seed)
+    start = MODULES[config["impl"]].Replicas([mx.cpu()]).parameters()
     assert found.keys() == expected.keys()
     a, b, c = (np.concatenate([arrays[name].ravel() for name in start]) for arrays in (found, expected, start))
     return np.linalg.norm(a - b) / np.linalg.norm(b - c)
@@ -81,10 +78,8 @@ def two(engine, impl, tmp_path_factory):
 
 
 def test_two_workers_of_one_context_end_with_the_parameters_of_one_process(two, impl, alone):
-    one_context = apart(parameters(two[0]), parameters(alone[impl, 1]), impl)
-    print(f"{impl}: 2 workers and 1 process of 1 context: {one_context:.1e}")
-    assert one_context < RTOL
-    assert apart(parameters(two[0]), parameters(alone[impl, 2]), impl) == 0  # bit for bit
+    assert apart(two[0], alone[impl, 1]) < RTOL
+    assert apart(two[0], alone[impl, 2]) == 0  # bit for bit
 
 
 def test_only_worker_0_prints_and_writes_the_loss_and_accuracy_of_all_examples(two, impl, alone):
@@ -107,12 +102,11 @@ CONTEXTS = {"dist_sync": "$((1 + ${DMLC_TASK_ID:-0}))", "horovod": "2"}  # worke
 
 @runs.needs_horovod
 def test_three_workers_of_horovod_end_with_the_same_bits_each_time(tmp_path):
-    found = []
-    for folder in (tmp_path / "a", tmp_path / "b"):
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder in folders:
         status, _, err = runs.run("horovod", 3, "--impl", "scratch", "--out", folder, *ARGS)
         assert status == 0, err
-        found.append(parameters(folder))
-    assert apart(*found, "scratch") == 0
+    assert apart(*folders) == 0
 
 
 @TWO_CASES
@@ -124,7 +118,7 @@ def test_workers_of_several_contexts_with_every_extra_are_one_process(engine, im
     assert status == 0, err
     options = {"momentum": 0.9, "max_grad_norm": 0.1, "grad_accum_steps": 3, "weight_decay": 0.001}
     expected = train_alone(impl, 3, tmp_path / "alone", **options)
-    assert apart(parameters(tmp_path / "run"), parameters(expected), impl) < RTOL
+    assert apart(tmp_path / "run", expected) < RTOL
 
 
 @pytest.mark.slow
@@ -134,7 +128,7 @@ def test_resnet18_on_two_workers_has_the_running_statistics_of_two_contexts(engi
     status, _, err = runs.run(engine, 2, *args, *flags(options))
     assert status == 0, err
     highlevel.train(2, 4, 0.01, device="cpu", out=str(tmp_path / "alone"), **options)
-    found, expected = parameters(tmp_path / "run"), parameters(tmp_path / "alone")
+    found, expected = (records.last(tmp_path / name)[0] for name in ("run", "alone"))
     assert sum("running" in name for name in expected) == 34 and found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
@@ -163,36 +157,19 @@ def test_a_run_of_two_workers_is_resumed_by_one_process(two, impl, tmp_path):
     folder = shutil.copytree(two[0], tmp_path / "resumed")
     train_alone(impl, 1, folder, out=None, resume=str(folder), epochs=2)
     expected = train_alone(impl, 1, tmp_path / "whole", epochs=2)
-    assert apart(parameters(folder), parameters(expected), impl) < RTOL
+    assert apart(folder, expected) < RTOL
 
 
-# train.py in a folder that only worker 0 has
-ONLY_WORKER_0 = """
-import os
-from gluon_mgpu.commands.train import train
-os.chdir(FOLDER if os.environ.get("DMLC_TASK_ID") == "0" else "/")
-train()
-"""
-
-
-def test_a_tuned_run_is_resumed_with_its_plan_if_only_worker_0_has_its_folder(tmp_path):
-    folder = train_alone("highlevel", 2, tmp_path / "tuned", tune=(16, 0))
-    program = [sys.executable, "-c", ONLY_WORKER_0.replace("FOLDER", repr(str(tmp_path)))]
-    options = ["--kvstore", "dist_sync", "--resume", "tuned", "--impl", "highlevel", "--gpus", 1, "--epochs", 2]
-    status, _, err = runs.run("dist_sync", 2, program=[*program, "--device", "cpu", *map(str, options)])
-    assert status == 0, err
+def test_a_tuned_run_with_shares_is_resumed_with_its_plan_if_only_worker_0_has_its_folder(tmp_path):
+    folder = train_alone("highlevel", 2, tmp_path / "tuned", tune=(16, 0), shares=(70, 30))
+    change_folder = f'if [ "$DMLC_TASK_ID" = 0 ]; then cd "{tmp_path}"; else cd /; fi'
+    options = "--kvstore dist_sync --resume tuned --impl highlevel --gpus 1 --epochs 2 --device cpu"
+    train = " ".join(["exec", *runs.TRAIN, options])
+    status, _, err = runs.run("dist_sync", 2, program=["sh", "-c", f"{change_folder}; {train}"])
+    assert status == 0 and "workers" in err and "shares" in err, err  # what has changed
     assert records.options(folder)["tune"] == [16, 0]
     expected = train_alone("highlevel", 2, tmp_path / "whole", epochs=2, tune=(16, 0))
-    assert apart(parameters(folder), parameters(expected), "highlevel") < RTOL
-
-
-@pytest.mark.slow
-def test_a_run_of_unequal_contexts_is_resumed_by_three_workers(tmp_path):
-    folder = train_alone("scratch", 2, tmp_path / "run", shares=(70, 30))
-    status, _, err = runs.run("dist_sync", 3, "--resume", folder, "--epochs", 2)
-    assert status == 0 and "workers" in err and "shares" in err, err  # what has changed
-    expected = train_alone("scratch", 1, tmp_path / "whole", epochs=2)
-    assert apart(parameters(folder), parameters(expected), "scratch") < RTOL
+    assert apart(folder, expected) < RTOL
 
 
 def test_a_run_that_loses_a_worker_is_restarted_and_ends_with_the_bits_of_one_process(tmp_path):
@@ -206,27 +183,24 @@ def test_a_run_that_loses_a_worker_is_restarted_and_ends_with_the_bits_of_one_pr
         _, err = process.communicate(timeout=runs.HORIZON)
     assert process.returncode == 0 and "SIGKILL" in err, err
     expected = train_alone("scratch", 2, tmp_path / "alone", epochs=3)
-    assert apart(parameters(folder), parameters(expected), "scratch") == 0
+    assert apart(folder, expected) == 0
 
 
 def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_and_the_run_can_be_resumed(engine, tmp_path):
     folder, options = tmp_path / "run", {"dataset": "synthetic", "limit": 1600, "seed": 3}
     args = ["--device", "cpu", "--out", folder, "--epochs", 99, "--batch-size", BATCH, *flags(options)]
     with runs.start(runs.command(engine, 2, *args)) as run:
-        try:
-            run.stdout.readline()  # running on:
-            time.sleep(0.5)
-            os.kill(runs.processes(str(folder))["worker 1"], signal.SIGINT)
-            _, err = run.communicate(timeout=runs.HORIZON)
-        finally:
-            runs.end(run)
+        run.stdout.readline()  # running on:
+        time.sleep(0.5)
+        os.kill(runs.processes(str(folder))["worker 1"], signal.SIGINT)
+        _, err = run.communicate(timeout=runs.HORIZON)
     assert run.returncode == (130 if engine == "dist_sync" else 1), err  # horovodrun has its own status
     assert len(runs.errors(err)) <= 1, err  # launch.py's: a worker ended with status 130
     history = records.last(folder)[3].history
     assert len(history) < 99
     again = train_alone("scratch", 2, folder, out=None, resume=str(folder), **options, epochs=len(history) + 1)
     whole = train_alone("scratch", 2, tmp_path / "whole", **options, epochs=len(history) + 1)
-    assert apart(parameters(again), parameters(whole), "scratch") == 0
+    assert apart(again, whole) == 0
 
 
 @pytest.fixture

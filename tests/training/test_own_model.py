@@ -11,7 +11,7 @@ import small_networks  # noqa: F401 (registers the network "normalized")
 
 from gluon_mgpu import evaluate, highlevel
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import checkpoint, settings
+from gluon_mgpu.training import records, settings
 from gluon_mgpu.training.settings import Settings
 
 OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}
@@ -19,10 +19,6 @@ OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 
 
 def train(devices=2, lr=0.05, **options):
     return highlevel.train(devices, 50, lr, **{**OPTIONS, **options})
-
-
-def arrays(run):
-    return checkpoint.load(run / "checkpoint.npz")[0]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
     # Weights of three layers and one bias; two times gamma, beta, mean and variance.
     assert len(trained) == 3 + 1 + 2 * 4 and trained.keys() == initial.keys()
     assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["5.gamma"]
-    velocities = [name for name in arrays(run[1]) if name.startswith("velocity/")]
+    velocities = [name for name in records.last(run[1])[0] if name.startswith("velocity/")]
     assert len(velocities) == len(trained) - 5  # not of the frozen array, the means and the variances
 
 
@@ -49,14 +45,11 @@ def test_its_accuracy_is_the_one_that_the_run_recorded(run):
     assert (evaluate.scores(trained, images).argmax(1) == labels).mean() == epoch.test_accuracy
 
 
-def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(
-    run, monkeypatch, tmp_path, capsys
-):
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupts.at_step(patched, highlevel.Replicas, 5, (signal.SIGINT, 0))
+def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(run, tmp_path, capsys):
+    with interrupts.at_step(highlevel.Replicas, 5, (signal.SIGINT, 0)):
         train(epochs=1, out=tmp_path)
     train(epochs=1, resume=tmp_path)
-    np.testing.assert_equal(arrays(tmp_path), arrays(run[1]))
+    np.testing.assert_equal(records.last(tmp_path)[0], records.last(run[1])[0])
     capsys.readouterr()
     train(1, epochs=2, resume=tmp_path)
     said = capsys.readouterr().err  # of larger shards: the result differs by more than rounding

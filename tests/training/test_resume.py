@@ -28,10 +28,9 @@ def train(impl="scratch", devices=2, batch_size=BATCH, **options):
     return IMPLS[impl].train(devices, batch_size, LR, **{**SIZE, **options})
 
 
-def interrupted(monkeypatch, impl, at_step, by=signal.SIGINT, **options):
+def interrupted(impl, at_step, by=signal.SIGINT, **options):
     """Train until a signal arrives while the at_step'th step from here is issued."""
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupts.at_step(patched, IMPLS[impl].Replicas, at_step, (by, 0))
+    with interrupts.at_step(IMPLS[impl].Replicas, at_step, (by, 0)):
         train(impl, **options)
 
 
@@ -42,14 +41,11 @@ def killed(monkeypatch, **options):
         train("scratch", **options)
 
 
-def arrays(folder):
-    return checkpoint.load(folder / "checkpoint.npz")[0]
-
-
 def results(folder):
     """(arrays, losses, accuracies and learning rates) of a run: everything but its times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return arrays(folder), [[line[name] for name in ("train_loss", "test_accuracy", "learning_rate")] for line in lines]
+    names = ("train_loss", "test_accuracy", "learning_rate")
+    return records.last(folder)[0], [[line[name] for name in names] for line in lines]
 
 
 def files(folder):
@@ -87,12 +83,10 @@ def begun(two_epochs, tmp_path):
     [("extras", [1]), ("extras", [10]), ("extras", [30]), ("extras", [7, 6, 7]), ("plain", [7, 6, 7])],
     ids=str,
 )
-def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(
-    impl, kind, at_steps, whole, monkeypatch, tmp_path
-):
+def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(impl, kind, at_steps, whole, tmp_path):
     options, done = KINDS[kind], 0
     for at_step, by in zip(at_steps, (signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
-        interrupted(monkeypatch, impl, at_step, by, **{"resume" if done else "out": tmp_path}, **options)
+        interrupted(impl, at_step, by, **{"resume" if done else "out": tmp_path}, **options)
         done += at_step
         facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
         assert len(facts["history"]) * 10 + facts["steps"] == done
@@ -109,8 +103,8 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert records.options(begun)["epochs"] == 3
 
 
-def test_a_run_of_the_previous_version_is_resumed_with_the_same_bits(whole, monkeypatch, tmp_path):
-    interrupted(monkeypatch, "highlevel", 13, out=tmp_path, **EXTRAS)
+def test_a_run_of_the_previous_version_is_resumed_with_the_same_bits(whole, tmp_path):
+    interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
     old = {new: name for name, new in RENAMED.items()}
     config = json.loads((tmp_path / "config.json").read_text())
     config = {old.get(name, name): value for name, value in config.items() if name != "tune"}
@@ -141,14 +135,14 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_f
     ids=str,
 )
 def test_another_implementation_or_number_of_devices_gives_the_same_to_rounding_and_is_said(
-    first, then, changed, monkeypatch, tmp_path, capsys
+    first, then, changed, tmp_path, capsys
 ):
     # Without a ReLU, which takes rounding errors around 0 for a difference, rounding can be bounded.
     zeros = [nd.zeros((10, 784)), nd.zeros(10)]
     own = {"scratch": {"net": softmax_regression, "params": zeros}, "highlevel": {"model": "softmax_regression"}}
     for run, impl, devices in (("whole", *first), ("run", *first)):
         options = {**own[impl], **EXTRAS, "devices": devices, "out": tmp_path / run}
-        train(impl, **options) if run == "whole" else interrupted(monkeypatch, impl, 13, **options)
+        train(impl, **options) if run == "whole" else interrupted(impl, 13, **options)
     capsys.readouterr()
     impl, devices = then
     train(impl, devices, resume=tmp_path / "run", **own[impl], **EXTRAS)
@@ -157,10 +151,10 @@ def test_another_implementation_or_number_of_devices_gives_the_same_to_rounding_
     # A gradient sums 32 examples, with scores that sum 784 products. Each of 30 updates, none longer than lr (clipping)
     # and multiplied by up to 1 / (1 - momentum), adds an error of so many roundings.
     atol = 30 * 0.1 / (1 - 0.9) * (32 + 784) * np.finfo(np.float32).eps
-    for name, array in arrays(tmp_path / "whole").items():
-        np.testing.assert_allclose(arrays(tmp_path / "run")[name], array, rtol=0, atol=atol)
-    moved = np.abs(arrays(tmp_path / "whole")["p0"]).max()
-    assert moved > 20 * atol
+    found, expected = (records.last(tmp_path / run)[0] for run in ("run", "whole"))
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=atol)
+    assert np.abs(expected["p0"]).max() > 20 * atol
 
 
 def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, capsys):
@@ -251,11 +245,6 @@ def test_a_link_instead_of_the_folder_of_tensorboard_is_refused_and_not_followed
     assert not files(tmp_path / "victim")
 
 
-def truncate(folder):
-    path = folder / "checkpoint.npz"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def resave(folder, arrays=None, **facts):
     old_arrays, old_facts = checkpoint.load(folder / "checkpoint.npz")
     checkpoint.save(folder / "checkpoint.npz", {**old_arrays, **(arrays or {})}, {**old_facts, **facts})
@@ -268,7 +257,7 @@ def reconfigure(folder, **changed):
 @pytest.mark.parametrize(
     "damage",
     [
-        truncate,
+        lambda folder: os.truncate(folder / "checkpoint.npz", 100),
         lambda folder: resave(folder, format=99),  # of a later version
         lambda folder: resave(folder, history=[{}]),
         lambda folder: resave(folder, history=[dict.fromkeys(records.Epoch._fields, "\x1b[31m")]),
@@ -298,12 +287,10 @@ def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_
 
 def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(begun):
     for path in (begun / "checkpoint.npz", begun.parent):
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=str(begun)):
             records.last(path)
-        assert str(begun) in str(caught.value)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError):
         records.last("nowhere")
-    assert "--" not in str(caught.value)
 
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):

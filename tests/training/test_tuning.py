@@ -148,8 +148,3 @@ def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replic
         # on the next gradients: about 10 roundings per example. The values stay of the size of the first ones.
         atol = 3 * 10 * 4 * k * EPS * max(1, np.abs(q.data(ctx[0]).asnumpy()).max())
         np.testing.assert_allclose(p.data(ctx[0]).asnumpy(), q.data(ctx[0]).asnumpy(), rtol=0, atol=atol)
-
-
-def test_on_gpus_networks_are_left_alone():
-    net = NETWORKS["lenet with sigmoids"]()
-    assert tuning.tunable(net, [mx.cpu(0)]) and not tuning.tunable(net, [mx.gpu(0)])
