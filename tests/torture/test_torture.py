@@ -84,6 +84,16 @@ def test_after_sigterm_nothing_is_left(tmp_path):
     assert not list(tmp_path.iterdir()) and not box.processes(tmp_path)
 
 
+def test_a_run_goes_on_after_the_shell_that_started_it(tmp_path):
+    log = tmp_path / "log"
+    command = f"'{sys.executable}' '{torture.__file__}' --minutes 0.02 --only readers > '{log}' &"
+    subprocess.run(["sh", "-c", command], check=True)
+    until = time.monotonic() + 60
+    while "minutes\nreaders" not in log.read_text() and time.monotonic() < until:  # the table
+        time.sleep(0.1)
+    assert "minutes\nreaders" in log.read_text()
+
+
 def test_a_fault_that_fails_is_found(empty):
     with pytest.raises(box.Violation, match="the test itself failed"):
         empty.run(["true"], faults=[None])

@@ -30,6 +30,7 @@ UNSHARE = "unshare --mount --pid --net --ipc --fork --kill-child --mount-proc".s
 SETUP = 'ip link set lo up; mount --bind "$1" "$1"; mount -t tmpfs -o size=1g none "$2"; mount -t tmpfs none /dev/shm; '
 SETUP += 'mount -o remount,bind,ro /; shift 2; exec "$@"'
 SECONDS = 900  # time limit for one scenario; each of its commands has a shorter one
+REPORT = 600  # seconds between tables during a run
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 JOBS = 2  # scenarios at a time
 SKIPPED, CUT = 3, 5  # exit statuses; CUT: the time was up before the scenario ended
@@ -116,7 +117,11 @@ class Runner:
             thread.start()
         try:
             for thread in threads:
-                thread.join()
+                thread.join(REPORT)
+                while thread.is_alive():
+                    with self.lock:
+                        self.table()
+                    thread.join(REPORT)
         except KeyboardInterrupt:
             for which in INTERRUPTS:
                 signal.signal(which, signal.SIG_IGN)
@@ -184,7 +189,8 @@ class Runner:
                 for column in COLUMNS
             ]
             seconds = sum(seconds for k, seconds in self.busy.items() if kind in (k, "all"))
-            print(row.format(kind, *cells, f"{seconds / 60:.1f}"), self.skips.get(kind, "") if not cells[0] else "")
+            skip = self.skips.get(kind, "") if not cells[0] else ""
+            print(row.format(kind, *cells, f"{seconds / 60:.1f}"), skip, flush=True)
         return cells[2]
 
 
@@ -199,7 +205,8 @@ def main():
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    end_with_parent()
+    if options.cache:  # this process runs one scenario
+        end_with_parent()
     for which in INTERRUPTS:
         if signal.getsignal(which) != signal.SIG_IGN:  # as nohup does
             signal.signal(which, signal.default_int_handler)
