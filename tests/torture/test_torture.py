@@ -86,7 +86,7 @@ def test_after_sigterm_nothing_is_left(tmp_path):
 
 def test_a_run_goes_on_after_the_shell_that_started_it(tmp_path):
     log = tmp_path / "log"
-    command = f"'{sys.executable}' '{torture.__file__}' --minutes 0.02 --only readers > '{log}' &"
+    command = f"'{sys.executable}' '{torture.__file__}' --minutes 0.1 --only readers > '{log}' & sleep 3"
     subprocess.run(["sh", "-c", command], check=True)
     until = time.monotonic() + 60
     while "minutes\nreaders" not in log.read_text() and time.monotonic() < until:  # the table
