@@ -97,6 +97,15 @@ def test_a_write_that_fails_halfway_leaves_the_old_file_and_nothing_else(happens
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 
+def test_a_file_is_never_written_through_a_link(path, tmp_path):
+    (tmp_path / "victim").write_bytes(b"mine")
+    for link in (path, path.parent / f".{path.name}.{os.getpid()}.part"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "victim")
+    checkpoint.save(path, ARRAYS, FACTS)
+    assert checkpoint.load(path)[1] == FACTS and (tmp_path / "victim").read_bytes() == b"mine"
+
+
 def test_a_file_does_not_replace_a_folder_or_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
