@@ -129,8 +129,8 @@ class Replicas(replicas.Replicas):
                 p.grad_req = "add"
         self.arrays = [{name: p.data(c) for name, p in named.items()} for c in self.ctx]
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
-        if tune:
-            self.trainer = tuning.trainer(self.trained, self.ctx, rule)
+        if tune and self.ctx[0].device_type == "cpu":
+            self.trainer = tuning.Trainer(self.trained, rule)
         else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
             self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore="device", update_on_kvstore=False)
         if settings.momentum:  # Trainer itself would create the velocities only in the first step

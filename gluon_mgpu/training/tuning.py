@@ -2,12 +2,13 @@
 
 A `Plan` specifies how to compute the network. It can pad channels with zeros to a multiple of 16, because oneDNN's
 direct convolutions require such multiples. It can split a shard into pieces, so that a layer's output is still in the
-processor's cache when the next layer reads it. `choose` measures which plan is the fastest. `trainer` speeds up the
+processor's cache when the next layer reads it. `choose` measures which plan is the fastest. `Trainer` speeds up the
 gradient sums and the updates. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, gluon, kvstore, nd
+from mxnet import Context, gluon, nd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
@@ -101,7 +102,7 @@ def tunable(net: gluon.Block, ctx: list[Context]) -> bool:
     """Whether `tuned` can transform a network for these devices: a Sequential of LAYERS, on CPU contexts, in a build of
     MXNet without CUDA."""
     return (
-        _on_cpus(ctx)
+        all(c.device_type == "cpu" for c in ctx)
         and not mx.runtime.Features().is_enabled("CUDA")
         and type(net) in (nn.Sequential, nn.HybridSequential)
         and all(type(layer) in LAYERS and (type(layer) is not nn.Conv2D or _is_plain(layer)) for layer in net)
@@ -208,20 +209,6 @@ class _Pieces(HybridBlock):
         return F.concat(*[self.net(piece) for piece in pieces], dim=0)
 
 
-def trainer(params: list[gluon.Parameter], ctx: list[Context], rule: dict[str, float]) -> gluon.Trainer:
-    """Create the fastest gluon.Trainer for SGD on these devices. rule: learning_rate, momentum and wd."""
-    if not _on_cpus(ctx):
-        return gluon.Trainer(params, "sgd", rule, kvstore="device", update_on_kvstore=False)
-    if len(ctx) > 1 and not rule["momentum"]:
-        return Trainer(params, SGD(**rule))
-    store = SharedMemoryStore() if len(ctx) > 1 else "device"
-    return gluon.Trainer(params, SGD(**rule), kvstore=store, update_on_kvstore=False)
-
-
-def _on_cpus(ctx: list[Context]) -> bool:
-    return all(c.device_type == "cpu" for c in ctx)
-
-
 class SGD(mx.optimizer.SGD):
     """MXNet's SGD for float32 arrays, which are updated one at a time. On CPUs, `multi_sgd_update`, which MXNet's own
     class uses for dense arrays, takes twice as long."""
@@ -239,60 +226,50 @@ class SGD(mx.optimizer.SGD):
             nd.sgd_mom_update(weight, grad, state, out=weight, momentum=self.momentum, **rule)
 
 
-class SharedMemoryStore(kvstore.KVStoreBase):
-    """Sums gradients on CPU contexts, where each context can read the arrays of all contexts.
-
-    To sum an array over k contexts, this store moves (3k - 1) times the array's size through memory, and MXNet's
-    KVStore (5k + 1) times. The contexts share the work: each context sums some of the arrays.
-    """
-
-    type, rank, num_workers = "shared_memory", 0, 1
-
-    def __init__(self) -> None:
-        self._owners: dict[int, int] = {}  # {array: index of the context that sums it}
-        self._loads: dict[int, int] = {}  # {context: total size of the arrays that it sums}
-
-    def broadcast(self, key: int, value: NDArray, out: list[NDArray], priority: int = 0) -> None:
-        for x in out:
-            if x is not value:
-                value.copyto(x)
-
-    def reduce(self, key: int, value: list[NDArray]) -> int:
-        """Sum an array over the contexts, in place on one context. Returns the index of that context in `value`."""
-        if key not in self._owners:
-            owner = min(range(len(value)), key=lambda i: self._loads.get(i, 0))
-            self._owners[key] = owner
-            self._loads[owner] = self._loads.get(owner, 0) + value[0].size
-        first = self._owners[key]
-        total, *others = value[first:] + value[:first]
-        nd.add_n(total, *others, out=total)
-        return first
-
-    def pushpull(self, key: int, value: list[NDArray], out: list[NDArray] | None = None, priority: int = 0) -> None:
-        self.broadcast(key, value[self.reduce(key, value)], value)
-
-    @staticmethod
-    def is_capable(capability: str) -> bool:
-        return False  # this store does not run an optimizer
-
-
 class Trainer(gluon.Trainer):
-    """A gluon.Trainer for CPU contexts that updates each array once, instead of once per context.
+    """A gluon.Trainer for CPU contexts, where each context can read the arrays of all contexts.
 
-    In `step`, each context sums the gradients of some arrays, updates these arrays, and copies them to the other
-    contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). Afterward, the sum of an array's gradients is only on the
-    context that updated the array. The optimizer must be stateless, such as SGD without momentum.
+    The contexts share the work: each sums the gradients of some arrays, updates these arrays, and copies them to the
+    other contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). With momentum, every context updates its own arrays,
+    because each has its own velocities. To sum an array over k contexts, this moves (3k - 1) times the array's size
+    through memory, and MXNet's KVStore (5k + 1) times. rule: learning_rate, momentum and wd.
     """
 
-    def __init__(self, params: list[gluon.Parameter], optimizer: mx.optimizer.Optimizer) -> None:
-        super().__init__(params, optimizer, kvstore=SharedMemoryStore(), update_on_kvstore=False)
+    def __init__(self, params: list[gluon.Parameter], rule: dict[str, float]) -> None:
+        super().__init__(params, SGD(**rule), kvstore=None)
+        loads = [0] * len(params[0].list_ctx())  # total size of the arrays that each context sums
+        self.owners: list[int] = []  # for each array, the index of the context that sums it
+        for p in params:
+            self.owners.append(loads.index(min(loads)))
+            loads[self.owners[-1]] += math.prod(p.shape)
+
+    def _allreduce_grads(self) -> None:
+        for p, owner in zip(self._params, self.owners):
+            _reduce(p.list_grad(), owner)
+            _broadcast(p.list_grad(), owner)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        if not self._kv_initialized:
-            self._init_kvstore()
+        """Sum the gradients, and update the arrays. Afterward, without momentum, an array's summed gradient is only on
+        the context that updated the array."""
+        if self._optimizer.momentum:
+            super().step(batch_size, ignore_stale_grad)
+            return
         self._optimizer.rescale_grad = self._scale / batch_size
-        for key, p in enumerate(self._params):
+        for key, (p, owner) in enumerate(zip(self._params, self.owners)):
             grads, arrays = p.list_grad(), p.list_data()
-            owner = self._kvstore.reduce(key, grads)
+            _reduce(grads, owner)
             self._updaters[owner](key, grads[owner], arrays[owner])
-            self._kvstore.broadcast(key, arrays[owner], arrays)
+            _broadcast(arrays, owner)
+
+
+def _reduce(arrays: list[NDArray], owner: int) -> None:
+    """Sum arrays of the same shape, one per context, in place on the context with index `owner`."""
+    total, *others = arrays[owner:] + arrays[:owner]
+    if others:
+        nd.add_n(total, *others, out=total)
+
+
+def _broadcast(arrays: list[NDArray], owner: int) -> None:
+    for array in arrays:
+        if array is not arrays[owner]:
+            arrays[owner].copyto(array)
