@@ -7,6 +7,9 @@ import mxnet as mx
 from mxnet.gluon import Trainer
 
 from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu.training import tuning
+
+TRAINERS = (Trainer, tuning.Trainer)
 
 
 def _after_the_sum(replace, change):
@@ -17,19 +20,22 @@ def _after_the_sum(replace, change):
         allreduce(data)
         change(data, gradients)
 
-    def changed_grads(trainer, allreduce=Trainer._allreduce_grads):
-        gradients = [[grad.copy() for grad in p.list_grad()] for p in trainer._params]
-        allreduce(trainer)
-        for p, before in zip(trainer._params, gradients):
-            change(p.list_grad(), before)
-
     replace(scratch, "allreduce", changed)
-    replace(Trainer, "_allreduce_grads", changed_grads)
+    for kind in TRAINERS:
+
+        def changed_grads(trainer, allreduce=kind._allreduce_grads):
+            gradients = [[grad.copy() for grad in p.list_grad()] for p in trainer._params]
+            allreduce(trainer)
+            for p, before in zip(trainer._params, gradients):
+                change(p.list_grad(), before)
+
+        replace(kind, "_allreduce_grads", changed_grads)
 
 
 def gradients_not_summed(replace):
     replace(scratch, "allreduce", lambda data: None)
-    replace(Trainer, "_allreduce_grads", lambda trainer: None)
+    for kind in TRAINERS:
+        replace(kind, "_allreduce_grads", lambda trainer: None)
 
 
 def gradients_averaged(replace):
