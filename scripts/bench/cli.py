@@ -74,11 +74,10 @@ measurement(
     "steps",
     common.option(
         "--what",
-        type=click.Choice(("step", "resnet18", "engine", "profile")),
+        type=click.Choice(("step", "resnet18", "engine")),
         default=("step", "resnet18"),
         multiple=True,
-        help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings. "
-        "profile: the time of each operator.",
+        help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings.",
     ),
     rounds(3),
     steps,

@@ -76,7 +76,7 @@ def _isa(name: str) -> str:
 
 def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
     """Create {name: job} for all subjects. compiled: folder for the files of torch.compile."""
-    found = {NOTEBOOK: Subject("notebook", 2).job("time", steps)} if model == "lenet" else {}
+    found = {NOTEBOOK: Subject("notebook", 2).job(steps)} if model == "lenet" else {}
     for name, processes in TORCH.items():
         for variant, options in VARIANTS.items():
             arguments = {"model": model, "steps": steps, **processes, **options}
@@ -85,7 +85,7 @@ def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
             found[name + variant] = Job("torch_peers", arguments, env, seconds=900)
     two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]
     others = [Subject("highlevel", contexts, model=model) for contexts in (1, 8)]
-    return {**found, **{str(subject): subject.job("time", steps) for subject in (*two, *map(one_thread, two), *others)}}
+    return {**found, **{str(subject): subject.job(steps) for subject in (*two, *map(one_thread, two), *others)}}
 
 
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:

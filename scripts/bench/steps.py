@@ -5,20 +5,16 @@ docs/performance.md and docs/engine.md show results.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
-from gluon_mgpu.runtime import engine, log
-from gluon_mgpu.training import datasets, timeline
+from gluon_mgpu.runtime import engine
 
 ENGINE = {  # {note: changed settings}
     "": (),
@@ -51,9 +47,9 @@ class Subject(NamedTuple):
     def size(self) -> int:
         return self.batch_size or BATCH_SIZE[self.model]
 
-    def job(self, mode: str, steps: int) -> Job:
-        """Create the job of a worker that measures the subject. mode: "time" or "profile"."""
-        arguments = {"mode": mode, "subject": self, "steps": steps}
+    def job(self, steps: int) -> Job:
+        """Create the job of a worker that measures the subject."""
+        arguments = {"subject": self, "steps": steps}
         advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
         return Job("steps", arguments, harness.environment(self.settings), seconds=900, advice=advice)
 
@@ -78,45 +74,28 @@ SUBJECTS: dict[str, list[Sequence[Subject]]] = {
 
 def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Run]:
     """Time training steps; see `harness.time_steps`. steps: per run of LeNet with batch size 256."""
-    return harness.measure({subject: subject.job("time", steps) for subject in subjects}, rounds)
+    return harness.measure({subject: subject.job(steps) for subject in subjects}, rounds)
 
 
 def run(what: Sequence[str] = ("step", "resnet18"), rounds: int = 3, steps: int = 100) -> dict:
-    """Measure the SUBJECTS in `what`, and with "profile", the time of each operator. Returns the input of `table`."""
+    """Measure the SUBJECTS in `what`. Returns the input of `table`."""
     groups = []
     for name in what:
-        for subjects in SUBJECTS.get(name, []):
+        for subjects in SUBJECTS[name]:
             runs = {str(subject): run for subject, run in measure(subjects, rounds, steps).items()}
             groups.append({"model": subjects[0].model, "batch_size": subjects[0].size, "runs": runs})
-    return {"rounds": rounds, "groups": groups, "profile": profile(steps) if "profile" in what else {}}
-
-
-def profile(steps: int) -> dict[str, dict[str, float]]:
-    """Measure {implementation: {operator: milliseconds per step}} with the engine's profiler."""
-    settings = (*harness.ONE_THREAD.items(), ("MXNET_EXEC_BULK_EXEC_TRAIN", "0"))  # run operators one by one
-    subjects = [Subject(impl, 1, settings=settings) for impl in ("notebook", "scratch", "highlevel")]
-    return {subject.impl: harness.start(subject.impl, subject.job("profile", steps)) for subject in subjects}
+    return {"rounds": rounds, "groups": groups}
 
 
 def table(result: dict) -> str:
-    """Format the times of each group, relative to the group's first subject, and the time of each operator."""
+    """Format the times of each group, relative to the group's first subject."""
     lines = [f"Medians of {result['rounds']} rounds (min-max); {harness.machine_line()}"]
     for group in result["groups"]:
         size, runs = group["batch_size"], group["runs"]
         first = next(iter(runs))
         rows = [(name, size, run, {f"x {first}": ratios(runs[first], run)}) for name, run in runs.items()]
         lines += harness.speed_table(f"{TITLE[group['model']]}, batch {size}", rows)
-    if result["profile"]:
-        lines.append("ms/step on 1 context with 1 thread, operators of at least 0.05 ms")
-        lines += _profile_table(result["profile"])
     return "\n".join(lines)
-
-
-def _profile_table(times: dict[str, dict[str, float]]) -> list[str]:
-    slowest = {name: max(ms.get(name, 0) for ms in times.values()) for ms in times.values() for name in ms}
-    shown = [name for name in sorted(slowest, key=slowest.__getitem__, reverse=True) if slowest[name] >= 0.05]
-    rows = [[name, *(f"{ms.get(name, 0):.2f}" for ms in times.values())] for name in shown]
-    return log.table([["", *times], *rows, ["all", *(f"{sum(ms.values()):.2f}" for ms in times.values())]])
 
 
 def trainer(subject: Subject) -> Train:
@@ -173,24 +152,7 @@ def _notebook(subject: Subject) -> Train:
     return train
 
 
-def _profile(subject: Subject, steps: int) -> dict[str, float]:
-    """Measure {operator: milliseconds per step} with MXNet's profiler."""
-    train = trainer(subject)
-    data, order = datasets.synthetic(steps * subject.size, 100, seed=0), np.arange(steps * subject.size)
-    train(data, order)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "profile.json")
-        with timeline.profiled(file):
-            train(data, order)
-        ms: dict[str, float] = defaultdict(float)
-        for begin, end in timeline.operator_spans(timeline.read_profile(file)):
-            ms[begin["name"]] += (end["ts"] - begin["ts"]) / 1000 / steps
-    return ms
-
-
-def work(mode: str, subject: list[Any], steps: int) -> dict[str, Any]:
-    """Measure the time of a step, or with mode "profile", the time of each operator. subject: a Subject's fields."""
+def work(subject: list[Any], steps: int) -> dict[str, Any]:
+    """Measure the time of a step. subject: a Subject's fields."""
     of = Subject(*subject)
-    if mode == "profile":
-        return _profile(of, steps)
     return harness.time_steps(trainer(of), of.model, of.size, steps)

@@ -108,16 +108,10 @@ def test_a_result_is_written_as_json_with_the_machine_and_as_a_picture(tmp_path)
 
 @pytest.mark.slow
 def test_every_trainer_starts_with_the_same_weights_and_learns_alike():
-    found = [harness.start(impl, steps.Subject(impl, 2).job("time", steps=10)) for impl in ("scratch", "highlevel")]
+    found = [harness.start(impl, steps.Subject(impl, 2).job(steps=10)) for impl in ("scratch", "highlevel")]
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
     assert found[0]["loss"] == pytest.approx(math.log(10), rel=0.01)  # weights are small, so scores are nearly equal
     assert all(1 < run["step_ms"] < 60000 and 50 < run["peak_mb"] < 5000 for run in found)
-
-
-@pytest.mark.slow
-def test_a_profile_names_the_convolutions_of_each_implementation():
-    rows = [line.split() for line in steps.table(steps.run(["profile"], steps=10)).splitlines()]
-    assert all(float(ms) > 0 for ms in next(row for row in rows if row[0] == "Convolution")[1:])
 
 
 def test_bench_is_a_script_whose_subcommands_have_help():
