@@ -80,7 +80,8 @@ class Box:
         self.surroundings = {}  # environment variables of every command, except those of undisturbed runs
         self.log = []  # the commands so far
         self.counts = Counter()  # see COUNTED in torture.py
-        self.killed = self.resumed = False  # by SIGKILL; from a checkpoint, after that
+        self.killed = False  # whether SIGKILL ended the run that was started last
+        self.resumed = 0  # how often a run was resumed from a checkpoint after that
 
     # Commands
 
@@ -99,10 +100,10 @@ class Box:
 
     def go_on(self, plan, **options):
         """Start the plan's run in the folder `out`, or resume it."""
+        killed, self.killed = self.killed, False
         if not records.exists(self.out):
-            self.killed = False
             return self.train(plan, "--out", self.out, **options)
-        self.resumed = self.killed
+        self.resumed += killed
         kept = {name: plan[name] for name in ("workers", "kvstore") if name in plan}
         return self.train(kept, "--resume", self.out, **options)
 
@@ -158,7 +159,7 @@ class Box:
         done = Finished(status, *texts, time.monotonic() - began, sent)
         self.counts["signals"] += len(sent)
         self.counts["kills"] += sent.count(signal.SIGKILL)
-        self.killed = self.killed or signal.SIGKILL in sent
+        self.killed = signal.SIGKILL in sent and status != 0
         self.require(not failed, f"the test itself failed: {failed}", done)
         self._check_end(done, left, command, may_crash)
         changed = {path for path, what in self.files(paths).items() ^ before.items()}

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from box import Box, Skipped
 
+from gluon_mgpu.training import records
+
 SIGNALS = [signal.Signals[f"SIG{name}"] for name in "KILL KILL TERM INT STOP HUP PIPE".split()]
 SHORT = 2.0  # seconds that a process may be stopped; after 10, a run counts it as lost
 
@@ -95,6 +97,7 @@ def restarts(rng, box):
     plan = {**box.plan(rng.choice((2, 2, 4))), "restarts": 9}
     seconds = box.usual_seconds(plan)
     delays = [rng.uniform(0.1, 1) * seconds for _ in range(rng.randint(1, 3))]
+    checkpoints = []  # for each kill, whether there was one
 
     def kill_some(box, process, sent):
         for delay in delays:
@@ -105,9 +108,11 @@ def restarts(rng, box):
                 with suppress(ProcessLookupError):
                     os.kill(rng.choice(others), signal.SIGKILL)
                     box.counts["kills"] += 1
+                    checkpoints.append(records.exists(box.out))
 
     done = box.train(plan, "--out", box.out, faults=[kill_some], seconds=600)
     box.require(done.status == 0, "the run is not restarted", done)
+    box.resumed = min(sum(checkpoints), done.err.count("restarting all processes"))
     box.finish(plan)
 
 

@@ -35,8 +35,8 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 JOBS = 2  # scenarios at a time
 SKIPPED, CUT = 3, 5  # exit statuses; CUT: the time was up before the scenario ended
 COUNTS = "counts:"  # begins a line of a scenario's output
-# commands, signals, those that were SIGKILL; results compared with undisturbed runs, those of runs that SIGKILL ended
-# and that were resumed from a checkpoint
+# commands, signals, those that were SIGKILL; results compared with undisturbed runs, and how often their runs were
+# resumed from a checkpoint after SIGKILL
 COUNTED = ("starts", "signals", "kills", "compared", "resumed")
 COLUMNS = ("runs", "skipped", "violations", *COUNTED)
 # Kinds of scenarios that draw their own environment, or in which horovodrun or a limit would not bear some variables.
