@@ -18,7 +18,7 @@ SIZE, PRODUCTS = 4000, 50  # as in the notebook
 
 
 def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
-    """Multiply a matrix (n, n) by itself `products` times, on its device. Returns without waiting for the results.
+    """Compute the product of a matrix (n, n) with itself, `products` times, on its device. Returns without waiting.
 
     All CPU contexts share MXNET_CPU_TEMP_COPY temporary spaces, and each nd.dot takes one of them. If the queued
     products need more spaces than that, contexts wait for each other (docs/engine.md).

@@ -52,9 +52,9 @@ LAYERS: tuple[Layer, ...] = (
 def stages(devices: int) -> list[slice]:
     """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
 
-    With 2 devices, the first device computes only the first convolution. More than 90% of the arithmetic is on the
-    second device, but the first device's ReLU and pooling also take time: each reads 13,520 values per example. A cut
-    after the second convolution would copy only a quarter as many bytes, but leave the last device almost idle.
+    With 2 devices, the first device computes only the first layer. More than 90% of the arithmetic is on the second
+    device, but the first layer's ReLU and pooling also take time: each reads 13,520 values per example. A cut after the
+    second convolution would copy only a quarter as many bytes, but leave the last device almost idle.
     """
     layers = len(LAYERS)
     if devices > layers:

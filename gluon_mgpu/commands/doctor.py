@@ -70,7 +70,7 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     if numpy[0] == "ok":
         data = [*_data(data_dir), *_tuning()]
     else:
-        data = [("note", "the data sets were not checked, because the check needs NumPy")]
+        data = [("note", "the data sets and the cache of tuning were not checked, because the checks need NumPy")]
     yield from data
     yield _space(Path.cwd(), "the current folder", "choose another folder with --out", "note")
     horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod` to use --kvstore horovod", needs=mxnet)
@@ -177,11 +177,12 @@ def _cores() -> Finding:
     allowed = len(os.sched_getaffinity(0))
     quota = cgroup_cores()
     if quota is None or quota >= allowed:
-        return "ok", f"{allowed} core{'s'[: allowed != 1]}: up to --gpus {allowed}, each CPU context has its own core"
+        cores = f"{allowed} core{'s'[: allowed != 1]}"
+        return "ok", f"{cores}: with --gpus {allowed} or fewer, each CPU context has its own core"
     contexts = max(1, int(quota))
     return "note", (
-        f"{quota:g} of {allowed} cores (the control group's quota): up to --gpus {contexts}, each CPU context has its "
-        f"own core; set OMP_NUM_THREADS={contexts} for --gpus 1, which otherwise starts {allowed} threads"
+        f"{quota:g} of {allowed} cores (the control group's quota): use --gpus {contexts} or fewer, and for --gpus 1, "
+        f"set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
     )
 
 

@@ -35,7 +35,7 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
     if os.path.basename(prefix) in ("", ".", ".."):
         raise UsageError(f"{prefix or repr(prefix)}: must end with a name, such as {path / 'lenet'}")
     if to == "pytorch" and (not path.name.isidentifier() or keyword.iskeyword(path.name)):
-        raise UsageError(f"{prefix}: cannot be the name of a Python module; use letters, digits and _")
+        raise UsageError(f"{prefix}: cannot be the name of a Python module; use a name such as lenet")
     if not path.parent.is_dir():
         raise UsageError(f"{prefix}: folder {path.parent} does not exist")
     files = [Path(prefix + suffix) for suffix in TARGETS[to].SUFFIXES]

@@ -125,7 +125,7 @@ def _operators(network: Network) -> Iterator[Node]:
         if facts["op"] not in OPERATORS:
             raise refuse(facts, "PyTorch")
         if any(output for _, output, *_ in facts["inputs"]):
-            raise refuse(facts, "PyTorch", "it uses one of several outputs of another layer")
+            raise refuse(facts, "PyTorch", "it uses an output other than the first of another layer")
         inputs = [i for i, *_ in facts["inputs"] if i not in params]
         own = [params[i] for i, *_ in facts["inputs"] if i in params]
         if own and facts["op"] not in LAYERS:

@@ -120,7 +120,7 @@ def horovod_address() -> str:
 def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
     """Set environment variables for ps-lite: those that the user has not set, and the scheduler's address."""
     os.environ.setdefault("DMLC_NODE_HOST", own_address)
-    os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite does not resolve names
+    os.environ["DMLC_PS_ROOT_URI"] = scheduler_address  # ps-lite's scheduler cannot listen on a name
     os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(DIVIDED_SIZE))
     os.environ.pop("PORT", None)  # otherwise, every process would listen on this port
 
@@ -134,6 +134,6 @@ def _number(name: str, least: int, end: int | None = None, default: int | None =
     except ValueError:
         number = least - 1
     if number < least or (end is not None and number >= end):
-        allowed = f"at least {least}" if end is None else f"{least} to {end - 1}"
-        raise UsageError(f"{name} is {'not set' if text is None else repr(text)}: must be a number, {allowed}")
+        allowed = f"at least {least}" if end is None else f"from {least} to {end - 1}"
+        raise UsageError(f"{name} is {'not set' if text is None else repr(text)}: it must be an integer, {allowed}")
     return number

@@ -162,7 +162,7 @@ def resnet18(num_classes):
 
 
 def accuracy(y_hat, y):
-    """Returns the number of correct predictions or, if OF_2018, their fraction.
+    """Returns the number of correct predictions or, if OF_2018, the fraction of predictions that are correct.
 
     y_hat: scores (n, classes, ...) or classes (n, ...).
     """

@@ -104,7 +104,7 @@ def configure(contexts: int | None = None, processes: int = 1, workers: int = 1)
     """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
     import prepares for several contexts.
 
-    contexts: number of contexts that compute at the same time; None: the number in an earlier call, or else several.
+    contexts: number of contexts that compute at the same time. None: as in an earlier call; several if there was none.
     processes: number of processes that share this machine's cores. workers: number of workers in the run, on all
     machines. Settings from the user's environment are kept if they are safe; a notice names each setting that is
     ignored. Raises Error if MXNet is missing, if mxnet was imported earlier with settings that can make this number of

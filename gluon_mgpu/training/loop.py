@@ -98,7 +98,7 @@ def train(
                     f"max_grad_norm or shares, or in scratch with momentum or weight_decay, does not call it"
                 )
             if replicas.running_stats and (compress or "").startswith("2bit"):
-                raise UsageError(f"compress={compress}: would also compress the running statistics; omit it")
+                raise UsageError(f"compress={compress}: would also compress the running statistics; omit this setting")
             if arrays is not None:
                 records.restore(replicas, arrays, run.folder)
             if workers.count > 1:
@@ -135,7 +135,7 @@ def _check_replaced(lesson: type[Replicas], settings: Settings) -> None:
     for name, bypassed in BYPASSED.items():
         replaced = _replaced(lesson, bypassed)
         if getattr(settings, name) and replaced:
-            raise UsageError(f"{name}={getattr(settings, name)}: would bypass your own {replaced}; omit it")
+            raise UsageError(f"{name}={getattr(settings, name)}: would bypass your own {replaced}; omit this setting")
 
 
 def _replaced(lesson: type[Replicas], name: str) -> str:

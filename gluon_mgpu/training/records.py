@@ -102,7 +102,7 @@ class Run:
             if folder is not None and not str(folder):
                 raise UsageError(f"{name}='': must be a folder, such as runs/first")
         if out and resume and Path(out) != Path(resume):
-            raise UsageError(f"out={out}: a resumed run stays in its folder, {resume}; omit it")
+            raise UsageError(f"out={out}: a resumed run stays in its folder, {resume}; omit this setting")
         if tensorboard and not (out or resume):
             raise UsageError("tensorboard=True: needs out=FOLDER or resume=FOLDER")
         self.resumed, self.saves = bool(resume), bool(out or resume)
@@ -179,9 +179,9 @@ class Run:
             if given == kept or name in may_differ or (name == "seed" and given is None):
                 continue
             if name == "epochs":
-                raise UsageError(f"epochs={given}: the run's cosine schedule ends at epoch {kept}; omit it")
+                raise UsageError(f"epochs={given}: the run's cosine schedule ends at epoch {kept}; omit this setting")
             given, kept = (joined(value) if isinstance(value, tuple) else value for value in (given, kept))
-            raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit it")
+            raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit this setting")
 
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:
         """Called when training begins. Creates and locks the folder. config: the content of config.json."""

@@ -225,7 +225,7 @@ class Replicas(ABC):
 
 
 def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
-    """Scale the gradients of one device so that their joint norm is at most max_norm."""
+    """Scale one device's gradients so that their global norm is at most max_norm."""
     norm = nd.sqrt(nd.sum(nd.stack(*[nd.sum(nd.square(grad)) for grad in grads])))
     scale = nd.minimum(max_norm / (norm + 1e-8), 1)
     for grad in grads:

@@ -103,9 +103,9 @@ def read_profile(file: Path) -> list[dict[str, Any]]:
 
 
 def operator_spans(raw: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns the begin and end marks of each operator in MXNet's traceEvents, sorted by begin."""
-    marks = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]  # begin and end marks alternate
-    return sorted(zip(marks[::2], marks[1::2]), key=lambda span: span[0]["ts"])
+    """Returns the begin and end events of each operator in MXNet's traceEvents, sorted by start time."""
+    events = [e for e in raw if e["ph"] in ("B", "E") and e["cat"] == "operator"]  # begin and end events alternate
+    return sorted(zip(events[::2], events[1::2]), key=lambda span: span[0]["ts"])
 
 
 class Recorder:

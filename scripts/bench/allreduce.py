@@ -118,7 +118,7 @@ def work(contexts: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def _measure(shapes: list[tuple[int, ...]], ctx: list[Context], rounds: int) -> dict[str, list[float]]:
-    """Measure {way: ms by round}: the time until every context holds all sums."""
+    """Measure the time until every context holds all sums. Returns {way: ms by round}."""
     from mxnet import nd
 
     functions = ways([[nd.zeros(shape, c) for c in ctx] for shape in shapes])  # zeros, so that sums stay finite

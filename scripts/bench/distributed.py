@@ -33,7 +33,7 @@ LAUNCHERS = {
 }
 
 NOTES = """\
-ratio: examples/s relative to 1 process of 2 contexts in the same round. MB out, in: megabytes that worker 0 sends and
+ratio: examples/s relative to 1 process with 2 contexts in the same round. MB out, in: megabytes that worker 0 sends and
 receives per step, as counted by the kernel. "without the exchange": the 2 processes do not sum gradients.
 Horovod is measured if it is installed; `make horovod` builds it."""
 

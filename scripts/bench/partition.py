@@ -54,7 +54,7 @@ def table(result: dict) -> str:
     for name, run in result["ways"].items():
         idle = " ".join(f"{100 * median(shares):3.0f}" for shares in zip(*run["idle"]))
         rows.append([name, harness.spread(run["step_ms"], 1), f"{run['bytes_moved'][0] / 1e6:.3f}", idle])
-    title = f"LeNet split over devices, training, batch {SIZE}, one thread per device, medians of"
+    title = f"LeNet on several devices, training, batch {SIZE}, one thread per device, medians of"
     return "\n".join([f"{title} {result['rounds']} rounds (min-max);", harness.machine_line(), *log.table(rows)])
 
 

@@ -25,11 +25,11 @@ RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # `batch_size` varies the options o
 EXAMPLES, SHARES = 100, (80, 20)
 ENOUGH = 3  # minimum number of seeds for a verdict; two seeds could agree by chance
 OF_BATCH_SIZE = (
-    "a batch of 256 learns about as well on 2 devices as on 1",
-    "a batch of 256 takes about as long on 2 devices as on 1",
-    "a batch of 512 on 2 devices makes an epoch faster, but less than twice as fast",
-    "a batch of 512 learns more slowly than a batch of 256",
-    "a batch of 512 learns faster if its learning rate is doubled",
+    "with a batch size of 256, the network learns about as well on 2 devices as on 1",
+    "with a batch size of 256, an epoch takes about as long on 2 devices as on 1",
+    "with a batch size of 512 on 2 devices, an epoch is faster, but less than twice as fast",
+    "with a batch size of 512, the network learns more slowly than with 256",
+    "with a batch size of 512, the network learns faster if the learning rate is doubled",
 )
 
 

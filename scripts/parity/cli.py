@@ -51,7 +51,7 @@ def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **op
     claim fails, the exit status is 1, and the first line of the output names it. Otherwise, the exit status is 0."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("--quick uses one seed: omit --seeds")
-    engine.configure(4)  # the largest recipe uses 4 contexts; must run before mxnet is imported
+    engine.configure(4)  # before mxnet is imported; the largest recipe uses 4 contexts
     from parity import report
     from parity import run as comparison
 

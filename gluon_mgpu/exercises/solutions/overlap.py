@@ -8,7 +8,7 @@ from mxnet import nd
 
 
 def run_and_copy(parts, compute, host):
-    """Compute all parts on their device. Returns the results, copied to the context host, once all copies are complete.
+    """Apply compute to all parts. Returns the results, copied to the context `host`, once all copies are complete.
 
     parts: a list of arrays. compute: a function that queues the work for one part, and returns its result.
     """
