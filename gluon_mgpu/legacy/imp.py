@@ -1,4 +1,4 @@
-"""Functions of the module imp, which Python 3.12 removed. Old programs use them to load source files."""
+"""Functions of the imp module, which Python 3.12 removed. Old programs use them to load source files."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     if name not in NAMES:
         raise UsageError(f"dataset={name}: must be one of {', '.join(NAMES)}")
     if limit is not None and not 1 <= limit <= LARGEST:
-        raise UsageError(f"limit={limit}: must be 1 to {LARGEST}")
+        raise UsageError(f"limit={limit}: must be from 1 to {LARGEST}")
     if name == "synthetic":
         train_size = LARGEST if limit is None else limit
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)

@@ -1,8 +1,8 @@
 """The interface between the training loop and the lessons, and extras: features that the notebooks' step lacks.
 
-`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are written only once. With all extras
-off, a step is the lesson's `train_batch`. Otherwise, a step is `Replicas.extended_step`, which calls the same functions
-of the lesson as `train_batch`.
+`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are implemented only once. With all
+extras off, a step is the lesson's `train_batch`. Otherwise, a step is `Replicas.extended_step`, which calls the same
+functions of the lesson.
 """
 
 from __future__ import annotations

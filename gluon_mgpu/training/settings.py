@@ -79,22 +79,22 @@ class Settings:
             raise UsageError(f"{name}={value!r}: must have type {getattr(wanted, '__name__', 'tuple or str')}")
 
     def _check_values(self) -> None:
-        self._require("batch_size", 1 <= self.batch_size <= MOST, f"must be 1 to {MOST}")
+        self._require("batch_size", 1 <= self.batch_size <= MOST, f"must be from 1 to {MOST}")
         # The limits are just inside the range of float32. nan is rejected, because every comparison with nan is false.
         self._require("lr", 1e-37 < self.lr < 1e38, "must be from 1e-37 to 1e38, such as 0.2")
         self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range after scaling to the batch size")
         self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
         self._require("dataset", self.dataset in datasets.NAMES, f"must be one of {', '.join(datasets.NAMES)}")
-        self._require("epochs", 1 <= self.epochs <= MOST, f"must be 1 to {MOST}")
+        self._require("epochs", 1 <= self.epochs <= MOST, f"must be from 1 to {MOST}")
         examples = datasets.LARGEST
-        self._require("limit", self.limit is None or 1 <= self.limit <= examples, f"must be 1 to {examples}")
-        self._require("seed", self.seed is None or 0 <= self.seed <= MOST, f"must be 0 to {MOST}")
+        self._require("limit", self.limit is None or 1 <= self.limit <= examples, f"must be from 1 to {examples}")
+        self._require("seed", self.seed is None or 0 <= self.seed <= MOST, f"must be from 0 to {MOST}")
         self._require("momentum", 0 <= self.momentum < 1, "must be at least 0 and less than 1, such as 0.9")
         self._require("weight_decay", 0 <= self.weight_decay < 1, "must be at least 0 and less than 1, such as 0.0005")
         norm = self.max_grad_norm
         self._require("max_grad_norm", norm is None or 1e-30 < norm < 1e30, "must be from 1e-30 to 1e30")
-        most = self.batch_size
-        self._require("grad_accum_steps", 1 <= self.grad_accum_steps <= most, f"must be 1 to {most}, the batch size")
+        most, steps = self.batch_size, self.grad_accum_steps
+        self._require("grad_accum_steps", 1 <= steps <= most, f"must be from 1 to {most}, the batch size")
         self._require("schedule", self.schedule in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}")
         self._check_milestones()
         self._require("gamma", 0 < self.gamma < 1, "must be above 0 and less than 1")

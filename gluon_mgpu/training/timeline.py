@@ -232,7 +232,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
     """Compute the seconds that each context spent in each phase of the shown steps, as a JSON-serializable dict.
 
     Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
-    operators on a context overlap, the time of the overlap counts only for the earlier operator. With several workers,
+    operators on a context overlap, the overlap is counted only once, for the earlier operator. With several workers,
     "contexts" includes the lane for sums over workers. trace: the content of the trace file.
     """
     steps = _steps(trace)

@@ -73,7 +73,7 @@ def step_row(contexts: int, batch_size: int, cores: int) -> list[float]:
 def fit(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
     """Find x >= 0 that minimizes the sum of squares of rows @ x / times - 1.
 
-    The errors are relative because times vary by factors of thousands. rows: (points, terms), times: (points,).
+    The errors are relative because times span several orders of magnitude. rows: (points, terms), times: (points,).
     """
     rows, best = rows / times[:, None], (np.inf, np.zeros(rows.shape[1]))
     for terms in range(1, rows.shape[1] + 1):
