@@ -12,7 +12,6 @@ from contextlib import suppress
 
 import pytest
 import runs
-from own_process import finished
 
 from gluon_mgpu import Error
 from gluon_mgpu.distributed import heartbeat
@@ -239,17 +238,3 @@ def test_a_process_whose_output_nobody_reads_ends_too(coordinator, gone):
             process.stdout.close(), process.stderr.close()
         made.clients["worker 1"].sock.shutdown(socket.SHUT_RDWR)
         assert process.wait(10) == 1
-
-
-TAKES_TOO_LONG = """
-import time
-from gluon_mgpu.distributed import heartbeat
-heartbeat.after(0.2, heartbeat.end_process, "soon enough", 1, 0).cancel()
-heartbeat.after(0.5, heartbeat.end_process, "nobody came", 1, 0.05)
-time.sleep(60)
-"""
-
-
-def test_a_time_limit_ends_the_process_with_an_error_unless_it_is_cancelled():
-    done = finished(sys.executable, "-c", TAKES_TOO_LONG, timeout=50)
-    assert (done.returncode, done.stderr) == (1, "error: nobody came\n")
