@@ -205,16 +205,13 @@ def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_and_the_run_can_be_resu
 
 @pytest.fixture
 def by_hand():
-    """start(root, *args): a scheduler, a server and a worker, as if each were started on its own machine.
-
-    program: what each process runs, default train.py.
-    """
+    """start(root, *args): a scheduler, a server and a worker, as if each were started on its own machine."""
     started = []
 
-    def start(root, *args, program=runs.TRAIN):
+    def start(root, *args):
         shared = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(launch.free_port()), "DMLC_TASK_ID": "0"}
         shared.update({"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"})
-        line = [*program, "--kvstore", "dist_sync", "--device", "cpu", "--dataset", "synthetic", *map(str, args)]
+        line = [*runs.TRAIN, "--kvstore", "dist_sync", "--device", "cpu", "--dataset", "synthetic", *map(str, args)]
         for role in ("scheduler", "server", "worker"):
             started.append(runs.start(line, {**shared, "DMLC_ROLE": role}))
         return started
@@ -236,17 +233,8 @@ def test_sigterm_at_any_process_of_a_run_leaves_a_checkpoint(asked, by_hand, tmp
     assert records.last(tmp_path / "run")[0]
 
 
-# train.py, with a shorter NOTICE_DELAY
-SAYS_SOONER = """
-from gluon_mgpu.commands.train import train
-from gluon_mgpu.distributed import heartbeat
-heartbeat.NOTICE_DELAY = 0.2
-train()
-"""
-
-
 def test_ctrl_c_ends_a_scheduler_that_waits_for_other_processes(by_hand):
-    scheduler, server, worker = by_hand("127.0.0.1", program=[sys.executable, "-c", SAYS_SOONER])
+    scheduler, server, worker = by_hand("127.0.0.1")
     worker.kill()
     assert any("waiting for worker 0" in line for line in server.stderr)
     scheduler.send_signal(signal.SIGINT)
