@@ -4,7 +4,6 @@ import ctypes
 import gzip
 import os
 import sys
-import textwrap
 import venv
 from pathlib import Path
 
@@ -44,12 +43,6 @@ def error_of(done):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
     assert done.stderr.startswith("error: ")
     return done.stderr
-
-
-def module(folder, name, code):
-    path = folder / f"{name}.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(code))
 
 
 @pytest.fixture
@@ -108,7 +101,7 @@ BROKEN = {
 @pytest.mark.parametrize("cause", BROKEN)
 def test_a_broken_numpy_is_a_problem_with_its_first_cause(bare, cause):
     options, packages = bare
-    module(packages, "numpy", BROKEN[cause])
+    tiny.put(packages, {"numpy.py": BROKEN[cause].encode()})
     problem = marked(examine(**options), "problem")[0]
     assert cause in problem and "pip install" in problem
     if cause != "SIGILL":
@@ -259,13 +252,13 @@ def test_a_cache_that_is_not_writable_is_a_problem_if_data_must_be_downloaded(da
 
 
 def test_horovod_is_ok_only_if_it_is_built_for_mxnet(tmp_path, monkeypatch):
-    module(tmp_path / "horovod", "__init__", "__version__ = '0.28.1'")
+    tiny.put(tmp_path / "horovod", {"__init__.py": b"__version__ = '0.28.1'"})
     monkeypatch.syspath_prepend(str(tmp_path))  # for this process
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for doctor's child processes
     for code, expected, text in (
         ("import mxnet", "ok", "0.28.1"),
         ("raise ImportError('Extension horovod.mxnet has not been built')", "note", "horovod.mxnet has not been built"),
     ):
-        module(tmp_path / "horovod", "mxnet", code)
+        tiny.put(tmp_path / "horovod", {"mxnet.py": code.encode()})
         (mark, line), _ = doctor._package("Horovod", doctor.import_horovod, "note", "`make horovod`")
         assert mark == expected and text in line
