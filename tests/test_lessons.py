@@ -12,7 +12,7 @@ import pytest
 from lenet64 import scores
 from mxnet import autograd, gluon, nd
 from parity import drift
-from test_partition import contexts
+from test_partition import batch, contexts, parameters
 
 from gluon_mgpu import highlevel, networks, scratch
 from gluon_mgpu.runtime.errors import UsageError
@@ -27,16 +27,10 @@ MODULES = [scratch, highlevel]
 ROUNDING_AND_RELUS = 1e-2
 
 
-def batch(n, seed=3):
-    rng = np.random.default_rng(seed)
-    return nd.array(rng.random((n, 1, 28, 28))), nd.array(rng.integers(0, 10, n))
-
-
 @pytest.fixture
 def start():
-    """LeNet's parameters by name, large enough that every layer matters, biases included."""
-    rng = np.random.default_rng(7)
-    return {name: 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in zip(LENET, scratch.init_params())}
+    """LeNet's parameters by name."""
+    return {name: p.asnumpy() for name, p in zip(LENET, parameters())}
 
 
 def replicas(module, devices, start, **options):

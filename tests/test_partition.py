@@ -35,9 +35,9 @@ def parameters():
 
 
 def batch(n, seed=3):
-    """Images and labels as NumPy arrays."""
+    """Images and labels."""
     rng = np.random.default_rng(seed)
-    return rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n)
+    return nd.array(rng.random((n, 1, 28, 28))), nd.array(rng.integers(0, 10, n))
 
 
 def start(way, options, devices):
@@ -63,7 +63,7 @@ def float64_steps():
     params, steps = [p.asnumpy().astype(np.float64) for p in parameters()], []
     for seed, n in enumerate(SIZES):
         X, y = batch(n, seed)
-        losses, gradients = losses_and_gradients(params, X.astype(np.float64), y)
+        losses, gradients = losses_and_gradients(params, X.asnumpy().astype(np.float64), y.asnumpy().astype(int))
         params = [p - LR * gradient / n for p, gradient in zip(params, gradients)]
         steps.append((losses, gradients, params))
     return steps
@@ -74,10 +74,9 @@ def float64_steps():
 def test_three_steps_give_the_losses_gradients_and_parameters_of_float64(way, options, devices):
     (step, device_params), rounding = start(way, {}, devices), 0
     for (seed, n), (expected, gradients, params) in zip(enumerate(SIZES), float64_steps()):
-        X, y = batch(n, seed)
         if seed == 2:  # without micro-batches; the gradients of the steps with them must not be added
             options = {}
-        losses = np.concatenate([part.asnumpy() for part in step(nd.array(X), nd.array(y), **options)])
+        losses = np.concatenate([part.asnumpy() for part in step(*batch(n, seed), **options)])
         rounding += additions(n)
         assert_close(losses, expected, rounding)
         for arrays, read in ((gradients, lambda p: p.grad), (params, lambda p: p)):
@@ -123,7 +122,7 @@ def test_nothing_passes_between_devices_except_by_copyto(way, options, monkeypat
     monkeypatch.setattr(register, "_imperative_invoke", checked)
     monkeypatch.setattr(nd.NDArray, "backward", checked_backward)
     with recorded_copies() as copies:
-        step(*map(nd.array, batch(7)))
+        step(*batch(7))
     assert len(crossing) == len(copies) > 0
 
 
