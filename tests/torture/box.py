@@ -213,7 +213,8 @@ class Box:
         if done.status in (1, 2) and not (done.sent or by_horovodrun):
             self.require(errors or (doctor and "problem" in done.out), "failed without an error line", done)
         crash = CRASH.search("\n".join([*lines, done.out]))
-        if crash and done.sent and crash[0] in ("Traceback", "Fatal Python") and str(ROOT) not in done.err:
+        ours = re.search(f'File "{re.escape(str(ROOT))}/(gluon_mgpu|scripts)/', done.err)
+        if crash and done.sent and crash[0] in ("Traceback", "Fatal Python") and not ours:
             crash = None  # the signal arrived while Python itself was starting
         self.require(not crash, f"shows {crash and crash[0]!r}", done)
 
