@@ -66,7 +66,7 @@ class Command(click.Command):
         kwargs["standalone_mode"] = False
         in_main_thread = threading.current_thread() is threading.main_thread()  # only that thread can set handlers
         if in_main_thread:
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then stops child processes too
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # then child processes are stopped too
         try:
             status = super().main(words, program, **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:

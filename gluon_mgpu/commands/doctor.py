@@ -33,7 +33,7 @@ COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 OLDEST_CUDA = 11000  # what cuDriverGetVersion returns for CUDA 11.0, which the driver must support
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
-DATA_SIZE = 31 << 20  # bytes; the size of the largest download
+DATA_SIZE = 31 << 20  # bytes; the size of the largest data set
 
 
 @click.command(

@@ -38,7 +38,7 @@ from gluon_mgpu.runtime.errors import UsageError
 @common.option(
     "--impl",
     type=common.IMPLS,
-    help="Implementation to evaluate with. Default: the run's implementation. Both can load a run of lenet.",
+    help="Implementation to evaluate with; either can load a lenet run. Default: the run's implementation.",
 )
 @common.gpus()
 @common.device

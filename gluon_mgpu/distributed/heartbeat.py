@@ -50,7 +50,7 @@ class Coordinator:
         self.closed: set[str] = set()  # clients whose connection has been closed
         self.leaving = False  # True if this is the scheduler, and it is only waiting for the servers to exit
         self.gathering: dict[str, Any] = {}  # values of an incomplete all_gather
-        self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to stop
+        self.issued: dict[str, int] = {}  # number of steps that each worker had issued when it was asked to hold
         self.finished = False
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()

@@ -170,7 +170,8 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     kvstore: "local", "horovod" or "dist_sync". model: the network's name. compress: "fp16" sends gradients as float16
     (horovod); "2bit:T" sends T, -T or 0 for each element and adds the remainder to the next step's gradient
     (dist_sync). If a process of the run is lost later, this process exits, and an error message names the lost process.
-    Raises UsageError if this process was not started for this kvstore, Error if Horovod is missing or connecting fails.
+    Raises UsageError if this process was not started for this kvstore, and Error if Horovod is missing or connecting
+    fails.
     """
     here = process.expect(kvstore)
     process.check_compress(compress, here)

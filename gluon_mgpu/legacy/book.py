@@ -1,8 +1,8 @@
 """The functions that the MXNet chapters of "Dive into Deep Learning" import from the book's package.
 
-If the book's own package is not installed, `names` provides this module under the package's name: gluonbook or d2lzh
-(2018, which use mxnet.nd), or d2l (2019 to 2022, which uses mxnet.np). The functions accept both kinds of arrays.
-`figures` provides timers, sums and plots.
+If the book's own package is not installed, `names` provides this module under the package's name: gluonbook or d2lzh,
+which date from 2018 and use mxnet.nd, or d2l, whose later versions use mxnet.np. The functions accept both kinds of
+arrays. `figures` provides timers, sums and plots.
 """
 # mypy: allow-untyped-defs
 

@@ -31,7 +31,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
     Execution stops at the first cell that fails. Returns whether all cells succeeded.
 
     path: the notebook. out: the file to write; None: overwrite path. Raises UsageError if path is not a notebook or
-    the folder of out is not writable, Error if Jupyter's packages are missing or the kernel exits.
+    the folder of out is not writable, and Error if Jupyter's packages are missing or the kernel exits.
     """
     _require("nbclient", "ipykernel")
     import nbclient

@@ -90,8 +90,8 @@ def train_all(
 
     impl: "scratch" or "highlevel". device, data_dir: see `loop.train`. seed, settings: fields of `Settings`. All runs
     start from the same parameters. On CPU, each context gets one OpenMP thread, even if it is the only context. Raises
-    UsageError if settings or devices are invalid or `out` holds runs with different options, Error if the data is not
-    available or a run fails.
+    UsageError if settings or devices are invalid, or if `out` holds runs with different options. Raises Error if the
+    data is not available or a run fails.
     """
     varied: dict[Run, dict[str, Any]] = {
         r: {"batch_size": r.batch_size, "scale_lr": r.scale_lr, **({"lr": r.lr} if r.lr else {})} for r in runs
@@ -210,7 +210,8 @@ def draw(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
 
 
 def draw_sweep(results: Sequence[Result], file: BinaryIO | str | Path) -> None:
-    """Plot a sweep's final accuracies against the learning rate, and the rate per 256 examples, as a PNG image."""
+    """Plot a sweep's final accuracies as a PNG image, once against the learning rate and once against the learning rate
+    per 256 examples."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 6.5), layout="constrained")

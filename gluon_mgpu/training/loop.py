@@ -189,7 +189,7 @@ class Training:
         return self.position.history
 
     def _train_epoch(self) -> None:
-        """Train the rest of an epoch. Raises Interrupted on Ctrl-C, Error if a loss or parameter is not finite."""
+        """Train the rest of an epoch. Raises Interrupted on Ctrl-C, and Error if a loss or parameter is not finite."""
         position, settings, workers = self.position, self.settings, self.workers
         assert settings.seed is not None  # `train` has chosen a seed
         size, title = settings.batch_size, f"epoch {len(position.history) + 1}"

@@ -249,8 +249,8 @@ class Trainer(gluon.Trainer):
             _broadcast(p.list_grad(), owner)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """Sum the gradients, and update the arrays. Afterward, without momentum, an array's summed gradient is only on
-        the context that updated the array."""
+        """Sum the gradients, and update the arrays. Without momentum, only the context that updated an array then holds
+        the array's summed gradient."""
         if self._optimizer.momentum:
             super().step(batch_size, ignore_stale_grad)
             return

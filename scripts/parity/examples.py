@@ -31,7 +31,7 @@ def check(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
 
 
 def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
-    """Check, on 2 and on 4 contexts, the values that the notebooks print."""
+    """Check the values that the notebooks print. Some examples use 2 contexts, and the others use 4."""
 
     def finding(claim: str, holds: object, evidence: object) -> Finding:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), str(evidence))

@@ -120,7 +120,7 @@ def _locked(out: str | Path) -> Iterator[None]:
 
 
 def _contexts(device: str) -> list[Context]:
-    """Choose DEVICES contexts, all GPUs or all CPU contexts."""
+    """Choose DEVICES contexts: either only GPUs or only CPU contexts."""
     if device == "auto" and 0 < mx.context.num_gpus() < DEVICES:
         log.say(f"parity needs {DEVICES} GPUs, but this machine has fewer: using CPU contexts")
         device = "cpu"

@@ -2,7 +2,8 @@
 
 A Gluon network that was initialized on several devices has a replica of each parameter on each device. Training keeps
 the replicas equal, because every device makes the same update. Any other change has to be made on all devices too.
-Write such a change: limit the absolute values of all parameters, as some generative networks do after each step.
+Make such a change: limit the absolute values of all parameters, as is done after each step when some generative
+networks are trained.
 """
 
 from mxnet import nd
