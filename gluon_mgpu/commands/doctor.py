@@ -178,11 +178,11 @@ def _cores() -> Finding:
     quota = cgroup_cores()
     if quota is None or quota >= allowed:
         cores = f"{allowed} core{'s'[: allowed != 1]}"
-        return "ok", f"{cores}: with --gpus {allowed} or fewer, each CPU context has its own core"
+        return "ok", f"{cores}: use at most --gpus {allowed}, so that each CPU context has its own core"
     contexts = max(1, int(quota))
     return "note", (
-        f"{quota:g} of {allowed} cores (the control group's quota): use --gpus {contexts} or fewer, and for --gpus 1, "
-        f"set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
+        f"{quota:g} of {allowed} cores (the control group's quota): use at most --gpus {contexts}, and with "
+        f"--gpus 1, set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
     )
 
 
