@@ -1,7 +1,14 @@
-"""Errors for the user. Each message is one line that names the problem and the invalid value, and says what to do."""
+"""Errors for the user. Each message is one line that names the problem and the invalid value, and says what to do.
+
+Messages name settings and commands through `setting` and `command`, which spell them as the caller does: `lr=0` in
+Python, and `--lr 0` on the command line. `gluon_mgpu.commands.common` sets the command line's spelling.
+"""
+
+from __future__ import annotations
 
 import re
 import sys
+from contextvars import ContextVar
 
 # System libraries that libmxnet.so needs, with their Debian packages.
 LIBRARIES = {
@@ -22,9 +29,23 @@ class Error(Exception):
 
 
 class UsageError(Error):
-    """The command was wrong: an option is invalid, or this machine or data set does not support the option's value."""
+    """The command was wrong: a setting is invalid, or this machine or data set does not support the setting's value.
+
+    name: a setting, an argument or an environment variable; None if the value has no name, as for a file. value: the
+    rejected value; None to name only the setting. advice: what is wrong, and what to do.
+    """
 
     exit_status = 2
+
+    def __init__(self, name: str | None, value: object = None, advice: str = "") -> None:
+        if not advice:  # TODO: remove once every caller passes all three parts
+            name, value, advice = None, None, str(name)
+        self.name, self.value, self.advice = name, value, advice
+        if name is None:
+            subject = "" if value is None else str(value)
+        else:
+            subject = setting(name, value)
+        super().__init__(f"{subject}: {advice}" if subject else advice)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -34,9 +55,39 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
+class Spelling:
+    """How a caller writes settings and commands. This class spells them for callers from Python."""
+
+    def setting(self, name: str, value: object) -> str:
+        return name if value is None else f"{name}={shown(value)}"
+
+    def command(self, words: str) -> str:
+        return f"gluon-mgpu {words}"
+
+
+spelling: ContextVar[Spelling] = ContextVar("spelling", default=Spelling())
+
+
+def setting(name: str, value: object = None) -> str:
+    """Spell a setting for the caller: `epochs=5` in Python, `--epochs 5` on the command line. None: only the name."""
+    return spelling.get().setting(name, value)
+
+
+def command(words: str) -> str:
+    """Spell a command for the caller: "train --gpus 2" -> `gluon-mgpu train --gpus 2`, or the script's name."""
+    return spelling.get().command(words)
+
+
+def shown(value: object) -> str:
+    """Format a setting's value, without spaces: (1, 2) -> "1,2"."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(f"{number:g}" if isinstance(number, float) else str(number) for number in value)
+    return str(value) or repr(value)
+
+
 def line_of(error: BaseException) -> str:
     """Describe an unexpected error in one line: the reason, and how to find out more."""
-    doctor = "`gluon-mgpu doctor` may say what to do; " if isinstance(error, ImportError) else ""
+    doctor = f"`{command('doctor')}` may say what to do; " if isinstance(error, ImportError) else ""
     return f"{reason(error)} ({doctor}--debug shows the traceback)"
 
 
