@@ -43,16 +43,15 @@ DATA_SIZE = 31 << 20  # bytes; the size of the largest data set
         gluon-mgpu doctor --data-dir data
     """,
 )
-@common.data_dir
+@common.settings("data_dir")
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run. This prints one line per finding about Python, NumPy, MXNet and its libraries,
-    cores, GPUs, data, tuning, free space and Horovod. If there are no problems, it then trains briefly on 2 devices.
+    cores, GPUs, data, free space and Horovod. If there are no problems, it then trains briefly on 2 devices.
     The exit status is 1 if the main job, train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
         problems += mark == "problem"
-        line = common.as_called(line, context.find_root().info_name or "")
         click.echo(f"{click.style(f'{mark:9}', fg=COLOURS[mark])}{line}")
     click.echo(f"cannot run {MAIN_JOB}: see the problems above" if problems else f"can run {MAIN_JOB}")
     context.exit(1 if problems else 0)
@@ -68,9 +67,9 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     yield _cores()
     yield from _gpus(facts.get("cuda", False))
     if numpy[0] == "ok":
-        data = [*_data(data_dir), *_tuning()]
+        data = list(_data(data_dir))
     else:
-        data = [("note", "the data sets and the cache of tuning were not checked, because the checks need NumPy")]
+        data = [("note", "the data sets were not checked, because this needs NumPy")]
     yield from data
     yield _space(Path.cwd(), "the current folder", "choose another folder with --out", "note")
     horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod` to use --kvstore horovod", needs=mxnet)
@@ -247,18 +246,6 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
             yield mark, str(error).replace("data_dir=", "--data-dir ")
     cache = datasets.cache_folder("fashion-mnist").parent
     yield _space(cache, "the cache", "set XDG_CACHE_HOME to a folder with enough space", cache_mark)
-
-
-def _tuning() -> Iterator[Finding]:
-    """Yields the fastest plans that were measured on this machine (see `training.plans`), if there are any."""
-    try:
-        from gluon_mgpu.training import plans
-
-        yield from [("ok", f"tuned for this processor: {case}: {plan}") for case, plan in plans.read().items()]
-    except ImportError:
-        return  # `_data` has reported this error
-    except Error as error:
-        yield "note", str(error)
 
 
 def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:

@@ -1,5 +1,4 @@
-"""Finds the MXNet contexts for `--gpus 2` or `--gpus 0,2`: GPUs if there are any, else CPU contexts. Also computes
-shard sizes."""
+"""Finds the MXNet contexts for `--gpus 2` or `--gpus 0,2`: GPUs if there are any, else CPU contexts."""
 
 from __future__ import annotations
 
@@ -120,24 +119,6 @@ def gpu(index: int) -> tuple[str, int, int]:
     if status:
         raise Error(f"GPU {index}: the NVIDIA driver returned error {status}; run nvidia-smi for details")
     return name.value.decode(), major.value, minor.value
-
-
-def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
-    """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
-
-    shares: the devices' relative shard sizes; None: sizes as equal as possible, larger shards first. Each device gets
-    at least one example; if there are fewer examples than devices, the last devices get none.
-    """
-    if examples <= parts:
-        return [int(i < examples) for i in range(parts)]
-    shares = shares or (1,) * parts
-    exact = [examples * share / sum(shares) for share in shares]
-    sizes = [max(1, int(e)) for e in exact]
-    while sum(sizes) != examples:  # largest remainder method
-        change = 1 if sum(sizes) < examples else -1
-        chosen = max((i for i in range(parts) if sizes[i] + change >= 1), key=lambda i: change * (exact[i] - sizes[i]))
-        sizes[chosen] += change
-    return sizes
 
 
 def joined(numbers: Sequence[object]) -> str:

@@ -12,16 +12,13 @@ import socket
 import sys
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# A function that rewrites each notice. A command sets it, so that notices name options instead of arguments.
-rewrite: ContextVar[Callable[[str], str]] = ContextVar("rewrite", default=str)
 LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
 
 
@@ -35,7 +32,7 @@ def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, if this process is worker 0 or runs alone."""
     if speaks():
         with suppress(OSError, ValueError):  # the reader may be gone
-            print(f"{prefix}{printable(rewrite.get()(line))}", file=sys.stderr)
+            print(f"{prefix}{printable(line)}", file=sys.stderr)
 
 
 def error(line: str) -> None:

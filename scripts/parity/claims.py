@@ -12,8 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from gluon_mgpu import highlevel
-from gluon_mgpu.evaluate import LESSONS
+from gluon_mgpu import implementations
 from gluon_mgpu.training.batch_size import Result
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
@@ -35,7 +34,7 @@ OF_BATCH_SIZE = (
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
     """Check that ResNet-18's parameters exist only on the contexts that they were initialized on."""
-    params = list(highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values())
+    params = list(implementations.replicas("highlevel", ctx, Settings(model="resnet18")).net.collect_params().values())
     right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
     other = mx.Context(ctx[0].device_type, len(ctx))
