@@ -23,7 +23,7 @@ from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training import loop, tuning
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.replicas import LENET, Replicas
-from gluon_mgpu.training.settings import SGD, Settings, takes
+from gluon_mgpu.training.settings import DEFAULTS, SGD, Settings, takes
 
 # The functions that every lesson has, and those of one kind of lesson.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
@@ -41,10 +41,14 @@ def train(given: dict[str, Any]) -> list[Epoch]:
     """
     lesson = given.get("impl")
     if isinstance(lesson, ModuleType):
-        given["impl"] = lesson.__name__
+        given["impl"] = name_of(lesson)
 
     def build(settings: Settings, ctx: list[Context], workers: Workers) -> Replicas:
-        return replicas(lesson if isinstance(lesson, ModuleType) else settings.impl, ctx, settings, workers)
+        made = replicas(lesson if isinstance(lesson, ModuleType) else settings.impl, ctx, settings, workers)
+        for name in made.unused:
+            if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+                raise UsageError(name, given[name], f"needs {setting('impl', 'highlevel')}")
+        return made
 
     return loop.train(given, build)
 
@@ -70,7 +74,7 @@ def load(impl: str | ModuleType, **functions: Callable[..., Any]) -> ModuleType:
     if isinstance(impl, ModuleType) and not functions:
         return impl
     if impl in IMPLS and not functions:
-        return importlib.import_module(f"gluon_mgpu.{impl}")
+        return {name_of(lesson): lesson for lesson in OWN}[str(impl)]
     path = Path(str(impl.__file__)) if isinstance(impl, ModuleType) else Path(impl)
     name = str(impl)
     if impl in IMPLS:
@@ -93,6 +97,11 @@ def reference(lesson: ModuleType) -> ModuleType:
             return of_package
     advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
     raise UsageError("impl", lesson.__name__, advice)
+
+
+def name_of(lesson: ModuleType) -> str:
+    """The name of a lesson as in --impl: "scratch", "highlevel" or a path."""
+    return lesson.__name__.removeprefix("gluon_mgpu.")
 
 
 def _check(lesson: ModuleType) -> None:
@@ -120,7 +129,7 @@ def _say_what_is_not_called(made: Replicas) -> None:
     if made.extras:
         skipped.append("train_batch")
     if skipped:
-        log.say(f"with these settings, a step does not call your own {', '.join(skipped)} in {made.lesson.__name__}")
+        log.say(f"with these settings, a step does not call your own {', '.join(skipped)} in {name_of(made.lesson)}")
 
 
 class ArrayReplicas(Replicas):
@@ -133,10 +142,8 @@ class ArrayReplicas(Replicas):
         super().__init__(*args)
         lesson, settings = self.lesson, self.settings
         if settings.model != "lenet":
-            advice = f"{lesson.__name__} trains only its own lenet; use {setting('impl', 'highlevel')}"
+            advice = f"{name_of(lesson)} trains only its own lenet; use {setting('impl', 'highlevel')}"
             raise UsageError("model", settings.model, advice)
-        if not settings.hybridize:
-            raise UsageError("hybridize", False, f"needs {setting('impl', 'highlevel')}")
         params = lesson.init_params()
         self.model = [lesson.get_params(params, c) for c in self.ctx]
         names = LENET if len(params) == len(LENET) else [f"p{i}" for i in range(len(params))]

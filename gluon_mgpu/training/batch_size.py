@@ -122,9 +122,8 @@ def finish(
 ) -> list[Epoch]:
     """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run's epochs.
 
-    name: used in error messages. options: arguments of `train`, including epochs, num_gpus and device. on_epochs: called
-    with the number of newly finished epochs. Raises UsageError if the folder holds a different run, Error if the run
-    fails.
+    name: used in error messages. options: settings, including epochs, num_gpus and device. on_epochs: called with the
+    number of newly finished epochs. Raises UsageError if the folder holds a different run, Error if the run fails.
     """
     begun = records.exists(folder)
     if begun:

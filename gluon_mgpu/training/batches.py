@@ -82,7 +82,7 @@ class DataIter:
     def __iter__(self) -> Iterator[tuple[NDArray, NDArray]]:
         self.epoch += 1
         order = None if self.seed is None else shuffled(len(self.labels), self.seed, self.epoch)
-        return batches(self.images, self.labels, self.batch_size, order)  # type: ignore[return-value]
+        return batches(self.images, self.labels, self.batch_size, order)
 
 
 class Pending:

@@ -44,8 +44,9 @@ class Number(Kind):
     def check(self, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, self.type)):
             raise ValueError(f"must be {self._name}")
-        lower = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
-        upper = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+        number: float = value
+        lower = (self.least is None or number >= self.least) and (self.above is None or number > self.above)
+        upper = (self.most is None or number <= self.most) and (self.below is None or number < self.below)
         if not (lower and upper):  # nan is rejected too, because every comparison with nan is false
             raise ValueError(f"must be {self.range}{self.example and f', such as {self.example}'}")
         return self.type(value)

@@ -105,9 +105,7 @@ class Settings:
         "scratch supports only lenet. lenet-max uses max pooling.",
         metavar="|".join(BUILT_IN),
     )
-    dataset: str = option(
-        "fashion-mnist", Choice(DATASETS), NETWORK, SAME, "synthetic needs no files.", metavar=None
-    )
+    dataset: str = option("fashion-mnist", Choice(DATASETS), NETWORK, SAME, "synthetic needs no files.", metavar=None)
     limit: int | None = option(
         None,
         Number(int, least=1, most=LARGEST),

@@ -86,7 +86,8 @@ measurement(
     steps,
 )
 measurement("roofline", model, steps)
-measurement("async", common.settings("num_gpus", "device", num_gpus={"default": "2"}), rounds(5), module="asynchrony", what="async")
+two_devices = common.settings("num_gpus", "device", num_gpus={"default": "2"})
+measurement("async", two_devices, rounds(5), module="asynchrony", what="async")
 measurement(
     "copy",
     common.settings(

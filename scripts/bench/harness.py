@@ -157,7 +157,8 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
     from gluon_mgpu.training import batches
 
     data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
-    pending, losses = batches.Pending(), []
+    pending = batches.Pending()
+    losses: list[np.ndarray] = []
     for X, y in data_iter:
         pending.add(step(X, y))
         losses += pending.ready()

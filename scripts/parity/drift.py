@@ -16,7 +16,7 @@ import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import implementations, scratch
+from gluon_mgpu import implementations
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
