@@ -78,7 +78,7 @@ def load(impl: str | ModuleType, **functions: Callable[..., Any]) -> ModuleType:
     path = Path(str(impl.__file__)) if isinstance(impl, ModuleType) else Path(impl)
     name = str(impl)
     if impl in IMPLS:
-        path, name = Path(__file__).with_name(f"{impl}.py"), f"{impl} with own {', '.join(functions)}"
+        path, name = Path(__file__).with_name(f"{impl}.py"), f"{impl} (own {', '.join(functions)})"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError("impl", impl, f"must be one of {', '.join(IMPLS)}, or a Python file (.py) that exists")
@@ -96,7 +96,7 @@ def reference(lesson: ModuleType) -> ModuleType:
         if hasattr(lesson, names[0]):
             return of_package
     advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
-    raise UsageError("impl", lesson.__name__, advice)
+    raise UsageError("impl", name_of(lesson), advice)
 
 
 def name_of(lesson: ModuleType) -> str:
@@ -105,19 +105,20 @@ def name_of(lesson: ModuleType) -> str:
 
 
 def _check(lesson: ModuleType) -> None:
-    """Raise UsageError if a lesson's function is missing or takes other arguments than in this package's lesson."""
+    """Raise UsageError if a lesson's function is missing, or takes other arguments than in this package's lesson."""
     like = reference(lesson)
     for name in COMMON + OWN[like]:
-        expected = inspect.signature(getattr(like, name))
-        shown = ", ".join(expected.parameters)
+        parameters = inspect.signature(getattr(like, name)).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty]
         function = getattr(lesson, name, None)
         if not callable(function):
-            raise UsageError("impl", lesson.__name__, f"the function {name}({shown}) is missing")
+            raise UsageError("impl", name_of(lesson), f"the function {name}({', '.join(needed)}) is missing")
+        found = inspect.signature(function)
         try:
-            inspect.signature(function).bind(*[None] * len(expected.parameters))
+            found.bind(*needed)
         except TypeError:
-            found = ", ".join(inspect.signature(function).parameters)
-            raise UsageError("impl", lesson.__name__, f"{name}({found}) must take ({shown})") from None
+            advice = f"{name}({', '.join(found.parameters)}) must take ({', '.join(needed)})"
+            raise UsageError("impl", name_of(lesson), advice) from None
 
 
 def _say_what_is_not_called(made: Replicas) -> None:
@@ -199,8 +200,12 @@ class GluonReplicas(Replicas):
             known = ", ".join(networks.NETWORKS)
             raise UsageError("model", settings.model, f"must be one of {known}, or registered: see networks.register")
         network = networks.NETWORKS[settings.model]
-        self.net = self.lesson.lenet() if settings.model == "lenet" else network.build()
-        self.lesson.initialize(self.net, self.ctx, network.init)
+        if settings.model == "lenet":
+            self.net = self.lesson.lenet()
+            self.lesson.initialize(self.net, self.ctx)
+        else:
+            self.net = network.build()
+            self.lesson.initialize(self.net, self.ctx, network.init)
         if settings.hybridize:
             self.net.hybridize(static_alloc=True, static_shape=True)
         self.model = self._tuned()

@@ -60,14 +60,19 @@ class Command(click.Command):
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
         flags = {param.name or "": param.opts[0] for param in self.params if isinstance(param, click.Option)}
         root = extra["parent"].find_root().info_name if extra.get("parent") else info_name
-        errors.spelling.set(CommandLine(flags, root or ""))
-        return super().make_context(info_name, args, *more, **extra)
+        token = errors.spelling.set(CommandLine(flags, root or ""))
+        try:
+            context = super().make_context(info_name, args, *more, **extra)
+        except BaseException:
+            errors.spelling.reset(token)
+            raise
+        context.call_on_close(lambda: errors.spelling.reset(token))
+        return context
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **kwargs: Any) -> NoReturn:
         words = sys.argv[1:] if args is None else list(args)
         program = prog_name or shlex.join(["python", sys.argv[0]])
         kwargs["standalone_mode"] = False
-        before_spelling = errors.spelling.get()
         in_main_thread = threading.current_thread() is threading.main_thread()  # only that thread can set handlers
         if in_main_thread:
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # then child processes are stopped too
@@ -82,7 +87,6 @@ class Command(click.Command):
                     sys.stdout.flush()
                 os._exit(status)
         finally:
-            errors.spelling.set(before_spelling)
             if in_main_thread:
                 signal.signal(signal.SIGTERM, before)
         sys.exit(status)
@@ -155,6 +159,9 @@ class Value(click.ParamType):
             raise errors.UsageError(self.name, value, str(error)) from None
 
     def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        what = getattr(self.kind, "what", None)
+        if what:
+            return [CompletionItem(incomplete, type="dir" if what == "folder" else "file")]
         words = getattr(self.kind, "words", ())
         return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 

@@ -15,7 +15,7 @@ import numpy as np
 from mxnet import gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import evaluate
+from gluon_mgpu import evaluate, implementations
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000

@@ -128,16 +128,19 @@ class Numbers(Kind):
             raise ValueError(f"must be {self.advice}") from None
 
 
+@dataclass(frozen=True)
 class Text(Kind):
-    """Any text, checked by the code that uses it."""
+    """Any text, checked by the code that uses it. words: values to suggest."""
+
+    words: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
         return value
 
 
 @dataclass(frozen=True)
-class PathName(Text):
-    """A path. what: "folder" or "file", for messages."""
+class PathName(Kind):
+    """A path. what: "folder" or "file"."""
 
     what: str = "file"
     example: str = "runs/first"

@@ -277,8 +277,6 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
         config, position = facts["config"], Position.from_json(facts)
         config = {RENAMED.get(name, name): value for name, value in config.items()}
         settings = Settings(**{name: config[name] for name in RECORDED if name in config})
-        if settings.impl not in IMPLS and not settings.impl.endswith(".py"):
-            raise ValueError(f"impl {settings.impl}")
         _devices(config)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         raise Error(f"{path}: invalid run configuration ({error}); start the run again in another folder") from None

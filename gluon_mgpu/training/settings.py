@@ -70,7 +70,7 @@ class Settings:
 
     impl: str = option(
         "scratch",
-        Text(),
+        Text(IMPLS),
         NETWORK,
         FREE,
         "scratch uses NDArray alone; highlevel uses Gluon. FILE.py is your own lesson: a changed copy of one of them.",
@@ -99,7 +99,7 @@ class Settings:
     )
     model: str = option(
         "lenet",
-        Text(),
+        Text(BUILT_IN),
         NETWORK,
         SAME,
         "scratch supports only lenet. lenet-max uses max pooling.",
@@ -227,7 +227,7 @@ class Settings:
     )
     compress: str | None = option(
         None,
-        Text(),
+        Text(("fp16", "2bit:0.5")),
         PROCESSES,
         NOT_KEPT,
         "Send gradients as 16-bit numbers (requires --kvstore horovod), or as 2-bit numbers with threshold T "

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, files
 
 ARRAYS = {"W": np.arange(60, dtype=np.float32).reshape(3, 20), "b": np.ones(3, np.float32)}
 FACTS = {"seed": 3, "epochs": 2}
@@ -93,7 +93,7 @@ def test_a_write_that_fails_halfway_leaves_the_old_file_and_nothing_else(happens
         raise happens
 
     with pytest.raises(raised):
-        checkpoint.write_whole(path, half)
+        files.write_whole(path, half)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 
@@ -112,5 +112,5 @@ def test_a_file_does_not_replace_a_folder_or_a_pipe(tmp_path):
     for path in (tmp_path / "pipe", tmp_path / "folder"):
         before = path.stat()
         with pytest.raises(Error):
-            checkpoint.write_whole(path, lambda file: file.write(b"new"))
+            files.write_whole(path, lambda file: file.write(b"new"))
         assert path.stat() == before
