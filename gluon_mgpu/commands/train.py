@@ -166,7 +166,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
         click.echo(recipes.table())
         return
     given = {name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    here = process.expect(options["kvstore"])
+    here = process.require(options["kvstore"])
     if here.role != "worker":
         serve.serve(here)
         return
@@ -190,7 +190,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
                 raise UsageError(f"--{name} and --no-{name} need --impl highlevel")
             del options[name]
     indices = devices.parse(gpus)
-    engine.configure(len(indices), here.local_workers, here.workers)  # before the implementation imports mxnet
+    engine.configure(len(indices))  # before the implementation imports mxnet
     importlib.import_module(f"gluon_mgpu.{impl}").train(indices, batch_size, lr, **options)
 
 

@@ -68,7 +68,7 @@ def train(
     _check_replaced(lesson, settings)
     ctx = devices.contexts(num_gpus, device)
     config: dict[str, Any] = {"impl": implementation_name(lesson), "kvstore": kvstore, "compress": compress}
-    with as_keyboard_interrupt(), join(kvstore, compress, settings.model) as workers:
+    with as_keyboard_interrupt(), join(kvstore, compress) as workers:
         _check_batch(settings, len(ctx), workers)
         given = {"resume": bool(resume), "profile": bool(profile), **({} if resume else asdict(settings))}
         flags = {name: own.get(name, True) for name in lesson.flags}
