@@ -70,7 +70,8 @@ def current() -> Process:
 
 def identify(here: Process) -> None:
     """Tell `runtime` which process of a run this is: for what to prepare MXNet, and who prints."""
-    engine.plan(processes=here.local_workers, workers=here.workers)
+    if here.role == "worker":
+        engine.plan(processes=here.local_workers, workers=here.workers)
     log.identify("" if here.kvstore == "local" else str(here), speaks=here.role == "worker" and here.rank == 0)
 
 
