@@ -176,7 +176,7 @@ def _cores() -> Finding:
     allowed = len(os.sched_getaffinity(0))
     cores = cgroup_cores() or allowed
     contexts = max(1, min(allowed, int(cores)))
-    faster = f"more CPU contexts than --gpus {contexts} work, but are no faster"
+    faster = f"--gpus above {contexts} works, but CPU contexts then share cores"
     if cores >= allowed:
         return "ok", f"{allowed} core{'s'[: allowed != 1]}: {faster}"
     return "note", (
