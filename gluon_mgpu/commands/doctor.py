@@ -176,11 +176,11 @@ def _cores() -> Finding:
     allowed = len(os.sched_getaffinity(0))
     cores = cgroup_cores() or allowed
     contexts = max(1, min(allowed, int(cores)))
-    faster = f"--gpus above {contexts} works, but CPU contexts then share cores"
+    sharing = f"--gpus above {contexts} works, but CPU contexts then share cores"
     if cores >= allowed:
-        return "ok", f"{allowed} core{'s'[: allowed != 1]}: {faster}"
+        return "ok", f"{allowed} core{'s'[: allowed != 1]}: {sharing}"
     return "note", (
-        f"{cores:g} of {allowed} cores (the control group's quota): {faster}; with --gpus 1, set "
+        f"{cores:g} of {allowed} cores (the control group's quota): {sharing}; with --gpus 1, set "
         f"OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
     )
 
