@@ -79,20 +79,16 @@ def require(kvstore: str) -> Process:
     """Describe and identify this process. Raises UsageError if it was not started for this kvstore."""
     here = current()
     if kvstore != here.kvstore:
-        raise UsageError("kvstore", kvstore, _how_to_start(kvstore, here))
+        train, launch = errors.command("train ..."), errors.command("launch --workers 2 --servers 1")
+        how_to_start = {
+            "horovod": f"start it with `horovodrun --gloo -np 2 {train}`",
+            "dist_sync": f"start it with `{launch} -- {train}`; for several machines, see docs/distributed.md",
+        }
+        use = errors.setting("kvstore", here.kvstore)
+        other = f"this process was started as {here} of a {here.kvstore} run; use {use}"
+        raise UsageError("kvstore", kvstore, how_to_start.get(kvstore, other))
     identify(here)
     return here
-
-
-def _how_to_start(kvstore: str, here: Process) -> str:
-    train = errors.command("train ...")
-    if kvstore == "horovod":
-        return f"start it with `horovodrun --gloo -np 2 {train}`"
-    if kvstore == "dist_sync":
-        launch = errors.command(f"launch --workers 2 --servers 1 -- {train}")
-        return f"start it with `{launch}`; for several machines, see docs/distributed.md"
-    advice = errors.setting("kvstore", here.kvstore)
-    return f"this process was started as {here} of a {here.kvstore} run; use {advice}"
 
 
 def check_compress(compress: str | None, here: Process) -> None:
