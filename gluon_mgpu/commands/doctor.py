@@ -174,14 +174,14 @@ def _run(*arguments: str) -> subprocesses.Finished:
 
 def _cores() -> Finding:
     allowed = len(os.sched_getaffinity(0))
-    quota = cgroup_cores()
-    if quota is None or quota >= allowed:
-        cores = f"{allowed} core{'s'[: allowed != 1]}"
-        return "ok", f"{cores}: use at most --gpus {allowed}, so that each CPU context has its own core"
-    contexts = max(1, int(quota))
+    cores = cgroup_cores() or allowed
+    contexts = max(1, min(allowed, int(cores)))
+    sharing = f"--gpus above {contexts} works, but CPU contexts then share cores"
+    if cores >= allowed:
+        return "ok", f"{allowed} core{'s'[: allowed != 1]}: {sharing}"
     return "note", (
-        f"{quota:g} of {allowed} cores (the control group's quota): use at most --gpus {contexts}, and with "
-        f"--gpus 1, set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
+        f"{cores:g} of {allowed} cores (the control group's quota): {sharing}; with --gpus 1, set "
+        f"OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
     )
 
 
@@ -243,7 +243,7 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
                 if mark == "problem":
                     cache_mark = mark
         except Error as error:
-            yield mark, str(error).replace("data_dir=", "--data-dir ")
+            yield mark, str(error)
     cache = datasets.cache_folder("fashion-mnist").parent
     yield _space(cache, "the cache", "set XDG_CACHE_HOME to a folder with enough space", cache_mark)
 
@@ -269,8 +269,9 @@ def _trial(gpus: int) -> Finding:
     """Run the main job with 512 synthetic examples. gpus: the number of GPUs that MXNet sees."""
     device = "--device=auto" if gpus else "--device=cpu"  # with cpu, train prints no notice about missing GPUs
     finished = _run("-m", "gluon_mgpu", *MAIN_JOB.split(), device, *TRIAL)
+    advice = f"run `{errors.command(MAIN_JOB)}` to see where it hangs"
     try:
-        subprocesses.check(f"a trial of {MAIN_JOB}", finished, f"run `gluon-mgpu {MAIN_JOB}` to see where it hangs")
+        subprocesses.check(f"a trial of {MAIN_JOB}", finished, advice)
     except Error as error:
         return "problem", str(error)
     return "ok", f"a trial with 512 synthetic examples succeeded, {finished.out.splitlines()[0]}"

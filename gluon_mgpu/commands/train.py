@@ -45,7 +45,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
     if list_recipes:
         click.echo(recipes.table())
         return
-    here = process.expect(options["kvstore"])
+    here = process.require(options["kvstore"])
     if here.role != "worker":
         serve.serve(here)
         return
@@ -63,7 +63,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
         given = {**recipes.RECIPES[recipe].options, **given}
     settings = records.starting_settings(given, here)  # before MXNet is imported
     contexts = len(devices.parse(settings.num_gpus))
-    engine.configure(contexts, here.local_workers, here.workers)  # before implementations imports mxnet
+    engine.configure(contexts)  # before implementations imports mxnet
     from gluon_mgpu import implementations
 
     implementations.train(**given)

@@ -40,7 +40,7 @@ def train(given: dict[str, Any], build: Build) -> list[records.Epoch]:
     """
     settings = records.starting_settings(given, process.current())
     ctx = devices.contexts(settings.num_gpus, settings.device)
-    with as_keyboard_interrupt(), join(settings.kvstore, settings.compress, settings.model) as workers:
+    with as_keyboard_interrupt(), join(settings.kvstore, settings.compress) as workers:
         _agree(given, settings, workers)
         first = workers.rank == 0  # only worker 0 prints and writes files
         where = (settings.out, settings.resume, settings.tensorboard) if first else ()

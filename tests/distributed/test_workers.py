@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -292,7 +293,8 @@ def test_if_a_worker_fails_or_is_lost_one_line_names_it(engine, rank, what, tmp_
         time.sleep(60)"""
     status, _, err = run_program(tmp_path, engine, body, count=3)
     assert status == (2 if (engine, what) == ("dist_sync", FAILS) else 1)  # horovodrun has its own status
-    (line,) = runs.errors(err) if engine == "dist_sync" else runs.errors(err) or [f"worker {rank}"]  # or horovodrun's
+    # horovodrun may stop worker 1 before worker 1 reports that worker 0 is lost.
+    (line,) = runs.errors(err) or [f"worker {number}" for number in re.findall(r"Process name: (\d+)", err)]
     assert f"worker {rank}" in line
 
 
@@ -409,9 +411,9 @@ WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h"}
     "kvstore, environment, named",
     [
         # A valid environment, but training alone would be wrong.
-        ("local", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "kvstore=local"),
-        ("horovod", {}, "kvstore=horovod"),  # started alone
-        ("dist_sync", {}, "kvstore=dist_sync"),
+        ("local", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "kvstore"),
+        ("horovod", {}, "kvstore"),  # started alone
+        ("dist_sync", {}, "kvstore"),
         ("local", {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "2"}, "HOROVOD_RANK"),
         ("dist_sync", {"DMLC_ROLE": "boss"}, "DMLC_ROLE"),
         ("dist_sync", {"DMLC_ROLE": "worker"}, "DMLC_PS_ROOT_URI"),
@@ -422,16 +424,18 @@ WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h"}
 def test_an_environment_that_does_not_fit_is_refused_with_the_variable(kvstore, environment, named, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=named):
-        process.expect(kvstore)
+    with pytest.raises(UsageError) as caught:
+        process.require(kvstore)
+    assert caught.value.name == named
 
 
 @pytest.mark.parametrize(
     "compress, kvstore", [("fp16", "dist_sync"), ("2bit:0.5", "local"), ("2bit:0", "dist_sync"), ("2bit", "dist_sync")]
 )
 def test_a_compression_that_the_kvstore_does_not_support_is_refused(compress, kvstore):
-    with pytest.raises(UsageError, match=f"compress={compress}"):
+    with pytest.raises(UsageError) as caught:
         process.check_compress(compress, Process(kvstore))
+    assert (caught.value.name, caught.value.value) == ("compress", compress)
 
 
 def test_2bit_is_refused_for_a_network_with_running_statistics():
