@@ -12,7 +12,6 @@ import gluon_mgpu
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))  # for `import bench` and `import parity`
 
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 
