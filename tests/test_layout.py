@@ -1,4 +1,4 @@
-"""Modules never import from a higher layer, even for type hints; there are no import cycles; all scripts are one file."""
+"""Imports never go up, even for type hints, and there are no cycles. All scripts for commands are one file."""
 
 import ast
 import re
