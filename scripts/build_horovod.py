@@ -18,7 +18,7 @@ import zlib
 from pathlib import Path
 
 import click
-import pooch
+import platformdirs
 from tqdm import tqdm
 
 from gluon_mgpu.commands import common
@@ -90,7 +90,7 @@ def wheel():
         raise Error("Horovod needs MXNet's CPU wheel, which is not installed: run `make install`")
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    folder = Path(pooch.os_cache("gluon_mgpu")) / "wheels" / f"mxnet-{mxnet}"
+    folder = platformdirs.user_cache_path("gluon_mgpu") / "wheels" / f"mxnet-{mxnet}"
     path = folder / f"horovod-{HOROVOD}+{MARK}-{tag}-{tag}-{platform}.whl"
     if not is_whole(path):
         build(path)

@@ -1,9 +1,11 @@
-"""Modules never import from a higher layer, even for type hints, and there are no import cycles."""
+"""Imports never go up, even for type hints, and there are no cycles. All scripts for commands are one file."""
 
 import ast
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from gluon_mgpu.commands.main import COMMANDS
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "evaluate", "convert"]
@@ -53,3 +55,10 @@ def test_only_commands_import_modules_by_name():
 def test_there_are_no_import_cycles():
     others = {name: found - {name} for name, found in IMPORTS.items()}
     TopologicalSorter(others).prepare()  # raises CycleError
+
+
+def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
+    scripts = ROOT.parent / "scripts"
+    links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
+    assert links == {"main", "bench", "parity", *(name.replace("-", "_") for name in COMMANDS)}
+    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py", "build_horovod.py"}

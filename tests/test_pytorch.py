@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs/pytorch.md").read_text()
 TWINS = re.findall(r"^```python\n(# PyTorch\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TRAIN = re.findall(r"^python (scripts/train.py .*)", PAGE, re.MULTILINE)[0].split()
 CARRY_OVER = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[-1]
-needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: bench")
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import platformdirs
 import requests
 
 from gluon_mgpu.runtime import log, subprocesses
@@ -238,7 +239,7 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
 
 def cache_folder(name: str) -> Path:
     """The folder for downloads of data set `name`. The environment variable XDG_CACHE_HOME changes its location."""
-    return Path(pooch.os_cache("gluon_mgpu")) / name
+    return platformdirs.user_cache_path("gluon_mgpu") / name
 
 
 def _locate(folder: Path, file: str) -> Path | None:
