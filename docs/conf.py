@@ -12,6 +12,7 @@ import click
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
+from sphinx.util.docutils import SphinxDirective
 
 import gluon_mgpu
 from gluon_mgpu.commands.main import main as cli
@@ -88,6 +89,18 @@ class LinksOutOfDocs(SphinxTransform):
                 node.replace_self(nodes.inline("", node.astext()))
 
 
+class Interactive(SphinxDirective):
+    """Include an interactive page, which is also an HTML document of its own."""
+
+    required_arguments = 1
+
+    def run(self):
+        path = Path(self.env.srcdir, self.arguments[0])
+        self.env.note_dependency(str(path))
+        _, content = path.read_text().split("</title>\n")
+        return [nodes.raw("", content, format="html")]
+
+
 class Recorded(click.HelpFormatter):
     """Collects the sections of a command's help, {heading: [(names, help)]}, instead of lines of text."""
 
@@ -162,5 +175,6 @@ def setup(app):
     app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("autodoc-skip-member", skip_fields)
     app.add_transform(LinksOutOfDocs)
+    app.add_directive("interactive", Interactive)
     app.connect("source-read", before_parsing)
     app.connect("html-page-context", readable)

@@ -12,6 +12,18 @@ KINDS = ["star", "ring", "tree"]
 PHASES = ["copy", "split", "forward and backward", "allreduce", "update"]
 
 WIDER_THAN_ITS_CARD = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth)"
+# The labels that a line, a device or another label touches. A line is checked every 2 pixels of its length.
+COVERED = """(() => {
+    const all = (selector) => [...document.querySelectorAll(`#step-links > ${selector}`)];
+    const inside = (box, {x, y}) => box.left <= x && x <= box.right && box.top <= y && y <= box.bottom;
+    const toScreen = document.getElementById('step-links').getScreenCTM();
+    const lines = all('path').flatMap(path => Array.from({length: path.getTotalLength() / 2}, (_, i) =>
+        path.getPointAtLength(2 * i).matrixTransform(toScreen)));
+    const labels = all('text'), boxes = [...labels, ...all('g')].map(element => element.getBoundingClientRect());
+    const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+    return labels.filter((_, i) => lines.some(point => inside(boxes[i], point))
+        || boxes.some((box, j) => i !== j && !apart(boxes[i], box))).map(label => label.textContent);
+})()"""
 
 
 def shards(array, devices):
@@ -124,6 +136,9 @@ def test_step_through_works_with_the_keyboard(page):
 
     opened = page("step.html")
     order = []
+    opened.press(Keys.ARROW_RIGHT)  # before anything has the focus
+    assert opened.text("#step-count").startswith("step 1 ")
+    opened.press(Keys.ARROW_LEFT)
     for _ in range(7):
         opened.press(Keys.TAB)
         order.append(opened.focused())
@@ -162,6 +177,17 @@ def test_step_through_fits_the_window(page, width):
             for _ in opened.value(RUN, devices, batch, kind)["steps"]:
                 assert opened.overflow() == 0 and not opened.value(WIDER_THAN_ITS_CARD)
                 go(opened, 1)
+
+
+def test_labels_cover_neither_arrows_nor_devices(page):
+    opened = page("step.html")
+    for kind in KINDS:
+        for devices in range(2, 9):
+            choose(opened, devices, 8, kind)
+            go(opened, 4)  # copy, split, forward, backward
+            for _ in range(opened.value(RUN, devices, 8, kind)["rounds"]):
+                go(opened, 1)
+                assert opened.value(COVERED) == [], (kind, devices)
 
 
 @pytest.mark.parametrize(
