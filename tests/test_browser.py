@@ -139,10 +139,10 @@ def test_step_through_works_with_the_keyboard(page):
     opened.press(Keys.ARROW_RIGHT)  # before anything has the focus
     assert opened.text("#step-count").startswith("step 1 ")
     opened.press(Keys.ARROW_LEFT)
-    for _ in range(7):
+    for _ in range(9):
         opened.press(Keys.TAB)
         order.append(opened.focused())
-    names = ["devices", "batch", "kind", "stage", "back", "next", "reset"]
+    names = ["devices", "batch", "kind", "stage", "back", "next", "reset", "network", "optimizer"]
     assert order == [f"step-{name}" for name in names]
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
     steps = opened.value(RUN, 4, 10, "star")["steps"]
@@ -188,6 +188,31 @@ def test_labels_cover_neither_arrows_nor_devices(page):
             for _ in range(opened.value(RUN, devices, 8, kind)["rounds"]):
                 go(opened, 1)
                 assert opened.value(COVERED) == [], (kind, devices)
+
+
+def test_the_memory_of_each_device_is_what_the_paper_says(page):
+    opened = page("step.html")
+    bytes_each = [2, 2, 12]  # Adam with mixed precision
+    paper = {  # ZeRO (Rajbhandari et al., 2020), table 1: GB per device for 7.5 billion parameters
+        1: [120, 120, 120],
+        4: [52.5, 41.3, 30],
+        16: [35.6, 21.6, 7.5],
+        64: [31.4, 16.6, 1.88],
+        256: [30.4, 15.4, 0.47],
+        1024: [30.1, 15.1, 0.12],
+    }
+    for devices, wanted in paper.items():
+        found = [opened.value("stepThrough.memory(...arguments)", n, 7.5e9, devices, bytes_each) for n in range(4)]
+        assert [sum(parts) / 1e9 for parts in found] == pytest.approx([120, *wanted], abs=0.06)
+    opened.choose("#step-network", "7.5 billion parameters")
+    opened.choose("#step-optimizer", "Adam, mixed precision")
+    rows = "[...document.querySelectorAll('#step-memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
+    assert opened.value(rows) == [  # parameters, gradients, optimizer state, sum
+        ["data parallelism", "15 GB", "15 GB", "90 GB", "120 GB"],
+        ["ZeRO-1", "15 GB", "15 GB", "22.5 GB", "52.5 GB"],
+        ["ZeRO-2", "15 GB", "3.75 GB", "22.5 GB", "41.3 GB"],
+        ["ZeRO-3", "3.75 GB", "3.75 GB", "22.5 GB", "30 GB"],
+    ]
 
 
 @pytest.mark.parametrize(
