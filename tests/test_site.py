@@ -1,5 +1,6 @@
-"""The website, as `make docs` has written it, is usable on a phone."""
+"""The website, as `make docs` has written it, is usable on a phone and with a screen reader."""
 
+import re
 from pathlib import Path
 
 import browser
@@ -9,6 +10,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "build/docs").glob("*.html"))
 
 pytestmark = pytest.mark.notebooks
+
+
+def test_every_picture_has_an_alternative_text():
+    for page in PAGES:
+        for picture in re.findall(r"<img [^>]*>", page.read_text()):
+            alt, src = (re.search(rf'{name}="([^"]+)"', picture)[1] for name in ("alt", "src"))
+            assert alt not in src, f"{page.name}: {picture}"  # the default is the file's name
 
 
 def test_no_page_is_wider_than_a_phone(chromium):
