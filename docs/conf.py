@@ -67,8 +67,8 @@ pygments_dark_style = "native"
 
 
 class LinksOutOfDocs(SphinxTransform):
-    """Links to a module's file become links to its API page, and links to the README become links to the index.
-    Links to CONTRIBUTING.md become text, because it is not on the website."""
+    """Links to a module's file become links to its API page. Links to CONTRIBUTING.md become text, because it is not on
+    the website."""
 
     default_priority = 500
 
@@ -83,8 +83,6 @@ class LinksOutOfDocs(SphinxTransform):
                 new = addnodes.pending_xref(refdomain="py", reftype="mod", reftarget=name, refdoc=node["refdoc"])
                 new += nodes.inline("", node.astext())
                 node.replace_self(new)
-            elif node.get("refdomain") == "doc" and Path(node["reftarget"]).name == "README":
-                node["reftarget"] = "index"
             elif Path(node["reftarget"]).stem == "CONTRIBUTING":
                 node.replace_self(nodes.inline("", node.astext()))
 
