@@ -78,17 +78,14 @@ def chromium():
 
 
 @pytest.fixture
-def page(chromium, tmp_path):
+def page(chromium):
     """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `browser.Page`.
 
     The test fails if the page writes an error to the console.
     """
 
-    def opened(fragment_name, width=1280, dark=False):
-        fragment = (browser.INTERACTIVE / fragment_name).read_text()
-        path = tmp_path / fragment_name
-        path.write_text(browser.DOCUMENT.format(title=fragment_name, fragment=fragment))
-        return browser.Page(chromium, path, width, dark)
+    def opened(name, width=1280, dark=False):
+        return browser.Page(chromium, browser.INTERACTIVE / name, width, dark)
 
     yield opened
     assert not browser.errors(chromium)
