@@ -22,9 +22,8 @@ import platformdirs
 from tqdm import tqdm
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.runtime import files, subprocesses
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import checkpoint
 
 HOROVOD = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # hash of the source archive
@@ -121,9 +120,9 @@ def build(path):
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.remove_partial(path)
+            files.remove_partial(path)
             built = compiled(Path(folder), log)
-            checkpoint.write_whole(path, lambda file: file.write(built.read_bytes()))
+            files.write_whole(path, lambda file: file.write(built.read_bytes()))
             log.unlink(missing_ok=True)
         except OSError as error:
             raise Error(f"{error}: set TMPDIR or XDG_CACHE_HOME to use another folder") from error

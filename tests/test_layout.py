@@ -8,9 +8,10 @@ from pathlib import Path
 from gluon_mgpu.commands.main import COMMANDS
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
-LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "evaluate", "convert"]
+LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "networks"]
+USES = ["walkthrough", "evaluate", "convert"]  # of implementations
 # from the bottom
-LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "exercises", "commands"]
+LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "implementations", "uses", "exercises", "commands"]
 # {module: path}, such as {"training.loop": ...}
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items() if name not in ("__init__", "__main__")}
@@ -39,7 +40,7 @@ IMPORTS = {name: imported(path) for name, path in MODULES.items()}
 
 def layer(module):
     package = module.split(".")[0]
-    return LAYERS.index("lessons" if package in LESSONS else package)
+    return LAYERS.index("lessons" if package in LESSONS else "uses" if package in USES else package)
 
 
 def test_imports_only_go_down():

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from gluon_mgpu.runtime import devices, log, subprocesses
+from gluon_mgpu.runtime import devices, files, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import datasets, files, records
+from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.settings import SGD, Settings, flag
 

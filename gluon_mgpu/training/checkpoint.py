@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import files
 
 FACTS = "facts.json"
 LONGEST_HEADER = 1000  # limit on the size of an array's header, in bytes; np.save writes about 120

@@ -44,7 +44,7 @@ class Number(Kind):
     def check(self, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, self.type)):
             raise ValueError(f"must be {self._name}")
-        number: float = value
+        number: Any = value
         lower = (self.least is None or number >= self.least) and (self.above is None or number > self.above)
         upper = (self.most is None or number <= self.most) and (self.below is None or number < self.below)
         if not (lower and upper):  # nan is rejected too, because every comparison with nan is false

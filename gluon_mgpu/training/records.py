@@ -21,9 +21,9 @@ import numpy as np
 
 from gluon_mgpu import IMPLS, __version__
 from gluon_mgpu.distributed.process import Process
-from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
-from gluon_mgpu.training import checkpoint, files
+from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.options import FREE, MOST, SAME
 from gluon_mgpu.training.settings import OPTIONS, RECORDED, RENAMED, Settings
 

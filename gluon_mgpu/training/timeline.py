@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import files
 
 if TYPE_CHECKING:
     from mxnet import Context

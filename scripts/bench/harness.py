@@ -24,9 +24,9 @@ import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import __version__
-from gluon_mgpu.runtime import engine, log, subprocesses
+from gluon_mgpu.runtime import engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import datasets, files, timeline
+from gluon_mgpu.training import datasets, timeline
 from gluon_mgpu.training.datasets import Dataset
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}

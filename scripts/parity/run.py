@@ -17,9 +17,9 @@ import numpy as np
 from mxnet import Context
 
 import gluon_mgpu
-from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import batch_size, datasets, files
+from gluon_mgpu.training import batch_size, datasets
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, bands, claims, drift, examples, report
 

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import runs
 
-from gluon_mgpu import Error, UsageError, highlevel, scratch
+from gluon_mgpu import IMPLS, Error, UsageError, implementations
 from gluon_mgpu.distributed import launch, process, workers
 from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.training import records, timeline
 
-MODULES = {"scratch": scratch, "highlevel": highlevel}
 STEPS, BATCH = 25, 32
 LIMIT = (STEPS - 1) * BATCH + 1  # the last batch has 1 example, so one worker has none
 OPTIONS = {"dataset": "synthetic", "limit": LIMIT, "epochs": 1, "seed": 4}
@@ -40,7 +39,7 @@ def apart(folder, expected_folder):
     found = records.last(folder)[0]
     expected, config, settings, _ = records.last(expected_folder)
     mx.random.seed(settings.seed)
-    start = MODULES[config["impl"]].Replicas([mx.cpu()]).parameters()
+    start = implementations.replicas(config["impl"], [mx.cpu()]).parameters()
     assert found.keys() == expected.keys()
     a, b, c = (np.concatenate([arrays[name].ravel() for name in start]) for arrays in (found, expected, start))
     return np.linalg.norm(a - b) / np.linalg.norm(b - c)
@@ -48,14 +47,14 @@ def apart(folder, expected_folder):
 
 def train_alone(impl, contexts, folder, **options):
     defaults = {"device": "cpu", "out": str(folder), **OPTIONS, **AS_WRITTEN[impl]}
-    MODULES[impl].train(contexts, BATCH, 0.2, **{**defaults, **options})
+    implementations.train(impl, contexts, BATCH, 0.2, **{**defaults, **options})
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Folders of runs in this process, by implementation and number of contexts."""
-    cases = [(impl, contexts) for impl in MODULES for contexts in (1, 2)]
+    cases = [(impl, contexts) for impl in IMPLS for contexts in (1, 2)]
     return {case: train_alone(*case, tmp_path_factory.mktemp("alone") / "run") for case in cases}
 
 
@@ -64,7 +63,7 @@ def engine(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=MODULES)
+@pytest.fixture(scope="module", params=IMPLS)
 def impl(request):
     return request.param
 
@@ -128,7 +127,7 @@ def test_resnet18_on_two_workers_has_the_running_statistics_of_two_contexts(engi
     args = ["--impl", "highlevel", "--batch-size", 4, "--lr", 0.01, "--device", "cpu", "--out", tmp_path / "run"]
     status, _, err = runs.run(engine, 2, *args, *flags(options))
     assert status == 0, err
-    highlevel.train(2, 4, 0.01, device="cpu", out=str(tmp_path / "alone"), **options)
+    implementations.train("highlevel", 2, 4, 0.01, device="cpu", out=str(tmp_path / "alone"), **options)
     found, expected = (records.last(tmp_path / name)[0] for name in ("run", "alone"))
     assert sum("running" in name for name in expected) == 34 and found.keys() == expected.keys()
     for name in expected:

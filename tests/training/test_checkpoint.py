@@ -10,8 +10,9 @@ import zipfile
 import numpy as np
 import pytest
 
+from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import checkpoint, files
+from gluon_mgpu.training import checkpoint
 
 ARRAYS = {"W": np.arange(60, dtype=np.float32).reshape(3, 20), "b": np.ones(3, np.float32)}
 FACTS = {"seed": 3, "epochs": 2}

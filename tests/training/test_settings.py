@@ -35,7 +35,11 @@ def test_the_warm_up_is_linear_and_the_learning_rate_then_constant_by_default():
 
 
 def test_scale_lr_is_proportional_to_the_batch_size_and_changes_nothing_at_256():
-    assert [Settings(batch_size=n, lr=0.1, scale_lr=True).learning_rate(0, 1) for n in (64, 256, 512)] == [0.025, 0.1, 0.2]
+    assert [Settings(batch_size=n, lr=0.1, scale_lr=True).learning_rate(0, 1) for n in (64, 256, 512)] == [
+        0.025,
+        0.1,
+        0.2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,9 @@ def test_only_the_settings_that_the_caller_passed_are_given():
     assert passed("highlevel", 2, lr=0.1) == {"impl": "highlevel", "num_gpus": 2, "lr": 0.1}
 
 
-@pytest.mark.parametrize("args, options, name", [((), {"momentun": 0.9}, "momentum"), (("scratch",), {"impl": "x"}, "impl")])
+@pytest.mark.parametrize(
+    "args, options, name", [((), {"momentun": 0.9}, "momentum"), (("scratch",), {"impl": "x"}, "impl")]
+)
 def test_an_unknown_or_repeated_setting_is_a_usage_error_that_names_the_nearest_one(args, options, name):
     with pytest.raises(UsageError, match=name):
         passed(*args, **options)
