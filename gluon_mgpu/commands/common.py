@@ -30,7 +30,8 @@ GROUPS = {
     "Training": "sweep",
     "Several processes": "workers servers port restarts",
     "Program": "is_module map_gpus strict_numpy",
-    "Files": "export to input",
+    "Devices": "gpus",
+    "Files": "export to input out",
 }
 HEADINGS = ["Network and data", "Training", "Devices", "Several processes", "Program", "Files", "General options"]
 COLUMN = 30  # width of the column of option names in --help
@@ -99,7 +100,7 @@ class Command(click.Command):
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         group_of = {name: title for title, names in GROUPS.items() for name in names.split()}
-        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in [*GROUPS, "Devices", "General options"]}
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in HEADINGS}
         for param in self.get_params(context):
             row = param.get_help_record(context)
             if row and isinstance(param, click.Option):

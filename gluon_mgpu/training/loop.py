@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +54,7 @@ def prepare(
     settings, position, arrays = folder.start(settings)
     if settings.seed is None:
         settings = replace(settings, seed=secrets.randbelow(2**31))
+        log.say(f"drew a seed; pass {setting('seed', settings.seed)} to repeat this run")
     start = workers.all_gather({"settings": settings.recorded(), "position": position.as_json()})[0]
     settings = replace(settings, **start["settings"])
     position = records.Position.from_json(start["position"])
@@ -117,11 +117,11 @@ class Training:
         """The number of steps issued since the start of the run."""
         return len(self.position.history) * self.steps_per_epoch + self.position.steps
 
-    def _recorder(self) -> timeline.Recorder | None:
-        """Create a recorder if the run is profiled. Raises UsageError if its steps cannot be recorded."""
+    def _recorder(self) -> timeline.Recorder | timeline.NoRecorder:
+        """Create the recorder of --profile. Raises UsageError if the run's steps cannot be recorded."""
         settings, ctx = self.settings, self.replicas.ctx
         if not (settings.profile and self.first):
-            return None
+            return timeline.NoRecorder()
         plural = "s" * (len(ctx) > 1)
         about = f"{settings.model}, {self.config['impl']}, {len(ctx)} device{plural}, batch {settings.batch_size}"
         if self.workers.count > 1:
@@ -148,7 +148,7 @@ class Training:
             log.say(", ".join(f"{name}: {value}" for name, value in self.config.items()))
         folder.begin(self.config, self.replicas, position)
         devices.say_if_no_gpu(self.replicas.ctx, settings.device)
-        with self.recorder or nullcontext(), CtrlC(self.workers, checkpoint=folder.saves) as self.stop:
+        with self.recorder, CtrlC(self.workers, checkpoint=folder.saves) as self.stop:
             if self.first:
                 more = [f"as worker 0 of {self.workers.count}"] if self.workers.count > 1 else []
                 print("running on:", self.replicas.ctx, *more, flush=True)
@@ -165,62 +165,44 @@ class Training:
     def _train_epoch(self) -> None:
         """Train the rest of an epoch. Raises Interrupted on Ctrl-C, and Error if a loss or parameter is not finite."""
         position, settings, size = self.position, self.settings, self.settings.batch_size
-        self.title, number = f"epoch {len(position.history) + 1}", len(position.history) + 1
-        order = shuffled(self.examples, settings.seed or 0, number)[position.steps * size :]
+        assert settings.seed is not None  # `prepare` has drawn a seed
+        number = len(position.history) + 1
+        order = shuffled(self.examples, settings.seed, number)[position.steps * size :]
         train_iter = batches(self.data.train_images, self.data.train_labels, size, order, self.workers.part)
-        pending, start = Pending(), time.perf_counter() - position.seconds
-        self.loss_sum, self.read = (position.loss_sum if self.first else 0.0), position.steps
-        done = position.steps * size
-        with log.progress(
-            total=self.examples, initial=done, unit=" examples", unit_scale=True, desc=self.title
-        ) as self.bar:
+        start = time.perf_counter() - position.seconds
+        pending, loss_sum = Pending(), position.loss_sum if self.first else 0.0
+        with Progress(number, self.examples, size, position.steps, loss_sum) as progress:
             for X, y in train_iter:
                 if self.stop.wanted(self.step):  # Ctrl-C here or in another worker
                     break
-                with self.recorder.step() if self.recorder else nullcontext():
-                    lr = settings.learning_rate(self.step, self.steps_per_epoch)
-                    batch_size = min(size, self.examples - position.steps * size)
+                lr = settings.learning_rate(self.step, self.steps_per_epoch)
+                batch_size = min(size, self.examples - position.steps * size)  # across all workers
+                with self.recorder.step():
                     pending.add(self.replicas.train_batch(X, y, lr, batch_size))
                 position.steps += 1
-                for losses in pending.ready():  # the results of earlier steps; the engine stays a few steps behind
-                    self._note(losses)
+                for losses in pending.ready():  # of earlier steps; the engine is still busy with later ones
+                    progress.update(losses)
             for losses in pending.rest():
-                self._note(losses)
+                progress.update(losses)
         nd.waitall()
-        loss_sums, stopping = zip(*self.workers.all_gather([self.loss_sum, self.workers.stopping]))
+        loss_sums, stopping = zip(*self.workers.all_gather([progress.loss_sum, self.workers.stopping]))
         position.loss_sum, position.seconds = sum(loss_sums), time.perf_counter() - start
         self.replicas.sync_running_stats()
-        self._check_parameters()
+        self._check_parameters(progress.title)
         if self.stop.stopped or any(stopping):
             raise Interrupted
 
-    def _note(self, losses: np.ndarray) -> None:
-        """Add the losses (n,) of the next step to the sum, and update the progress bar."""
-        size = self.settings.batch_size
-        self.bar.update(min(size, self.examples - self.read * size))
-        self.read += 1
-        if not len(losses):  # this worker got no examples from a small last batch
-            return
-        loss = losses.mean(dtype=np.float64)
-        self.loss_sum += loss * len(losses)
-        if not np.isfinite(loss):
-            raise Error(
-                f"the loss is not finite at {self.title}, step {self.read}: training stopped; try a smaller "
-                f"{setting('lr')}"
-            )
-        self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, title: str) -> None:
         """Raise Error if a parameter is not finite. Print a notice if the replicas differ."""
         # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
         broken = [name for name, values in self.replicas.parameters().items() if not np.isfinite(values).all()]
         if broken:
-            where = f"{self.title} ({', '.join(broken)})"
+            where = f"{title} ({', '.join(broken)})"
             raise Error(f"parameters are not finite in {where}: training stopped; try a smaller {setting('lr')}")
         differ = self.replicas.differing()
         if differ:
             log.say(
-                f"the replicas differ after {self.title} ({', '.join(differ)}): the devices now train different "
+                f"the replicas differ after {title} ({', '.join(differ)}): the devices now train different "
                 "networks; after a correct allreduce, every device has the same gradients"
             )
 
@@ -246,6 +228,36 @@ class Training:
         if self.first:
             epoch = position.history[-1]
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
+
+
+class Progress:
+    """The losses of an epoch's steps, in order: their sum, and a progress bar that shows the latest one."""
+
+    def __init__(self, epoch: int, examples: int, batch_size: int, steps: int, loss_sum: float) -> None:
+        """steps, loss_sum: those of an earlier part of the epoch."""
+        self.title, self.examples, self.batch_size = f"epoch {epoch}", examples, batch_size
+        self.steps, self.loss_sum = steps, loss_sum
+
+    def __enter__(self) -> Progress:
+        options = {"unit": " examples", "unit_scale": True, "desc": self.title}
+        self.bar = log.progress(total=self.examples, initial=self.steps * self.batch_size, **options)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def update(self, losses: np.ndarray) -> None:
+        """Add the next step's losses (n,). Raises Error if they are not finite."""
+        self.bar.update(min(self.batch_size, self.examples - self.steps * self.batch_size))
+        self.steps += 1
+        if not len(losses):  # this worker got no examples from a small last batch
+            return
+        loss = losses.mean(dtype=np.float64)
+        self.loss_sum += loss * len(losses)
+        if not np.isfinite(loss):
+            where = f"{self.title}, step {self.steps}"
+            raise Error(f"the loss is not finite at {where}: training stopped; try a smaller {setting('lr')}")
+        self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
 
 
 def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3, steps: int = 5) -> tuple[int, ...]:

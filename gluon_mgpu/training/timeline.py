@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -177,6 +177,12 @@ class Recorder:
             self.profile.close()
             self.trace = chrome_trace(read_profile(raw), self.lanes, self.needed, self.about)
             files.write_whole(self.file, lambda file: file.write(json.dumps(self.trace).encode()))
+
+
+class NoRecorder(nullcontext):
+    """A recorder that records nothing."""
+
+    step = nullcontext
 
 
 def _lanes(ctx: list[Context]) -> dict[int, str]:
