@@ -20,6 +20,11 @@ SAME, FREE, NOT_KEPT = "same", "free", "not kept"
 class Kind:
     """The type of a setting's values. Each method raises ValueError for an invalid value; its message says why."""
 
+    @property
+    def metavar(self) -> str | None:
+        """How --help shows a value."""
+        return None
+
     def check(self, value: Any) -> Any:
         """Check a value, and return it in its usual type."""
         raise NotImplementedError
@@ -40,6 +45,10 @@ class Number(Kind):
     above: float | None = None
     below: float | None = None
     example: str = ""
+
+    @property
+    def metavar(self) -> str:
+        return "N" if self.type is int else "X"
 
     def check(self, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, self.type)):
@@ -74,7 +83,13 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
+    """One of `words`."""
+
     words: tuple[str, ...]
+
+    @property
+    def metavar(self) -> str:
+        return "|".join(self.words)
 
     def check(self, value: Any) -> Any:
         if value not in self.words:
@@ -145,6 +160,10 @@ class PathName(Kind):
     what: str = "file"
     example: str = "runs/first"
 
+    @property
+    def metavar(self) -> str:
+        return "DIR" if self.what == "folder" else "FILE"
+
     def check(self, value: Any) -> Any:
         if not isinstance(value, (str, os.PathLike)) or not str(value):
             raise ValueError(f"must be a {self.what}, such as {self.example}")
@@ -155,17 +174,18 @@ class PathName(Kind):
 class Option:
     """The declaration of one setting. A default of None means that the setting is off, or chosen by the program.
 
-    flag: the option's name on the command line; "": derived from the field's name.
+    group: the heading in --help. flag: the option's name on the command line; "": derived from the field's name.
     """
 
+    group: str
     kind: Kind
     help: str
-    group: str
-    on_resume: str
+    on_resume: str = SAME
     flag: str = ""
     metavar: str | None = None
 
 
-def option(default: Any, kind: Kind, group: str, on_resume: str, help: str, **more: Any) -> Any:
+def option(group: str, default: Any, kind: Kind, help: str, **more: Any) -> Any:
     """Declare a field of `Settings`. Arguments: see `Option`."""
-    return dataclasses.field(default=default, metadata={"option": Option(kind, help, group, on_resume, **more)})
+    declared = Option(group, kind, help, **{"metavar": kind.metavar, **more})
+    return dataclasses.field(default=default, metadata={"option": declared})

@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,6 @@ from gluon_mgpu.training.options import (
     FREE,
     MOST,
     NOT_KEPT,
-    SAME,
     Choice,
     Flag,
     Number,
@@ -53,215 +53,142 @@ RENAMED = {  # names in version 0.1.0, which callers and old checkpoints may sti
     "step_epochs": "milestones",
     "step_factor": "gamma",
 }
-NETWORK, TRAINING, DEVICES, PROCESSES, FILES = (  # headings in --help
-    "Network and data",
-    "Training",
-    "Devices",
-    "Several processes",
-    "Files",
-)
+
 COUNT = Number(int, least=1, most=MOST)
 RATE = Number(least=1e-37, most=1e38, example="0.2")  # just inside the range of float32
+PART = Number(least=0, below=1, example="0.9")
+
+# {heading in --help: a function that declares a setting under it}
+network = partial(option, "Network and data")
+training = partial(option, "Training")
+devices_ = partial(option, "Devices", on_resume=FREE)
+processes = partial(option, "Several processes", on_resume=NOT_KEPT)
+files = partial(option, "Files", on_resume=NOT_KEPT)
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run. Raises UsageError if one is invalid; the message names the setting and its value."""
 
-    impl: str = option(
+    impl: str = network(
         "scratch",
         Text(IMPLS),
-        NETWORK,
-        FREE,
         "scratch uses NDArray alone; highlevel uses Gluon. FILE.py is your own lesson: a changed copy of one of them.",
+        on_resume=FREE,
         metavar=f"{'|'.join(IMPLS)}|FILE.py",
     )
-    num_gpus: int | str | Sequence[int] = option(
-        1,
-        Text(),
-        DEVICES,
-        FREE,
-        "Number of devices, such as 2, or their indices, such as 0,2.",
-        flag="--gpus",
-        metavar="N|I,J,...",
+    num_gpus: int | str | Sequence[int] = devices_(
+        1, Text(), "Number of devices, such as 2, or their indices, such as 0,2.", flag="--gpus", metavar="N|I,J,..."
     )
-    batch_size: int = option(256, COUNT, TRAINING, SAME, "Examples per step, across all devices.", metavar="N")
-    lr: float = option(0.2, RATE, TRAINING, SAME, "Learning rate.", metavar="X")
-    epochs: int = option(4, COUNT, TRAINING, FREE, "Number of passes through the training set.", metavar="N")
-    seed: int | None = option(
+    batch_size: int = training(256, COUNT, "Examples per step, across all devices.")
+    lr: float = training(0.2, RATE, "Learning rate.")
+    epochs: int = training(4, COUNT, "Number of passes through the training set.", on_resume=FREE)
+    seed: int | None = training(
         None,
         Number(int, least=0, most=MOST),
-        TRAINING,
-        SAME,
         "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
         "bit-for-bit identical. Default: a random seed.",
-        metavar="N",
     )
-    model: str = option(
+    model: str = network(
         "lenet",
         Text(BUILT_IN),
-        NETWORK,
-        SAME,
         "scratch supports only lenet. lenet-max uses max pooling.",
         metavar="|".join(BUILT_IN),
     )
-    dataset: str = option("fashion-mnist", Choice(DATASETS), NETWORK, SAME, "synthetic needs no files.", metavar=None)
-    limit: int | None = option(
+    dataset: str = network("fashion-mnist", Choice(DATASETS), "synthetic needs no files.")
+    limit: int | None = network(
         None,
         Number(int, least=1, most=LARGEST),
-        NETWORK,
-        SAME,
         "Use only the first N training examples and the first N/6 test examples (at least 100).",
-        metavar="N",
     )
-    data_dir: str | Path | None = option(
+    data_dir: str | Path | None = network(
         None,
         PathName("folder"),
-        NETWORK,
-        NOT_KEPT,
         "Folder that contains the data set. Default: GLUON_MGPU_DATA if it is set, else the folders listed in "
         "docs/training.md, else a download.",
-        metavar="DIR",
+        on_resume=NOT_KEPT,
     )
-    hybridize: bool = option(
+    hybridize: bool = network(
         True,
         Flag(),
-        NETWORK,
-        FREE,
         "With Gluon, --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
+        on_resume=FREE,
     )
-    tune: bool | tuple[int, int] = option(
+    tune: bool | tuple[int, int] = network(
         True,
         TuneFlag(),
-        NETWORK,
-        FREE,
         "With Gluon on CPU, --tune uses faster operators that compute the same values up to rounding, and --no-tune "
         "runs the network as written.",
+        on_resume=FREE,
     )
-    scale_lr: bool = option(False, Flag(), TRAINING, SAME, "Multiply --lr by batch size / 256.")
-    schedule: str = option(
+    scale_lr: bool = training(False, Flag(), "Multiply --lr by batch size / 256.")
+    schedule: str = training(
         "constant",
         Choice(SCHEDULES),
-        TRAINING,
-        SAME,
         "constant; step: multiply the learning rate by --step-factor after each epoch in --step-epochs; cosine: "
         "decrease it to 0.",
     )
-    milestones: tuple[int, ...] = option(
+    milestones: tuple[int, ...] = training(
         (),
         Numbers(Number(int), "increasing epoch numbers, such as 2,3"),
-        TRAINING,
-        SAME,
         "Epochs after which --schedule step changes the learning rate.",
         flag="--step-epochs",
         metavar="E,F,...",
     )
-    gamma: float = option(
-        0.1,
-        Number(above=0, below=1, example="0.1"),
-        TRAINING,
-        SAME,
-        "Factor for --schedule step.",
-        flag="--step-factor",
-        metavar="X",
-    )
-    warmup_epochs: float = option(
+    gamma: float = training(0.1, Number(above=0, below=1), "Factor for --schedule step.", flag="--step-factor")
+    warmup_epochs: float = training(
         0.0,
         Number(least=0, most=MOST),
-        TRAINING,
-        SAME,
         "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
-        metavar="X",
     )
-    momentum: float = option(
-        0.0, Number(least=0, below=1, example="0.9"), TRAINING, SAME, "SGD momentum, such as 0.9.", metavar="X"
-    )
-    weight_decay: float = option(
-        0.0,
-        Number(least=0, below=1, example="0.0005"),
-        TRAINING,
-        SAME,
-        "Weight decay for all parameters, such as 0.0005.",
-        metavar="X",
-    )
-    max_grad_norm: float | None = option(
+    momentum: float = training(0.0, PART, "SGD momentum, such as 0.9.")
+    weight_decay: float = training(0.0, PART, "Weight decay for all parameters, such as 0.0005.")
+    max_grad_norm: float | None = training(
         None,
         Number(least=1e-30, most=1e30, example="1"),
-        TRAINING,
-        SAME,
         "Limit the norm of the batch's mean gradient to X.",
         flag="--clip-norm",
-        metavar="X",
     )
-    grad_accum_steps: int = option(
-        1,
-        COUNT,
-        TRAINING,
-        SAME,
-        "Compute the gradient of each batch in K parts, to save memory.",
-        flag="--accumulate",
-        metavar="K",
+    grad_accum_steps: int = training(
+        1, COUNT, "Compute the gradient of each batch in N parts, to save memory.", flag="--accumulate"
     )
-    device: str = option(
-        "auto",
-        Choice(devices.DEVICES),
-        DEVICES,
-        FREE,
-        "auto uses GPUs if there are any, else CPU contexts.",
-    )
-    shares: tuple[float, ...] | str | None = option(
+    device: str = devices_("auto", Choice(devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.")
+    shares: tuple[float, ...] | str | None = devices_(
         None,
         Numbers(Number(above=0, most=1e9), "one number above 0 per device, such as 80,20, or auto", ("auto",)),
-        DEVICES,
-        FREE,
         "Split each batch between unequal devices in this ratio, such as 80,20. auto measures the devices' speeds.",
         metavar="A,B,...|auto",
     )
-    kvstore: str = option(
+    kvstore: str = processes(
         "local",
         Choice(process.KVSTORES),
-        PROCESSES,
-        NOT_KEPT,
         "Sum gradients in this process (local), with Horovod (start it with horovodrun), or with MXNet's parameter "
         "servers (start them with the launch command). See docs/distributed.md.",
     )
-    compress: str | None = option(
+    compress: str | None = processes(
         None,
         Text(("fp16", "2bit:0.5")),
-        PROCESSES,
-        NOT_KEPT,
         "Send gradients as 16-bit numbers (requires --kvstore horovod), or as 2-bit numbers with threshold T "
         "(requires --kvstore dist_sync).",
         metavar="fp16|2bit:T",
     )
-    out: str | Path | None = option(
-        None,
-        PathName("folder"),
-        FILES,
-        NOT_KEPT,
-        "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.",
-        metavar="DIR",
+    out: str | Path | None = files(
+        None, PathName("folder"), "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder."
     )
-    resume: str | Path | None = option(
+    resume: str | Path | None = files(
         None,
         PathName("folder"),
-        FILES,
-        NOT_KEPT,
         "Continue the run in this folder with its saved settings. Only --epochs (except with a cosine schedule), "
         "--shares, and options for devices and implementations can be changed.",
-        metavar="DIR",
     )
-    tensorboard: bool = option(False, Flag(), FILES, NOT_KEPT, "Also write logs for TensorBoard to the run's folder.")
-    profile: str | Path | None = option(
+    tensorboard: bool = files(False, Flag(), "Also write logs for TensorBoard to the run's folder.")
+    profile: str | Path | None = files(
         None,
         PathName("file", "profile.json"),
-        FILES,
-        NOT_KEPT,
         "Record what each device does during a few steps, for chrome://tracing or Perfetto. Also draw the recording "
         "as a PNG image next to FILE.",
-        metavar="FILE",
     )
-    verbose: bool = option(False, Flag(), TRAINING, NOT_KEPT, "Print all settings, as in config.json.")
+    verbose: bool = training(False, Flag(), "Print all settings, as in config.json.", on_resume=NOT_KEPT)
 
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
