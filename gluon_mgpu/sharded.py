@@ -112,7 +112,7 @@ def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
 
 def forward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors) -> tuple[Vectors, Vectors, list[list[Tape]]]:
     """Returns the losses (n,) of each shard, the gradients (n, 10) of its scores, and the tapes of each layer."""
-    tapes: list[list[Tape]] = []
+    tapes = []
     for (layer, shapes), buckets in zip(net, weights):
         tapes.append(record(layer, Xs, [unbucket(b, shapes) for b in buckets]))
         Xs = [output for _, output in tapes[-1]]
@@ -141,11 +141,11 @@ def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], opti
     summed, the devices compute those of the layer before it. Returns the losses of each shard."""
     weights, *moments = state
     losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
-    grads: Buckets = []
+    grads = []
     while tapes:
         heads, whole = backward(tapes.pop(), heads)
-        grads.insert(0, all_gather(reduce_scatter(whole), out=whole))  # a ring allreduce
-    update(optimizer, weights, grads, moments, X.shape[0])
+        grads.append(all_gather(reduce_scatter(whole), out=whole))  # a ring allreduce
+    update(optimizer, weights, grads[::-1], moments, X.shape[0])
     return losses
 
 
@@ -153,12 +153,12 @@ def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     """ZeRO-1: device i keeps chunk i of the moments, updates chunk i of the weights, and sends it to the others."""
     weights, *moments = state
     losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
-    grads: Buckets = []
+    grads = []
     while tapes:
         heads, whole = backward(tapes.pop(), heads)
-        grads.insert(0, reduce_scatter(whole))
+        grads.append(reduce_scatter(whole))
     own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, own, grads, moments, X.shape[0])
+    update(optimizer, own, grads[::-1], moments, X.shape[0])
     for chunks, buckets in zip(own, weights):
         all_gather(chunks, out=buckets)
     return losses
@@ -168,12 +168,12 @@ def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     """ZeRO-2: device i keeps only chunk i of the gradients too. It is a copy, so that the whole bucket is freed."""
     weights, *moments = state
     losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
-    grads: Buckets = []
+    grads = []
     while tapes:
         heads, whole = backward(tapes.pop(), heads)
-        grads.insert(0, [g.copy() for g in reduce_scatter(whole)])
+        grads.append([g.copy() for g in reduce_scatter(whole)])
     own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, own, grads, moments, X.shape[0])
+    update(optimizer, own, grads[::-1], moments, X.shape[0])
     for chunks, buckets in zip(own, weights):
         all_gather(chunks, out=buckets)
     return losses
@@ -183,8 +183,8 @@ def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     """ZeRO-3, or FSDP: device i keeps only chunk i of the weights too, and one whole layer at a time."""
     weights, *moments = state
     Xs = split_and_load(X, ctx)
-    inputs: list[Vectors] = []
-    grads: Buckets = []
+    inputs = []
+    grads = []
     for (layer, shapes), chunks in zip(net, weights):
         inputs.append(Xs)
         with autograd.train_mode():  # not recorded: a graph would keep the layer's weights
@@ -194,7 +194,7 @@ def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     for (layer, shapes), chunks in reversed(list(zip(net, weights))):
         tapes = record(layer, inputs.pop(), unshard(chunks, shapes))  # gathers and computes the layer a second time
         heads, whole = backward(tapes, heads)
-        grads.insert(0, [g.copy() for g in reduce_scatter(whole)])
+        grads.append([g.copy() for g in reduce_scatter(whole)])
         nd.waitall()
-    update(optimizer, weights, grads, moments, X.shape[0])
+    update(optimizer, weights, grads[::-1], moments, X.shape[0])
     return losses

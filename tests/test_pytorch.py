@@ -34,13 +34,16 @@ def initial():
 
 @cache
 def trained_by_scratch():
-    """The parameters after 20 steps on two contexts."""
+    """The parameters after 20 steps on two contexts, and the largest change of each array in each step."""
     data, ctx = datasets.load("synthetic", limit=SIZE * STEPS), [mx.cpu(0), mx.cpu(1)]
     replicas = [scratch.get_params([nd.array(p) for p in initial()], c) for c in ctx]
     order = batches.shuffled(SIZE * STEPS, seed=1, epoch=1)
+    now, changes = initial(), []
     for X, y in batches.batches(data.train_images, data.train_labels, SIZE, order):
         scratch.train_batch(X, y, replicas, ctx, LR)
-    return [p.asnumpy() for p in replicas[0]]
+        before, now = now, [p.asnumpy() for p in replicas[0]]
+        changes.append([np.abs(a - b).max() for a, b in zip(now, before)])
+    return now, np.array(changes)
 
 
 @needs_torch
@@ -62,10 +65,13 @@ def test_after_20_steps_a_program_has_the_parameters_of_scratch(name, tmp_path):
     done = finished(*torchrun, FOLDER / f"{name}.py", *options, env=engine.users_environment())
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "params.npz").values()
-    # The error of a sum of n numbers grows like that of n random steps.
-    rounding = STEPS * EPSILON * additions(SIZE) ** 0.5
-    for a, b, start in zip(found, trained_by_scratch(), initial()):
-        assert np.abs(a - b).max() <= rounding * np.abs(b - start).max()
+    expected, changes = trained_by_scratch()
+    # The error of a sum of n numbers grows like that of n random steps, and the error of a step is carried to all later
+    # steps. Also, ReLU's input may be above zero in one program and below in the other, which counts as one example.
+    share = STEPS * EPSILON * additions(SIZE) ** 0.5 + 1 / SIZE
+    rounding = share * changes.sum(0)
+    for a, b, most in zip(found, expected, rounding):
+        assert np.abs(a - b).max() <= most
 
 
 def functions(name):
