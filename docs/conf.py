@@ -12,6 +12,7 @@ import click
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
+from sphinx.util.docutils import SphinxDirective
 
 import gluon_mgpu
 from gluon_mgpu.commands.main import main as cli
@@ -66,8 +67,8 @@ pygments_dark_style = "native"
 
 
 class LinksOutOfDocs(SphinxTransform):
-    """Links to a module's file become links to its API page, and links to the README become links to the index.
-    Links to CONTRIBUTING.md become text, because it is not on the website."""
+    """Links to a module's file become links to its API page. Links to CONTRIBUTING.md become text, because it is not on
+    the website."""
 
     default_priority = 500
 
@@ -82,10 +83,20 @@ class LinksOutOfDocs(SphinxTransform):
                 new = addnodes.pending_xref(refdomain="py", reftype="mod", reftarget=name, refdoc=node["refdoc"])
                 new += nodes.inline("", node.astext())
                 node.replace_self(new)
-            elif node.get("refdomain") == "doc" and Path(node["reftarget"]).name == "README":
-                node["reftarget"] = "index"
             elif Path(node["reftarget"]).stem == "CONTRIBUTING":
                 node.replace_self(nodes.inline("", node.astext()))
+
+
+class Interactive(SphinxDirective):
+    """Include an interactive page, which is also an HTML document of its own."""
+
+    required_arguments = 1
+
+    def run(self):
+        path = Path(self.env.srcdir, self.arguments[0])
+        self.env.note_dependency(str(path))
+        _, content = path.read_text().split("</title>\n")
+        return [nodes.raw("", content, format="html")]
 
 
 class Recorded(click.HelpFormatter):
@@ -162,5 +173,6 @@ def setup(app):
     app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("autodoc-skip-member", skip_fields)
     app.add_transform(LinksOutOfDocs)
+    app.add_directive("interactive", Interactive)
     app.connect("source-read", before_parsing)
     app.connect("html-page-context", readable)

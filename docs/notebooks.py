@@ -65,7 +65,8 @@ def remove_merged(cell):
 
 
 def make_standalone(cell, docs, pages):
-    """Include a cell's pictures. Keep links to the web and to other notebooks; replace all others by their words."""
+    """Include a cell's pictures. Keep links to the web and to other notebooks; replace all others by their words. Leave
+    out interactive pages, because Jupyter does not run scripts in Markdown."""
 
     def replace(match):
         if match["code"] or "://" in match["target"]:
@@ -81,7 +82,8 @@ def make_standalone(cell, docs, pages):
             new = "" if match["bracket"] else words  # "(why)" says nothing without its link
         return f"{match['bracket']}{new})" if match["bracket"] and new else new
 
-    cell.source = re.sub(r"^</?div.*>\n*", "", MARKDOWN.sub(replace, cell.source), flags=re.MULTILINE)
+    source = re.sub(r"^```\{interactive\}.*\n```\n*", "", cell.source, flags=re.MULTILINE)
+    cell.source = re.sub(r"^</?div.*>\n*", "", MARKDOWN.sub(replace, source), flags=re.MULTILINE)
 
 
 def setup(app):

@@ -4,7 +4,9 @@ Import this package before mxnet, so that the first `import mxnet` sets up the e
 """
 
 import sys
+from contextlib import suppress
 
+from gluon_mgpu.distributed import process
 from gluon_mgpu.runtime.engine import Finder, configure
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -12,4 +14,6 @@ __all__ = ["Error", "UsageError", "configure"]
 IMPLS = ("scratch", "highlevel")
 __version__ = "0.2.0"
 
+with suppress(UsageError):  # `process.require` reports invalid environment variables
+    process.identify(process.current())
 sys.meta_path.insert(0, Finder())

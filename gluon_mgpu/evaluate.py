@@ -9,21 +9,21 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 from mxnet import nd
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import IMPLS, implementations
 from gluon_mgpu.runtime import devices, log
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.errors import Error, UsageError, setting
 from gluon_mgpu.training import datasets, records
-from gluon_mgpu.training.batches import batches, read_behind
-from gluon_mgpu.training.replicas import VELOCITY, Replicas, check_model
+from gluon_mgpu.training.batches import batches
+from gluon_mgpu.training.replicas import VELOCITY, Replicas
 from gluon_mgpu.training.settings import Settings
 
-LESSONS = {"scratch": scratch, "highlevel": highlevel}
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 LARGEST_BATCH = 1024  # maximum number of images computed at once, even if the run's batch size is larger
 TOP = 3  # number of classes printed per image
@@ -39,25 +39,28 @@ class Trained(NamedTuple):
 
 
 def load(
-    folder: str | Path, impl: str | None = None, gpus: int | str | Sequence[int] = 1, device: str = "auto"
+    folder: str | Path,
+    impl: str | ModuleType | None = None,
+    gpus: int | str | Sequence[int] = 1,
+    device: str = "auto",
 ) -> Trained:
     """Load the network of the run in `folder`.
 
-    impl: "scratch" or "highlevel"; None: the run's implementation. gpus, device: see `devices.contexts`.
+    impl: see `implementations.load`; None: the run's implementation. gpus, device: see `devices.contexts`.
     Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the
     checkpoint is damaged or from a different network or version.
     """
-    arrays, config, settings, position = records.last(folder)
-    impl = impl or config["impl"]
-    kind: type[Replicas] = LESSONS[impl].Replicas
-    check_model(kind, settings.model)
+    arrays, _, settings, position = records.last(folder)
+    if impl is None and settings.impl not in IMPLS:
+        raise UsageError(None, folder, f"trained with your own lesson; pass it with {setting('impl', settings.impl)}")
+    impl = impl or settings.impl
     ctx = devices.contexts(gpus, device)
-    options = {name: config[name] for name in kind.own_options if name in config}
     settings = replace(settings, shares=None, momentum=0.0)  # shares are for the training devices; momentum is unused
-    replicas = kind(ctx, settings, **options)
+    replicas = implementations.replicas(impl, ctx, settings)
     parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
     records.restore(replicas, parameters, folder)
-    return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({impl}) after {position}, on {ctx}")
+    name = implementations.name_of(replicas.lesson)
+    return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({name}) after {position}, on {ctx}")
 
 
 def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -73,8 +76,11 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     """Compute the network's scores (n, 10) for images, uint8 (n, 1, 28, 28)."""
     replicas = trained.replicas
     test_iter = batches(images, np.zeros(len(images)), min(trained.settings.batch_size, LARGEST_BATCH))
-    issued = ([replicas.predict(shard) for shard in replicas.split(X)] for X, _ in test_iter if X is not None)
-    return np.concatenate(list(read_behind(issued)))
+    found = []
+    for X, _ in test_iter:
+        assert X is not None
+        found += [shard.asnumpy() for shard in [replicas.predict(X_shard) for X_shard in replicas.split(X)]]
+    return np.concatenate(found)
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:

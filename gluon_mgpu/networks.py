@@ -1,12 +1,13 @@
-"""ResNet-18, and the registry of the networks that highlevel can train.
+"""ResNet-18, and the registry of the networks that can be trained with Gluon, by name.
 
-To train your own network: `networks.register("mlp", build)`, then `highlevel.train(2, 256, 0.2, model="mlp")`.
+To train your own network: `networks.register("mlp", build)`, then `implementations.train("highlevel", model="mlp")`.
 CONTRIBUTING.md explains how to add a network to the command line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -15,9 +16,8 @@ from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.training import settings
-
-NORMAL = mx.init.Normal(0.01)  # as in scratch.init_params
+from gluon_mgpu.highlevel import NORMAL, lenet
+from gluon_mgpu.training.replicas import LENET
 
 
 class Network(NamedTuple):
@@ -32,13 +32,12 @@ NETWORKS: dict[str, Network] = {}
 def register(
     name: str, build: Callable[[], gluon.Block], init: mx.init.Initializer = NORMAL, names: tuple[str, ...] = ()
 ) -> None:
-    """Make a network available as `model=name` to `highlevel.train` and to all code that loads the network's runs.
+    """Make a network available as `model=name`, for training and for all code that loads the network's runs.
 
     build: returns a new, uninitialized network for 10 classes and images (n, 1, 28, 28) with values in [0, 1]. init:
     the initializer for its weights. names: the names of its arrays in checkpoints; default: Gluon's names.
     """
     NETWORKS[name] = Network(build, init, names)
-    settings.add_model(name)
 
 
 class Residual(nn.HybridBlock):
@@ -75,4 +74,6 @@ def resnet18() -> nn.HybridSequential:
     return net
 
 
+register("lenet", lenet, names=LENET)
+register("lenet-max", partial(lenet, nn.MaxPool2D), mx.init.Uniform(0.07), LENET)  # as in the Gluon notebook
 register("resnet18", resnet18)

@@ -15,8 +15,8 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu import scratch
 from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime.splitting import split_batch
 from gluon_mgpu.scratch import Params
-from gluon_mgpu.training.batches import split_batch
 
 
 def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:
@@ -58,7 +58,7 @@ def stages(devices: int) -> list[slice]:
     """
     layers = len(LAYERS)
     if devices > layers:
-        raise UsageError(f"network partitioning on {devices} devices: use at most {layers}; LeNet has {layers} layers")
+        raise UsageError("devices", devices, f"LeNet has {layers} layers; use at most {layers} devices")
     return [slice(i, i + 1) for i in range(devices - 1)] + [slice(devices - 1, layers)]
 
 
@@ -118,7 +118,7 @@ def train_batch_network(
 def partition_layers(params: Params, ctx: list[Context]) -> list[Params]:
     """Split the rows (first axis) of the eight parameters across the devices. Each row belongs to one output."""
     if len(ctx) > 10:
-        raise UsageError(f"layer-wise partitioning on {len(ctx)} devices: use at most 10; LeNet has 10 outputs")
+        raise UsageError("devices", len(ctx), "LeNet has 10 outputs; use at most 10 devices")
     shards = zip(*[scratch.split_and_load(p, ctx) for p in params])
     return [scratch.get_params(list(rows), c) for rows, c in zip(shards, ctx)]
 

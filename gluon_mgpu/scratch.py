@@ -1,24 +1,22 @@
 """Lesson 1: LeNet on several devices with NDArray alone. Each part of data parallelism is one function.
 
-The functions copy the parameters to each device, split a batch, compute and sum the gradients, and update the
-parameters. `highlevel` uses Gluon instead. Source of the code and of the function names: the notebook "Multi-GPU
-Computation with Data Parallelism" (Dive into Deep Learning, 2019).
+`train` runs the notebook's experiment with the functions above it. `highlevel` has the same functions with Gluon.
+Source: the notebook "Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from time import time
 
+import mxnet as mx
 from mxnet import Context, autograd, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.runtime.devices import shard_sizes
-from gluon_mgpu.training import batches, loop, replicas
-from gluon_mgpu.training.records import Epoch
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.training import datasets
 
 Params = list[NDArray]  # the network's parameters on one device
-Net = Callable[[NDArray, Params], NDArray]
 
 
 def init_params(scale: float = 0.01) -> Params:
@@ -58,7 +56,7 @@ def get_params(params: Params, ctx: Context) -> Params:
     return new_params
 
 
-def allreduce(data: Sequence[NDArray]) -> None:
+def allreduce(data: list[NDArray]) -> None:
     """Sum arrays of the same shape, one per device, in place. Afterward, every device has the sum."""
     for i in range(1, len(data)):
         data[0][:] += data[i].copyto(data[0].context)
@@ -72,23 +70,19 @@ def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:
     If the split is uneven, the first shards get one extra example each. With fewer examples than devices, the last
     devices get no shard.
     """
+    size, extra = divmod(data.shape[0], len(ctx))
     shards, start = [], 0
-    for size, c in zip(shard_sizes(data.shape[0], len(ctx)), ctx[: data.shape[0]]):
-        shards.append(data[start : start + size].as_in_context(c))
-        start += size
+    for i, c in enumerate(ctx[: data.shape[0]]):
+        end = start + size + (i < extra)
+        shards.append(data[start:end].as_in_context(c))
+        start = end
     return shards
 
 
-def forward_backward(
-    device_params: Sequence[Params], Xs: list[NDArray], ys: list[NDArray], *, net: Net | None = None
-) -> list[NDArray]:
-    """Compute the gradients of each shard on its device. Returns the losses of each shard, one vector per device.
-
-    net: the network, a function of images and parameters; default: `lenet`.
-    """
-    net = net or lenet
+def forward_backward(device_params: Sequence[Params], Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
+    """Compute the gradients of each shard on its device. Returns the losses of each shard, one vector per device."""
     with autograd.record():  # the loss is calculated separately on each device
-        losses = [loss(net(X, params), y) for X, y, params in zip(Xs, ys, device_params)]
+        losses = [loss(lenet(X, params), y) for X, y, params in zip(Xs, ys, device_params)]
     for shard_loss in losses:  # backpropagation runs separately on each device
         shard_loss.backward()
     return losses
@@ -101,7 +95,7 @@ def sgd(params: Params, lr: float, batch_size: int) -> None:
 
 
 def train_batch(
-    X: NDArray, y: NDArray, device_params: Sequence[Params], ctx: list[Context], lr: float, *, net: Net | None = None
+    X: NDArray, y: NDArray, device_params: Sequence[Params], ctx: list[Context], lr: float
 ) -> list[NDArray]:
     """Run one training step on images X (n, 1, 28, 28) and labels y (n,), with one replica on each device in ctx.
 
@@ -109,9 +103,9 @@ def train_batch(
     """
     assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     Xs, ys = split_and_load(X, ctx), split_and_load(y, ctx)
-    losses = forward_backward(device_params, Xs, ys, net=net)
-    for grads in zip(*([p.grad for p in params] for params in device_params)):
-        allreduce(grads)
+    losses = forward_backward(device_params, Xs, ys)
+    for i in range(len(device_params[0])):
+        allreduce([params[i].grad for params in device_params])
     for params in device_params:  # the same update on each device keeps the replicas equal
         sgd(params, lr, X.shape[0])
     return losses
@@ -124,76 +118,30 @@ def evaluate_accuracy(
 
     net: a function that computes scores on the device of its input.
     """
-
-    def correct() -> Iterable[list[NDArray]]:
-        for X, y in data_iter:
-            shards = zip(split_and_load(X, ctx), split_and_load(y, ctx))
-            yield [net(X_shard).argmax(axis=1) == y_shard for X_shard, y_shard in shards]
-
-    return batches.mean(correct())
-
-
-class Replicas(replicas.Replicas):
-    """Connects the training loop to the functions above, and holds a replica of the parameters on each device.
-
-    net, params: a network other than LeNet, and its initial parameters on the host.
-    """
-
-    networks = ("lenet",)
-    own_options = ("net", "params")
-
-    def __init__(self, *args: Any, net: Net | None = None, params: Params | None = None) -> None:
-        super().__init__(*args)
-        self.net, params = net, params or init_params()
-        self.device_params = [get_params(params, c) for c in self.ctx]
-        names = replicas.LENET if net is None else [f"p{i}" for i in range(len(params))]
-        self.arrays = [dict(zip(names, params)) for params in self.device_params]
-        like = self.device_params if self.settings.momentum else [[] for _ in self.ctx]
-        self.momentum = [[nd.zeros_like(p) for p in params] for params in like]
-        if self.settings.grad_accum_steps > 1:
-            for params in self.device_params:
-                for p in params:
-                    p.attach_grad("add")
-
-    def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        return train_batch(X, y, self.device_params, self.ctx, lr, net=self.net)
-
-    @property
-    def extras(self) -> bool:
-        return bool(super().extras or self.settings.momentum or self.settings.weight_decay)
-
-    def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return split_and_load(data, self.ctx)
-
-    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return forward_backward(self.device_params, Xs, ys, net=self.net)
-
-    def reduce(self) -> None:
-        for grads in zip(*([p.grad for p in params] for params in self.device_params)):
-            allreduce(grads)
-
-    def update(self, lr: float, batch_size: int) -> None:
-        for params, velocities in zip(self.device_params, self.momentum):
-            if velocities or self.settings.weight_decay:
-                replicas.sgd_momentum(params, velocities, lr, batch_size, self.settings)
-            else:
-                sgd(params, lr, batch_size)
-
-    def predict(self, X: NDArray) -> NDArray:
-        return (self.net or lenet)(X, self.device_params[self.ctx.index(X.context)])
-
-    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
-        return evaluate_accuracy(data_iter, self.predict, self.ctx)
-
-    def velocities(self, device: int) -> dict[str, NDArray]:
-        return dict(zip(self.arrays[device], self.momentum[device]))
+    correct = examples = 0
+    for X, y in data_iter:
+        shards = zip(split_and_load(X, ctx), split_and_load(y, ctx))
+        hits = [(net(X_shard).argmax(axis=1) == y_shard).sum() for X_shard, y_shard in shards]
+        correct += sum(int(n.asscalar()) for n in hits)  # waits for this batch
+        examples += X.shape[0]
+    return correct / examples
 
 
-def train(num_gpus: int | Sequence[int], batch_size: int, lr: float, **options: Any) -> list[Epoch]:
-    """Run the notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`. Prints time and accuracy per epoch.
-
-    num_gpus: number of devices, or their indices ([0, 2]). batch_size: examples per step, across all devices. options:
-    see `loop.train`. To train your own network, pass it as net, a function of images and parameters, and pass its
-    initial parameters as params.
-    """
-    return loop.train(Replicas, num_gpus, batch_size, lr, **options)
+def train(num_gpus: int, batch_size: int, lr: float, epochs: int = 4, seed: int | None = None) -> list[Params]:
+    """Run the notebook's experiment, `train(num_gpus=2, batch_size=256, lr=0.2)`. Returns each device's parameters."""
+    train_iter, test_iter = datasets.load_fashion_mnist(batch_size, seed)
+    ctx = devices.contexts(num_gpus)
+    print("running on:", ctx)
+    if seed is not None:
+        mx.random.seed(seed)
+    params = init_params()
+    device_params = [get_params(params, c) for c in ctx]
+    for epoch in range(1, epochs + 1):
+        start = time()
+        for X, y in train_iter:
+            train_batch(X, y, device_params, ctx, lr)
+        nd.waitall()
+        seconds = time() - start
+        test_acc = evaluate_accuracy(test_iter, lambda X: lenet(X, device_params[ctx.index(X.context)]), ctx)
+        print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {test_acc:.2f}")
+    return device_params

@@ -1,7 +1,7 @@
 """The notebooks' inspection cells on real data: what each device holds at each stage of a training step.
 
-Each function prints the output of one cell. `Scratch` and `Gluon` implement what differs between the lessons. Sources:
-the notebooks of `scratch` and `highlevel`, and the lecture, which requests parameters on a context without a replica.
+Each function prints the output of one cell. Sources: the notebooks of `scratch` and `highlevel`, and the lecture, which
+requests parameters on a context without a replica.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, gluon, nd
+from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import implementations
 from gluon_mgpu.runtime import devices
 from gluon_mgpu.training import batches, datasets
+from gluon_mgpu.training.replicas import Replicas
+from gluon_mgpu.training.settings import Settings
 
-SCALE = 0.1  # scale of the initial weights; with the notebook's 0.01, one step would not change the printed digits
+SCALE = 10  # factor for the initial weights; otherwise, one step would not change the printed digits
 LR = 0.2
 EXAMPLES = 4  # per device
 WIDTH = 96  # characters per printed line
@@ -44,7 +47,8 @@ def walk(
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
     X, y = next(batches.batches(data.train_images, data.train_labels, EXAMPLES * len(ctx)))
     mx.random.seed(seed)
-    net: Scratch | Gluon = Scratch(ctx) if impl == "scratch" else Gluon(ctx)
+    net = implementations.replicas(impl, ctx, Settings(impl, tune=False))
+    net.load_state_dict({name: array * SCALE for name, array in net.state_dict().items()})
     print(f"{impl} on {ctx}, with {data.name}")
     with np.printoptions(precision=3, suppress=True, linewidth=WIDTH):
         copied_parameters(net)
@@ -55,93 +59,50 @@ def walk(
         missing_context(net, X)
 
 
-class Scratch:
-    """LeNet from `scratch`: `replicas` holds one list of eight arrays per device."""
+class Texts(NamedTuple):
+    """What differs between the lessons' explanations."""
 
-    lesson = scratch
-    copying = "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy."
-    summing = "allreduce(data) adds all arrays on the first device and copies the sum back to the other devices."
-    missing = (
+    copying: str
+    summing: str
+    missing: str
+
+
+TEXTS = {
+    implementations.ArrayReplicas: Texts(
+        "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy.",
+        "allreduce(data) adds all arrays on the first device and copies the sum back to the other devices.",
         "An NDArray is on exactly one context. MXNet only checks that an operator's inputs are all on CPUs or all on "
         "GPUs, and scratch adds no check. Here, lenet is called with the first device's parameters and with images on "
-        "a context without a replica"
-    )
-
-    def __init__(self, ctx: list[Context]) -> None:
-        self.ctx, self.rule = ctx, LR
-        params = scratch.init_params(SCALE)
-        self.replicas = [scratch.get_params(params, c) for c in ctx]
-
-    def parameters(self) -> list[list[NDArray]]:
-        """The eight arrays on each device."""
-        return self.replicas
-
-    def scores(self, Xs: list[NDArray]) -> list[NDArray]:
-        return [scratch.lenet(X, params) for X, params in zip(Xs, self.replicas)]
-
-    def allreduce(self, data: list[NDArray]) -> None:
-        scratch.allreduce(data)
-
-    def ask(self, context: Context, X: NDArray) -> str:
-        """Compute the scores of images on a context without a replica. Returns MXNet's response."""
-        try:
-            found = scratch.lenet(X.as_in_context(context), self.replicas[0])
-            found.wait_to_read()
-        except mx.MXNetError as error:
-            return str(error).splitlines()[-1]
-        return f"No error: the scores are on {found.context}, because all CPU contexts share the host's memory."
-
-
-class Gluon:
-    """LeNet from `highlevel`: `replicas` is one network, which holds the arrays of all devices."""
-
-    lesson = highlevel
-    copying = "initialize(net, ctx) draws each parameter once and puts a copy, with a gradient, on every device."
-    summing = 'Trainer.step uses a KVStore of type "device": pushpull(key, data) leaves the sum on each device.'
-    missing = (
+        "a context without a replica",
+    ),
+    implementations.GluonReplicas: Texts(
+        "initialize(net, ctx) draws each parameter once and puts a copy, with a gradient, on every device.",
+        'Trainer.step uses a KVStore of type "device": pushpull(key, data) leaves the sum on each device.',
         "The parameters are on the contexts that the network was initialized on, and Gluon rejects any other context. "
-        "Here, weight.data(context) of the first convolution is called with a context without a replica"
-    )
+        "Here, weight.data(context) of the first convolution is called with a context without a replica",
+    ),
+}
 
-    def __init__(self, ctx: list[Context]) -> None:
-        self.ctx, self.replicas = ctx, highlevel.lenet()
-        highlevel.initialize(self.replicas, ctx, init=mx.init.Normal(SCALE))
-        self.params = self.replicas.collect_params()
-        self.rule = gluon.Trainer(self.params, "sgd", {"learning_rate": LR}, update_on_kvstore=False)
 
-    def parameters(self) -> list[list[NDArray]]:
-        """The eight arrays on each device."""
-        return [[p.data(c) for p in self.params.values()] for c in self.ctx]
+def copied_parameters(net: Replicas) -> None:
+    b1 = net.arrays[0]["b1"]
+    show(f"1. {TEXTS[type(net)].copying} This is b1, the first convolution's 20 biases, and its gradient:", b1, b1.grad)
 
-    def scores(self, Xs: list[NDArray]) -> list[NDArray]:
-        return [self.replicas(X) for X in Xs]
 
-    def allreduce(self, data: list[NDArray]) -> None:
+def allreduce(net: Replicas) -> None:
+    data = [nd.ones((1, 2), ctx=c) * (i + 1) for i, c in enumerate(net.ctx)]
+    text = f"2. Allreduce sums arrays, one per device, and gives every device the sum. {TEXTS[type(net)].summing}"
+    show(f"{text} Before:", *data)
+    if isinstance(net, implementations.ArrayReplicas):
+        net.lesson.allreduce(data)
+    else:
         store = mx.kv.create("device")
         store.init("data", data[0])
         store.pushpull("data", data)
-
-    def ask(self, context: Context, X: NDArray) -> str:
-        """Request the weights on a context without a replica. Returns Gluon's response."""
-        try:
-            return f"No error: {self.params['cnn_conv0_weight'].data(context)}"
-        except RuntimeError as error:
-            return f"RuntimeError: {str(error).splitlines()[0]}"
-
-
-def copied_parameters(net: Scratch | Gluon) -> None:
-    b1 = net.parameters()[0][1]
-    show(f"1. {net.copying} This is b1, the first convolution's 20 biases, and its gradient:", b1, b1.grad)
-
-
-def allreduce(net: Scratch | Gluon) -> None:
-    data = [nd.ones((1, 2), ctx=c) * (i + 1) for i, c in enumerate(net.ctx)]
-    show(f"2. Allreduce sums arrays, one per device, and gives every device the sum. {net.summing} Before:", *data)
-    net.allreduce(data)
     show("After:", *data)
 
 
-def split_batch(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
+def split_batch(net: Replicas, X: NDArray, y: NDArray) -> None:
     batch = nd.arange(24).reshape((6, 4))
     show("3. split_and_load(data, ctx) splits a batch into shards of nearly equal size, one per device. Batch:", batch)
     show("Shards:", *net.lesson.split_and_load(batch, net.ctx))
@@ -150,32 +111,47 @@ def split_batch(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
         print(f"{X_shard.shape} and {y_shard.shape} on {X_shard.context}")
 
 
-def scores(net: Scratch | Gluon, X: NDArray) -> None:
-    found = net.scores(net.lesson.split_and_load(X, net.ctx))
+def scores(net: Replicas, X: NDArray) -> None:
+    found = [net.predict(X_shard) for X_shard in net.lesson.split_and_load(X, net.ctx)]
     show("4. Each device computes the scores of its shard with its own replica: one row per image, 10 classes:", *found)
 
 
-def first_convolution(net: Scratch | Gluon, X: NDArray, y: NDArray) -> None:
-    arrays = net.parameters()
+def first_convolution(net: Replicas, X: NDArray, y: NDArray) -> None:
+    arrays = [list(of_device.values()) for of_device in net.arrays]
     channels = [W1[0] for W1, *_ in arrays]
     show("5. Channel 0 of the first convolution, on every context:", *channels)
     compare("channel 0", channels)
-    net.lesson.forward_backward(net.replicas, *(net.lesson.split_and_load(data, net.ctx) for data in (X, y)))
+    net.forward_backward(*(net.lesson.split_and_load(data, net.ctx) for data in (X, y)))
     grads = [W1.grad[0] for W1, *_ in arrays]
     show("The gradient of channel 0, which each device computes from its own shard:", *grads)
     compare("its gradient", grads)
-    net.lesson.train_batch(X, y, net.replicas, net.ctx, net.rule)
+    net.lesson.train_batch(X, y, net.model, net.ctx, net.rule(LR))
     step = f"train_batch with learning rate {LR} sums the gradients, and every device updates its replica."
     show(f"{step} Channel 0 is now:", arrays[0][0][0])
     compare("all 8 gradients", [[array.grad for array in of_device] for of_device in arrays])
     compare("all 8 parameters", arrays)
 
 
-def missing_context(net: Scratch | Gluon, X: NDArray) -> None:
+def missing_context(net: Replicas, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
-    show(f"6. {net.missing}, {other}:")
+    show(f"6. {TEXTS[type(net)].missing}, {other}:")
     nd.waitall()  # operators may use all OpenMP threads, so contexts must not compute at the same time (docs/engine.md)
-    print(textwrap.fill(net.ask(other, X), WIDTH))
+    print(textwrap.fill(ask(net, other, X), WIDTH))
+
+
+def ask(net: Replicas, context: Context, X: NDArray) -> str:
+    """Use a context without a replica. Returns MXNet's or Gluon's response."""
+    if isinstance(net, implementations.GluonReplicas):
+        try:
+            return f"No error: {net.net.collect_params()['cnn_conv0_weight'].data(context)}"
+        except RuntimeError as error:
+            return f"RuntimeError: {str(error).splitlines()[0]}"
+    try:
+        found = net.lesson.lenet(X.as_in_context(context), net.model[0])
+        found.wait_to_read()
+    except mx.MXNetError as error:
+        return str(error).splitlines()[-1]
+    return f"No error: the scores are on {found.context}, because all CPU contexts share the host's memory."
 
 
 def show(text: str, *arrays: NDArray) -> None:

@@ -18,13 +18,12 @@ import zlib
 from pathlib import Path
 
 import click
-import pooch
+import platformdirs
 from tqdm import tqdm
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.runtime import files, subprocesses
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import checkpoint
 
 HOROVOD = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # hash of the source archive
@@ -90,7 +89,7 @@ def wheel():
         raise Error("Horovod needs MXNet's CPU wheel, which is not installed: run `make install`")
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    folder = Path(pooch.os_cache("gluon_mgpu")) / "wheels" / f"mxnet-{mxnet}"
+    folder = platformdirs.user_cache_path("gluon_mgpu") / "wheels" / f"mxnet-{mxnet}"
     path = folder / f"horovod-{HOROVOD}+{MARK}-{tag}-{tag}-{platform}.whl"
     if not is_whole(path):
         build(path)
@@ -121,9 +120,9 @@ def build(path):
     with tempfile.TemporaryDirectory(prefix="gluon_mgpu-horovod-") as folder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.remove_partial(path)
+            files.remove_partial(path)
             built = compiled(Path(folder), log)
-            checkpoint.write_whole(path, lambda file: file.write(built.read_bytes()))
+            files.write_whole(path, lambda file: file.write(built.read_bytes()))
             log.unlink(missing_ok=True)
         except OSError as error:
             raise Error(f"{error}: set TMPDIR or XDG_CACHE_HOME to use another folder") from error

@@ -36,7 +36,7 @@ for selected in $PYTHONS; do
     [ "$numpy" = "$selected" ] && numpy=
     venv=.venvs/$(echo "$selected" | tr : -)
     python=$venv/bin/python
-    if ! make -s install "VENV=$venv" "PYTHON=python${selected%:*}" "NUMPY=$numpy"; then
+    if ! make -s dev "VENV=$venv" "PYTHON=python${selected%:*}" "NUMPY=$numpy"; then
         status=1
         row "${selected%:*}" "$numpy" "not installed" "" ""
         continue

@@ -7,15 +7,6 @@ from pathlib import Path
 import pytest
 
 INTERACTIVE = Path(__file__).parents[1] / "docs/interactive"
-# A fragment is included by a page of the site. This is the least that surrounds it there.
-DOCUMENT = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-{fragment}
-</html>
-"""
 
 
 @contextmanager
@@ -40,12 +31,13 @@ def chromium():
 class Page:
     """One open page.
 
-    driver: Selenium's, for everything that has no method here.
+    driver: Selenium's, for everything that has no method here. width: the window's, in pixels.
     """
 
     def __init__(self, driver, path, width, dark):
         self.driver = driver
-        screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+        self.width = width
+        screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 640}
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
@@ -78,7 +70,7 @@ class Page:
 
     def overflow(self):
         """By how many pixels the document is wider than the window."""
-        return self.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        return self.value("document.documentElement.scrollWidth") - self.width
 
 
 def errors(driver):

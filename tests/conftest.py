@@ -10,14 +10,21 @@ import pytest
 import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
+LONGEST = 3600  # seconds, for tests of these markers and slow ones; setup.cfg has the limit for all others
+# What --no-skips does not require, because no command installs it.
+MAY_BE_MISSING = ("needs root", "needs 2 cores", "needs the original notebooks")
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))  # for `import bench` and `import parity`
 
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 
 # A shell script starts background jobs with SIGINT ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    help = "fail instead of skipping, unless the machine itself lacks something (tests/conftest.py)"
+    parser.addoption("--no-skips", action="store_true", help=help)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -28,6 +35,28 @@ def pytest_collection_modifyitems(config, items):
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if any(mark in item.keywords for mark in ("slow", *OF_THEIR_OWN_TARGETS)):
+            item.add_marker(pytest.mark.timeout(LONGEST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    return required((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return required((yield), collector.config)
+
+
+def required(report, config):
+    """The report. With --no-skips, a skip becomes a failure, unless its reason is in MAY_BE_MISSING."""
+    if report.skipped and config.option.no_skips:
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(MAY_BE_MISSING):
+            report.outcome, report.longrepr = "failed", f"skipped, but --no-skips is set: {reason}"
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -49,17 +78,14 @@ def chromium():
 
 
 @pytest.fixture
-def page(chromium, tmp_path):
+def page(chromium):
     """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `browser.Page`.
 
     The test fails if the page writes an error to the console.
     """
 
-    def opened(fragment_name, width=1280, dark=False):
-        fragment = (browser.INTERACTIVE / fragment_name).read_text()
-        path = tmp_path / fragment_name
-        path.write_text(browser.DOCUMENT.format(title=fragment_name, fragment=fragment))
-        return browser.Page(chromium, path, width, dark)
+    def opened(name, width=1280, dark=False):
+        return browser.Page(chromium, browser.INTERACTIVE / name, width, dark)
 
     yield opened
     assert not browser.errors(chromium)

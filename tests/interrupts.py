@@ -7,14 +7,16 @@ from unittest.mock import patch
 
 import pytest
 
+from gluon_mgpu.training.replicas import Replicas
+
 
 @contextmanager
-def at_step(replicas, step, *signals):
+def at_step(step, *signals):
     """While the step'th step of the block is issued, send (signal, seconds to wait after it) ... to this process.
 
-    The block must end with a KeyboardInterrupt; yields its ExceptionInfo. replicas: the `Replicas` of a lesson.
+    The block must end with a KeyboardInterrupt; yields its ExceptionInfo.
     """
-    original, steps = replicas.train_batch, []
+    original, steps = Replicas.train_batch, []
 
     def train_batch(self, *args):
         steps.append(args)
@@ -24,5 +26,5 @@ def at_step(replicas, step, *signals):
                 time.sleep(seconds)
         return original(self, *args)
 
-    with patch.object(replicas, "train_batch", train_batch), pytest.raises(KeyboardInterrupt) as caught:
+    with patch.object(Replicas, "train_batch", train_batch), pytest.raises(KeyboardInterrupt) as caught:
         yield caught

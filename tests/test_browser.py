@@ -12,6 +12,18 @@ KINDS = ["star", "ring", "tree"]
 PHASES = ["copy", "split", "forward and backward", "allreduce", "update"]
 
 WIDER_THAN_ITS_CARD = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth)"
+# The labels that a line, a device or another label touches. A line is checked every 2 pixels of its length.
+COVERED = """(() => {
+    const all = (selector) => [...document.querySelectorAll(`#step-links > ${selector}`)];
+    const inside = (box, {x, y}) => box.left <= x && x <= box.right && box.top <= y && y <= box.bottom;
+    const toScreen = document.getElementById('step-links').getScreenCTM();
+    const lines = all('path').flatMap(path => Array.from({length: path.getTotalLength() / 2}, (_, i) =>
+        path.getPointAtLength(2 * i).matrixTransform(toScreen)));
+    const labels = all('text'), boxes = [...labels, ...all('g')].map(element => element.getBoundingClientRect());
+    const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+    return labels.filter((_, i) => lines.some(point => inside(boxes[i], point))
+        || boxes.some((box, j) => i !== j && !apart(boxes[i], box))).map(label => label.textContent);
+})()"""
 
 
 def shards(array, devices):
@@ -124,10 +136,13 @@ def test_step_through_works_with_the_keyboard(page):
 
     opened = page("step.html")
     order = []
-    for _ in range(7):
+    opened.press(Keys.ARROW_RIGHT)  # before anything has the focus
+    assert opened.text("#step-count").startswith("step 1 ")
+    opened.press(Keys.ARROW_LEFT)
+    for _ in range(9):
         opened.press(Keys.TAB)
         order.append(opened.focused())
-    names = ["devices", "batch", "kind", "stage", "back", "next", "reset"]
+    names = ["devices", "batch", "kind", "stage", "back", "next", "reset", "network", "optimizer"]
     assert order == [f"step-{name}" for name in names]
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
     steps = opened.value(RUN, 4, 10, "star")["steps"]
@@ -162,6 +177,42 @@ def test_step_through_fits_the_window(page, width):
             for _ in opened.value(RUN, devices, batch, kind)["steps"]:
                 assert opened.overflow() == 0 and not opened.value(WIDER_THAN_ITS_CARD)
                 go(opened, 1)
+
+
+def test_labels_cover_neither_arrows_nor_devices(page):
+    opened = page("step.html")
+    for kind in KINDS:
+        for devices in range(2, 9):
+            choose(opened, devices, 8, kind)
+            go(opened, 4)  # copy, split, forward, backward
+            for _ in range(opened.value(RUN, devices, 8, kind)["rounds"]):
+                go(opened, 1)
+                assert opened.value(COVERED) == [], (kind, devices)
+
+
+def test_the_memory_of_each_device_is_what_the_paper_says(page):
+    opened = page("step.html")
+    bytes_each = [2, 2, 12]  # Adam with mixed precision
+    paper = {  # ZeRO (Rajbhandari et al., 2020), table 1: GB per device for 7.5 billion parameters
+        1: [120, 120, 120],
+        4: [52.5, 41.3, 30],
+        16: [35.6, 21.6, 7.5],
+        64: [31.4, 16.6, 1.88],
+        256: [30.4, 15.4, 0.47],
+        1024: [30.1, 15.1, 0.12],
+    }
+    for devices, wanted in paper.items():
+        found = [opened.value("stepThrough.memory(...arguments)", n, 7.5e9, devices, bytes_each) for n in range(4)]
+        assert [sum(parts) / 1e9 for parts in found] == pytest.approx([120, *wanted], abs=0.06)
+    opened.choose("#step-network", "7.5 billion parameters")
+    opened.choose("#step-optimizer", "Adam, mixed precision")
+    rows = "[...document.querySelectorAll('#step-memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
+    assert opened.value(rows) == [  # parameters, gradients, optimizer state, sum
+        ["data parallelism", "15 GB", "15 GB", "90 GB", "120 GB"],
+        ["ZeRO-1", "15 GB", "15 GB", "22.5 GB", "52.5 GB"],
+        ["ZeRO-2", "15 GB", "3.75 GB", "22.5 GB", "41.3 GB"],
+        ["ZeRO-3", "3.75 GB", "3.75 GB", "22.5 GB", "30 GB"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 use it with the keyboard and on a phone."""
 
 import importlib
+import math
 import re
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
         link = SETTINGS["latency"], SETTINGS["bandwidth"]
         wanted = model.allreduce_seconds(WAYS[way], devices, 4 * SETTINGS["parameters"], *link)
         assert parts["allreduce"] == pytest.approx(wanted), devices
-        alone = SETTINGS["fixed"] + SETTINGS["batch"] / devices * SETTINGS["flop"] / SETTINGS["flops"]
+        alone = SETTINGS["fixed"] + math.ceil(SETTINGS["batch"] / devices) * SETTINGS["flop"] / SETTINGS["flops"]
         assert step == pytest.approx(alone + wanted), devices
 
 
@@ -105,6 +106,20 @@ def test_every_message_of_the_timeline_has_a_sender_and_a_receiver(pays, way):
         assert all(len({round(s * slots) for s, _ in of_it}) == len(of_it) for of_it in spans)  # one at a time
         assert sorted(set(starts)) == [*range(slots)] and all(starts.count(slot) % 2 == 0 for slot in range(slots))
         assert len(starts) == 4 * (devices - 1)  # devices - 1 messages each way, each of which keeps two devices busy
+
+
+def test_devices_do_not_divide_an_example(pays):
+    for examples, devices, one_after_another in [(8, 8, 1), (8, 4096, 1), (9, 8, 2), (10, 4, 3)]:
+        parts, _ = predicted(pays, batch=examples, devices=devices)
+        assert parts["compute"] == pytest.approx(one_after_another * SETTINGS["flop"] / SETTINGS["flops"])
+        parts, _ = predicted(pays, batch=examples, devices=devices, allreduce="memory", cores=2)
+        assert parts["compute"] == pytest.approx(examples / 2 * SETTINGS["flop"] / SETTINGS["flops"])
+    pays.choose("#pays-link", "ethernet10")
+    pays.choose("#pays-devices", 4)
+    for examples, shards in [(10, [3, 3, 2, 2]), (3, [1, 1, 1, 0])]:
+        pays.choose("#pays-batch", examples)
+        widths = pays.value("[...document.querySelectorAll('#pays .compute[width]')].map(e => e.width.baseVal.value)")
+        assert np.array(widths[1:]) / widths[0] == pytest.approx(np.array(shards) / examples, abs=1e-3)
 
 
 def test_a_slow_link_makes_the_second_device_useless_and_a_larger_batch_helps(pays):

@@ -125,7 +125,7 @@ def blocks(page, language="python"):
 
 
 def cells(page):
-    return "\n".join(blocks(page, r"{code-cell} ipython3(?:\n:tags: .*)?"))
+    return "\n".join(blocks(page, r"{code-cell} ipython3(?:\n:\w+: .*)*"))
 
 
 GLUON = "".join(block for block in blocks("pytorch.md") if block.startswith("# Gluon"))

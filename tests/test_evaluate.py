@@ -11,13 +11,12 @@ from mxnet import gluon, nd
 from PIL import Image
 from printed import call
 
-from gluon_mgpu import evaluate, highlevel, scratch
+from gluon_mgpu import IMPLS, evaluate, implementations
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, datasets
 from gluon_mgpu.training.replicas import LENET
 
-IMPLS = ["scratch", "highlevel"]
 LIMIT, TESTS = 600, 100
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0}
 
@@ -26,10 +25,10 @@ COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0}
 def runs(tmp_path_factory):
     """Half-trained runs: scratch and highlevel, and one with max pooling, shares and momentum."""
     folder = tmp_path_factory.mktemp("runs")
-    for impl, module in zip(IMPLS, (scratch, highlevel)):
-        module.train(1, 16, 0.1, limit=LIMIT, momentum=0.5, epochs=7, out=folder / impl, **COMMON)
+    for impl in IMPLS:
+        implementations.train(impl, 1, 16, 0.1, limit=LIMIT, momentum=0.5, epochs=7, out=folder / impl, **COMMON)
     options = {"model": "lenet-max", "shares": (80, 20), "momentum": 0.9, "limit": 600, "epochs": 3}
-    highlevel.train(2, 40, 0.05, out=folder / "max", **options, **COMMON)
+    implementations.train("highlevel", 2, 40, 0.05, out=folder / "max", **options, **COMMON)
     return folder
 
 

@@ -1,14 +1,17 @@
-"""Modules never import from a higher layer, even for type hints, and there are no import cycles."""
+"""Imports never go up, even for type hints, and there are no cycles. All scripts for commands are one file."""
 
 import ast
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from gluon_mgpu.commands.main import COMMANDS
+
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
-LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "walkthrough", "networks", "evaluate", "convert"]
+LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "networks"]
+USES = ["walkthrough", "evaluate", "convert"]  # of implementations
 # from the bottom
-LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "exercises", "commands"]
+LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "implementations", "uses", "exercises", "commands"]
 # {module: path}, such as {"training.loop": ...}
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items() if name not in ("__init__", "__main__")}
@@ -37,7 +40,7 @@ IMPORTS = {name: imported(path) for name, path in MODULES.items()}
 
 def layer(module):
     package = module.split(".")[0]
-    return LAYERS.index("lessons" if package in LESSONS else package)
+    return LAYERS.index("lessons" if package in LESSONS else "uses" if package in USES else package)
 
 
 def test_imports_only_go_down():
@@ -53,3 +56,10 @@ def test_only_commands_import_modules_by_name():
 def test_there_are_no_import_cycles():
     others = {name: found - {name} for name, found in IMPORTS.items()}
     TopologicalSorter(others).prepare()  # raises CycleError
+
+
+def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
+    scripts = ROOT.parent / "scripts"
+    links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
+    assert links == {"main", "bench", "parity", *(name.replace("-", "_") for name in COMMANDS)}
+    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py", "build_horovod.py"}

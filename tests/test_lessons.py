@@ -1,7 +1,8 @@
 """The two lessons: the notebooks' functions, a step compared with one device and float64, and what `train` calls."""
 
-import functools
+import ast
 import inspect
+import re
 from pathlib import Path
 from statistics import NormalDist
 from unittest.mock import Mock
@@ -12,10 +13,13 @@ import pytest
 from lenet64 import scores
 from mxnet import autograd, gluon, nd
 from parity import drift
+from printed import call, error
 from test_partition import batch, contexts, parameters
 
-from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu import evaluate, highlevel, implementations, networks, scratch
+from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.replicas import LENET
 from gluon_mgpu.training.settings import Settings
 
@@ -34,7 +38,7 @@ def start():
 
 
 def replicas(module, devices, start, **options):
-    made = module.Replicas(contexts(devices), Settings(64), **options)
+    made = implementations.replicas(module, contexts(devices), Settings(batch_size=64, **options))
     made.load_state_dict(start)
     return made
 
@@ -55,26 +59,27 @@ class TestSignatures:
             "train_batch": ["X", "y", "device_params", "ctx", "lr"],
             "sgd": ["params", "lr", "batch_size"],
             "evaluate_accuracy": ["data_iter", "net", "ctx"],
-            "train": ["num_gpus", "batch_size", "lr"],
+            "train": ["num_gpus", "batch_size", "lr", "epochs", "seed"],
         },
         highlevel: {
             "forward_backward": ["net", "data", "label"],
             "split_and_load": ["data", "ctx"],
             "train_batch": ["X", "y", "net", "ctx", "trainer"],
             "evaluate_accuracy": ["data_iter", "net", "ctx"],
-            "train": ["num_gpus", "batch_size", "lr"],
+            "train": ["num_gpus", "batch_size", "lr", "epochs", "seed"],
         },
     }
 
     @pytest.mark.parametrize("module", MODULES)
-    def test_functions_have_the_notebooks_arguments_and_the_rest_is_keyword_only(self, module):
+    def test_functions_have_the_notebooks_arguments_and_no_others(self, module):
         for name, expected in self.NOTEBOOK[module].items():
-            parameters = inspect.signature(getattr(module, name)).parameters.values()
-            assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == expected
+            assert [*inspect.signature(getattr(module, name)).parameters] == expected
 
-    @pytest.mark.parametrize("module", MODULES)
-    def test_a_lesson_fits_on_200_lines(self, module):
-        assert len(Path(module.__file__).read_text().splitlines()) <= 200
+    @pytest.mark.parametrize("module, most", [(scratch, 150), (highlevel, 120)])
+    def test_a_lesson_contains_only_functions_and_is_short(self, module, most):
+        code = Path(module.__file__).read_text()
+        assert len(code.splitlines()) <= most
+        assert not [node for node in ast.parse(code).body if isinstance(node, (ast.ClassDef, ast.If))]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -91,16 +96,16 @@ def test_a_batch_is_split_in_order_into_one_shard_per_device_of_nearly_equal_siz
 def test_a_step_of_scratch_refuses_a_batch_that_leaves_a_device_with_its_old_gradients(start):
     made = replicas(scratch, 3, start)
     with pytest.raises(AssertionError):
-        scratch.train_batch(*batch(2), made.device_params, made.ctx, LR)
+        scratch.train_batch(*batch(2), made.model, made.ctx, LR)
 
 
 class TestStep:
     @pytest.mark.parametrize("module", MODULES)
-    def test_with_all_extras_off_the_base_classs_step_is_the_lessons_bit_for_bit(self, module, start):
+    def test_with_all_extras_off_an_extended_step_is_the_lessons_bit_for_bit(self, module, start):
         by_lesson, by_base = replicas(module, 3, start), replicas(module, 3, start)
         for n in (48, 50, 3):
             X, y = batch(n, seed=n)
-            a, b = by_lesson.lesson_step(X, y, LR), by_base.extended_step(X, y, LR, n)
+            a, b = by_lesson.train_batch(X, y, LR), by_base.extended_step(X, y, LR, n)
             np.testing.assert_equal([shard.asnumpy() for shard in a], [shard.asnumpy() for shard in b])
             np.testing.assert_equal(by_lesson.parameters(), by_base.parameters())
 
@@ -129,7 +134,7 @@ class TestStep:
         for module in MODULES:
             for devices in (1, 3):
                 mx.random.seed(5)
-                made = module.Replicas(contexts(devices))
+                made = implementations.replicas(module, contexts(devices))
                 assert_replicas_equal(made)
                 drawn.append(made.parameters())
         np.testing.assert_equal(drawn, drawn[:1] * 4)
@@ -160,37 +165,30 @@ class TestWhatYouReadIsWhatRuns:
     def test_train_calls_every_function_of_the_lesson(self, module, names, monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Mock(wraps=getattr(module, name)))
-        module.train(2, 64, LR, **self.OPTIONS)
+        implementations.train(module, 2, 64, LR, **self.OPTIONS)
         assert {name for name in names if getattr(module, name).called} == {*names}
 
     @pytest.mark.parametrize(
-        "module, name, bypasses",
+        "impl, changes, not_called",
         [
-            (scratch, "sgd", {"momentum": 0.9}),
-            (scratch, "sgd", {"weight_decay": 0.1}),
-            (scratch, "split_and_load", {"shares": (2, 1)}),
-            (highlevel, "split_and_load", {"shares": "auto"}),
-            (scratch, "train_batch", {"grad_accum_steps": 2}),
-            (highlevel, "train_batch", {"max_grad_norm": 1.0}),
+            ("scratch", {"momentum": 0.9}, ["sgd"]),
+            ("scratch", {"weight_decay": 0.1}, ["sgd"]),
+            ("scratch", {"shares": (2, 1)}, ["split_and_load", "train_batch"]),
+            ("highlevel", {"grad_accum_steps": 2, "max_grad_norm": 1.0}, ["train_batch"]),
+            ("scratch", {}, []),
         ],
     )
-    def test_a_replaced_function_is_called_or_a_setting_that_bypasses_it_is_refused(
-        self, module, name, bypasses, monkeypatch
-    ):
-        called, original = [], getattr(module, name)
-        mine = functools.wraps(original)(lambda *args, **kwargs: called.append(args) or original(*args, **kwargs))
-        monkeypatch.setattr(module, name, mine)
-        with pytest.raises(UsageError, match=name):
-            module.train(2, 64, LR, **bypasses, **self.OPTIONS)
-        assert not called
-        extras = {} if name == "train_batch" else {"max_grad_norm": 1.0, "grad_accum_steps": 2}
-        module.train(2, 64, LR, **extras, **self.OPTIONS)
-        assert called
+    def test_a_setting_that_replaces_a_function_of_a_changed_lesson_says_so(self, impl, changes, not_called, capsys):
+        original = implementations.load(impl).forward_backward
+        lesson = implementations.load(impl, forward_backward=lambda *args: original(*args))
+        implementations.train(lesson, 2, 64, LR, **changes, **self.OPTIONS)
+        said = [line for line in capsys.readouterr().err.splitlines() if "does not call your own" in line]
+        assert len(said) == bool(not_called) and all(name in said[0] for name in not_called)
 
     def test_without_tuning_a_plain_gluon_network_trains_with_mxnets_own_store(self):
-        made = highlevel.Replicas(contexts(2), tune=False)
+        made = implementations.replicas("highlevel", contexts(2), Settings(tune=False))
         made.train_batch(*batch(8), LR)
-        assert type(made.net) is gluon.nn.HybridSequential and made.net.prefix == "cnn_" and made.fast is made.net
+        assert type(made.net) is gluon.nn.HybridSequential and made.net.prefix == "cnn_" and made.model is made.net
         assert isinstance(made.trainer._kvstore, mx.kvstore.KVStore) and made.trainer._kvstore.type == "device"
 
     @pytest.mark.filterwarnings("ignore:All children of this Sequential")
@@ -202,8 +200,103 @@ class TestWhatYouReadIsWhatRuns:
 
         networks.register("own-sequential", build)
         for options in ({}, {"tune": False}, {"hybridize": False}):
-            (epoch,) = highlevel.train(2, 64, LR, model="own-sequential", **options, **self.OPTIONS)
+            (epoch,) = implementations.train("highlevel", 2, 64, LR, model="own-sequential", **options, **self.OPTIONS)
             assert np.isfinite(epoch.train_loss)
+
+
+class TestTrain:
+    """The lessons' own `train`."""
+
+    @pytest.fixture
+    def twenty_steps(self, monkeypatch):
+        """Fashion-MNIST is 20 batches of synthetic images."""
+        data = datasets.synthetic(20 * 64, 100, seed=3)
+        monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
+
+    @pytest.mark.parametrize("module, options", [(scratch, {}), (highlevel, {"tune": False})])
+    def test_after_20_steps_it_has_the_parameters_of_the_command_line_bit_for_bit(
+        self, module, options, twenty_steps, capsys, tmp_path
+    ):
+        trained = module.train(2, 64, LR, epochs=1, seed=7)
+        printed = capsys.readouterr().out
+        words = [f"--impl={implementations.name_of(module)}", "--gpus=2", "--batch-size=64", f"--lr={LR}", "--epochs=1"]
+        words += ["--seed=7", f"--out={tmp_path}", *(["--no-tune"] if options else [])]
+        assert call(capsys, train_command, *words)[1].splitlines()[0] == printed.splitlines()[0]
+        found = trained[0] if module is scratch else [p.data(mx.cpu(0)) for p in trained.collect_params().values()]
+        recorded = records.last(tmp_path)[0]
+        assert len(found) == 8
+        for array, expected in zip(found, recorded.values()):
+            np.testing.assert_array_equal(array.asnumpy(), expected)
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_it_prints_the_notebooks_lines_and_learns(self, module, twenty_steps, capsys):
+        module.train(2, 32, LR, epochs=3, seed=1)
+        first, *epochs = capsys.readouterr().out.splitlines()
+        assert first == "running on: [cpu(0), cpu(1)]" and len(epochs) == 3
+        lines = [re.fullmatch(r"epoch (\d), time: \d+\.\d sec, test acc: (\d\.\d\d)", line) for line in epochs]
+        assert [line[1] for line in lines] == ["1", "2", "3"]
+
+
+class TestOwnLesson:
+    OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        """A copy of scratch.py."""
+        path = tmp_path / "my_scratch.py"
+        path.write_text(Path(scratch.__file__).read_text())
+        return path
+
+    def test_a_copy_of_a_lesson_trains_to_the_same_bits_and_its_run_can_be_resumed_and_evaluated(self, path, tmp_path):
+        for impl, out in (("scratch", "theirs"), (str(path), "mine")):
+            implementations.train(impl, 2, 64, LR, **{**self.OPTIONS, "epochs": 2, "out": tmp_path / out})
+        theirs, mine = (records.last(tmp_path / name)[0] for name in ("theirs", "mine"))
+        np.testing.assert_equal(mine, theirs)
+        with pytest.raises(UsageError):  # the path in the checkpoint is not executed
+            implementations.train(resume=tmp_path / "mine")
+        with pytest.raises(UsageError):
+            evaluate.load(tmp_path / "mine")
+        assert len(implementations.train(str(path), resume=tmp_path / "mine", epochs=3)) == 3
+        assert str(path) in evaluate.load(tmp_path / "mine", str(path)).title
+
+    def test_a_changed_function_runs(self, path):
+        path.write_text(path.read_text().replace("data[0].copyto(data[i])", "data[0].copyto(data[i]); raise KeyError"))
+        with pytest.raises(KeyError):
+            implementations.train(str(path), 2, 64, LR, **self.OPTIONS)
+
+    def test_an_error_in_it_names_its_file_and_line(self, path, capsys):
+        path.write_text(path.read_text().replace("    return -nd.pick", "    1 / 0\n    return -nd.pick"))
+        line = path.read_text().splitlines().index("    1 / 0") + 1
+        words = [f"--impl={path}", "--dataset=synthetic", "--limit=300", "--device=cpu"]
+        said = error(capsys, train_command, *words, status=1)
+        assert f"{path}, line {line}: ZeroDivisionError" in said
+
+    @pytest.mark.parametrize(
+        "old, new",
+        [
+            ("def allreduce(data: list[NDArray])", "def allreduced(data)"),
+            ("def sgd(params: Params, lr: float, batch_size: int)", "def sgd(params, lr)"),
+            ("def init_params(", "def initial_params("),
+        ],
+    )
+    def test_a_missing_function_or_other_arguments_are_a_usage_error_that_names_the_function(self, old, new, path):
+        code = path.read_text()
+        assert old in code
+        path.write_text(code.replace(old, new))
+        with pytest.raises(UsageError, match=old.split("(")[0].removeprefix("def ")):
+            implementations.load(str(path))
+
+    @pytest.mark.parametrize("impl", ["torch", "nowhere.py", ".", ""])
+    def test_what_is_not_a_lesson_is_a_usage_error(self, impl):
+        with pytest.raises(UsageError):
+            implementations.load(impl)
+
+    def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(self, capsys):
+        lesson = implementations.load("scratch", allreduce=lambda data: None)
+        implementations.train(lesson, 2, 64, LR, **{**self.OPTIONS, "epochs": 2})
+        assert capsys.readouterr().err.count("the replicas differ") == 2
+        implementations.train("scratch", 2, 64, LR, **self.OPTIONS)
+        assert "differ" not in capsys.readouterr().err
 
 
 INITIAL = {  # {network: the distribution function of its initial weights}
@@ -215,7 +308,7 @@ INITIAL = {  # {network: the distribution function of its initial weights}
 @pytest.mark.parametrize("module, model", [(scratch, "lenet"), (highlevel, "lenet"), (highlevel, "lenet-max")])
 def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(module, model):
     mx.random.seed(1)
-    for name, array in module.Replicas(contexts(1), Settings(model=model)).parameters().items():
+    for name, array in implementations.replicas(module, contexts(1), Settings(model=model)).parameters().items():
         if name[0] == "b":
             assert not array.any()
             continue
@@ -236,7 +329,7 @@ def test_max_pooling_keeps_the_largest_of_each_window():
 
 class TestResNet18:
     def test_it_has_the_layers_and_the_parameters_of_resnet_18(self):
-        made = highlevel.Replicas([mx.cpu(0)], Settings(model="resnet18"))
+        made = implementations.replicas("highlevel", [mx.cpu(0)], Settings(model="resnet18"))
         weights = [a.shape for a in made.parameters().values() if a.ndim > 1]
         expected = [(64, 1, 3, 3)]
         for channels, before in [(64, 64), (128, 64), (256, 128), (512, 256)]:
@@ -250,7 +343,7 @@ class TestResNet18:
 
     def test_its_shapes_are_those_of_the_variant_for_28x28_images(self):
         net = networks.resnet18()
-        highlevel.initialize(net, [mx.cpu(0)], hybridize=False)
+        highlevel.initialize(net, [mx.cpu(0)])
         X, shapes = nd.zeros((2, 1, 28, 28)), []
         for layer in net:
             X = layer(X)

@@ -13,8 +13,7 @@ from gluon_mgpu.runtime import engine
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build/docs/notebooks"
-LESSONS = re.search(r"The lessons\n:hidden:\n\n(.*?)\n```", (ROOT / "docs/index.md").read_text(), re.DOTALL)[1].split()
-WITH_CELLS = [name for name in LESSONS if "file_format: mystnb" in (ROOT / f"docs/{name}.md").read_text()]
+WITH_CELLS = [path.stem for path in ROOT.glob("docs/*.md") if "file_format: mystnb" in path.read_text()]
 FENCES = r"^```.*?^```"
 
 pytestmark = pytest.mark.notebooks

@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.training import datasets
 
 
 @click.command(
@@ -25,23 +24,14 @@ from gluon_mgpu.training import datasets
     help="Instead, run a sweep on 2 devices: batch sizes 128, 256 and 512, each with --lr multiplied by 0.5, 1, 2, 3 "
     "and 4 (15 runs).",
 )
-@common.impl
-@common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
-@common.device
-@common.setting("--lr", type=common.POSITIVE, metavar="X", help="Learning rate, before any scaling.")
-@common.setting("--epochs", type=common.COUNT, metavar="N", help="Number of passes through the training set.")
-@common.option(
-    "--seed",
-    type=common.SEED,
-    metavar="N",
-    default=1,
-    help="Seed for all runs. Accuracies in the first epochs vary widely between seeds.",
-)
-@common.limit
-@common.data_dir
-@common.out(
-    "Write a plot, a CSV file, and one folder per run to this folder; finished runs are skipped.",
-    default="runs/batch-size",
+@common.settings(
+    *("impl", "dataset", "device", "lr", "epochs", "seed", "limit", "data_dir", "out"),
+    lr={"help": "Learning rate, before any scaling."},
+    seed={"default": 1, "help": "Seed for all runs. Accuracies in the first epochs vary widely between seeds."},
+    out={
+        "default": "runs/batch-size",
+        "help": "Write a plot, a CSV file, and one folder per run to this folder; finished runs are skipped.",
+    },
 )
 def batch_size(sweep: bool, out: str, **options: Any) -> None:
     """Compare batch sizes on one and two devices. This runs the lecture's experiment (docs/batch-size.md): batch sizes

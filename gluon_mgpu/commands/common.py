@@ -9,34 +9,31 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-import re
 import shlex
 import signal
 import sys
-import textwrap
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
-import gluon_mgpu
-from gluon_mgpu.runtime import devices, errors, log
+from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error
 
-# {heading in --help: parameter names of the options under it, in order}; "General options" lists all other options.
+# Headings in --help for options that are not settings: {heading: parameter names}; "General options" lists the rest.
 GROUPS = {
-    "Network and data": "recipe list_recipes impl model dataset limit data_dir images hybridize tune",
-    "Training": "sweep batch_size lr scale_lr schedule milestones gamma warmup_epochs momentum weight_decay "
-    "max_grad_norm grad_accum_steps epochs seed verbose",
-    "Devices": "gpus device shares",
-    "Several processes": "kvstore compress workers servers port restarts",
+    "Network and data": "recipe list_recipes images",
+    "Training": "sweep",
+    "Several processes": "workers servers port restarts",
     "Program": "is_module map_gpus strict_numpy",
-    "Files": "out resume tensorboard profile export to input",
+    "Devices": "gpus",
+    "Files": "export to input out",
 }
+HEADINGS = ["Network and data", "Training", "Devices", "Several processes", "Program", "Files", "General options"]
 COLUMN = 30  # width of the column of option names in --help
 
 
@@ -44,7 +41,7 @@ class Command(click.Command):
     """A command with grouped options, and examples at the end of --help.
 
     On error, it prints one line (after a traceback, if --debug is set) and exits with the matching status. Errors and
-    notices name options instead of arguments: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
+    notices spell settings as options: `--lr -1` for `lr=-1`. examples: shell commands, one per line. In them,
     `gluon-mgpu train` becomes what the user types, such as `python scripts/train.py`.
     """
 
@@ -56,9 +53,22 @@ class Command(click.Command):
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(context, formatter)
-        lines = as_called("\n".join(self.examples), context.find_root().info_name or "")
         with formatter.section("Examples"):
-            formatter.write(textwrap.indent(lines, "  ") + "\n")
+            for line in self.examples:
+                first, *commands = line.split("gluon-mgpu ")
+                formatter.write(f"  {first}{''.join(map(errors.command, commands))}\n")
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
+        flags = {param.name or "": param.opts[0] for param in self.params if isinstance(param, click.Option)}
+        root = extra["parent"].find_root().info_name if extra.get("parent") else info_name
+        token = errors.spelling.set(CommandLine(flags, root or ""))
+        try:
+            context = super().make_context(info_name, args, *more, **extra)
+        except BaseException:
+            errors.spelling.reset(token)
+            raise
+        context.call_on_close(lambda: errors.spelling.reset(token))
+        return context
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **kwargs: Any) -> NoReturn:
         words = sys.argv[1:] if args is None else list(args)
@@ -72,7 +82,7 @@ class Command(click.Command):
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in words:
                 traceback.print_exc()
-            status = _report(error, program)
+            status = _report(error)
             if log.started():  # a normal exit would wait for MXNet, and MXNet may wait for a lost process
                 with suppress(OSError, ValueError):  # standard output may be closed
                     sys.stdout.flush()
@@ -83,25 +93,21 @@ class Command(click.Command):
         sys.exit(status)
 
     def invoke(self, context: click.Context) -> Any:
-        with_options = functools.partial(_with_options, context)
-        before = log.rewrite.set(with_options)
         try:
             return super().invoke(context)
-        except Error as error:
-            error.args = (with_options(str(error)),)
-            raise
         except KeyboardInterrupt as error:  # click would print an empty line
-            raise click.Abort(with_options(str(error))) from error
-        finally:
-            log.rewrite.reset(before)
+            raise click.Abort(*error.args) from error
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [param for param in self.get_params(context) if isinstance(param, click.Option)]
-        left = {option.name: row for option in options if (row := option.get_help_record(context))}
-        groups = {title: [left.pop(name) for name in names.split() if name in left] for title, names in GROUPS.items()}
-        groups["General options"] = list(left.values())
-        for title, rows in groups.items():
-            if rows:
+        group_of = {name: title for title, names in GROUPS.items() for name in names.split()}
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in HEADINGS}
+        for param in self.get_params(context):
+            row = param.get_help_record(context)
+            if row and isinstance(param, click.Option):
+                group = getattr(param, "group", None) or group_of.get(param.name or "", "General options")
+                groups[group].append(row)
+        for title in HEADINGS:
+            if rows := groups[title]:
                 with formatter.section(title):
                     formatter.write_dl([(names.ljust(COLUMN), help) for names, help in rows])
 
@@ -125,7 +131,12 @@ class Group(Command, click.Group):
 
 
 class Option(click.Option):
-    """An option that rejects another option as its value, as in `--profile --epochs 2`."""
+    """An option that rejects another option as its value, as in `--profile --epochs 2`. group: its heading in
+    --help."""
+
+    def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
 
     def type_cast_value(self, context: click.Context, value: Any) -> Any:
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -134,38 +145,55 @@ class Option(click.Option):
         return super().type_cast_value(context, value)
 
 
+class Value(click.ParamType):
+    """The value of a setting, converted and checked as its declaration says."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        self.name, self.kind = name, kind
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        if not isinstance(value, str):  # a default
+            return value
+        try:
+            return self.kind.parse(value)
+        except ValueError as error:
+            raise errors.UsageError(self.name, value, str(error)) from None
+
+    def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        what = getattr(self.kind, "what", None)
+        if what:
+            return [CompletionItem(incomplete, type="dir" if what == "folder" else "file")]
+        words = getattr(self.kind, "words", ())
+        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
+class CommandLine(errors.Spelling):
+    """Spells settings as options of this command, and commands as the user has typed this one.
+
+    flags: {setting: option}. program: the program's name, such as "python scripts/train.py" or "gluon-mgpu".
+    """
+
+    def __init__(self, flags: dict[str, str], program: str) -> None:
+        self.flags, self.program = flags, program
+
+    def setting(self, name: str, value: object) -> str:
+        if name not in self.flags:
+            return super().setting(name, value)
+        flag = self.flags[name]
+        if value is False:
+            return flag.replace("--", "--no-", 1)
+        return flag if value is None or value is True else f"{flag} {errors.shown(value)}"
+
+    def command(self, words: str) -> str:
+        if not self.program.endswith(".py"):
+            return f"{self.program} {words}"
+        folder, slash, _ = self.program.rpartition("/")
+        name, space, rest = words.partition(" ")
+        return f"{folder + slash if slash else 'python '}{name.replace('-', '_')}.py{space}{rest}"
+
+
 def _suggest(words: Sequence[str] | None) -> str:
     return f"; did you mean {words[0]}?" if words else ""
-
-
-def as_called(text: str, program: str) -> str:
-    """Rewrite each `gluon-mgpu COMMAND` in text as the user types it. program: such as "python scripts/train.py"."""
-    if program == "python -m gluon_mgpu":
-        return re.sub(r"gluon-mgpu (?=[a-z])", f"{program} ", text)
-    script = re.fullmatch(r"(python (?:.*/)?)\w+\.py", program)
-    if not script:
-        return text
-    return re.sub(r"gluon-mgpu ([a-z][\w-]*)", lambda m: f"{script[1]}{m[1].replace('-', '_')}.py", text)
-
-
-def _with_options(context: click.Context, text: str) -> str:
-    """Replace arguments in a message, such as `lr=0: ...`, with the command's options: `--lr 0: ...`.
-
-    Values from the command line, such as a folder `lr=0`, and text in parentheses, which may quote another error, are
-    left unchanged.
-    """
-    options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
-    if not options:
-        return text
-    if "gpus" in options:
-        options["num_gpus"] = "--gpus"  # `train` calls this argument num_gpus
-    given = [v for value in context.params.values() for v in (value if isinstance(value, tuple) else [value])]
-    typed = [value for value in given if isinstance(value, str) and "=" in value]
-    kept = [re.escape(shown) for value in typed for shown in (value, str(Path(value)))]
-    kept.append(r"\((?:[^()]|\([^()]*\))*\)")
-    argument = rf"(?<![\w/.-])({'|'.join(map(str, options))})=(True\b)?"
-    pattern = "|".join([*kept, argument])
-    return re.sub(pattern, lambda m: m[0] if m[1] is None else options[m[1]] + ("" if m[2] else " "), text)
 
 
 def _usage(error: click.UsageError) -> str:
@@ -178,69 +206,47 @@ def _usage(error: click.UsageError) -> str:
     elif isinstance(error, click.BadParameter) and error.param and not isinstance(error, click.MissingParameter):
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
         line = f"{name}: {error.message}"
-    line = re.sub("not a valid integer( range)?", "not a whole number", line)
-    line = re.sub("not a valid float( range)?", "not a number", line)
     more = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-    return re.sub(r"\n\t?", " ", line.removesuffix(".")) + more
+    return " ".join(line.removesuffix(".").split()) + more
 
 
-def _report(error: BaseException, program: str) -> int:
+def _report(error: BaseException) -> int:
     """Print one line on standard error, and return the exit status."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C on this line
-        log.say(as_called(str(error), program) or "interrupted", prefix=new_line)
+        log.say(str(error) or "interrupted", prefix=new_line)
         return 130
     if isinstance(error, click.UsageError):
         if log.speaks():  # one process reports the error, because all have the same command line
             log.error(_usage(error))
         return error.exit_code
     line = str(error) if isinstance(error, Error) else errors.line_of(error)
-    log.error(f"{log.who()}{as_called(line, program)}")
+    log.error(f"{log.who()}{line}")
     return error.exit_status if isinstance(error, Error) else 1
 
 
 option = functools.partial(click.option, cls=Option)
 
 
-def setting(*names: str, **kwargs: Any) -> Any:
-    """Create an option for a field of Settings, with the field's default. The last of `names` is the field's name."""
-    from gluon_mgpu.training.settings import SGD
+def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
+    """Add the options of these settings to a command. changes: {name: arguments of click.option that differ}."""
+    from gluon_mgpu.training.settings import DEFAULTS, OPTIONS, flag
 
-    field = names[-1].removeprefix("--").replace("-", "_")
-    return option(*names, default=getattr(SGD, field), **kwargs)
+    def decorate(command: Any) -> Any:
+        for name in reversed(names):
+            declared, default = OPTIONS[name], DEFAULTS[name]
+            how: dict[str, Any] = {"default": default, "help": declared.help, "group": declared.group}
+            if isinstance(default, bool):
+                option_name = f"{flag(name)}/--no-{flag(name)[2:]}" if default else flag(name)
+                how |= {} if default else {"is_flag": True}
+            else:
+                option_name = flag(name)
+                how |= {"type": Value(name, declared.kind), "metavar": declared.metavar}
+            command = option(option_name, name, **{**how, **changes.get(name, {})})(command)
+        return command
+
+    return decorate
 
 
-def gpus(default: str = "1", help: str = "Number of devices, such as 2, or their indices, such as 0,2.") -> Any:
-    return option("--gpus", default=default, metavar="N|I,J,...", help=help)
-
-
-def out(help: str, default: str | None = None) -> Any:
-    return option("--out", type=FOLDER, default=default, metavar="DIR", help=help)
-
-
-COUNT = click.IntRange(min=1)
-POSITIVE = click.FloatRange(min=0, min_open=True)
-SEED = click.IntRange(0, 2**31 - 1)
 FOLDER = click.Path(file_okay=False)
 FILE = click.Path()
-IMPLS = click.Choice(gluon_mgpu.IMPLS)
-impl = option("--impl", type=IMPLS, default="scratch", help="scratch uses NDArray alone; highlevel uses Gluon.")
-limit = option(
-    "--limit",
-    type=COUNT,
-    metavar="N",
-    help="Use only the first N training examples and the first N/6 test examples (at least 100).",
-)
-device = option(
-    "--device",
-    type=click.Choice(devices.DEVICES),
-    default="auto",
-    help="auto uses GPUs if there are any, else CPU contexts.",
-)
-data_dir = option(
-    "--data-dir",
-    type=FOLDER,
-    metavar="DIR",
-    help="Folder that contains the data set. Default: GLUON_MGPU_DATA if it is set, else the folders listed in "
-    "docs/datasets.md, else a download.",
-)

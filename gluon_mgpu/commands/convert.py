@@ -44,7 +44,7 @@ class Shape(click.ParamType):
     metavar="C,H,W",
     help="Shape of one input image of NET, without the batch dimension, such as 1,28,28.",
 )
-@common.data_dir
+@common.settings("data_dir")
 def convert(
     sources: tuple[str, ...], prefix: str, to: str, input: tuple[int, ...] | None, data_dir: str | None
 ) -> None:

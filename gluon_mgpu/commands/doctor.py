@@ -43,16 +43,15 @@ DATA_SIZE = 31 << 20  # bytes; the size of the largest data set
         gluon-mgpu doctor --data-dir data
     """,
 )
-@common.data_dir
+@common.settings("data_dir")
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run. This prints one line per finding about Python, NumPy, MXNet and its libraries,
-    cores, GPUs, data, tuning, free space and Horovod. If there are no problems, it then trains briefly on 2 devices.
+    cores, GPUs, data, free space and Horovod. If there are no problems, it then trains briefly on 2 devices.
     The exit status is 1 if the main job, train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
         problems += mark == "problem"
-        line = common.as_called(line, context.find_root().info_name or "")
         click.echo(f"{click.style(f'{mark:9}', fg=COLOURS[mark])}{line}")
     click.echo(f"cannot run {MAIN_JOB}: see the problems above" if problems else f"can run {MAIN_JOB}")
     context.exit(1 if problems else 0)
@@ -68,9 +67,9 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     yield _cores()
     yield from _gpus(facts.get("cuda", False))
     if numpy[0] == "ok":
-        data = [*_data(data_dir), *_tuning()]
+        data = list(_data(data_dir))
     else:
-        data = [("note", "the data sets and the cache of tuning were not checked, because the checks need NumPy")]
+        data = [("note", "the data sets were not checked, because this needs NumPy")]
     yield from data
     yield _space(Path.cwd(), "the current folder", "choose another folder with --out", "note")
     horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod` to use --kvstore horovod", needs=mxnet)
@@ -175,14 +174,14 @@ def _run(*arguments: str) -> subprocesses.Finished:
 
 def _cores() -> Finding:
     allowed = len(os.sched_getaffinity(0))
-    quota = cgroup_cores()
-    if quota is None or quota >= allowed:
-        cores = f"{allowed} core{'s'[: allowed != 1]}"
-        return "ok", f"{cores}: use at most --gpus {allowed}, so that each CPU context has its own core"
-    contexts = max(1, int(quota))
+    cores = cgroup_cores() or allowed
+    contexts = max(1, min(allowed, int(cores)))
+    sharing = f"--gpus above {contexts} works, but CPU contexts then share cores"
+    if cores >= allowed:
+        return "ok", f"{allowed} core{'s'[: allowed != 1]}: {sharing}"
     return "note", (
-        f"{quota:g} of {allowed} cores (the control group's quota): use at most --gpus {contexts}, and with "
-        f"--gpus 1, set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
+        f"{cores:g} of {allowed} cores (the control group's quota): {sharing}; with --gpus 1, set "
+        f"OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
     )
 
 
@@ -244,21 +243,9 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
                 if mark == "problem":
                     cache_mark = mark
         except Error as error:
-            yield mark, str(error).replace("data_dir=", "--data-dir ")
+            yield mark, str(error)
     cache = datasets.cache_folder("fashion-mnist").parent
     yield _space(cache, "the cache", "set XDG_CACHE_HOME to a folder with enough space", cache_mark)
-
-
-def _tuning() -> Iterator[Finding]:
-    """Yields the fastest plans that were measured on this machine (see `training.plans`), if there are any."""
-    try:
-        from gluon_mgpu.training import plans
-
-        yield from [("ok", f"tuned for this processor: {case}: {plan}") for case, plan in plans.read().items()]
-    except ImportError:
-        return  # `_data` has reported this error
-    except Error as error:
-        yield "note", str(error)
 
 
 def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
@@ -282,8 +269,9 @@ def _trial(gpus: int) -> Finding:
     """Run the main job with 512 synthetic examples. gpus: the number of GPUs that MXNet sees."""
     device = "--device=auto" if gpus else "--device=cpu"  # with cpu, train prints no notice about missing GPUs
     finished = _run("-m", "gluon_mgpu", *MAIN_JOB.split(), device, *TRIAL)
+    advice = f"run `{errors.command(MAIN_JOB)}` to see where it hangs"
     try:
-        subprocesses.check(f"a trial of {MAIN_JOB}", finished, f"run `gluon-mgpu {MAIN_JOB}` to see where it hangs")
+        subprocesses.check(f"a trial of {MAIN_JOB}", finished, advice)
     except Error as error:
         return "problem", str(error)
     return "ok", f"a trial with 512 synthetic examples succeeded, {finished.out.splitlines()[0]}"

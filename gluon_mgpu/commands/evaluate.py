@@ -6,7 +6,7 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.runtime import devices, engine
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime.errors import UsageError, setting
 
 
 @click.command(
@@ -35,28 +35,28 @@ from gluon_mgpu.runtime.errors import UsageError
     help="Also export the network for gluon.SymbolBlock.imports, as `convert RUN --to gluon PREFIX` does. The input "
     "of the network is a batch of images (n, 1, 28, 28) in [0, 1].",
 )
-@common.option(
-    "--impl",
-    type=common.IMPLS,
-    help="Implementation to evaluate with; either can load a lenet run. Default: the run's implementation.",
+@common.settings(
+    *("impl", "num_gpus", "device", "data_dir"),
+    impl={
+        "default": None,
+        "help": "Implementation to evaluate with; scratch and highlevel can load each other's lenet runs. Default: the "
+        "run's implementation.",
+    },
 )
-@common.gpus()
-@common.device
-@common.data_dir
 def evaluate(
     run: str,
     files: tuple[str, ...],
     images: tuple[str, ...],
     export: str | None,
     impl: str | None,
-    gpus: str,
+    num_gpus: str,
     device: str,
     data_dir: str | None,
 ) -> None:
     """Show the test accuracy and the confusion matrix of a run. RUN is the folder that train --out wrote."""
     if files and not images:
-        raise UsageError(f"{files[0]}: only one RUN can be evaluated; image files go after --images")
-    indices = devices.parse(gpus)
+        raise UsageError(None, files[0], f"only one RUN can be evaluated; image files go after {setting('images')}")
+    indices = devices.parse(num_gpus)
     engine.configure(len(indices))  # before the following modules import mxnet
     from gluon_mgpu import convert
     from gluon_mgpu import evaluate as evaluation

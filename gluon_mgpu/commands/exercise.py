@@ -42,12 +42,12 @@ def list_() -> None:
 @click.pass_context
 def start(context: click.Context, name: str, out: str | None) -> None:
     """Start an exercise: write a file with the task and a function to complete. An existing file is left unchanged."""
-    from gluon_mgpu.training import checkpoint  # here, because it imports NumPy
+    from gluon_mgpu.runtime import files  # here, because it imports NumPy
 
     path = out or f"{name}.py"
     if os.path.lexists(path):
         raise UsageError(f"{path} already exists; choose another file with --out FILE")
-    checkpoint.write_whole(path, lambda file: file.write(exercises.skeleton(name).encode()))
+    files.write_whole(path, lambda file: file.write(exercises.skeleton(name).encode()))
     text = f"wrote {path}: complete the function, then run `gluon-mgpu exercise check {path}`"
     click.echo(common.as_called(text, context.find_root().info_name or ""))
 

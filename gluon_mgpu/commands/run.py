@@ -30,7 +30,7 @@ OPTIONS = (
         "instead.",
     ),
     click.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
-    common.data_dir,
+    common.settings("data_dir"),
 )
 
 

@@ -8,7 +8,6 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.runtime import devices, engine
-from gluon_mgpu.training import datasets
 
 
 @click.command(
@@ -19,16 +18,15 @@ from gluon_mgpu.training import datasets
         gluon-mgpu walkthrough --dataset synthetic --gpus 0,2 --device cpu
     """,
 )
-@common.impl
-@common.setting("--dataset", type=click.Choice(datasets.NAMES), help="synthetic needs no files.")
-@common.gpus("4", "Number of devices, or a list of indices. Missing GPUs are skipped.")
-@common.device
-@common.option("--seed", type=common.SEED, metavar="N", default=0, help="Seed for parameters and synthetic data.")
-@common.data_dir
-def walkthrough(impl: str, gpus: str, **options: Any) -> None:
+@common.settings(
+    *("impl", "dataset", "num_gpus", "device", "seed", "data_dir"),
+    num_gpus={"default": "4", "help": "Number of devices, or a list of indices. Missing GPUs are skipped."},
+    seed={"default": 0, "help": "Seed for parameters and synthetic data."},
+)
+def walkthrough(impl: str, num_gpus: str, **options: Any) -> None:
     """Run the inspection cells of the notebooks that this project follows. They show what each device holds at each
     stage of a training step."""
-    indices = devices.parse(gpus)
+    indices = devices.parse(num_gpus)
     engine.configure(len(indices))  # before `walkthrough` imports mxnet
     from gluon_mgpu import walkthrough as tour
 

@@ -6,7 +6,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from mxnet import gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import evaluate, highlevel
+from gluon_mgpu import evaluate, highlevel, implementations
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
@@ -73,10 +73,12 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
-    plain = highlevel.Replicas([mx.cpu()], trained.settings, tune=False)
+    settings = replace(trained.settings, tune=False, hybridize=True)
+    plain = implementations.GluonReplicas(highlevel, [mx.cpu()], settings)
     if not isinstance(plain.net, gluon.HybridBlock):
         raise UsageError(f"{folder}: {trained.settings.model} is not a HybridBlock, so it cannot be converted")
     plain.load_state_dict(trained.parameters)
+    plain.predict(nd.zeros((1, 1, 28, 28)))  # export needs a graph
     with tempfile.TemporaryDirectory() as temporary:
         plain.net.export(f"{temporary}/net")
         symbol, params = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")

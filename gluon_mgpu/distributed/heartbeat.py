@@ -169,6 +169,7 @@ class Coordinator:
             self._send_all({"missing": self._missing()})
             return
         connection.send({"end": refusal, "status": UsageError.exit_status, "report": True})
+        connection.finish()
         connection.close()
 
     def _missing(self) -> list[str]:
@@ -182,6 +183,8 @@ class Coordinator:
         for name in remaining:
             reports = report and name == remaining[0]
             self.clients[name].send({"end": line, "status": status, "report": reports})
+        for name in remaining:
+            self.clients[name].finish()
         self.finished = True  # set last, because `close` returns once this is set, and the process may then exit
         if self.here.role == "scheduler":
             end_process(None if remaining or status == 130 else f"{self.here}: {line}", status, BEAT_INTERVAL)
@@ -193,17 +196,32 @@ class Coordinator:
 
 
 class _Connection:
-    """Sends and receives lines of JSON over a socket. name: the client's name, "" until the client has sent it."""
+    """Sends and receives lines of JSON over a socket. name: the client's name, "" until the client has sent it.
+
+    While `read` runs, a thread sends the lines, so `send` never waits for a peer that does not read.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.name, self.about, self.since = sock, "", "", time.monotonic()
-        self.sending = threading.Lock()
+        self.unsent: SimpleQueue[bytes] = SimpleQueue()
+        self.sender = threading.Thread(target=self._send_lines, daemon=True)
         sock.settimeout(SILENCE_LIMIT)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: dict[str, Any]) -> None:
-        with self.sending, suppress(OSError):  # the thread that runs `read` notices a lost connection
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
+        self.unsent.put(json.dumps(message).encode() + b"\n")
+
+    def finish(self) -> None:
+        """Wait until all lines have been sent, or the connection is lost. Nothing can be sent after that."""
+        self.unsent.put(b"")
+        self.sender.join()
+
+    def _send_lines(self) -> None:
+        try:
+            while line := self.unsent.get():
+                self.sock.sendall(line)
+        except OSError:
+            self.close()  # a part of a line may have been sent
 
     def close(self) -> None:
         """Shut down the connection, so that `read`, which runs in another thread, returns."""
@@ -216,6 +234,7 @@ class _Connection:
         limit: maximum size of the first message, in bytes.
         """
         try:
+            self.sender.start()
             with self.sock, self.sock.makefile("rb") as lines:
                 while line := lines.readline(limit):
                     limit = MAX_LINE
@@ -225,8 +244,10 @@ class _Connection:
                     handle(message)
         except socket.timeout:
             return f"no message for {SILENCE_LIMIT:.0f} s"
-        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-            pass  # the connection was reset, or a stranger sent something that is not a message
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError):
+            pass  # the connection was reset, a stranger sent something that is not a message, or threads ran out
+        finally:
+            self.unsent.put(b"")
         return "its connection was closed"
 
 
@@ -253,7 +274,7 @@ class Client:
         self.connection.send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
-            notice(f"{here}: waiting for {', '.join(self.missing)}")
+            log.say_anyway(f"{here}: waiting for {', '.join(self.missing)}")
             self.complete.wait()  # the coordinator terminates this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -283,11 +304,13 @@ class Client:
         """Tell the other processes why this process is exiting."""
         self.finished = True
         self.connection.send({"failed": line, "status": status})
+        self.connection.finish()
 
     def close(self) -> None:
         """Tell the coordinator that this process is exiting normally."""
         self.finished = True
         self.connection.send({"done": True})
+        self.connection.finish()
 
     def _listen(self) -> None:
         why = self.connection.read(self._handle)
@@ -381,11 +404,5 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
                 raise Error(line) from None
             if waited > NOTICE_DELAY and not noticed:
                 noticed = True
-                notice(f"{name}: {line}; retrying for up to {CONNECT_LIMIT:.0f} s")
+                log.say_anyway(f"{name}: {line}; retrying for up to {CONNECT_LIMIT:.0f} s")
             time.sleep(BEAT_INTERVAL / 4)
-
-
-def notice(line: str) -> None:
-    """Print a line on standard error, in any process; `log.say` prints only in worker 0."""
-    with suppress(OSError, ValueError):  # the reader may be gone
-        print(f"gluon_mgpu: {log.printable(line)}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from gluon_mgpu.distributed import heartbeat
 from gluon_mgpu.distributed.process import SECRET
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.runtime import engine, errors, log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 HOST = "127.0.0.1"  # other machines cannot connect
@@ -70,10 +70,11 @@ def launch(command: Sequence[str], workers: int, servers: int, port: int | None 
     the status is the worker's. Otherwise, it is 1.
     """
     if not command:
-        raise UsageError("no command to run: add one at the end, such as -- gluon-mgpu train --kvstore dist_sync")
+        train = errors.command("train --kvstore dist_sync")
+        raise UsageError(None, None, f"no command to run: add one at the end, such as -- {train}")
     users = engine.users_environment()
     if shutil.which(command[0], path=users.get("PATH")) is None:
-        raise UsageError(f"{command[0]}: not found, or not an executable program")
+        raise UsageError(None, command[0], "not found, or not an executable program")
     if port is not None:
         _check_ports(port)
     environment = {
@@ -129,7 +130,7 @@ def _supervise(processes: list[_Process], events: _Events) -> int:
     failed = _first_failed(processes)
     error = events.error()
     if failed and (failed.returncode < 0 or not error):  # only the launcher knows that a signal killed a process
-        error = f"{failed.name} {failed.how_it_ended()}"
+        error = f"{failed.name} {subprocesses.how_it_ended(failed.returncode)}"
     if error:
         _say(f"error: {error}")
     with suppress(KeyboardInterrupt):
@@ -220,11 +221,6 @@ class _Process(subprocess.Popen[bytes]):
         )
         self.role, self.name = role, " ".join((role, *task.values(), f"(process {self.pid})"))
 
-    def how_it_ended(self) -> str:
-        if self.returncode < 0:
-            return f"was killed by {signal.Signals(-self.returncode).name}"
-        return f"exited with status {self.returncode}"
-
 
 class _Events:
     """Receives Ctrl-C, SIGTERM, and errors that the processes report with `log.error`.
@@ -284,7 +280,8 @@ def free_port() -> int:
         with suppress(UsageError):
             _check_ports(port)
             return port
-    raise Error(f"found no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}: choose a port with --port")
+    found = f"found no two adjacent free ports from {PORTS[0]} to {PORTS[-1] + 1}"
+    raise Error(f"{found}: choose one with {errors.setting('port')}")
 
 
 def _check_ports(port: int) -> None:
@@ -292,7 +289,7 @@ def _check_ports(port: int) -> None:
         try:
             heartbeat.listen(HOST, needed).close()
         except Error as error:
-            raise UsageError(f"port={port}: the scheduler needs ports {port} and {port + 1}: {error}") from None
+            raise UsageError("port", port, f"the scheduler needs ports {port} and {port + 1}: {error}") from None
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,6 @@
 """Finds this process's role in a run from environment variables that horovodrun, launch.py or the user has set.
 
-This module does not import mxnet.
+`import gluon_mgpu` tells `runtime` about the role. This module does not import mxnet.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
+from gluon_mgpu.runtime import engine, errors, log
 from gluon_mgpu.runtime.errors import UsageError
 
 KVSTORES = ("local", "horovod", "dist_sync")
-HOW_TO_START = {
-    "horovod": "start it with `horovodrun --gloo -np 2 gluon-mgpu train ...`",
-    "dist_sync": "start it with `gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train ...`; for several "
-    "machines, see docs/distributed.md",
-}
 SECRET = "GLUON_MGPU_SECRET"  # nosec B105  # environment variable: a secret that the processes of a run share
 SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from a launcher or a cluster manager
 DIVIDED_SIZE = 10_000  # elements; larger arrays are divided among the servers; MXNet's default is 1,000,000
@@ -56,10 +52,10 @@ def current() -> Process:
     if "DMLC_ROLE" in os.environ:
         role = os.environ["DMLC_ROLE"]
         if role not in ("worker", "server", "scheduler"):
-            raise UsageError(f"DMLC_ROLE is {role!r}: must be worker, server or scheduler")
+            raise UsageError("DMLC_ROLE", role, "must be worker, server or scheduler")
         root = os.environ.get("DMLC_PS_ROOT_URI")
         if not root:
-            raise UsageError("DMLC_PS_ROOT_URI is not set: set it to the scheduler's address in every process")
+            raise UsageError("DMLC_PS_ROOT_URI", None, "not set: set it to the scheduler's address in every process")
         workers, servers = _number("DMLC_NUM_WORKER", 1), _number("DMLC_NUM_SERVER", 1)
         rank = 0 if role == "scheduler" else _number("DMLC_TASK_ID", 0, workers if role == "worker" else servers)
         local = _number("GLUON_MGPU_LOCAL_WORKERS", 1, default=1)
@@ -72,13 +68,27 @@ def current() -> Process:
     return Process()
 
 
-def expect(kvstore: str) -> Process:
-    """Describe this process. Raises UsageError if it was not started for this kvstore."""
+def identify(here: Process) -> None:
+    """Tell `runtime` which process of a run this is: for what to prepare MXNet, and who prints."""
+    if here.role == "worker":
+        engine.plan(processes=here.local_workers, workers=here.workers)
+    log.identify("" if here.kvstore == "local" else str(here), speaks=here.role == "worker" and here.rank == 0)
+
+
+def require(kvstore: str) -> Process:
+    """Describe and identify this process. Raises UsageError if it was not started for this kvstore."""
     here = current()
-    if kvstore == here.kvstore:
-        return here
-    mismatch = f"this process was started as {here} of a {here.kvstore} run; use kvstore={here.kvstore}"
-    raise UsageError(f"kvstore={kvstore}: {HOW_TO_START.get(kvstore, mismatch)}")
+    if kvstore != here.kvstore:
+        train, launch = errors.command("train ..."), errors.command("launch --workers 2 --servers 1")
+        how_to_start = {
+            "horovod": f"start it with `horovodrun --gloo -np 2 {train}`",
+            "dist_sync": f"start it with `{launch} -- {train}`; for several machines, see docs/distributed.md",
+        }
+        use = errors.setting("kvstore", here.kvstore)
+        other = f"this process was started as {here} of a {here.kvstore} run; use {use}"
+        raise UsageError("kvstore", kvstore, how_to_start.get(kvstore, other))
+    identify(here)
+    return here
 
 
 def check_compress(compress: str | None, here: Process) -> None:
@@ -87,14 +97,13 @@ def check_compress(compress: str | None, here: Process) -> None:
         return
     kind, _, threshold = compress.partition(":")
     if (kind, here.kvstore) != ("2bit", "dist_sync"):
-        raise UsageError(
-            f"compress={compress}: not supported by kvstore={here.kvstore}; fp16 requires kvstore=horovod, and "
-            "2bit:THRESHOLD requires kvstore=dist_sync"
-        )
+        own, horovod, dist_sync = (errors.setting("kvstore", name) for name in (here.kvstore, "horovod", "dist_sync"))
+        advice = f"not supported by {own}; fp16 requires {horovod}, and 2bit:THRESHOLD requires {dist_sync}"
+        raise UsageError("compress", compress, advice)
     with suppress(ValueError):
         if 0 < float(threshold) < 1e30:
             return
-    raise UsageError(f"compress={compress}: must be 2bit:THRESHOLD with a threshold above 0, such as 2bit:0.5")
+    raise UsageError("compress", compress, "must be 2bit:THRESHOLD with a threshold above 0, such as 2bit:0.5")
 
 
 def horovod_address() -> str:
@@ -110,10 +119,11 @@ def horovod_address() -> str:
         try:
             found = fcntl.ioctl(query, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR, netdevice(7)
         except OSError as error:
-            raise UsageError(
-                f"HOROVOD_GLOO_IFACE is {interface!r}: no such interface on this machine, or the interface has no IPv4 "
-                f"address ({error.strerror}); use the interface that connects this machine to the other machines"
-            ) from None
+            advice = (
+                f"no such interface on this machine, or the interface has no IPv4 address ({error.strerror}); use the "
+                "interface that connects this machine to the other machines"
+            )
+            raise UsageError("HOROVOD_GLOO_IFACE", interface, advice) from None
     return socket.inet_ntoa(found[20:24])
 
 
@@ -135,5 +145,5 @@ def _number(name: str, least: int, end: int | None = None, default: int | None =
         number = least - 1
     if number < least or (end is not None and number >= end):
         allowed = f"at least {least}" if end is None else f"from {least} to {end - 1}"
-        raise UsageError(f"{name} is {'not set' if text is None else repr(text)}: it must be an integer, {allowed}")
+        raise UsageError(name, text, f"{'not set; ' if text is None else ''}must be an integer, {allowed}")
     return number

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gluon_mgpu.distributed import heartbeat, process
 from gluon_mgpu.distributed.process import Process
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 
 
 def serve(here: Process) -> None:
@@ -31,7 +31,7 @@ def serve(here: Process) -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     def ignore(head: int, body: bytes, _: int) -> None:
-        heartbeat.notice(f"{here}: ignoring a command from a worker: servers only sum arrays")
+        log.say_anyway(f"{here}: ignoring a command from a worker: servers only sum arrays")
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, ignore, None))
 
@@ -47,7 +47,7 @@ def _scheduler(here: Process) -> heartbeat.Coordinator:
     coordinator = heartbeat.Coordinator(here, here.root, here.port + 1)
     address = coordinator.address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
-        heartbeat.notice(
+        log.say_anyway(
             f"{here}: DMLC_PS_ROOT_URI={here.root} resolves to {address}, which other machines cannot reach; "
             "set it to the machine's network address"
         )

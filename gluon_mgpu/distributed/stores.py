@@ -11,26 +11,21 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import Error
 
-# {model: milliseconds between Horovod's rounds}. In each round, the workers agree on which arrays are ready to be
-# summed. A round takes about 60 microseconds. Large networks need fewer rounds than Horovod's default of one per
-# millisecond.
-CYCLES = {"resnet18": "8"}
 FUSION_BYTES = 4 << 20  # smaller arrays are copied and summed together; larger arrays are summed in place
 
 
 class Horovod:
-    """Sums arrays with Horovod 0.28.1, in a ring of workers. model: a name from settings.MODELS.
+    """Sums arrays with Horovod 0.28.1, in a ring of workers.
 
     Raises Error if Horovod is not installed for this MXNet.
     """
 
-    def __init__(self, compress: str | None, model: str, workers: int) -> None:
+    def __init__(self, compress: str | None, workers: int) -> None:
         try:
             import horovod.mxnet as hvd
         except (ImportError, OSError) as error:  # OSError: Horovod was built for a different MXNet
             raise Error(f"Horovod is not installed for this MXNet ({error}): run `make horovod`") from None
         self.hvd, self.compress = hvd, compress
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", CYCLES.get(model, "1"))
         # Which arrays are fused depends on timing, and with more than 2 workers, so does the order of additions.
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES if workers == 2 else 0))
         hvd.init()

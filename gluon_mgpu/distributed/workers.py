@@ -20,8 +20,8 @@ from gluon_mgpu import __version__
 from gluon_mgpu.distributed import heartbeat, process
 from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.runtime import engine, errors
-from gluon_mgpu.runtime.devices import shard_sizes
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
+from gluon_mgpu.runtime.splitting import shard_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,10 +69,9 @@ class Workers:
         for rank, other in enumerate(others, 1):
             for name in {**first, **other}:
                 if first.get(name) != other.get(name):
-                    raise UsageError(
-                        f"worker {rank} has {name} {other.get(name)}, but worker 0 has {first.get(name)}: start all "
-                        "workers with the same options, data and version"
-                    )
+                    differ = f"worker {rank} has {name} {other.get(name)}, but worker 0 has {first.get(name)}"
+                    advice = f"{differ}: start all workers with the same options, data and version"
+                    raise UsageError(None, None, advice)
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
         """Sum an array over all workers, in place. Like an MXNet operator, this runs asynchronously.
@@ -164,22 +163,22 @@ class Group(Workers):
 
 
 @contextmanager
-def join(kvstore: str = "local", compress: str | None = None, model: str = "lenet") -> Iterator[Workers]:
+def join(kvstore: str = "local", compress: str | None = None) -> Iterator[Workers]:
     """Join a run, and yield its Workers, or ALONE for "local". Waits until all processes of the run are connected.
 
-    kvstore: "local", "horovod" or "dist_sync". model: the network's name. compress: "fp16" sends gradients as float16
+    kvstore: "local", "horovod" or "dist_sync". compress: "fp16" sends gradients as float16
     (horovod); "2bit:T" sends T, -T or 0 for each element and adds the remainder to the next step's gradient
     (dist_sync). If a process of the run is lost later, this process exits, and an error message names the lost process.
     Raises UsageError if this process was not started for this kvstore, and Error if Horovod is missing or connecting
     fails.
     """
-    here = process.expect(kvstore)
+    here = process.require(kvstore)
     process.check_compress(compress, here)
     if kvstore == "local":
         yield ALONE
         return
-    engine.configure(processes=here.local_workers, workers=here.workers)
-    workers = _join_horovod(here, compress, model) if kvstore == "horovod" else _join_dist_sync(here, compress)
+    engine.configure()
+    workers = _join_horovod(here, compress) if kvstore == "horovod" else _join_dist_sync(here, compress)
     try:
         yield workers
     except Interrupted:  # all workers have stopped at the same step
@@ -191,11 +190,11 @@ def join(kvstore: str = "local", compress: str | None = None, model: str = "lene
     workers.leave()
 
 
-def _join_horovod(here: Process, compress: str | None, model: str) -> Group:
+def _join_horovod(here: Process, compress: str | None) -> Group:
     from gluon_mgpu.distributed import stores
 
     own_address = process.horovod_address()
-    store = stores.Horovod(compress, model, here.workers)
+    store = stores.Horovod(compress, here.workers)
     here = here._replace(secret=secrets.token_hex(16))
     coordinator = heartbeat.Coordinator(here, own_address, 0) if here.rank == 0 else None
     address = store.from_worker_0(f"{own_address} {coordinator.port} {here.secret}" if coordinator else "")

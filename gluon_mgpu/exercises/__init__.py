@@ -12,8 +12,8 @@ import ast
 import re
 from pathlib import Path
 
+from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import checkpoint
 
 # {lesson page: its exercises}, in the order of the course
 LESSONS = {
@@ -62,7 +62,7 @@ def name_of(path: str) -> str:
     """The name of the exercise that a learner's file solves. Raises UsageError if the file is unreadable or does not
     name an exercise."""
     try:
-        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', checkpoint.read(path).decode())
+        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', files.read(path).decode())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:

@@ -23,8 +23,8 @@ from typing import Any
 
 import requests
 
-from gluon_mgpu.runtime import log
-from gluon_mgpu.training import checkpoint, datasets
+from gluon_mgpu.runtime import files, log
+from gluon_mgpu.training import datasets
 
 SECONDS = 20  # time limit for a stalled download
 
@@ -111,6 +111,6 @@ def mnist_zip(data_dir: str | None) -> bytes:
 
 def write(path: Path, content: bytes, what: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_whole(path, lambda file: file.write(content))
+    files.write_whole(path, lambda file: file.write(content))
     log.say(f"using {what}")
     return str(path)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gluon_mgpu.legacy import prepare
-from gluon_mgpu.runtime import log
+from gluon_mgpu.runtime import files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint
 
 KERNEL = "gluon_mgpu"
 TITLE = "MXNet (gluon_mgpu)"
@@ -71,7 +70,7 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
             raise Error(f"{path}: {str(error).splitlines()[0]}") from None
         finally:
             text = nbformat.writes(notebook)
-            checkpoint.write_whole(target, lambda file: file.write(text.encode()))
+            files.write_whole(target, lambda file: file.write(text.encode()))
     return True
 
 

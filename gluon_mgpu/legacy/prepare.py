@@ -65,7 +65,7 @@ def prepare() -> None:
     sys.meta_path.append(names.Modules())
     # This is MXNet's default. With more temporary spaces, programs with large arrays need several times as much memory.
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4")
-    engine.expect(settings.gpus or 1)
+    engine.plan(contexts=settings.gpus or 1)
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Settings) -> None:

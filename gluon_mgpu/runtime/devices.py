@@ -1,5 +1,4 @@
-"""Finds the MXNet contexts for `--gpus 2` or `--gpus 0,2`: GPUs if there are any, else CPU contexts. Also computes
-shard sizes."""
+"""Finds the MXNet contexts for `--gpus 2` or `--gpus 0,2`: GPUs if there are any, else CPU contexts."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.runtime import engine, errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
@@ -28,9 +27,8 @@ def parse(gpus: int | str | Sequence[int]) -> list[int]:
     try:
         return count_or_list(gpus)
     except (TypeError, ValueError):
-        raise UsageError(
-            f"num_gpus={gpus}: must be a number of devices, such as 2, or distinct indices below {MOST}, such as 0,2"
-        ) from None
+        advice = f"must be a number of devices, such as 2, or distinct indices below {MOST}, such as 0,2"
+        raise UsageError("num_gpus", gpus, advice) from None
 
 
 def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int = MOST) -> list[int]:
@@ -61,7 +59,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     hang (`engine.check`).
     """
     if device not in DEVICES:
-        raise UsageError(f"device={device}: must be one of {', '.join(DEVICES)}")
+        raise UsageError("device", device, f"must be one of {', '.join(DEVICES)}")
     indices = parse(gpus)
     engine.configure(len(indices))
     import mxnet as mx
@@ -69,7 +67,8 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     count = mx.context.num_gpus() if device != "cpu" else 0
     if count == 0:
         if device == "gpu":
-            raise UsageError(f"device=gpu: {_why_no_gpu()}; see docs/install.md, or use device=cpu")
+            advice = f"{_why_no_gpu()}; see docs/install.md, or use {errors.setting('device', 'cpu')}"
+            raise UsageError("device", device, advice)
         ctx = [mx.cpu(i) for i in indices]
         engine.check(ctx)
         return ctx
@@ -77,14 +76,15 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     if len(available) < len(indices):
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
         if not (fewer and available):
-            raise UsageError(f"num_gpus={joined(indices)}: this machine has {has}; use available GPUs, or device=cpu")
+            advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
+            raise UsageError("num_gpus", indices, advice)
         log.say(f"this machine has {has}: using {len(available)} of the {len(indices)} requested GPUs")
     for index in available:
         name, major, minor = gpu(index)
         if major not in KERNELS:
             raise Error(
                 f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
-                f"{KERNELS_FOR} only; use device=cpu"
+                f"{KERNELS_FOR} only; use {errors.setting('device', 'cpu')}"
             )
     return [mx.gpu(i) for i in available]
 
@@ -120,24 +120,6 @@ def gpu(index: int) -> tuple[str, int, int]:
     if status:
         raise Error(f"GPU {index}: the NVIDIA driver returned error {status}; run nvidia-smi for details")
     return name.value.decode(), major.value, minor.value
-
-
-def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None) -> list[int]:
-    """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
-
-    shares: the devices' relative shard sizes; None: sizes as equal as possible, larger shards first. Each device gets
-    at least one example; if there are fewer examples than devices, the last devices get none.
-    """
-    if examples <= parts:
-        return [int(i < examples) for i in range(parts)]
-    shares = shares or (1,) * parts
-    exact = [examples * share / sum(shares) for share in shares]
-    sizes = [max(1, int(e)) for e in exact]
-    while sum(sizes) != examples:  # largest remainder method
-        change = 1 if sum(sizes) < examples else -1
-        chosen = max((i for i in range(parts) if sizes[i] + change >= 1), key=lambda i: change * (exact[i] - sizes[i]))
-        sizes[chosen] += change
-    return sizes
 
 
 def joined(numbers: Sequence[object]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gluon_mgpu.runtime import cuda, log
 from gluon_mgpu.runtime.errors import Error, UsageError
@@ -60,8 +60,22 @@ FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 # These bind the worker threads of all contexts to the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
-_configured = _stock = False
-_expected: int | None = None  # number of contexts to prepare for if nothing calls `configure` before mxnet is imported
+
+class Plan(NamedTuple):
+    """What to prepare MXNet for. contexts: number of contexts that compute at the same time; None: several.
+
+    processes: number of processes that share this machine's cores. workers: number of workers in the run, on all
+    machines.
+    """
+
+    contexts: int | None = None
+    processes: int = 1
+    workers: int = 1
+
+
+_plan = Plan()
+_prepared: Plan | None = None
+_stock = False
 _changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (user's value, new value)}; None: not set
 
 
@@ -82,16 +96,16 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
     importlib.import_module("numpy")
     from gluon_mgpu.runtime import numpy_names
 
-    if not (_configured or _stock):
-        _prepare(_expected)
+    if not _stock and _prepared != _plan:
+        _prepare()
     with numpy_names.lent():
         exec_module(module)
 
 
-def expect(contexts: int) -> None:
-    """Make the first `import mxnet` prepare for this number of contexts. Call this before that import."""
-    global _expected
-    _expected = contexts
+def plan(**changes: int) -> None:
+    """Change fields of the Plan for which the first `import mxnet` prepares this process."""
+    global _plan
+    _plan = _plan._replace(**changes)
 
 
 def use_stock_settings() -> None:
@@ -100,47 +114,50 @@ def use_stock_settings() -> None:
     _stock = True
 
 
-def configure(contexts: int | None = None, processes: int = 1, workers: int = 1) -> None:
+def configure(contexts: int | None = None) -> None:
     """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
     import prepares for several contexts.
 
     contexts: number of contexts that compute at the same time. None: as in an earlier call; several if there was none.
-    processes: number of processes that share this machine's cores. workers: number of workers in the run, on all
-    machines. Settings from the user's environment are kept if they are safe; a notice names each setting that is
-    ignored. Raises Error if MXNet is missing, if mxnet was imported earlier with settings that can make this number of
-    CPU contexts hang, or if `cuda.prepare` fails.
+    Settings from the user's environment are kept if they are safe; a notice names each setting that is ignored.
+    Raises UsageError for fewer than 1 context, and Error if MXNet is missing, if mxnet was imported earlier with
+    settings that can make this number of CPU contexts hang, or if `cuda.prepare` fails.
     """
-    global _configured
-    if contexts is None and _configured:
+    global _prepared
+    if contexts is None and _prepared == _plan:
         return
-    if contexts is not None and contexts < 1:
-        raise Error(f"contexts={contexts}: must be at least 1")
+    if contexts is not None:
+        if contexts < 1:
+            raise UsageError("contexts", contexts, "must be at least 1")
+        plan(contexts=contexts)
     if "mxnet" not in sys.modules:
-        _prepare(contexts, processes, workers)
+        _prepare()
         return
     _check_threads(contexts or 1)
     copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
-    if not _configured and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
+    if _prepared is None and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
         log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns; import gluon_mgpu first")
-    _configured = True
+    _prepared = _plan
 
 
-def _prepare(contexts: int | None = None, processes: int = 1, workers: int = 1) -> None:
-    global _configured, _changed
+def _prepare() -> None:
+    """Prepare this process as `_plan` says. This undoes what an earlier call changed."""
+    global _prepared, _changed
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
     if sys.flags.optimize > 1:
-        raise UsageError("Python runs with -OO or PYTHONOPTIMIZE=2, but MXNet needs docstrings: use -O, or omit it")
+        advice = "Python runs with -OO or PYTHONOPTIMIZE=2, but MXNet needs docstrings: use -O, or omit it"
+        raise UsageError(None, None, advice)
     check_environment()
     users = users_environment()
-    for name in _changed:  # undo what an earlier call changed
+    for name in _changed:
         os.environ.pop(name, None)
     os.environ.update(users)
-    _set_threads(contexts, processes)
+    _set_threads(_plan.contexts, _plan.processes)
     cuda.prepare()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
-    if contexts != 1:
+    if _plan.contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
-    if workers > 1:  # by default, up to 15 operators run as one, so a gradient waits for the operators after it
+    if _plan.workers > 1:  # by default, up to 15 operators run as one, so a gradient waits for the operators after it
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     _changed = {
         name: (users.get(name), os.environ.get(name))
@@ -148,7 +165,7 @@ def _prepare(contexts: int | None = None, processes: int = 1, workers: int = 1) 
         if users.get(name) != os.environ.get(name)
     }
     _set_allocator()
-    _configured = True
+    _prepared = _plan
 
 
 def check_environment() -> None:
@@ -158,18 +175,17 @@ def check_environment() -> None:
             continue
         if BOOLEAN.fullmatch(name):
             if value not in ("0", "1", "true", "false"):
-                raise UsageError(f"{name}={value}: must be 0 or 1; unset it to use MXNet's default")
+                raise UsageError(name, value, "must be 0 or 1; unset it to use MXNet's default")
         elif NUMERIC.fullmatch(name):
             least = 1 if AT_LEAST_1.fullmatch(name) else 0
             number = value.removeprefix("-") if name in NEGATIVE else value
             most = MOST if least else 2**31 - 1
             if not (re.fullmatch("[0-9]{1,10}", number) and least <= int(number) <= most):
-                raise UsageError(f"{name}={value}: must be from {least} to {most}; unset it to use MXNet's default")
+                raise UsageError(name, value, f"must be from {least} to {most}; unset it to use MXNet's default")
     value = os.environ.get("MXNET_ENGINE_TYPE", ENGINES[0])
     if value not in ENGINES:
-        raise UsageError(
-            f"MXNET_ENGINE_TYPE={value}: must be one of {', '.join(ENGINES)}; unset it to use MXNet's default"
-        )
+        advice = f"must be one of {', '.join(ENGINES)}; unset it to use MXNet's default"
+        raise UsageError("MXNET_ENGINE_TYPE", value, advice)
 
 
 def check(ctx: list[Context]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from contextvars import ContextVar
 
 # System libraries that libmxnet.so needs, with their Debian packages.
@@ -20,6 +21,9 @@ LIBRARIES = {
 
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
+
+
+user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
 
 
 class Error(Exception):
@@ -65,7 +69,8 @@ class Spelling:
         return f"gluon-mgpu {words}"
 
 
-spelling: ContextVar[Spelling] = ContextVar("spelling", default=Spelling())
+PYTHON = Spelling()
+spelling: ContextVar[Spelling] = ContextVar("spelling", default=PYTHON)
 
 
 def setting(name: str, value: object = None) -> str:
@@ -99,6 +104,8 @@ def reason(error: BaseException) -> str:
         while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
             error = error.__context__
     message = str(error).strip()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
     module = re.search(r"No module named '(\w+)'", message)
     if module:
         return (
@@ -107,7 +114,7 @@ def reason(error: BaseException) -> str:
         )
     library = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
     if not library:
-        return f"{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
+        return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
     if library[1] not in LIBRARIES:
         return f"{library[1]} is missing on this machine: install the package that contains it"
     return (

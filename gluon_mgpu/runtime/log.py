@@ -1,7 +1,6 @@
 """Prints notices, errors and progress bars on standard error, and formats tables.
 
-Only worker 0 prints notices and progress bars. A process reads its role from the environment variables that a launcher
-sets.
+If several processes train together, only one of them prints notices and progress bars; see `identify`.
 """
 
 from __future__ import annotations
@@ -12,17 +11,25 @@ import socket
 import sys
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# A function that rewrites each notice. A command sets it, so that notices name options instead of arguments.
-rewrite: ContextVar[Callable[[str], str]] = ContextVar("rewrite", default=str)
 LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
+
+_name, _speaks = "", True
+
+
+def identify(name: str, speaks: bool) -> None:
+    """Set this process's name in a run of several processes, such as "worker 1"; "" if it runs alone.
+
+    speaks: whether this process prints notices and progress bars.
+    """
+    global _name, _speaks
+    _name, _speaks = name, speaks
 
 
 def printable(line: str) -> str:
@@ -32,10 +39,15 @@ def printable(line: str) -> str:
 
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
-    """Print a notice on standard error, if this process is worker 0 or runs alone."""
-    if speaks():
-        with suppress(OSError, ValueError):  # the reader may be gone
-            print(f"{prefix}{printable(rewrite.get()(line))}", file=sys.stderr)
+    """Print a notice on standard error, if this process speaks."""
+    if _speaks:
+        say_anyway(line, prefix)
+
+
+def say_anyway(line: str, prefix: str = "gluon_mgpu: ") -> None:
+    """Print a notice on standard error, in any process."""
+    with suppress(OSError, ValueError):  # the reader may be gone
+        print(f"{prefix}{printable(line)}", file=sys.stderr, flush=True)
 
 
 def error(line: str) -> None:
@@ -51,33 +63,27 @@ def error(line: str) -> None:
 
 
 def started() -> bool:
-    """Whether a launcher (horovodrun, launch.py) started this process as one of several."""
-    return "HOROVOD_RANK" in os.environ or "DMLC_ROLE" in os.environ
+    """Whether this process is one of several in a run."""
+    return bool(_name)
 
 
 def speaks() -> bool:
-    """Whether this process is worker 0 or runs alone."""
-    return who() in ("", "worker 0: ")
+    """Whether this process prints notices and progress bars."""
+    return _speaks
 
 
 def who() -> str:
     """The prefix of this process's error messages: "worker 1: ", or "" if it runs alone."""
-    if "DMLC_ROLE" in os.environ:
-        role, rank = os.environ["DMLC_ROLE"], os.environ.get("DMLC_TASK_ID", "0")
-    elif "HOROVOD_RANK" in os.environ:
-        role, rank = "worker", os.environ["HOROVOD_RANK"]
-    else:
-        return ""
-    return "the scheduler: " if role == "scheduler" else f"{role} {rank}: "
+    return f"{_name}: " if _name else ""
 
 
 def progress(**options: Any) -> tqdm:
-    """Create a progress bar. Only worker 0 shows it, on a terminal or in Jupyter. options: passed to tqdm."""
+    """Create a progress bar, shown on a terminal or in Jupyter if this process speaks. options: passed to tqdm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm
 
-    hidden = not speaks() or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    hidden = not _speaks or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
     if hidden:  # disable=False would override the user's TQDM_DISABLE
         options["disable"] = True
     return tqdm(leave=False, **options)

@@ -75,8 +75,8 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # SIGKILL cannot stop a process that hangs in a driver
             process.wait(1)
-        for reader in readers:
-            reader.join(1)
+        for reader in readers:  # all output of a program that has exited; a program that hangs may never close it
+            reader.join(1 if status is None else None)
     return Finished(status, "".join(out), "".join(err))
 
 
@@ -89,14 +89,24 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
         return
     if finished.status is None:
         raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
-    kind = UsageError if finished.status == 2 else Error
+    usage = finished.status == 2
     lines = finished.err.strip().splitlines()
+    message = f"{name} {how_it_ended(finished.status)}: {lines[-1] if lines else 'no message'}"
     for line in reversed(lines):  # searched from the end, where the error usually is; a launcher may have added lines
         own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
         if own:
-            raise (UsageError if own["kind"] == "UsageError" else kind)(f"{name}: {own['text']}")
-    how = f"killed by {signal.Signals(-finished.status).name}" if finished.status < 0 else f"status {finished.status}"
-    raise kind(f"{name} failed ({how}): {lines[-1] if lines else 'no message'}")
+            usage = usage or own["kind"] == "UsageError"
+            message = f"{name}: {own['text']}"
+            break
+    raise UsageError(None, None, message) if usage else Error(message)
+
+
+def how_it_ended(status: int) -> str:
+    """Describe a process's exit status; a negative status is a signal's negated number."""
+    if status >= 0:
+        return f"exited with status {status}"
+    name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")  # or real-time
+    return f"was killed by {name}"
 
 
 def gluon_mgpu(

@@ -13,17 +13,17 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from gluon_mgpu.runtime import devices, log, subprocesses
+from gluon_mgpu.runtime import devices, files, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import checkpoint, datasets, records
+from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.records import Epoch
-from gluon_mgpu.training.settings import SGD, Settings
+from gluon_mgpu.training.settings import SGD, Settings, flag
 
 NAME, SWEEP = "batch-size", "batch-size-sweep"  # names of the experiments; each writes NAME.png and NAME.csv
 
 
-class Run(NamedTuple):
-    """The settings that differ between the runs."""
+class Variant(NamedTuple):
+    """The settings of one run that differ between the runs."""
 
     devices: int
     batch_size: int  # across all devices
@@ -40,12 +40,12 @@ class Run(NamedTuple):
         return str(self).replace(",", "").replace(" ", "-")
 
 
-RUNS = (Run(1, 256), Run(2, 256), Run(1, 512), Run(2, 512), Run(2, 512, scale_lr=True))
+RUNS = (Variant(1, 256), Variant(2, 256), Variant(1, 512), Variant(2, 512), Variant(2, 512, scale_lr=True))
 SIZES, FACTORS = (128, 256, 512), (0.5, 1, 2, 3, 4)  # the sweep's batch sizes and learning-rate multipliers
 
 
 class Result(NamedTuple):
-    run: Run
+    run: Variant
     config: dict[str, Any]  # content of config.json
     epochs: list[Epoch]
 
@@ -70,7 +70,7 @@ def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result
 
     Writes a picture and a CSV table to `out`. options, exceptions: see `train_all`.
     """
-    runs = [Run(2, size, lr=float(f"{lr * factor:g}")) for size in SIZES for factor in FACTORS]
+    runs = [Variant(2, size, lr=float(f"{lr * factor:g}")) for size in SIZES for factor in FACTORS]
     results = train_all(out, runs, lr=lr, **options)
     _write(out, SWEEP, results, draw_sweep)
     return results
@@ -78,7 +78,7 @@ def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result
 
 def train_all(
     out: str | Path,
-    runs: Sequence[Run],
+    runs: Sequence[Variant],
     *,
     impl: str = "scratch",
     device: str = "auto",
@@ -93,7 +93,7 @@ def train_all(
     UsageError if settings or devices are invalid, or if `out` holds runs with different options. Raises Error if the
     data is not available or a run fails.
     """
-    varied: dict[Run, dict[str, Any]] = {
+    varied: dict[Variant, dict[str, Any]] = {
         r: {"batch_size": r.batch_size, "scale_lr": r.scale_lr, **({"lr": r.lr} if r.lr else {})} for r in runs
     }
     checked, *_ = [Settings(**{**settings, **of_it, "seed": seed}) for of_it in varied.values()]
@@ -108,7 +108,7 @@ def train_all(
         for r, of_it in varied.items():
             bar.set_description(str(r))
             folder = Path(out) / r.folder
-            epochs = finish(str(r), folder, {**common, **of_it, "gpus": r.devices}, bar.update, env)
+            epochs = finish(str(r), folder, {**common, **of_it, "num_gpus": r.devices}, bar.update, env)
             results.append(Result(r, records.last(folder)[1], epochs))
     return results
 
@@ -122,9 +122,8 @@ def finish(
 ) -> list[Epoch]:
     """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run's epochs.
 
-    name: used in error messages. options: arguments of `train`, including epochs, gpus and device. on_epochs: called
-    with the number of newly finished epochs. Raises UsageError if the folder holds a different run, Error if the run
-    fails.
+    name: used in error messages. options: settings, including epochs, num_gpus and device. on_epochs: called with the
+    number of newly finished epochs. Raises UsageError if the folder holds a different run, Error if the run fails.
     """
     begun = records.exists(folder)
     if begun:
@@ -134,9 +133,10 @@ def finish(
     if len(finished) == options["epochs"]:
         return finished
     command = {**options, "resume" if begun else "out": folder}
+    words = {flag(name).removeprefix("--"): value for name, value in command.items()}
     try:
         subprocesses.gluon_mgpu(
-            name, "train", command, on_line=lambda line: on_epochs(line.startswith("epoch ")), env=env
+            name, "train", words, on_line=lambda line: on_epochs(line.startswith("epoch ")), env=env
         )
     except KeyboardInterrupt:
         log.say("run the same command again to continue")
@@ -146,12 +146,12 @@ def finish(
 
 def _check_same(folder: Path, options: dict[str, Any]) -> None:
     """Raise UsageError if the run in `folder` has different options. The run may have fewer epochs."""
-    found, wanted = records.options(folder), {**options, "gpus": devices.parse(options["gpus"])}
+    found, wanted = records.options(folder), {**options, "num_gpus": devices.parse(options["num_gpus"])}
     if found["epochs"] < wanted["epochs"]:
         del wanted["epochs"]
     differ = [f"{o} {found[o]}, not {value}" for o, value in wanted.items() if o in found and found[o] != value]
     if differ:
-        raise UsageError(f"{folder} holds a different run ({'; '.join(differ)}); use another folder")
+        raise UsageError(None, folder, f"holds a different run ({'; '.join(differ)}); use another folder")
 
 
 def table(results: Sequence[Result]) -> str:
@@ -245,8 +245,8 @@ def _write(out: str | Path, name: str, results: Sequence[Result], draw: Callable
             learned = [e.train_seconds, e.train_loss, e.test_accuracy]
             rows.append([r.devices, r.batch_size, e.learning_rate, e.epoch, result.step(e), *learned])
     text = "".join(",".join(map(str, row)) + "\n" for row in rows)
-    checkpoint.write_whole(Path(out) / f"{name}.csv", lambda file: file.write(text.encode()))
-    checkpoint.write_whole(Path(out) / f"{name}.png", lambda file: draw(results, file))
+    files.write_whole(Path(out) / f"{name}.csv", lambda file: file.write(text.encode()))
+    files.write_whole(Path(out) / f"{name}.png", lambda file: draw(results, file))
 
 
 def _title(results: Sequence[Result]) -> str:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Optional
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, nd
+from mxnet import nd
 from mxnet.base import _LIB, check_call
 from mxnet.ndarray import NDArray
-
-from gluon_mgpu.runtime.devices import shard_sizes
 
 # Limits on how far Python runs ahead of the engine. Issuing a burst and then sleeping disturbs MXNet's workers on the
 # same cores less than waking up at every step (docs/engine.md). The limit in seconds also bounds the wait after Ctrl-C.
@@ -71,47 +69,51 @@ def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
-def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, NDArray]]:
-    """Split a batch in host memory into up to `parts` parts of nearly equal size. Yields (X, y) for each part."""
-    start = 0
-    for size in shard_sizes(X.shape[0], min(parts, X.shape[0])):
-        yield X[start : start + size], y[start : start + size]
-        start += size
+class DataIter:
+    """The batches of an epoch, which can be iterated over once per epoch. See `batches`.
 
-
-def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]) -> list[NDArray]:
-    """Split a batch into one shard per device, in proportion to shares. Empty shards are omitted."""
-    shards, start = [], 0
-    for size, c in zip(shard_sizes(data.shape[0], len(ctx), shares), ctx):
-        if size:
-            shards.append(data[start : start + size].as_in_context(c))
-        start += size
-    return shards
-
-
-def read_behind(issued: Iterable[list[NDArray]]) -> Iterator[np.ndarray]:
-    """Yields each step's results as one NumPy vector (n,), in order, while later steps are already queued.
-
-    issued: advancing this iterator issues the next step and yields the step's results, one vector per shard.
+    seed: shuffle the examples, in a new order in each epoch; None: keep their order.
     """
-    ahead: deque[list[NDArray]] = deque()
-    allowed, began = 1, time.perf_counter()
-    for shards in issued:
-        ahead.append(shards)
-        if len(ahead) >= allowed:
-            burst = len(ahead) - allowed // 8  # the remaining steps keep the engine busy while the next burst is issued
-            for _ in range(burst):
-                yield _joined(ahead.popleft())
-            now = time.perf_counter()
-            allowed = int(np.clip(MOST_SECONDS_AHEAD * burst / (now - began), 1, MOST_STEPS_AHEAD))
-            began = now
-    for shards in ahead:
-        yield _joined(shards)
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, batch_size: int, seed: int | None = None) -> None:
+        self.images, self.labels, self.batch_size, self.seed = images, labels, batch_size, seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[tuple[NDArray, NDArray]]:
+        self.epoch += 1
+        order = None if self.seed is None else shuffled(len(self.labels), self.seed, self.epoch)
+        return batches(self.images, self.labels, self.batch_size, order)
 
 
-def mean(issued: Iterable[list[NDArray]]) -> float:
-    """Compute the mean of all results of the steps in `issued` (see `read_behind`)."""
-    return float(np.concatenate(list(read_behind(issued))).mean(dtype=np.float64))
+class Pending:
+    """The results of steps that the engine may still be computing, in order.
+
+    Each result is a list of arrays, one vector per shard. Reading waits for the engine, so results are read in bursts.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[list[NDArray]] = deque()
+        self.allowed, self.began = 1, time.perf_counter()
+
+    def add(self, shards: list[NDArray]) -> None:
+        """Add the results of a step that has just been issued."""
+        self.steps.append(shards)
+
+    def ready(self) -> Iterator[np.ndarray]:
+        """Yield the oldest results, each as one vector (n,), if enough steps have been issued to read a burst."""
+        if len(self.steps) < self.allowed:
+            return
+        burst = len(self.steps) - self.allowed // 8  # the remaining steps keep the engine busy during the next burst
+        for _ in range(burst):
+            yield _joined(self.steps.popleft())
+        now = time.perf_counter()
+        self.allowed = int(np.clip(MOST_SECONDS_AHEAD * burst / (now - self.began), 1, MOST_STEPS_AHEAD))
+        self.began = now
+
+    def rest(self) -> Iterator[np.ndarray]:
+        """Yield all remaining results."""
+        while self.steps:
+            yield _joined(self.steps.popleft())
 
 
 def _joined(shards: list[NDArray]) -> np.ndarray:

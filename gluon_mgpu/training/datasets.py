@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -18,19 +19,23 @@ import zlib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import platformdirs
 import requests
 
 from gluon_mgpu.runtime import log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training.settings import DATASETS, LARGEST
+
+if TYPE_CHECKING:
+    from gluon_mgpu.training.batches import DataIter
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in Jupyter without ipywidgets, tqdm warns that it falls back to text
     import pooch
 
-NAMES = ("fashion-mnist", "mnist", "synthetic")
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 DIGITS = tuple("0123456789")
 CLASSES = {"fashion-mnist": FASHION, "mnist": DIGITS, "synthetic": DIGITS}  # class names, in the order of the labels
@@ -62,7 +67,6 @@ MIRRORS = {
         "https://apache-mxnet.s3-accelerate.dualstack.amazonaws.com/gluon/dataset/mnist/",
     ),
 }
-LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
 MOST = 64 << 20  # maximum number of bytes to read from a file; the largest of these files is 47 MB
 TIMEOUT = (4, 8)  # maximum seconds to connect, and to wait for more data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
@@ -89,7 +93,7 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: str | Path | None = None, limit: int | None = None, seed: int | None = 0) -> Dataset:
-    """Load the data set `name`, one of NAMES; download it if this machine does not have it.
+    """Load the data set `name`, one of DATASETS; download it if this machine does not have it.
 
     data_dir: a folder that contains NAME/ or the four files; None: see `find`. limit: use only the first `limit`
     training examples and the first max(limit // 6, 100) test examples; None: all (for "synthetic", LARGEST). seed:
@@ -97,16 +101,16 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     Raises UsageError if the name is unknown, limit is out of range, or data_dir does not contain the data set; Error if
     the data is damaged or cannot be downloaded.
     """
-    if name not in NAMES:
-        raise UsageError(f"dataset={name}: must be one of {', '.join(NAMES)}")
+    if name not in DATASETS:
+        raise UsageError("dataset", name, f"must be one of {', '.join(DATASETS)}")
     if limit is not None and not 1 <= limit <= LARGEST:
-        raise UsageError(f"limit={limit}: must be from 1 to {LARGEST}")
+        raise UsageError("limit", limit, f"must be from 1 to {LARGEST}")
     if name == "synthetic":
         train_size = LARGEST if limit is None else limit
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     data = read(find(name, data_dir) or fetch(name), name)
     if limit is not None and limit > len(data.train_images):
-        raise UsageError(f"limit={limit}: {name} has only {len(data.train_images)} training examples")
+        raise UsageError("limit", limit, f"{name} has only {len(data.train_images)} training examples")
     test_limit = None if limit is None else max(limit // 6, 100)
     return data._replace(
         train_images=data.train_images[:limit],
@@ -116,28 +120,42 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     )
 
 
+def load_fashion_mnist(batch_size: int, seed: int | None = None) -> tuple[DataIter, DataIter]:
+    """Load Fashion-MNIST as two iterators over batches, for training and for testing.
+
+    Each pass over the first one is an epoch in a new random order, which depends on seed; None: a random seed. Batches
+    are X float32 (n, 1, 28, 28) in [0, 1] and y float32 (n,). Exceptions: see `load`.
+    """
+    from gluon_mgpu.training.batches import DataIter  # imports mxnet
+
+    data = load("fashion-mnist")
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    train_iter = DataIter(data.train_images, data.train_labels, batch_size, seed)
+    return train_iter, DataIter(data.test_images, data.test_labels, batch_size)
+
+
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     """Find the first folder that contains all four files of data set `name`. Returns None if no folder does.
 
     If data_dir or the environment variable GLUON_MGPU_DATA names a folder, searches only that folder, and raises
     UsageError if it does not contain the files. Otherwise, searches the user's cache, MXNet's folder and SYSTEM_FOLDER.
     """
-    given = f"data_dir={data_dir}"
+    source = "data_dir"
     if data_dir is None:
-        data_dir = os.environ.get("GLUON_MGPU_DATA")
-        given = f"GLUON_MGPU_DATA={data_dir}"
+        source, data_dir = "GLUON_MGPU_DATA", os.environ.get("GLUON_MGPU_DATA")
         if not data_dir:
             mxnet_home = Path(os.environ.get("MXNET_HOME") or "~/.mxnet").expanduser()
             places = (cache_folder(name), mxnet_home / "datasets" / name, SYSTEM_FOLDER / name)
             return next((place for place in places if not _missing(place, name)), None)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise UsageError(f"{given}: the folder does not exist")
+        raise UsageError(source, data_dir, "the folder does not exist")
     for place in (folder / name, folder):
         if not _missing(place, name):
             return place
     files = ", ".join(SHA256[name])
-    raise UsageError(f"{given}: does not contain {name}: it needs a folder {name} or the files {files} (plain or .gz)")
+    advice = f"does not contain {name}: it needs a folder {name} or the files {files} (plain or .gz)"
+    raise UsageError(source, data_dir, advice)
 
 
 def fetch(name: str) -> Path:
@@ -221,7 +239,7 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
 
 def cache_folder(name: str) -> Path:
     """The folder for downloads of data set `name`. The environment variable XDG_CACHE_HOME changes its location."""
-    return Path(pooch.os_cache("gluon_mgpu")) / name
+    return platformdirs.user_cache_path("gluon_mgpu") / name
 
 
 def _locate(folder: Path, file: str) -> Path | None:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -58,17 +58,11 @@ class CtrlC:
         with suppress(OSError):  # the reader of standard error may be gone
             os.write(2, f"\ngluon_mgpu: stopping after this step; press Ctrl-C again to stop now{without}\n".encode())
 
-    def steps(self, items: Iterable[Item], step: Callable[[], int]) -> Iterator[Item]:
-        """Yields the items, one per training step; stops early after Ctrl-C, with all workers at the same step.
-
-        step: returns the number of steps issued so far. The caller can still read the results of issued steps.
-        """
-        for item in items:
-            alone = self.asked and not (self.workers.stopping or self.workers.ask_to_stop())
-            if alone or not self.workers.may_step(step()):
-                self.stopped = True
-                return
-            yield item
+    def wanted(self, step: int) -> bool:
+        """Whether to stop before step number `step`, counted from 0. All workers stop at the same step."""
+        alone = self.asked and not (self.workers.stopping or self.workers.ask_to_stop())
+        self.stopped = alone or not self.workers.may_step(step)
+        return self.stopped
 
     def between(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next item."""

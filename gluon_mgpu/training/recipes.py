@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from gluon_mgpu.training.settings import flag
+
 SCRATCH = '"Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019)'
 GLUON = '"Training on multiple GPUs with gluon" (The Straight Dope)'
 CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learning)'
@@ -20,17 +22,17 @@ class Recipe(NamedTuple):
 
 
 def _scratch(gpus: str, accuracy: tuple[float, ...], seconds: tuple[float, ...]) -> Recipe:
-    options = {"impl": "scratch", "model": "lenet", "dataset": "fashion-mnist", "gpus": gpus}
+    options = {"impl": "scratch", "model": "lenet", "dataset": "fashion-mnist", "num_gpus": gpus}
     return Recipe(SCRATCH, {**options, "batch_size": 256, "lr": 0.2, "epochs": 4}, accuracy, seconds)
 
 
 def _gluon(gpus: str, batch_size: int, accuracy: tuple[float, ...], seconds: tuple[float, ...]) -> Recipe:
-    options = {"impl": "highlevel", "model": "lenet-max", "dataset": "mnist", "gpus": gpus}
+    options = {"impl": "highlevel", "model": "lenet-max", "dataset": "mnist", "num_gpus": gpus}
     return Recipe(GLUON, {**options, "batch_size": batch_size, "lr": 0.3, "epochs": 5}, accuracy, seconds)
 
 
 def _resnet18(gpus: str, batch_size: int, lr: float) -> Recipe:
-    options = {"impl": "highlevel", "model": "resnet18", "dataset": "fashion-mnist", "gpus": gpus}
+    options = {"impl": "highlevel", "model": "resnet18", "dataset": "fashion-mnist", "num_gpus": gpus}
     return Recipe(CONCISE, {**options, "batch_size": batch_size, "lr": lr, "epochs": 4})
 
 
@@ -55,7 +57,7 @@ def table() -> str:
     """Format each recipe with its options, its source, and the accuracies printed there, for a terminal."""
     lines = []
     for name, recipe in RECIPES.items():
-        options = " ".join(f"--{option.replace('_', '-')} {value}" for option, value in recipe.options.items())
+        options = " ".join(f"{flag(option)} {value}" for option, value in recipe.options.items())
         printed = " ".join(map(str, recipe.test_accuracy)) or "not printed"
         lines += [name, f"    {options}", f"    source: {recipe.source}", f"    test accuracy in the source: {printed}"]
     return "\n".join(lines)

@@ -13,18 +13,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from gluon_mgpu import IMPLS, __version__
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.devices import joined
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.distributed.process import Process
+from gluon_mgpu.runtime import devices, files, log
+from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.settings import MODELS, MOST, NAMES, RENAMED, Settings
+from gluon_mgpu.training.options import FREE, MOST, SAME
+from gluon_mgpu.training.settings import OPTIONS, RECORDED, RENAMED, Settings
 
 if TYPE_CHECKING:
     from tensorboard.summary import Writer
@@ -35,7 +36,8 @@ FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 TENSORBOARD = "tensorboard"  # subfolder
 # A notice is printed if one of these entries of config.json differs when a run is resumed.
-MAY_CHANGE = ("impl", "kvstore", "compress", "workers", "devices", "threads", "shares", "hybridize", "tune")
+MAY_CHANGE = [name for name in RECORDED if OPTIONS[name].on_resume == FREE and name != "epochs"]
+MAY_CHANGE += ["kvstore", "compress", "workers", "devices", "threads"]
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
 
@@ -88,7 +90,7 @@ class Position:
         self.steps, self.loss_sum, self.seconds = 0, 0.0, 0.0
 
 
-class Run:
+class RunFolder:
     """The folder of one run. This context manager locks the folder. Without `out` or `resume`, nothing is written.
 
     Raises UsageError if `out` already holds a run, if `resume` does not hold a run, or if another process is writing to
@@ -98,28 +100,19 @@ class Run:
     def __init__(
         self, out: str | Path | None = None, resume: str | Path | None = None, tensorboard: bool = False
     ) -> None:
-        for name, folder in (("out", out), ("resume", resume)):
-            if folder is not None and not str(folder):
-                raise UsageError(f"{name}='': must be a folder, such as runs/first")
-        if out and resume and Path(out) != Path(resume):
-            raise UsageError(f"out={out}: a resumed run stays in its folder, {resume}; omit this setting")
-        if tensorboard and not (out or resume):
-            raise UsageError("tensorboard=True: needs out=FOLDER or resume=FOLDER")
         self.resumed, self.saves = bool(resume), bool(out or resume)
-        self.option = f"resume={resume}" if resume else f"out={out}"
-        self.folder = Path(resume or out or os.devnull)
+        self.name, self.folder = ("resume" if resume else "out"), Path(resume or out or os.devnull)
         self.locked: int | None = None
         logs = self.folder / TENSORBOARD
         logged = self.resumed and logs.exists()
         self.writer_class = _tensorboard_writer(tensorboard) if tensorboard or logged else None
         if self.writer_class and logs.is_symlink():
-            raise UsageError(
-                f"{self.option}: {logs} is a symbolic link, and a run writes only to its own folder; remove the link"
-            )
+            advice = f"{logs} is a symbolic link, and a run writes only to its own folder; remove the link"
+            raise UsageError(self.name, self.folder, advice)
         self.writer: Writer | None = None
         self.drawn = 0.0  # time.monotonic() when curves.png was last drawn
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> RunFolder:
         if self.folder.is_dir():
             try:
                 self._lock()
@@ -136,55 +129,40 @@ class Run:
 
     def _lock(self) -> None:
         """Lock the folder, and remove temporary files left by killed processes."""
-        self.locked = checkpoint.lock(self.folder, self.option)
+        self.locked = files.lock(self.folder, self.name)
         if not self.resumed:
             self._check_unused()
         for name in FILES:
-            checkpoint.remove_partial(self.folder / name)
+            files.remove_partial(self.folder / name)
 
     def _check_unused(self) -> None:
         """Raise UsageError if the folder contains a run, or a file that a new run would overwrite."""
         if exists(self.folder):
-            advice = f"continue it with resume={self.folder}, or use another folder"
-            raise UsageError(f"{self.option}: the folder holds a run; {advice}")
+            advice = f"the folder holds a run; continue it with {setting('resume', self.folder)}, or use another folder"
+            raise UsageError(self.name, self.folder, advice)
         for name in FILES:
             if (self.folder / name).exists():
-                advice = f"remove {name}, or use another folder"
-                raise UsageError(f"{self.option}: the folder contains {name}, but no checkpoint; {advice}")
+                advice = f"the folder contains {name}, but no checkpoint; remove {name}, or use another folder"
+                raise UsageError(self.name, self.folder, advice)
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
-        """Returns (settings, position, arrays) to start with; arrays is None for a new run.
-
-        Raises UsageError if the settings conflict with the settings of the resumed run.
-        """
+        """Returns (settings, position, arrays) to start with; arrays is None for a new run."""
         if not self.resumed:
             return settings, Position(), None
         arrays, self.config, recorded, position = last(self.folder)
-        self._check_settings(settings, recorded)
         if settings.epochs < len(position.history):
             least = f"must be at least {len(position.history)}, the number of finished epochs"
-            raise UsageError(f"epochs={settings.epochs}: {least}")
+            raise UsageError("epochs", settings.epochs, least)
         changed = settings.epochs != recorded.epochs
         epochs = f"; epochs: {settings.epochs} instead of {recorded.epochs}" if changed else ""
         log.say(f"resuming {self.folder} after {position}{epochs}")
         if settings.epochs == len(position.history):
-            longer = f"; pass epochs={settings.epochs + 1} or more to train longer"
+            longer = f"; pass {setting('epochs', settings.epochs + 1)} or more to train longer"
             log.say(f"all epochs are finished{'' if recorded.schedule == 'cosine' else longer}")
-        return replace(settings, seed=recorded.seed), position, arrays
-
-    def _check_settings(self, settings: Settings, recorded: Settings) -> None:
-        may_differ = {"shares"} if recorded.schedule == "cosine" else {"shares", "epochs"}
-        for name in NAMES:
-            given, kept = getattr(settings, name), getattr(recorded, name)
-            if given == kept or name in may_differ or (name == "seed" and given is None):
-                continue
-            if name == "epochs":
-                raise UsageError(f"epochs={given}: the run's cosine schedule ends at epoch {kept}; omit this setting")
-            given, kept = (joined(value) if isinstance(value, tuple) else value for value in (given, kept))
-            raise UsageError(f"{name}={given}: the run in {self.folder} used {kept}; omit this setting")
+        return settings, position, arrays
 
     def begin(self, config: dict[str, Any], replicas: Replicas, position: Position) -> None:
-        """Called when training begins. Creates and locks the folder. config: the content of config.json."""
+        """Create and lock the folder when training begins. config: the content of config.json."""
         if not self.saves:
             return
         config = json.loads(json.dumps({**config, "version": __version__}))  # the form that `last` reads back
@@ -195,7 +173,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()  # fail now, not after the first epoch
         except OSError as error:
-            raise Error(f"{self.option}: cannot write to the folder ({error.strerror}); use another folder") from None
+            option = setting(self.name, self.folder)
+            raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
         if self.locked is None:
             self._lock()
         if self.resumed:
@@ -211,7 +190,7 @@ class Run:
         self._write_text(position)
 
     def end_epoch(self, replicas: Replicas, position: Position) -> None:
-        """Called after each epoch."""
+        """Save a checkpoint, and log the epoch."""
         if not self.saves:
             return
         self.save(replicas, position)
@@ -221,19 +200,19 @@ class Run:
             self._draw(position)
 
     def end(self, position: Position) -> None:
-        """Called after the last epoch."""
+        """Write the final metrics and curves."""
         if self.saves:
             self._write_text(position)
             self._draw(position)
 
     def interrupt(self, replicas: Replicas, position: Position) -> str:
-        """Called on Ctrl-C between two steps. Returns one line that says what was saved."""
+        """Save a checkpoint of an interrupted run. Returns one line that says what was saved."""
         if not self.saves:
             return f"interrupted after {position}; nothing was saved"
         self.save(replicas, position)
         if position.history:
             self._draw(position)
-        return f"interrupted after {position}; checkpoint saved; continue with resume={self.folder}"
+        return f"interrupted after {position}; checkpoint saved; continue with {setting('resume', self.folder)}"
 
     def _write_text(self, position: Position) -> None:
         """Write the configuration to config.json and the history to metrics.jsonl."""
@@ -249,25 +228,25 @@ class Run:
         self.writer.flush()
 
     def _draw(self, position: Position) -> None:
-        checkpoint.write_whole(self.folder / CURVES, lambda file: draw_curves(position.history, file))
+        files.write_whole(self.folder / CURVES, lambda file: draw_curves(position.history, file))
         self.drawn = time.monotonic()
 
     def _write(self, name: str, text: str) -> None:
-        checkpoint.write_whole(self.folder / name, lambda file: file.write(text.encode()))
+        files.write_whole(self.folder / name, lambda file: file.write(text.encode()))
 
 
 def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
     """Print a notice if an entry in MAY_CHANGE has changed in a resumed run."""
 
-    def shown(name: str, value: Any) -> Any:
-        return value if value is not None else "even" if name == "shares" else "none"
+    def text(name: str, value: Any) -> Any:
+        return shown(value) if value is not None else "even" if name == "shares" else "none"
 
     changed = [name for name in MAY_CHANGE if name in old and name in new and old[name] != new[name]]
     if changed:
         effect = "results are the same except for rounding"
         if running_stats and {"devices", "shares", "workers"} & {*changed}:
             effect = "results differ, because batch normalization sees only the examples of one shard"
-        changes = [f"{name} {shown(name, new[name])} instead of {shown(name, old[name])}" for name in changed]
+        changes = [f"{name} {text(name, new[name])} instead of {text(name, old[name])}" for name in changed]
         log.say(f"{', '.join(changes)}: {effect}")
 
 
@@ -277,7 +256,7 @@ def _tensorboard_writer(required: bool) -> type[Writer] | None:
     except ImportError:
         line = "needs a package; run `pip install tensorboard`"
         if required:
-            raise UsageError(f"tensorboard=True: {line}") from None
+            raise UsageError("tensorboard", True, line) from None
         log.say(f"the run has TensorBoard logs, but new epochs will not be logged: TensorBoard {line}")
         return None
     return Writer
@@ -289,7 +268,7 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
     Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
     """
     if not exists(folder):
-        raise UsageError(_no_run(Path(folder)))
+        raise UsageError(None, folder, _no_run(Path(folder)))
     path = Path(folder) / CHECKPOINT
     arrays, facts = checkpoint.load(path)
     try:
@@ -297,27 +276,21 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         config, position = facts["config"], Position.from_json(facts)
         config = {RENAMED.get(name, name): value for name, value in config.items()}
-        settings = Settings(**{name: config[name] for name in NAMES})
-        if config["impl"] not in IMPLS:
-            raise ValueError(f"impl {config['impl']}")
+        settings = Settings(**{name: config[name] for name in RECORDED if name in config})
         _devices(config)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
-        advice = "start the run again in another folder"
-        if isinstance(error, UsageError) and config.get("model") not in MODELS:
-            scratch = config.get("impl") == "scratch"
-            advice = "only scratch.train can continue it" if scratch else "register the network from Python first"
-        raise Error(f"{path}: invalid run configuration ({error}); {advice}") from None
+        raise Error(f"{path}: invalid run configuration ({error}); start the run again in another folder") from None
     return arrays, config, settings, position
 
 
 def _no_run(folder: Path) -> str:
-    """An error message that explains why a path is not the folder of a run, and what to do."""
+    """Explain why a path is not the folder of a run, and what to do."""
     if folder.is_file():
-        return f"{folder} is a file; pass the run's folder, such as {folder.parent}"
+        return f"a file; pass the run's folder, such as {folder.parent}"
     runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}"))
     if runs:
-        return f"{folder} is not a run; did you mean {runs[0]}?"
-    return f"{folder} is not a run: it has no checkpoint; pass the folder of a run, such as runs/first"
+        return f"not a run; did you mean {runs[0]}?"
+    return "not a run: it has no checkpoint; pass the folder of a run, such as runs/first"
 
 
 def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
@@ -334,11 +307,42 @@ def exists(folder: str | Path) -> bool:
 
 
 def options(folder: str | Path) -> dict[str, Any]:
-    """The `train` arguments that continue the run in `folder`: settings, implementation and devices."""
+    """The settings that the run in `folder` has recorded, including its devices."""
     _, config, settings, _ = last(folder)
     kinds, indices = zip(*_devices(config))
-    kept: dict[str, Any] = {name: config[name] for name in ("impl", "hybridize", "tune") if name in config}
-    return {**asdict(settings), **kept, "gpus": list(indices), "device": kinds[0]}
+    return {**settings.recorded(), "num_gpus": list(indices), "device": kinds[0]}
+
+
+def starting_settings(given: dict[str, Any], here: Process) -> Settings:
+    """The settings that this process starts with: those that the caller gave and, in a resumed run, the recorded ones.
+
+    given: {name: value}. here: this process; only worker 0 needs to be able to read the run's folder.
+    Raises UsageError if a given setting differs from the recorded one, and is not one that may change.
+    """
+    folder = given.get("resume")
+    if folder is None or (here.rank > 0 and not Path(folder).is_dir()):
+        return Settings(**given)
+    recorded = options(folder)
+    for name, value in given.items():
+        if name == "seed" and value is None:
+            continue
+        if name == "epochs" and recorded["schedule"] == "cosine" and value != recorded[name]:
+            advice = f"the run's cosine schedule ends at epoch {recorded[name]}; omit this setting"
+            raise UsageError(name, value, advice)
+        if OPTIONS[name].on_resume == SAME and _differ(value, recorded[name]):
+            raise UsageError(name, value, f"the run in {folder} used {shown(recorded[name])}; omit this setting")
+    if "impl" not in given and recorded["impl"] not in IMPLS:
+        advice = f"the run used your own lesson; pass it with {setting('impl', recorded['impl'])}"
+        raise UsageError("resume", folder, advice)
+    merged = {**recorded, **given, "seed": recorded["seed"]}
+    other_devices = here.workers > 1 or len(devices.parse(merged["num_gpus"])) != len(recorded["num_gpus"])
+    if other_devices and "shares" not in given:
+        merged["shares"] = None
+    return Settings(**merged)
+
+
+def _differ(value: Any, recorded: Any) -> bool:
+    return (tuple(value) if isinstance(value, list) else value) != recorded
 
 
 def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Path) -> None:

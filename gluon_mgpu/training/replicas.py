@@ -1,14 +1,14 @@
-"""The interface between the training loop and the lessons, and extras: features that the notebooks' step lacks.
+"""A network with a replica on each device, as the training loop uses it, and extras that the notebooks' step lacks.
 
-`scratch.Replicas` and `highlevel.Replicas` derive from `Replicas`, so the extras are implemented only once. With all
-extras off, a step is the lesson's `train_batch`. Otherwise, a step is `Replicas.extended_step`, which calls the same
-functions of the lesson.
+With all extras off, a step is the lesson's `train_batch`. Otherwise, it is `Replicas.extended_step`, which calls the
+same functions of the lesson. `gluon_mgpu.implementations` has the classes for lessons with arrays and with Gluon.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import mxnet as mx
@@ -18,9 +18,9 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training.batches import split_batch, split_by_shares
-from gluon_mgpu.training.settings import BUILT_IN, SGD, Settings
+from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
+from gluon_mgpu.training.settings import SGD, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name
@@ -28,36 +28,28 @@ RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batc
 
 
 class Replicas(ABC):
-    """A network with a replica on every device of ctx.
+    """A network with a replica on every device of ctx, trained with the functions of a lesson.
 
-    A derived class sets `arrays` to a list with one dict {name: NDArray} per device, which holds the parameters and the
-    running statistics. Arrays that are trained have a gradient attached.
+    A derived class sets `model`, the lesson's own form of the network, and `arrays`: one dict {name: NDArray} per
+    device, with the parameters and the running statistics. Arrays that are trained have a gradient attached.
     """
 
-    networks: tuple[str, ...] = ()  # names of the networks that the class supports; (): any registered network
-    own_options: tuple[str, ...] = ()  # keyword arguments of `train` that are passed to __init__
-    flags: tuple[str, ...] = ()  # own options that must be the same on all workers
-    own_config: Mapping[str, Any] = {}  # own options to store in config.json; a resumed run uses the stored values
+    model: Any
     arrays: list[dict[str, NDArray]]
+    unused: tuple[str, ...] = ()  # settings that have no effect, and are not recorded
 
-    def __init__(self, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE) -> None:
+    def __init__(
+        self, lesson: ModuleType, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE
+    ) -> None:
         engine.check(ctx)
-        self.ctx, self.settings, self.workers = ctx, settings, workers
+        self.lesson, self.ctx, self.settings, self.workers = lesson, ctx, settings, workers
         self._batch_size = 0  # batch size of the last step, across all workers
 
-    # Methods that a lesson implements
+    # What lessons do differently
 
     @abstractmethod
-    def lesson_step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        """Run the lesson's `train_batch`."""
-
-    @abstractmethod
-    def split_and_load(self, data: NDArray) -> list[NDArray]:
-        """Run the lesson's `split_and_load`."""
-
-    @abstractmethod
-    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        """Run the lesson's `forward_backward`. Returns the losses of each shard."""
+    def rule(self, lr: float) -> Any:
+        """The last argument of the lesson's `train_batch`, which determines the update."""
 
     @abstractmethod
     def reduce(self) -> None:
@@ -69,23 +61,19 @@ class Replicas(ABC):
 
     @abstractmethod
     def predict(self, X: NDArray) -> NDArray:
-        """Compute the scores (n, 10) of images X (n, 1, 28, 28) on X's device, without waiting for them."""
-
-    @abstractmethod
-    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
-        """Run the lesson's `evaluate_accuracy` on all devices."""
+        """Compute the scores (n, classes) of images X (n, 1, 28, 28) on X's device, without waiting for them."""
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
         """Returns the velocities on one device, as {name: velocity}. Without momentum, the dict is empty."""
+
+    # A step
 
     @property
     def extras(self) -> bool:
         """Whether a step needs more than the lesson's train_batch."""
         s = self.settings
         return bool(s.grad_accum_steps > 1 or s.max_grad_norm or s.shares or self.workers.count > 1)
-
-    # A step
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
         """Run one step on images X (n, 1, 28, 28) and labels y (n,). Returns the losses of each shard, without waiting.
@@ -100,8 +88,7 @@ class Replicas(ABC):
         if self.extras or own < len(self.ctx):
             losses = self.extended_step(X, y, lr, batch_size or own)
         else:
-            assert X is not None and y is not None
-            losses = self.lesson_step(X, y, lr)
+            losses = self.lesson.train_batch(X, y, self.model, self.ctx, self.rule(lr))
         if self.running_stats and len(self.ctx) > 1 and own:
             self._average_running_stats(losses, own)
         return losses
@@ -129,7 +116,13 @@ class Replicas(ABC):
         shares = self.settings.shares
         if isinstance(shares, tuple):
             return split_by_shares(data, self.ctx, shares)
-        return self.split_and_load(data)
+        return self.lesson.split_and_load(data, self.ctx)
+
+    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
+        return self.lesson.forward_backward(self.model, Xs, ys)
+
+    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
+        return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
 
     def grads(self) -> list[dict[str, NDArray]]:
         """The gradients of the arrays that are trained: one dict {name: gradient} per device."""
@@ -204,9 +197,14 @@ class Replicas(ABC):
     def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
         """Return the gradients on one device: {name: NumPy array}. device: its index in ctx.
 
-        After a step of a tuned network, the sum of a gradient over all devices may be on one device only.
+        After a step of `tuning.Trainer`, the sum of a gradient over all devices may be on one device only.
         """
         return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
+
+    def differing(self) -> list[str]:
+        """The names of the parameters and running statistics that are not the same, bit for bit, on all devices."""
+        first, *others = [self.parameters(device) for device in range(len(self.ctx))]
+        return [name for name in first if any(first[name].tobytes() != other[name].tobytes() for other in others)]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the arrays of a checkpoint: the parameters by name, and the velocities as "velocity/name"."""
@@ -230,30 +228,3 @@ def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
     scale = nd.minimum(max_norm / (norm + 1e-8), 1)
     for grad in grads:
         grad[:] = nd.broadcast_mul(grad, scale.reshape((1,) * grad.ndim))
-
-
-def sgd_momentum(
-    params: list[NDArray], velocities: list[NDArray], lr: float, batch_size: int, settings: Settings
-) -> None:
-    """Update the parameters on one device with weight decay and, if there are velocities, momentum.
-
-    v = momentum * v - lr * (gradient / batch_size + weight_decay * p), then p += v.
-    """
-    rule = {"lr": lr, "rescale_grad": 1 / batch_size, "wd": settings.weight_decay}
-    for i, p in enumerate(params):
-        if velocities:
-            nd.sgd_mom_update(p, p.grad, velocities[i], out=p, momentum=settings.momentum, **rule)
-        else:
-            nd.sgd_update(p, p.grad, out=p, **rule)
-
-
-def check_model(replicas: type[Replicas], model: str) -> None:
-    """Raise UsageError if an implementation does not support a network."""
-    if replicas.networks and model not in replicas.networks:
-        advice = "use highlevel" if model in BUILT_IN else "pass the network as net, from Python"
-        raise UsageError(f"model={model}: {implementation_name(replicas)} supports only lenet; {advice}")
-
-
-def implementation_name(replicas: type[Replicas]) -> str:
-    """The lesson's name: "scratch" or "highlevel"."""
-    return replicas.__module__.rpartition(".")[2]

@@ -1,27 +1,52 @@
-"""The settings that determine the result of a run, checked in one place for the command line, Python and resumed runs.
+"""The settings of a run. Each is declared once: the command line, the checks and the rules for resumed runs follow.
 
 Momentum, weight decay, schedules, gradient accumulation, clipping and shares are off by default. With all of them off,
-a step computes the same values as in the notebooks.
+a step computes the same values as in the notebooks. To add a setting, add a field to `Settings` and use it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import inspect
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.devices import joined
-from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import datasets
+from gluon_mgpu import IMPLS
+from gluon_mgpu.distributed import process
+from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.runtime.errors import UsageError, setting, shown
+from gluon_mgpu.training.options import (
+    FREE,
+    MOST,
+    NOT_KEPT,
+    Choice,
+    Flag,
+    Number,
+    Numbers,
+    Option,
+    PathName,
+    Text,
+    TuneFlag,
+    option,
+)
 
+if TYPE_CHECKING:
+    from typing import ParamSpec
+
+    P = ParamSpec("P")
+T = TypeVar("T")
+
+DATASETS = ("fashion-mnist", "mnist", "synthetic")
+LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
-MODELS = [*BUILT_IN]  # networks.register adds names to this list
-MOST = 2**31 - 1  # largest value of an integer setting
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
-# Types of the settings that can be None. Every other setting must have the type of its default value.
-OPTIONAL: dict[str, Any] = {"limit": int, "seed": int, "max_grad_norm": float, "shares": (tuple, str)}
 RENAMED = {  # names in version 0.1.0, which callers and old checkpoints may still use
     "accumulate": "grad_accum_steps",
     "clip_norm": "max_grad_norm",
@@ -29,99 +54,176 @@ RENAMED = {  # names in version 0.1.0, which callers and old checkpoints may sti
     "step_factor": "gamma",
 }
 
+COUNT = Number(int, least=1, most=MOST)
+RATE = Number(least=1e-37, most=1e38, example="0.2")  # just inside the range of float32
+PART = Number(least=0, below=1, example="0.9")
+
+# {heading in --help: a function that declares a setting under it}
+network = partial(option, "Network and data")
+training = partial(option, "Training")
+devices_ = partial(option, "Devices", on_resume=FREE)
+processes = partial(option, "Several processes", on_resume=NOT_KEPT)
+files = partial(option, "Files", on_resume=NOT_KEPT)
+
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run. Raises UsageError if one is invalid; the message names the setting and its value."""
 
-    batch_size: int = 256  # examples per update, across all devices
-    lr: float = 0.2  # learning rate
-    model: str = "lenet"
-    dataset: str = "fashion-mnist"
-    epochs: int = 4
-    limit: int | None = None  # train on the first `limit` examples; None: all
-    seed: int | None = None  # for the parameters, shuffling and synthetic data; None: a random seed
-    momentum: float = 0.0
-    weight_decay: float = 0.0  # applied to every parameter, as in Gluon and PyTorch
-    max_grad_norm: float | None = None  # limit on the norm of the batch's mean gradient, over all parameters
-    grad_accum_steps: int = 1  # number of parts that a batch is split into; their gradients are added
-    schedule: str = "constant"
-    milestones: tuple[int, ...] = ()  # schedule "step": the epochs after which lr is multiplied by gamma
-    gamma: float = 0.1
-    warmup_epochs: float = 0.0  # lr grows linearly from 0 during this number of epochs
-    scale_lr: bool = False  # lr is for batches of 256 examples; train with lr * batch_size / 256
-    shares: tuple[float, ...] | str | None = None  # one number per device; "auto": measured; None: equal
+    impl: str = network(
+        "scratch",
+        Text(IMPLS),
+        "scratch uses NDArray alone; highlevel uses Gluon. FILE.py is your own lesson: a changed copy of one of them.",
+        on_resume=FREE,
+        metavar=f"{'|'.join(IMPLS)}|FILE.py",
+    )
+    num_gpus: int | str | Sequence[int] = devices_(
+        1, Text(), "Number of devices, such as 2, or their indices, such as 0,2.", flag="--gpus", metavar="N|I,J,..."
+    )
+    batch_size: int = training(256, COUNT, "Examples per step, across all devices.")
+    lr: float = training(0.2, RATE, "Learning rate.")
+    epochs: int = training(4, COUNT, "Number of passes through the training set.", on_resume=FREE)
+    seed: int | None = training(
+        None,
+        Number(int, least=0, most=MOST),
+        "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
+        "bit-for-bit identical. Default: a random seed.",
+    )
+    model: str = network(
+        "lenet",
+        Text(BUILT_IN),
+        "scratch supports only lenet. lenet-max uses max pooling.",
+        metavar="|".join(BUILT_IN),
+    )
+    dataset: str = network("fashion-mnist", Choice(DATASETS), "synthetic needs no files.")
+    limit: int | None = network(
+        None,
+        Number(int, least=1, most=LARGEST),
+        "Use only the first N training examples and the first N/6 test examples (at least 100).",
+    )
+    data_dir: str | Path | None = network(
+        None,
+        PathName("folder"),
+        "Folder that contains the data set. Default: GLUON_MGPU_DATA if it is set, else the folders listed in "
+        "docs/training.md, else a download.",
+        on_resume=NOT_KEPT,
+    )
+    hybridize: bool = network(
+        True,
+        Flag(),
+        "With Gluon, --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
+        on_resume=FREE,
+    )
+    tune: bool | tuple[int, int] = network(
+        True,
+        TuneFlag(),
+        "With Gluon on CPU, --tune uses faster operators that compute the same values up to rounding, and --no-tune "
+        "runs the network as written.",
+        on_resume=FREE,
+    )
+    scale_lr: bool = training(False, Flag(), "Multiply --lr by batch size / 256.")
+    schedule: str = training(
+        "constant",
+        Choice(SCHEDULES),
+        "constant; step: multiply the learning rate by --step-factor after each epoch in --step-epochs; cosine: "
+        "decrease it to 0.",
+    )
+    milestones: tuple[int, ...] = training(
+        (),
+        Numbers(Number(int), "increasing epoch numbers, such as 2,3"),
+        "Epochs after which --schedule step changes the learning rate.",
+        flag="--step-epochs",
+        metavar="E,F,...",
+    )
+    gamma: float = training(0.1, Number(above=0, below=1), "Factor for --schedule step.", flag="--step-factor")
+    warmup_epochs: float = training(
+        0.0,
+        Number(least=0, most=MOST),
+        "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
+    )
+    momentum: float = training(0.0, PART, "SGD momentum, such as 0.9.")
+    weight_decay: float = training(0.0, PART, "Weight decay for all parameters, such as 0.0005.")
+    max_grad_norm: float | None = training(
+        None,
+        Number(least=1e-30, most=1e30, example="1"),
+        "Limit the norm of the batch's mean gradient to X.",
+        flag="--clip-norm",
+    )
+    grad_accum_steps: int = training(
+        1, COUNT, "Compute the gradient of each batch in N parts, to save memory.", flag="--accumulate"
+    )
+    device: str = devices_("auto", Choice(devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.")
+    shares: tuple[float, ...] | str | None = devices_(
+        None,
+        Numbers(Number(above=0, most=1e9), "one number above 0 per device, such as 80,20, or auto", ("auto",)),
+        "Split each batch between unequal devices in this ratio, such as 80,20. auto measures the devices' speeds.",
+        metavar="A,B,...|auto",
+    )
+    kvstore: str = processes(
+        "local",
+        Choice(process.KVSTORES),
+        "Sum gradients in this process (local), with Horovod (start it with horovodrun), or with MXNet's parameter "
+        "servers (start them with the launch command). See docs/distributed.md.",
+    )
+    compress: str | None = processes(
+        None,
+        Text(("fp16", "2bit:0.5")),
+        "Send gradients as 16-bit numbers (requires --kvstore horovod), or as 2-bit numbers with threshold T "
+        "(requires --kvstore dist_sync).",
+        metavar="fp16|2bit:T",
+    )
+    out: str | Path | None = files(
+        None, PathName("folder"), "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder."
+    )
+    resume: str | Path | None = files(
+        None,
+        PathName("folder"),
+        "Continue the run in this folder with its saved settings. Only --epochs (except with a cosine schedule), "
+        "--shares, and options for devices and implementations can be changed.",
+    )
+    tensorboard: bool = files(False, Flag(), "Also write logs for TensorBoard to the run's folder.")
+    profile: str | Path | None = files(
+        None,
+        PathName("file", "profile.json"),
+        "Record what each device does during a few steps, for chrome://tracing or Perfetto. Also draw the recording "
+        "as a PNG image next to FILE.",
+    )
+    verbose: bool = training(False, Flag(), "Print all settings, as in config.json.", on_resume=NOT_KEPT)
 
     def __post_init__(self) -> None:
-        for name in ("milestones", "shares"):  # JSON has no tuples, and callers may pass lists
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        for field in fields(self):
-            self._check_type(field.name, OPTIONAL.get(field.name, type(field.default)))
-        self._check_values()
-
-    @classmethod
-    def create(cls, batch_size: int, lr: float, **options: Any) -> Settings:
-        """Create settings from the arguments of `train`. Names from version 0.1.0 also work, but print a notice."""
-        for old in options.keys() & RENAMED.keys():
-            log.say(f"{old} is now called {RENAMED[old]}")
-            options[RENAMED[old]] = options.pop(old)
-        unknown = sorted(options.keys() - set(NAMES))
-        if unknown:
-            raise UsageError(f"{unknown[0]}={options[unknown[0]]!r}: unknown option")
-        return cls(batch_size, lr, **options)
-
-    def _check_type(self, name: str, wanted: Any) -> None:
-        value = getattr(self, name)
-        if (value is None and name in OPTIONAL) or (wanted is float and type(value) is int):
-            return
-        if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, wanted):
-            raise UsageError(f"{name}={value!r}: must have type {getattr(wanted, '__name__', 'tuple or str')}")
-
-    def _check_values(self) -> None:
-        self._require("batch_size", 1 <= self.batch_size <= MOST, f"must be from 1 to {MOST}")
-        # The limits are just inside the range of float32. nan is rejected, because every comparison with nan is false.
-        self._require("lr", 1e-37 < self.lr < 1e38, "must be from 1e-37 to 1e38, such as 0.2")
-        self._require("lr", 1e-37 < self.peak_lr < 1e38, "out of range after scaling to the batch size")
-        self._require("model", self.model in MODELS, f"must be one of {', '.join(MODELS)}")
-        self._require("dataset", self.dataset in datasets.NAMES, f"must be one of {', '.join(datasets.NAMES)}")
-        self._require("epochs", 1 <= self.epochs <= MOST, f"must be from 1 to {MOST}")
-        examples = datasets.LARGEST
-        self._require("limit", self.limit is None or 1 <= self.limit <= examples, f"must be from 1 to {examples}")
-        self._require("seed", self.seed is None or 0 <= self.seed <= MOST, f"must be from 0 to {MOST}")
-        self._require("momentum", 0 <= self.momentum < 1, "must be at least 0 and less than 1, such as 0.9")
-        self._require("weight_decay", 0 <= self.weight_decay < 1, "must be at least 0 and less than 1, such as 0.0005")
-        norm = self.max_grad_norm
-        self._require("max_grad_norm", norm is None or 1e-30 < norm < 1e30, "must be from 1e-30 to 1e30")
-        most, steps = self.batch_size, self.grad_accum_steps
-        self._require("grad_accum_steps", 1 <= steps <= most, f"must be from 1 to {most}, the batch size")
-        self._require("schedule", self.schedule in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}")
-        self._check_milestones()
-        self._require("gamma", 0 < self.gamma < 1, "must be above 0 and less than 1")
-        warmup = 0 <= self.warmup_epochs < self.epochs
-        self._require("warmup_epochs", warmup, f"must be at least 0 and less than {self.epochs}, the number of epochs")
-        if isinstance(self.shares, tuple):
-            numbers = self.shares and all(type(s) in (int, float) and 0 < s < 1e9 for s in self.shares)
-            self._require("shares", bool(numbers), "must be one number above 0 per device, such as 80,20")
-        else:
-            valid = self.shares in (None, "auto")
-            self._require("shares", valid, "must be one number per device, such as 80,20, or auto")
-
-    def _check_milestones(self) -> None:
-        if self.schedule == "step":
-            self._require(
-                "schedule", bool(self.milestones), "needs epochs at which the rate changes, such as milestones=2,3"
-            )
-        self._require("milestones", self.schedule == "step" or not self.milestones, "needs schedule=step")
-        integers = all(type(epoch) is int for epoch in self.milestones)
-        increasing = integers and list(self.milestones) == sorted(set(self.milestones))
-        within = increasing and all(1 <= epoch < self.epochs for epoch in self.milestones)
-        self._require("milestones", within, f"must be increasing epoch numbers, at least 1 and below {self.epochs}")
-
-    def _require(self, name: str, condition: bool, advice: str) -> None:
-        if not condition:
+        for name, declared in OPTIONS.items():
             value = getattr(self, name)
-            raise UsageError(f"{name}={joined(value) if isinstance(value, tuple) else value}: {advice}")
+            if value is None and DEFAULTS[name] is None:
+                continue
+            try:
+                object.__setattr__(self, name, declared.kind.check(value))
+            except ValueError as error:
+                raise UsageError(name, value, str(error)) from None
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Raise UsageError if two settings contradict each other."""
+        if not (RATE.least or 0) <= self.peak_lr <= (RATE.most or 0):
+            raise UsageError("lr", self.lr, "out of range after scaling to the batch size")
+        if self.grad_accum_steps > self.batch_size:
+            advice = f"must be from 1 to {self.batch_size}, the batch size"
+            raise UsageError("grad_accum_steps", self.grad_accum_steps, advice)
+        if self.warmup_epochs >= self.epochs:
+            advice = f"must be at least 0 and less than {self.epochs}, the number of epochs"
+            raise UsageError("warmup_epochs", self.warmup_epochs, advice)
+        if self.schedule == "step" and not self.milestones:
+            example = setting("milestones", (2, 3))
+            raise UsageError("schedule", "step", f"needs the epochs at which the rate changes, such as {example}")
+        if self.milestones and self.schedule != "step":
+            raise UsageError("milestones", self.milestones, f"needs {setting('schedule', 'step')}")
+        increasing = list(self.milestones) == sorted(set(self.milestones))
+        if not (increasing and all(1 <= epoch < self.epochs for epoch in self.milestones)):
+            advice = f"must be increasing epoch numbers, at least 1 and below {self.epochs}"
+            raise UsageError("milestones", self.milestones, advice)
+        if self.out and self.resume and str(self.out) != str(self.resume):
+            raise UsageError("out", self.out, f"a resumed run stays in its folder, {self.resume}; omit this setting")
+        if self.tensorboard and not (self.out or self.resume):
+            raise UsageError("tensorboard", True, f"needs {setting('out', 'FOLDER')} or {setting('resume', 'FOLDER')}")
 
     @property
     def peak_lr(self) -> float:
@@ -140,12 +242,51 @@ class Settings:
             return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
         return self.peak_lr
 
+    def recorded(self) -> dict[str, Any]:
+        """The settings that a run records in config.json and in its checkpoints. Devices are recorded separately."""
+        return {name: getattr(self, name) for name in RECORDED}
 
-NAMES = tuple(field.name for field in fields(Settings))
+
+OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(Settings)}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
+DEVICE_SETTINGS = ("num_gpus", "device")
+RECORDED = [name for name, o in OPTIONS.items() if o.on_resume != NOT_KEPT and name not in DEVICE_SETTINGS]
 SGD = Settings()  # plain SGD, as in the notebooks
 
 
-def add_model(name: str) -> None:
-    """Accept `name` as a value of the setting `model`."""
-    if name not in MODELS:
-        MODELS.append(name)
+def flag(name: str) -> str:
+    """The option of a setting on the command line: "lr" -> "--lr"."""
+    return OPTIONS[name].flag or f"--{name.replace('_', '-')}"
+
+
+def takes(settings: Callable[P, Settings]) -> Callable[[Callable[[dict[str, Any]], T]], Callable[P, T]]:
+    """Let callers of a function pass settings as arguments, like those of `Settings`.
+
+    The function gets a dict of the settings that the caller passed, without those that the caller omitted. Raises
+    UsageError for an unknown name. Names from version 0.1.0 also work, but print a notice.
+    """
+
+    def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            return function(_by_name(args, options))
+
+        call.__signature__ = inspect.signature(Settings)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _by_name(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    given = dict(zip(OPTIONS, args))
+    for name, value in options.items():
+        if name in RENAMED:
+            log.say(f"{name} is now called {RENAMED[name]}")
+            name = RENAMED[name]
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS)
+            raise UsageError(name, value, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
+        if name in given:
+            raise UsageError(name, value, f"given twice; the other value is {shown(given[name])}")
+        given[name] = value
+    return given

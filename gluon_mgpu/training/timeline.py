@@ -10,13 +10,13 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -136,19 +136,23 @@ class Recorder:
         self.trace: dict[str, Any] = {}  # filled once all steps are recorded
         self.lanes = _lanes(ctx)
         if self.file.suffix == ".png" or self.file.is_dir() or not self.file.parent.is_dir():
-            raise UsageError(f"profile={file}: must be a file such as profile.json in an existing folder")
+            raise UsageError("profile", file, "must be a file such as profile.json in an existing folder")
         if steps_per_epoch < self.needed:
             raise UsageError(
-                f"profile={file}: an epoch has {steps_per_epoch} steps, but recording needs {self.needed}; use smaller "
-                "batches or a larger limit"
+                "profile",
+                file,
+                f"an epoch has {steps_per_epoch} steps, but recording needs {self.needed}; use smaller batches or a "
+                "larger limit",
             )
         self.first = before + WARM_UP
         if self.first % steps_per_epoch + self.needed > steps_per_epoch:  # the epoch ends too soon
             self.first = (self.first // steps_per_epoch + 1) * steps_per_epoch
         if self.first + self.needed > total:
             raise UsageError(
-                f"profile={file}: only {total - before} steps are left to train; recording needs {WARM_UP} warm-up "
-                f"steps, then {self.needed} steps within one epoch; use more epochs or smaller batches"
+                "profile",
+                file,
+                f"only {total - before} steps are left to train; recording needs {WARM_UP} warm-up steps, then "
+                f"{self.needed} steps within one epoch; use more epochs or smaller batches",
             )
 
     def __enter__(self) -> Recorder:
@@ -159,7 +163,7 @@ class Recorder:
         self.profile.close()
         self.folder.cleanup()
         if self.trace:
-            checkpoint.write_whole(self.file.with_suffix(".png"), partial(draw, self.trace))
+            files.write_whole(self.file.with_suffix(".png"), partial(draw, self.trace))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -172,7 +176,13 @@ class Recorder:
         if self.issued == self.first + self.needed:
             self.profile.close()
             self.trace = chrome_trace(read_profile(raw), self.lanes, self.needed, self.about)
-            checkpoint.write_whole(self.file, lambda file: file.write(json.dumps(self.trace).encode()))
+            files.write_whole(self.file, lambda file: file.write(json.dumps(self.trace).encode()))
+
+
+class NoRecorder(nullcontext):
+    """A recorder that records nothing."""
+
+    step = nullcontext
 
 
 def _lanes(ctx: list[Context]) -> dict[int, str]:
@@ -184,10 +194,9 @@ def _lanes(ctx: list[Context]) -> dict[int, str]:
     gpus = GPU_LANES if mx.runtime.Features().is_enabled("CUDA") else 0
     lanes = {c.device_id + (cores if c.device_type == "gpu" else 0): str(c) for c in ctx}
     if max(lanes) >= cores + gpus + HOST_LANES:
-        raise UsageError(
-            f"cannot profile {lanes[max(lanes)]}: on {cores} cores, MXNet's profiler supports contexts up to "
-            f"cpu({cores + gpus + HOST_LANES - 1}); use fewer devices"
-        )
+        most = f"cpu({cores + gpus + HOST_LANES - 1})"
+        advice = f"on {cores} cores, MXNet's profiler supports contexts up to {most}; use fewer devices"
+        raise UsageError("profile", lanes[max(lanes)], advice)
     return lanes
 
 

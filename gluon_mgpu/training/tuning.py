@@ -1,18 +1,19 @@
 """Faster training on CPU contexts without changes to a network's code: `tuned` returns a faster equivalent network.
 
-A `Plan` specifies how to compute the network. It can pad channels with zeros to a multiple of 16, because oneDNN's
-direct convolutions require such multiples. It can split a shard into pieces, so that a layer's output is still in the
-processor's cache when the next layer reads it. `choose` measures which plan is the fastest. `Trainer` speeds up the
-gradient sums and the updates. docs/performance.md has the measurements.
+On processors with AVX-512, channels are padded with zeros to multiples of 16, because oneDNN's direct convolutions
+require such multiples, and a shard is computed in pieces of 64 examples, so that a layer's output is still in the cache
+when the next layer reads it. On other processors, the network runs as written. `Trainer` speeds up the gradient sums
+and the updates everywhere. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
 
 import math
-import time
-import zlib
+import os
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,13 +23,7 @@ from mxnet import Context, gluon, nd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.runtime import engine, log
-from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import plans
-from gluon_mgpu.training.plans import DEFAULT, Plan
-
-LARGEST = 128  # maximum number of examples in a measurement; a larger shard only has more pieces
-ROUNDS, SECONDS = 5, 1.5  # limits of a measurement; no round starts after SECONDS seconds
+BLOCK, PIECE = 16, 64  # channels and examples, on processors with AVX-512
 LAYERS = (
     nn.Conv2D,
     nn.MaxPool2D,
@@ -39,63 +34,13 @@ LAYERS = (
     nn.Flatten,
     nn.Dense,
 )
-ForwardBackward = Callable[[gluon.Block, list[NDArray], list[NDArray]], object]
 
 
-def choose(net: gluon.Block, name: str, ctx: Context, examples: int, forward_backward: ForwardBackward) -> Plan:
-    """Find the fastest plan for a network on a CPU context, in the user's cache or, the first time, by measurement.
-
-    net: a `tunable` network, initialized on ctx. name: the network's name in the cache and in the notice. examples: the
-    number of examples in a shard. forward_backward: the lesson's function. Returns DEFAULT if the cache cannot be
-    written, because a new measurement could choose a different plan, and the same command would then give different
-    results.
-    """
-    examples = min(LARGEST, 1 << max(5, (examples - 1).bit_length()))
-    network = f"{name} ({zlib.crc32(str(net).encode()):08x})"
-    case = f"{network}, {examples} examples, OMP_NUM_THREADS={engine.openmp_threads()}"
-    known = plans.read()
-    if case in known:
-        return known[case]
-    start = time.perf_counter()
-    try:
-        plan = plans.add(case, plans.fastest(measure(net, ctx, examples, forward_backward)))
-    except Error as error:
-        log.say(f"{error}: {name} is not tuned for this processor")
-        return DEFAULT
-    log.say(f"tuned {name} for this processor in {time.perf_counter() - start:.1f} s: {plan}")
-    return plan
-
-
-def measure(
-    net: gluon.Block, ctx: Context, examples: int, forward_backward: ForwardBackward
-) -> dict[Plan, list[float]]:
-    """Time steps without updates for each plan whose pieces are smaller than the shard.
-
-    Returns {plan: seconds per round}. Arguments: see `choose`. This changes the gradients, but neither the parameters
-    nor the state of the random number generators. It uses only one context, because times vary more if several contexts
-    compute at once.
-    """
-    images = np.random.default_rng(0).random((examples, 1, 28, 28), np.float32)
-    data, label = [nd.array(images, ctx)], [nd.zeros(examples, ctx)]
-    nets = {plan: tuned(net, plan) for plan in plans.PLANS if plan.piece < examples}
-
-    def seconds(fast: gluon.Block) -> float:
-        start = time.perf_counter()
-        forward_backward(fast, data, label)
-        nd.waitall()
-        return time.perf_counter() - start
-
-    for fast in nets.values():  # creates the graphs and allocates memory
-        seconds(fast)
-        seconds(fast)
-    times: dict[Plan, list[float]] = {plan: [] for plan in nets}
-    end = time.perf_counter() + SECONDS
-    for i in range(ROUNDS):
-        if i and time.perf_counter() > end:
-            break
-        for plan, fast in nets.items():
-            times[plan].append(seconds(fast))
-    return times
+def has_avx512() -> bool:
+    """Whether oneDNN uses AVX-512: the processor supports it, and DNNL_MAX_CPU_ISA does not forbid it."""
+    allowed = os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
+    flags = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return bool(flags and "avx512bw" in flags[1].split()) and allowed.startswith(("AVX512_CORE", "ALL", "DEFAULT"))
 
 
 def tunable(net: gluon.Block, ctx: list[Context]) -> bool:
@@ -114,12 +59,13 @@ def _is_plain(layer: nn.Conv2D) -> bool:
     return kwargs["num_group"] == 1 and kwargs["layout"] == "NCHW" and np.dtype(layer.weight.dtype) == np.float32
 
 
-def tuned(net: gluon.Block, plan: Plan) -> InPieces:
+def tuned(net: gluon.Block, block: int = BLOCK, piece: int = PIECE) -> InPieces:
     """Create a network that uses the Parameter objects of `net` and computes the same values, except for rounding.
 
-    net: a `tunable` network that has been called at least once, so that the shapes of its parameters are known.
+    net: a `tunable` network that has been called at least once, so that the shapes of its parameters are known. block:
+    more channels than this are padded to a multiple of it; 1: no padding. piece: examples computed at once; 0: all.
     """
-    fast = InPieces(plan.piece, prefix=f"{net.prefix}tuned_")
+    fast = InPieces(piece, prefix=f"{net.prefix}tuned_")
     channels = padded = 0  # output channels of the most recent convolution, without and with padding
     for layer in net:
         if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
@@ -127,7 +73,7 @@ def tuned(net: gluon.Block, plan: Plan) -> InPieces:
             padded = channels
         if type(layer) is nn.Conv2D:
             inputs, channels = padded or layer.weight.shape[1], layer._channels
-            padded = -(-channels // plan.block) * plan.block
+            padded = -(-channels // block) * block if channels > block else channels
             fast.add(PaddedConv2D(layer, inputs, padded) if (padded, inputs) != layer.weight.shape[:2] else layer)
         else:
             fast.add(layer)
@@ -243,6 +189,9 @@ class Trainer(gluon.Trainer):
             self.owners.append(loads.index(min(loads)))
             loads[self.owners[-1]] += math.prod(p.shape)
 
+    def _fresh(self) -> bool:
+        return all(array._fresh_grad for p in self._params for array in p.list_data())
+
     def _allreduce_grads(self) -> None:
         for p, owner in zip(self._params, self.owners):
             _reduce(p.list_grad(), owner)
@@ -250,9 +199,10 @@ class Trainer(gluon.Trainer):
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients, and update the arrays. Without momentum, only the context that updated an array then holds
-        the array's summed gradient."""
-        if self._optimizer.momentum:
-            super().step(batch_size, ignore_stale_grad)
+        the array's summed gradient. Raises UserWarning if the backward pass has not computed a gradient, as
+        gluon.Trainer does."""
+        if self._optimizer.momentum or ignore_stale_grad or not self._fresh():
+            super().step(batch_size, ignore_stale_grad)  # also raises the error for stale gradients
             return
         self._optimizer.rescale_grad = self._scale / batch_size
         for key, (p, owner) in enumerate(zip(self._params, self.owners)):
@@ -260,6 +210,8 @@ class Trainer(gluon.Trainer):
             _reduce(grads, owner)
             self._updaters[owner](key, grads[owner], arrays[owner])
             _broadcast(arrays, owner)
+            for array in arrays:
+                array._fresh_grad = False
 
 
 def _reduce(arrays: list[NDArray], owner: int) -> None:

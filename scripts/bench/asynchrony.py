@@ -22,15 +22,15 @@ COPIES = "copies to the host, after all products"
 ALL_DEVICES = ("all devices, one after another", "all devices at once")
 
 
-def run(what: str, gpus: str, device: str = "auto", rounds: int = 5) -> dict:
+def run(what: str, num_gpus: str, device: str = "auto", rounds: int = 5) -> dict:
     """Measure `what`: "async", or "copy", which uses only the first device. Returns the input of `table`.
 
-    gpus, device: see `devices.contexts`. CPU contexts get one OpenMP thread each.
+    num_gpus, device: see `devices.contexts`. CPU contexts get one OpenMP thread each.
     """
     # each nd.dot takes one temporary space; with too few spaces, products wait for products of another device
-    spaces = max(engine.TEMP_COPIES, len(devices.parse(gpus)) * ON_CPU[1])
+    spaces = max(engine.TEMP_COPIES, len(devices.parse(num_gpus)) * ON_CPU[1])
     env = harness.environment({**harness.ONE_THREAD, "MXNET_CPU_TEMP_COPY": str(spaces)})
-    job = Job("asynchrony", {"what": what, "gpus": gpus, "device": device}, env)
+    job = Job("asynchrony", {"what": what, "gpus": num_gpus, "device": device}, env)
     rows = harness.measure({what: job}, rounds)[what]
     about = rows.pop("about")
     return {**about[0], "rows": rows}

@@ -43,11 +43,14 @@ def measurement(
             harness.write(out, file, result, getattr(benchmark, "draw", None))
             click.echo(f"result: {out}/{file}.json")
 
-    for option in (common.out("Write the result, and its plot if there is one, to this folder."), *reversed(options)):
+    for option in (out, *reversed(options)):
         measure = option(measure)
     help = help or (benchmark.__doc__ or "").partition("\n\n")[0]
     first = " ".join(["python scripts/bench.py", name, *example.split()])
     bench.command(name, cls=common.Command, help=help, examples=f"{first}\n{first} --out runs/bench")(measure)
+
+
+out = common.settings("out", out={"help": "Write the result, and its plot if there is one, to this folder."})
 
 
 def number(name: str, help: str, default: Any = None, least: int = 1, **options: Any) -> Any:
@@ -83,11 +86,15 @@ measurement(
     steps,
 )
 measurement("roofline", model, steps)
-measurement("async", common.gpus("2"), common.device, rounds(5), module="asynchrony", what="async")
+two_devices = common.settings("num_gpus", "device", num_gpus={"default": "2"})
+measurement("async", two_devices, rounds(5), module="asynchrony", what="async")
 measurement(
     "copy",
-    common.gpus("1", "Number of devices, or their indices. Only the first device is measured."),
-    common.device,
+    common.settings(
+        "num_gpus",
+        "device",
+        num_gpus={"help": "Number of devices, or their indices. Only the first device is measured."},
+    ),
     rounds(5),
     module="asynchrony",
     help="Measure matrix products and copies to the host. Copies all results at the end, or each as soon as possible.",
@@ -113,7 +120,7 @@ measurement("distributed", model, rounds(3), steps)
 measurement("model", click.argument("folder", type=common.FOLDER), example="runs/bench")
 measurement(
     "timeline",
-    common.impl,
+    common.settings("impl"),
     common.option("--model", type=networks, default="lenet", help="scratch supports only lenet."),
     number("--contexts", "Number of CPU contexts.", 2),
 )

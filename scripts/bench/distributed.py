@@ -106,7 +106,7 @@ def measure(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> 
     """Measure time and traffic per step. exchange: if False, the processes do not sum gradients."""
     size = BATCH_SIZE[model]
     moved = np.zeros(2)
-    with workers.join(kvstore, model=model) as group:
+    with workers.join(kvstore) as group:
         contexts = 2 // group.count
         group.exchange_device_counts(contexts)
         replicas = harness.replicas(impl, model, contexts, group if exchange else workers.ALONE)
@@ -127,10 +127,10 @@ def measure(kvstore: str, exchange: bool, impl: str, model: str, steps: int) -> 
 
 def work(kvstore: str, **arguments: Any) -> dict[str, float] | None:
     """Serve or measure, depending on this process's role. Returns worker 0's result."""
-    here = process.expect(kvstore)
+    here = process.require(kvstore)
     if here.role != "worker":
         serve.serve(here)
         return None
-    engine.configure(2 // here.workers, here.local_workers, here.workers)
+    engine.configure(2 // here.workers)
     found = measure(kvstore, **arguments)
     return found if here.rank == 0 else None

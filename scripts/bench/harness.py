@@ -24,9 +24,9 @@ import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import __version__
-from gluon_mgpu.runtime import engine, log, subprocesses
+from gluon_mgpu.runtime import engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import checkpoint, datasets, timeline
+from gluon_mgpu.training import datasets, timeline
 from gluon_mgpu.training.datasets import Dataset
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
@@ -130,23 +130,19 @@ def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     }
 
 
-def replicas(
-    impl: str, model: str, contexts: int, *args: Any, size: int | None = None, shares: Any = None, **options: Any
-) -> Any:
+def replicas(impl: str, model: str, contexts: int, workers: Any = None, *, size: int | None = None, **more: Any) -> Any:
     """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. size:
-    examples per step. shares: as in Settings. args, options: other arguments of Replicas."""
+    examples per step. workers: see `Replicas`. more: other fields of Settings."""
     engine.configure(contexts)
     import mxnet as mx
 
-    from gluon_mgpu.evaluate import LESSONS
-    from gluon_mgpu.training.replicas import check_model
+    from gluon_mgpu import implementations
+    from gluon_mgpu.distributed.workers import ALONE
     from gluon_mgpu.training.settings import Settings
 
-    kind = LESSONS[impl].Replicas
-    check_model(kind, model)
     ctx = [mx.cpu(i) for i in range(contexts)]
-    settings = Settings(size or BATCH_SIZE[model], model=model, shares=shares)
-    found = kind(ctx, settings, *args, **options)
+    settings = Settings(impl, batch_size=size or BATCH_SIZE[model], model=model, **more)
+    found = implementations.replicas(impl, ctx, settings, workers or ALONE)
     found.load_state_dict(initial(found.state_dict()))
     return found
 
@@ -161,9 +157,14 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
     from gluon_mgpu.training import batches
 
     data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
-    loss = batches.mean(step(X, y) for X, y in data_iter)
+    pending = batches.Pending()
+    losses: list[np.ndarray] = []
+    for X, y in data_iter:
+        pending.add(step(X, y))
+        losses += pending.ready()
+    losses += pending.rest()
     nd.waitall()  # waits for the last update
-    return loss
+    return float(np.concatenate(losses).mean(dtype=np.float64))
 
 
 def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dict[str, Any]:
@@ -268,6 +269,6 @@ def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[...
     draws NAME.png."""
     folder = Path(out)
     text = json.dumps({"machine": facts(), **result}, indent=1)
-    checkpoint.write_whole(folder / f"{name}.json", lambda file: file.write(text.encode()))
+    files.write_whole(folder / f"{name}.json", lambda file: file.write(text.encode()))
     if draw:
-        checkpoint.write_whole(folder / f"{name}.png", lambda file: draw(result, file))
+        files.write_whole(folder / f"{name}.png", lambda file: draw(result, file))

@@ -12,8 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from gluon_mgpu import highlevel
-from gluon_mgpu.evaluate import LESSONS
+from gluon_mgpu import IMPLS, highlevel, implementations, networks
 from gluon_mgpu.training.batch_size import Result
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
@@ -35,7 +34,9 @@ OF_BATCH_SIZE = (
 
 def placed(ctx: list[Context]) -> Iterator[Finding]:
     """Check that ResNet-18's parameters exist only on the contexts that they were initialized on."""
-    params = list(highlevel.Replicas(ctx, Settings(model="resnet18")).net.collect_params().values())
+    net = networks.resnet18()
+    highlevel.initialize(net, ctx)
+    params = list(net.collect_params().values())
     right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
     other = mx.Context(ctx[0].device_type, len(ctx))
@@ -50,9 +51,9 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
 def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     """Check the sizes of uneven shards for devices of unequal speed, and that the update is the same as on 1 device."""
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
-    for impl, lesson in LESSONS.items():
-        one = lesson.Replicas(ctx[:1])
-        shared = lesson.Replicas(ctx, Settings(shares=SHARES))
+    for impl in IMPLS:
+        one = implementations.replicas(impl, ctx[:1])
+        shared = implementations.replicas(impl, ctx, Settings(shares=SHARES))
         sizes = [shard.shape[0] for shard in shared.split(X)]
         before = one.state_dict()
         for replicas in (one, shared):

@@ -39,24 +39,26 @@ def parse_seeds(text: str) -> list[int]:
     metavar="N|I,J,...",
     help="Number of seeds for each recipe, such as 3, or the seeds themselves, such as 4,7.",
 )
-@common.device
-@common.data_dir
-@common.out(
-    "Write parity.json, parity.png and one folder per training run to this folder; finished runs are skipped.",
-    default="runs/parity",
+@common.settings(
+    *("device", "data_dir", "out"),
+    out={
+        "default": "runs/parity",
+        "help": "Write parity.json, parity.png and one folder per training run to this folder; finished runs are "
+        "skipped.",
+    },
 )
 @click.pass_context
 def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **options: Any) -> None:
     """Compare this project's accuracies and printed values with the notebooks', and check the lecture's claims. If a
     claim fails, the exit status is 1, and the first line of the output names it. Otherwise, the exit status is 0."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
-        raise UsageError("--quick uses one seed: omit --seeds")
+        raise UsageError("quick", True, "uses one seed; omit --seeds")
     engine.configure(4)  # before mxnet is imported; the largest recipe uses 4 contexts
     from parity import report
     from parity import run as comparison
 
     result = comparison.run(out, seeds=seeds, quick=quick, **options)
     click.echo(report.text(result))
-    numbers, picture = comparison.files(out, quick)
+    numbers, picture = comparison.result_files(out, quick)
     click.echo(f"\nsee {picture} for the plots and {numbers} for all numbers")
     context.exit(0 if result["holds"] else 1)

@@ -16,12 +16,13 @@ import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import implementations
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.recipes import RECIPES
 from gluon_mgpu.training.replicas import LENET, Replicas
+from gluon_mgpu.training.settings import Settings
 from parity import Finding, notebook
 
 CHECK = "drift"
@@ -83,9 +84,9 @@ def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
     """Train all implementations and compare them with the reference. ctx: two contexts. path: the reference's."""
     subjects: dict[str, Notebook | Replicas] = {
         NOTEBOOK: Notebook(ctx),
-        "scratch": scratch.Replicas(ctx),
-        "highlevel": highlevel.Replicas(ctx),
-        "highlevel without tuning": highlevel.Replicas(ctx, tune=False),
+        "scratch": implementations.replicas("scratch", ctx),
+        "highlevel": implementations.replicas("highlevel", ctx),
+        "highlevel without tuning": implementations.replicas("highlevel", ctx, Settings(tune=False)),
     }
     step_errors: dict[str, list[float]] = {}
     path_errors: dict[str, list[float]] = {}

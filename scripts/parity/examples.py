@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from mxnet import Context, nd
 
-from gluon_mgpu.evaluate import LESSONS
+from gluon_mgpu import implementations
 from gluon_mgpu.training import recipes
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
@@ -36,9 +36,8 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     def finding(claim: str, holds: object, evidence: object) -> Finding:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), str(evidence))
 
-    module = LESSONS[impl]
     before, after = recipes.ALLREDUCE["before"], recipes.ALLREDUCE["after"]
-    replicas: Replicas = module.Replicas(ctx[:2])
+    replicas = implementations.replicas(impl, ctx[:2])
     for grads, values in zip(replicas.grads(), before):
         grads["b1"][:2] = nd.array(values[0])
     replicas.reduce()
@@ -48,14 +47,14 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     for shown, numbers in ((recipes.SPLIT, 24), (recipes.SCATTER, 20)):
         data = np.arange(numbers, dtype=np.float32).reshape(shown["shape"])
         devices = ctx[: len(shown["rows"])]
-        shards = module.split_and_load(nd.array(data), devices)
+        shards = implementations.load(impl).split_and_load(nd.array(data), devices)
         values = [shard.asnumpy().tolist() for shard in shards]
         right = values == [data[rows].tolist() for rows in shown["rows"]]
         claim = f"rows {shown['rows']} of an array of {numbers} numbers go to {len(devices)} devices"
         placed = [shard.context for shard in shards]
         yield finding(claim, right and placed == devices, f"{[len(rows) for rows in values]} rows on {placed}")
 
-    replicas = module.Replicas(ctx, Settings(model=MODELS[impl]))
+    replicas = implementations.replicas(impl, ctx, Settings(model=MODELS[impl]))
     copied = [arrays(1)["b1"].tolist() for arrays in (replicas.parameters, replicas.gradients)]
     right, sizes = copied == [recipes.COPIED_BIAS] * 2, [len(values) for values in copied]
     yield finding("b1 and its gradient are 20 zeros on the second device", right, f"{sizes} numbers")

@@ -17,9 +17,9 @@ import numpy as np
 from mxnet import Context
 
 import gluon_mgpu
-from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import batch_size, checkpoint, datasets
+from gluon_mgpu.training import batch_size, datasets
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, bands, claims, drift, examples, report
 
@@ -84,13 +84,13 @@ def run(
             "accuracy": accuracy,
             "drift": drifted._asdict(),
         }
-        numbers, picture = files(out, quick)
-        checkpoint.write_whole(picture, lambda file: report.draw(result, file))
-        checkpoint.write_whole(numbers, lambda file: file.write(json.dumps(result, indent=1).encode()))
+        numbers, picture = result_files(out, quick)
+        files.write_whole(picture, lambda file: report.draw(result, file))
+        files.write_whole(numbers, lambda file: file.write(json.dumps(result, indent=1).encode()))
         return result
 
 
-def files(out: str | Path, quick: bool) -> tuple[Path, Path]:
+def result_files(out: str | Path, quick: bool) -> tuple[Path, Path]:
     """The paths of the JSON file and the picture that `run` writes."""
     name = "parity-quick" if quick else "parity"
     return Path(out) / f"{name}.json", Path(out) / f"{name}.png"
@@ -111,8 +111,8 @@ def _locked(out: str | Path) -> Iterator[None]:
     try:
         os.makedirs(out, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"out={out}: cannot write to this folder ({error.strerror}); use another folder") from None
-    locked = checkpoint.lock(out, f"out={out}")
+        raise UsageError("out", out, f"cannot write to this folder ({error.strerror}); use another folder") from None
+    locked = files.lock(out, "out")
     try:
         yield
     finally:

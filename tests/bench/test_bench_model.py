@@ -8,7 +8,7 @@ import pytest
 from bench import model
 from printed import pixels
 
-from gluon_mgpu import highlevel
+from gluon_mgpu import implementations
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.settings import Settings
 
@@ -62,7 +62,7 @@ def test_measurements_on_8_contexts_change_the_error_and_not_the_fit(tmp_path, r
 
 @pytest.mark.parametrize("name", model.GRADIENT_BYTES)
 def test_the_gradients_have_the_size_of_the_networks(name):
-    gradients = highlevel.Replicas([mx.cpu()], Settings(model=name)).gradients()
+    gradients = implementations.replicas("highlevel", [mx.cpu()], Settings(model=name)).gradients()
     assert model.GRADIENT_BYTES[name] == sum(gradient.nbytes for gradient in gradients.values())
 
 

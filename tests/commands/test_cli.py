@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 import pytest
-from own_process import command, finished
+from own_process import command as run_command
+from own_process import finished
 from printed import call, error
 
 from gluon_mgpu.commands import common
@@ -20,8 +21,8 @@ from gluon_mgpu.commands.launch import launch
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.commands.train import train
 from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training.settings import NAMES, Settings
+from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
+from gluon_mgpu.training.settings import OPTIONS, Settings
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = click.Context(main)
@@ -47,17 +48,20 @@ def parsed(line):
     """(command, options) that click finds in a shell command."""
     program, name, *words = shlex.split(line)
     assert program == "gluon-mgpu"
-    return COMMANDS[name], None if words == ["--help"] else COMMANDS[name].make_context(name, words).params
+    if words == ["--help"]:
+        return COMMANDS[name], None
+    with COMMANDS[name].make_context(name, words) as context:
+        return COMMANDS[name], context.params
 
 
-@pytest.mark.parametrize("command", [main, *COMMANDS.values()], ids=["main", *COMMANDS])
-def test_the_examples_in_help_are_valid_commands(command):
-    assert command.examples
-    for line in command.examples:
+@pytest.mark.parametrize("shown", [main, *COMMANDS.values()], ids=["main", *COMMANDS])
+def test_the_examples_in_help_are_valid_commands(shown):
+    assert shown.examples
+    for line in shown.examples:
         called, values = parsed(line)
-        assert called is command or command is main
+        assert called is shown or shown is main
         if called is train and values and not (values["recipe"] or values["resume"]):
-            Settings(**{name: values[name] for name in NAMES})
+            Settings(**{name: values[name] for name in OPTIONS})
         if called is launch:
             inner, its = parsed(shlex.join(values["command"]))
             assert inner is train and its["kvstore"] == "dist_sync"
@@ -78,9 +82,9 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatc
 
 
 def test_the_module_is_the_installed_command_under_its_own_name(capsys):
-    done = command("exercise", "-h")
+    done = run_command("exercise", "-h")
     assert done.stdout == call(capsys, main, "exercise", "-h")[1].replace("gluon-mgpu", "python -m gluon_mgpu")
-    assert "(see python -m gluon_mgpu train --help)" in command("train", "--gpu", "2").stderr
+    assert "(see python -m gluon_mgpu train --help)" in run_command("train", "--gpu", "2").stderr
 
 
 @pytest.mark.parametrize(
@@ -91,17 +95,19 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("trian --gpus 2", ["trian", "did you mean train?"]),
         ("parity --quick", ["python scripts/parity.py"]),
         ("bench steps", ["python scripts/bench.py"]),
-        ("train --impl torch", ["--impl: 'torch'", "'scratch', 'highlevel'"]),
-        ("train --seed abc", ["--seed: 'abc' is not a whole number ("]),
-        ("train --lr 0", ["--lr: 0.0 is not in the range x>0"]),
-        ("train --shares fast", ["--shares: 'fast'", "auto"]),
+        ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel"]),
+        ("train --seed abc", ["--seed abc: must be a whole number"]),
+        ("train --seed -1", ["--seed -1: must be from 0 to 2147483647"]),
+        ("train --lr 0", ["--lr 0: must be from 1e-37 to 1e+38"]),
+        ("train --shares fast", ["--shares fast: ", "auto"]),
+        ("train --out ''", ["--out '': must be a folder"]),
         ("launch --workers 0 -- true", ["--workers: 0"]),
         ("launch --servers 129 -- true", ["--servers: 129"]),
         ("launch --port 65535 -- true", ["--port: 65535"]),
         ("launch no-such-program", ["no-such-program"]),
         ("evaluate", ["RUN"]),
         ("train --out", ["--out"]),
-        # found by Settings and others, which name arguments of Python
+        # found by Settings and others, which are also called from Python
         ("train --lr nan", ["--lr nan: "]),
         ("walkthrough --gpus 1,1", ["--gpus 1,1: "]),
         ("train --accumulate 300", ["--accumulate 300: "]),
@@ -138,15 +144,15 @@ def test_a_group_without_a_command_shows_its_help_and_fails(capsys):
 @pytest.mark.parametrize(
     "raised, status, line",
     [
-        (Error("run `gluon-mgpu batch-size -h`"), 1, "error: run `python scripts/batch_size.py -h`"),
-        (UsageError("runs/x: no run"), 2, "error: runs/x: no run"),
-        (UsageError("out=a=b: omit two_words=1"), 2, "error: --out a=b: omit --other 1"),
-        (UsageError("fast=True: needs out=FOLDER"), 2, "error: --fast: needs --out FOLDER"),
-        (UsageError("runs/out=1: omit fast=True"), 2, "error: runs/out=1: omit --fast"),
-        (UsageError("lr=1: (out=3 (a) seed=4) seed=5"), 2, "error: lr=1: (out=3 (a) seed=4) --seed 5"),
-        (ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (KeyboardInterrupt("continue with out=runs/a"), 130, "continue with --out runs/a"),
+        (lambda: Error(f"run `{command('batch-size -h')}`"), 1, "error: run `python scripts/batch_size.py -h`"),
+        (lambda: UsageError(None, "runs/x", "not a run"), 2, "error: runs/x: not a run"),
+        (lambda: UsageError("out", "a=b", f"omit {setting('two_words', 1)}"), 2, "error: --out a=b: omit --other 1"),
+        (lambda: UsageError("fast", True, f"needs {setting('out')}"), 2, "error: --fast: needs --out"),
+        (lambda: UsageError("fast", False, "is slow"), 2, "error: --no-fast: is slow"),
+        (lambda: UsageError("lr", (1, 0.5), "not an option here"), 2, "error: lr=1,0.5: not an option here"),
+        (lambda: ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
+        (lambda: KeyboardInterrupt(), 130, "interrupted"),
+        (lambda: KeyboardInterrupt(f"continue with {setting('out', 'runs/a')}"), 130, "continue with --out runs/a"),
     ],
 )
 def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, status, line):
@@ -156,7 +162,7 @@ def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, s
     @common.option("--seed")
     @click.option("--fast/--no-fast")
     def fails(**options):
-        raise raised
+        raise raised()
 
     said = call(capsys, fails, program="python scripts/train.py")
     assert said == (status, "", f"{line}\n")
@@ -164,18 +170,14 @@ def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, s
     assert err.startswith("Traceback")
 
 
-def test_a_notice_names_options_and_a_value_that_looks_like_an_argument_stays(capsys):
+def test_settings_are_spelled_as_options_only_while_the_command_runs(capsys):
     @click.command(cls=common.Command)
-    @common.option("--out")
     @common.option("--seed")
     def says(**options):
-        log.say("seed=1 is resumed with seed=2")
-        raise UsageError("out=seed=1: omit seed=2")
+        log.say(f"resumed with {setting('seed', 2)}")
 
-    expected = "gluon_mgpu: seed=1 is resumed with --seed 2\nerror: --out seed=1: omit --seed 2\n"
-    assert call(capsys, says, "--out", "seed=1") == (2, "", expected)
-    log.say("seed=1")
-    assert capsys.readouterr().err == "gluon_mgpu: seed=1\n"
+    assert call(capsys, says) == (0, "", "gluon_mgpu: resumed with --seed 2\n")
+    assert setting("seed", 2) == "seed=2" and command("train") == "gluon-mgpu train"
 
 
 def test_sigterm_ends_a_command_like_ctrl_c(capsys):

@@ -1,4 +1,4 @@
-"""find-python.sh, test-all.sh and `make install`, with stand-ins for machines, Pythons and make."""
+"""find-python.sh, test-all.sh, `make install` and pytest --no-skips, with stand-ins for machines, Pythons and make."""
 
 import os
 import shutil
@@ -75,3 +75,32 @@ def test_test_all_fails_if_a_suite_fails_or_a_python_cannot_be_installed(tmp_pat
         return finished(tmp_path / "scripts/test-all.sh", env=environment).returncode
 
     assert [test_all(pythons) for pythons in ("3.9", "3.9 3.10", "3.9 3.11")] == [0, 1, 1]
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.skipif(True, reason="Horovod is not installed: make horovod")
+def test_installable():
+    pass
+
+@pytest.mark.skipif(True, reason="needs 2 cores")
+def test_of_the_machine():
+    pass
+"""
+
+
+def test_with_no_skips_tests_of_what_can_be_installed_fail(tmp_path):
+    (tmp_path / "test_skips.py").write_text(SKIPS)
+    (tmp_path / "test_imports.py").write_text("import pytest; pytest.importorskip('nothing_of_this_name')")
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    shutil.copy(ROOT / "tests/browser.py", tmp_path)
+
+    def outcomes(*options):
+        words = (sys.executable, "-m", "pytest", "-c", "setup.cfg", "--continue-on-collection-errors", *options, ".")
+        environment = {**os.environ, "PYTEST_ADDOPTS": ""}  # .ci/run sets it
+        return finished(*words, cwd=tmp_path, env=environment).stdout.splitlines()[-1]
+
+    assert outcomes().startswith("3 skipped")
+    assert outcomes("--no-skips").startswith("1 skipped, 2 errors")

@@ -28,14 +28,14 @@ PARTS = ("step", "compute", "sums")
 
 def work(kvstore, model, impl, rounds):
     """One process of a run. Worker 0 prints {part: [milliseconds per step, of each round]} as its last line."""
-    here = process.expect(kvstore)
+    here = process.require(kvstore)
     if here.role != "worker":
         serve.serve(here)
         return
-    engine.configure(1, here.local_workers, here.workers)
+    engine.configure(1)
     size, steps = harness.BATCH_SIZE[model], STEPS[model]
     data = datasets.synthetic(steps * size, 100, seed=0)
-    with workers.join(kvstore, model=model) as group:
+    with workers.join(kvstore) as group:
         from mxnet import nd
 
         group.exchange_device_counts(1)

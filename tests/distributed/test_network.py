@@ -17,8 +17,9 @@ import mxnet as mx
 import pytest
 import runs
 from own_process import write_program
-from test_workers import ARGS, MODULES, RTOL, STEPS, apart, train_alone
+from test_workers import ARGS, RTOL, STEPS, apart, train_alone
 
+from gluon_mgpu import IMPLS, implementations
 from gluon_mgpu.runtime import engine
 
 lacks = machines.missing()
@@ -115,7 +116,7 @@ def ends(processes, seconds):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The folders of runs in this process, by implementation."""
-    return {impl: train_alone(impl, 1, tmp_path_factory.mktemp("alone") / "run") for impl in MODULES}
+    return {impl: train_alone(impl, 1, tmp_path_factory.mktemp("alone") / "run") for impl in IMPLS}
 
 
 @pytest.mark.parametrize("impl, slow", [("scratch", False), ("highlevel", False), ("highlevel", True)])
@@ -128,7 +129,7 @@ def test_gradients_cross_the_network_and_train_as_in_one_process(build, tmp_path
     assert {status for status, _, _ in ended.values()} == {0}, ended
     assert apart(tmp_path / "run", alone[impl]) < RTOL
 
-    size = sum(array.nbytes for array in MODULES[impl].Replicas([mx.cpu()]).parameters().values())
+    size = sum(array.nbytes for array in implementations.replicas(impl, [mx.cpu()]).parameters().values())
     part = 1 if kvstore == "dist_sync" else 2 * (WORKERS - 1) / WORKERS  # push and pull; ring allreduce
     # The busiest link is a server's: in from all workers, then out to all workers. Horovod's workers send and receive.
     busiest = 2 * WORKERS / SERVERS if kvstore == "dist_sync" else part

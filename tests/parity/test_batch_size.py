@@ -11,7 +11,7 @@ import pytest
 from own_process import finished
 from runs import ROOT
 
-from gluon_mgpu import scratch
+from gluon_mgpu import implementations
 from gluon_mgpu.commands.batch_size import batch_size as command
 from gluon_mgpu.training import batch_size, records
 from gluon_mgpu.training.records import Epoch
@@ -94,7 +94,7 @@ def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
 
 def test_more_epochs_continue_the_runs(experiment, tmp_path):
     folder = shutil.copytree(experiment[0] / FOLDERS[0], tmp_path / "run")
-    options = {"impl": "scratch", "gpus": "1", "dataset": "synthetic", "limit": 1200, "device": "cpu", "seed": 1}
+    options = {"impl": "scratch", "num_gpus": 1, "dataset": "synthetic", "limit": 1200, "device": "cpu", "seed": 1}
     first, epochs = records.last(folder)[-1].history, []
     more = batch_size.finish("a run", folder, {**options, "epochs": 3}, epochs.append)
     assert len(more) == 3 and more[:2] == first and sum(epochs) == 3
@@ -105,8 +105,7 @@ def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monk
     monkeypatch.setattr(batch_size, "FACTORS", (1, 3))
 
     def train(name, folder, options, *_):  # in this process, which is faster
-        named = {name: value for name, value in options.items() if name not in ("impl", "gpus")}
-        return scratch.train(options["gpus"], out=folder, **named)
+        return implementations.train(out=folder, **options)
 
     monkeypatch.setattr(batch_size, "finish", train)
     results = batch_size.sweep(tmp_path, dataset="synthetic", limit=300, epochs=1, device="cpu")

@@ -145,7 +145,15 @@ def test_the_table_of_faults_in_the_docs_is_what_these_tests_find():
 
 # The whole command, made small
 
-SMALL = {"impl": "scratch", "dataset": "synthetic", "gpus": "2", "batch_size": 64, "lr": 0.1, "epochs": 2, "limit": 300}
+SMALL = {
+    "impl": "scratch",
+    "dataset": "synthetic",
+    "num_gpus": 2,
+    "batch_size": 64,
+    "lr": 0.1,
+    "epochs": 2,
+    "limit": 300,
+}
 
 
 def add_recipe(monkeypatch, name, accuracy=(0.1, 0.1), **options):

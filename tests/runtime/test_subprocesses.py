@@ -1,6 +1,7 @@
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import runs
@@ -30,6 +31,11 @@ def test_a_program_gives_its_status_and_output_while_notices_are_passed_on(capsy
     assert lines == [f"{tmp_path}\n"] and capsys.readouterr() == ("", "gluon_mgpu: b\n")
 
 
+def test_output_that_is_read_slowly_is_complete():
+    lines = ["1\n", "2\n", "3\n"]
+    assert run("print(1, 2, 3, sep='\\n')", on_line=lambda _: time.sleep(0.6)).out == "".join(lines)
+
+
 @pytest.mark.parametrize("ending, seconds, status", [("sys.exit(0)", None, 0), ("time.sleep(60)", 1, None)])
 def test_everything_that_a_program_started_ends_with_it_or_when_its_time_is_over(ending, seconds, status):
     finished = run(CHILD.format(ending, ""), seconds=seconds)
@@ -56,6 +62,7 @@ def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_
         (1, "error: no space\nlauncher: worker 1 ended\n", Error, "x: no space"),
         (7, "something\nlast line\n", Error, "last line"),
         (-9, "", Error, "SIGKILL"),
+        (-signal.SIGRTMIN - 1, "", Error, f"signal {signal.SIGRTMIN + 1}"),
         (None, "error: too early\n", Error, "fewer steps"),
     ],
 )

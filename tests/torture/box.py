@@ -72,7 +72,7 @@ class Box:
             "HOME": str(self.folder / "home"),
             "TMPDIR": str(self.folder / "tmp"),
             "MPLCONFIGDIR": str(self.cache / "matplotlib"),
-            "XDG_CACHE_HOME": str(self.cache),  # highlevel's measured plans, so that equal runs compute equal bits
+            "XDG_CACHE_HOME": str(self.cache),
             "GLUON_MGPU_MIRROR": "http://127.0.0.1:9",  # nothing is downloaded
             MARK: str(self.folder),
         }

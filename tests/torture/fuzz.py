@@ -9,7 +9,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import random
 import resource
 import signal
@@ -24,14 +23,13 @@ import zipfile
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 
 from gluon_mgpu import Error
 from gluon_mgpu.distributed import heartbeat
 from gluon_mgpu.distributed.process import Process
-from gluon_mgpu.training import datasets, plans, records
+from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.settings import Settings
 
 MEMORY = 1 << 28  # bytes that a reader may use
@@ -198,22 +196,10 @@ def read_messages(content, folder):
         raise RuntimeError(failures)
 
 
-def make_tuning(rng):
-    return text(rng, {plans.machine(): {"lenet": [16, 64], "mlp": [1, 0]}, "another": {"lenet": [16, 0]}})
-
-
-def read_tuning(content, folder):
-    (folder / "gluon_mgpu").mkdir()
-    (folder / "gluon_mgpu" / plans.CACHE).write_bytes(content)
-    with patch.dict(os.environ, XDG_CACHE_HOME=str(folder)):
-        plans.read()
-
-
 READERS = {
     "checkpoint": (make_checkpoint, read_checkpoint),
     "data": (make_data, read_data),
     "messages": (make_messages, read_messages),
-    "tuning": (make_tuning, read_tuning),
 }
 
 

@@ -10,6 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import checkpoint
 
@@ -93,7 +94,7 @@ def test_a_write_that_fails_halfway_leaves_the_old_file_and_nothing_else(happens
         raise happens
 
     with pytest.raises(raised):
-        checkpoint.write_whole(path, half)
+        files.write_whole(path, half)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 
@@ -112,5 +113,5 @@ def test_a_file_does_not_replace_a_folder_or_a_pipe(tmp_path):
     for path in (tmp_path / "pipe", tmp_path / "folder"):
         before = path.stat()
         with pytest.raises(Error):
-            checkpoint.write_whole(path, lambda file: file.write(b"new"))
+            files.write_whole(path, lambda file: file.write(b"new"))
         assert path.stat() == before

@@ -14,7 +14,7 @@ import pytest
 from mxnet import nd
 from small_networks import softmax_regression
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import highlevel, implementations, scratch
 from gluon_mgpu.training import datasets, loop, records
 from gluon_mgpu.training.settings import Settings
 
@@ -48,9 +48,10 @@ def replicas(module, devices, **settings):
     ctx = [mx.cpu(i) for i in range(devices)]
     if module is scratch:
         params = [nd.array(p) for p in START.values()]
-        made = scratch.Replicas(ctx, Settings(**settings), net=softmax_regression, params=params)
+        lesson = implementations.load("scratch", lenet=softmax_regression, init_params=lambda: params)
+        made = implementations.replicas(lesson, ctx, Settings(**settings))
     else:
-        made = highlevel.Replicas(ctx, Settings(model="softmax_regression", **settings))
+        made = implementations.replicas("highlevel", ctx, Settings(model="softmax_regression", **settings))
     state = {name: np.zeros_like(array) for name, array in made.state_dict().items()}
     made.load_state_dict({**state, **START})
     return made
@@ -107,11 +108,11 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
 def test_running_statistics_are_means_over_devices_weighted_by_examples_and_replicas_stay_equal(hybridize):
     ctx, (X, y) = [mx.cpu(0), mx.cpu(1)], batches([8])[0]
     mx.random.seed(0)
-    made = highlevel.Replicas(ctx, Settings(model="normalized", shares=(3, 1)), hybridize=hybridize)
+    made = implementations.replicas("highlevel", ctx, Settings(model="normalized", shares=(3, 1), hybridize=hybridize))
     expected = {}
     for part, weight in ((slice(0, 6), 0.75), (slice(6, 8), 0.25)):
         mx.random.seed(0)
-        alone = highlevel.Replicas([mx.cpu(0)], Settings(model="normalized"), hybridize=False)
+        alone = implementations.replicas("highlevel", [mx.cpu(0)], Settings(model="normalized", hybridize=False))
         alone.train_batch(X[part], y[part], 0.1)
         for name, p in alone.parameters().items():
             if "running" in name:
@@ -139,7 +140,7 @@ def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path
 
     monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
     options = {"dataset": "synthetic", "limit": 300, "seed": 1, "device": "cpu"}
-    scratch.train(2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
+    implementations.train("scratch", 2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
     chosen = records.options(tmp_path)["shares"]
     assert chosen[0] > chosen[1] and sum(chosen) == 100
 

@@ -13,11 +13,10 @@ TRAIN = """
     import gluon_mgpu
     gluon_mgpu.configure(2)
     import mxnet as mx
-    from gluon_mgpu import highlevel, scratch
+    from gluon_mgpu import implementations
     from gluon_mgpu.legacy import contexts
     from gluon_mgpu.runtime import devices
 
-    lesson = {"scratch": scratch, "highlevel": highlevel}[sys.argv[1]]
     device, options = sys.argv[2], json.loads(sys.argv[3])
     stores, create_store = [], mx.kv.create
     mx.kvstore.create = mx.kv.create = lambda name="local": stores.append(name) or create_store(name)
@@ -31,7 +30,8 @@ TRAIN = """
         mx.Context.device_type = property(lambda context: getattr(context, "named", None) or real.fget(context))
         mx.Context.__str__ = lambda context: f"{real.fget(context)}({context.device_id})"  # MXNet's library reads it
         devices.gpu = lambda index: ("a GPU", 7, 0)
-    epochs = lesson.train(2, 64, 0.2, device=device, dataset="synthetic", limit=512, epochs=2, seed=1, **options)
+    data = {"dataset": "synthetic", "limit": 512, "epochs": 2, "seed": 1}
+    epochs = implementations.train(sys.argv[1], 2, 64, 0.2, device=device, **data, **options)
     print(json.dumps({"losses": [epoch.train_loss for epoch in epochs], "stores": stores}))
 """
 

@@ -9,14 +9,14 @@ import interrupts
 import numpy as np
 import pytest
 from mxnet import nd
-from small_networks import softmax_regression
+from small_networks import dense, softmax_regression
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import IMPLS, implementations, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, records
+from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import RENAMED
 
-IMPLS = {"scratch": scratch, "highlevel": highlevel}
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
 KINDS = {"plain": {}, "extras": EXTRAS}
@@ -25,19 +25,19 @@ SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": 
 
 
 def train(impl="scratch", devices=2, batch_size=BATCH, **options):
-    return IMPLS[impl].train(devices, batch_size, LR, **{**SIZE, **options})
+    return implementations.train(impl, devices, batch_size, LR, **{**SIZE, **options})
 
 
 def interrupted(impl, at_step, by=signal.SIGINT, **options):
     """Train until a signal arrives while the at_step'th step from here is issued."""
-    with interrupts.at_step(IMPLS[impl].Replicas, at_step, (by, 0)):
+    with interrupts.at_step(at_step, (by, 0)):
         train(impl, **options)
 
 
 def killed(monkeypatch, **options):
     """Begin a run that ends like a killed process, before its first step."""
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(scratch.Replicas, "train_batch", lambda *_: 1 / 0)
+        patched.setattr(Replicas, "train_batch", lambda *_: 1 / 0)
         train("scratch", **options)
 
 
@@ -139,13 +139,14 @@ def test_another_implementation_or_number_of_devices_gives_the_same_to_rounding_
 ):
     # Without a ReLU, which takes rounding errors around 0 for a difference, rounding can be bounded.
     zeros = [nd.zeros((10, 784)), nd.zeros(10)]
-    own = {"scratch": {"net": softmax_regression, "params": zeros}, "highlevel": {"model": "softmax_regression"}}
+    own = implementations.load("scratch", lenet=softmax_regression, init_params=lambda: zeros)
+    lessons = {"scratch": own, "highlevel": implementations.load("highlevel", lenet=dense)}
     for run, impl, devices in (("whole", *first), ("run", *first)):
-        options = {**own[impl], **EXTRAS, "devices": devices, "out": tmp_path / run}
-        train(impl, **options) if run == "whole" else interrupted(impl, 13, **options)
+        options = {**EXTRAS, "devices": devices, "out": tmp_path / run}
+        train(lessons[impl], **options) if run == "whole" else interrupted(lessons[impl], 13, **options)
     capsys.readouterr()
     impl, devices = then
-    train(impl, devices, resume=tmp_path / "run", **own[impl], **EXTRAS)
+    train(lessons[impl], devices, resume=tmp_path / "run", **EXTRAS)
     said = capsys.readouterr().err
     assert [name for name in records.MAY_CHANGE if f"{name} " in said.splitlines()[-1]] == sorted(changed, reverse=True)
     # A gradient sums 32 examples, with scores that sum 784 products. Each of 30 updates, none longer than lr (clipping)
@@ -170,9 +171,15 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
     assert files(begun) == {**before, ".config.json.swp": b"an editor's"}
 
 
+def test_a_run_is_resumed_as_it_was_if_only_its_folder_is_given(tmp_path, whole):
+    interrupted("scratch", 13, out=tmp_path, **EXTRAS)
+    assert len(implementations.train(resume=tmp_path)) == 3
+    np.testing.assert_equal(results(tmp_path), whole["scratch", "extras"])
+
+
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun, monkeypatch):
     killed(monkeypatch, devices=3, resume=begun, epochs=5)
-    assert records.options(begun).items() >= {"epochs": 5, "gpus": [0, 1, 2]}.items()
+    assert records.options(begun).items() >= {"epochs": 5, "num_gpus": [0, 1, 2]}.items()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +218,7 @@ def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_loc
 
 
 def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
-    with records.Run(resume=begun):
+    with records.RunFolder(resume=begun):
         for option in ("out", "resume"):
             with pytest.raises(UsageError):
                 train(**{option: begun})
@@ -268,13 +275,12 @@ def reconfigure(folder, **changed):
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
         lambda folder: reconfigure(folder, devices=3),
         lambda folder: reconfigure(folder, lr="x"),
-        lambda folder: reconfigure(folder, impl="os"),
         lambda folder: reconfigure(folder, limit=5 * 10**9),
         lambda folder: reconfigure(folder, shares=[10**400]),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated version history text huge steps seconds config device devices lr impl limit shares shape W9".split(),
+    ids="truncated version history text huge steps seconds config device devices lr limit shares shape W9".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)

@@ -3,9 +3,10 @@
 import mxnet as mx
 import pytest
 
+from gluon_mgpu.commands.train import train
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import recipes
-from gluon_mgpu.training.settings import RENAMED, Settings
+from gluon_mgpu.training.settings import OPTIONS, RENAMED, Settings, flag, takes
 
 
 def rates(settings, steps_per_epoch=10):
@@ -34,13 +35,18 @@ def test_the_warm_up_is_linear_and_the_learning_rate_then_constant_by_default():
 
 
 def test_scale_lr_is_proportional_to_the_batch_size_and_changes_nothing_at_256():
-    assert [Settings(n, 0.1, scale_lr=True).learning_rate(0, 1) for n in (64, 256, 512)] == [0.025, 0.1, 0.2]
+    assert [Settings(batch_size=n, lr=0.1, scale_lr=True).learning_rate(0, 1) for n in (64, 256, 512)] == [
+        0.025,
+        0.1,
+        0.2,
+    ]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"model": "alexnet"},
+        {"dataset": "cifar"},
+        {"out": ""},
         {"schedule": "exponential"},
         {"schedule": "step"},
         {"lr": "0.2"},
@@ -64,21 +70,47 @@ def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
     assert str(caught.value).startswith(f"{next(iter(wrong))}=") and "\n" not in str(caught.value)
 
 
+@takes(Settings)
+def passed(given):
+    return given
+
+
 def test_old_names_work_and_a_notice_says_the_new_name(capsys):
     old = {"clip_norm": 2.0, "accumulate": 3, "schedule": "step", "step_epochs": (1, 2), "step_factor": 0.5}
     new = {RENAMED.get(name, name): value for name, value in old.items()}
-    assert Settings.create(64, 0.1, **old) == Settings(64, 0.1, **new)
+    assert passed(**old) == new
     said = capsys.readouterr()
     assert said.out == "" and len(said.err.splitlines()) == len(RENAMED) == 4
     for names in RENAMED.items():
         assert [line for line in said.err.splitlines() if all(name in line for name in names)]
-    Settings.create(64, 0.1, **new)
-    assert capsys.readouterr().err == ""
+    assert passed(**new) == new and capsys.readouterr().err == ""
+
+
+def test_only_the_settings_that_the_caller_passed_are_given():
+    assert passed("highlevel", 2, lr=0.1) == {"impl": "highlevel", "num_gpus": 2, "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    "args, options, name", [((), {"momentun": 0.9}, "momentum"), (("scratch",), {"impl": "x"}, "impl")]
+)
+def test_an_unknown_or_repeated_setting_is_a_usage_error_that_names_the_nearest_one(args, options, name):
+    with pytest.raises(UsageError, match=name):
+        passed(*args, **options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_command_line_gives_the_same_value_as_python(name):
+    default = getattr(Settings(), name)
+    with train.make_context("train", []) as context:
+        assert context.params[name] == default
+    if isinstance(default, (int, float, str)) and not isinstance(default, bool):
+        with train.make_context("train", [flag(name), str(default)]) as context:
+            assert context.params[name] == (str(default) if name == "num_gpus" else default)
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_recipe_is_a_valid_run_with_an_accuracy_per_epoch_or_none(name):
     options = dict(recipes.RECIPES[name].options)
     assert options.pop("impl") == ("highlevel" if options["model"] != "lenet" else "scratch")
-    assert options.pop("gpus") in name
+    assert str(options["num_gpus"]) in name
     assert len(recipes.RECIPES[name].test_accuracy) in (0, Settings(**options).epochs)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mxnet import nd
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import highlevel, implementations, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, timeline
 
@@ -26,7 +26,7 @@ def train(module, batch_size=SIZE, **options):
     gc.collect()  # networks of other tests, or freeing them is recorded too
     nd.waitall()
     options = {"dataset": "synthetic", "limit": NEEDED * batch_size, "epochs": 1, "seed": 0, **options}
-    module.train(2, batch_size, 0.01, device="cpu", **options)
+    implementations.train(module, 2, batch_size, 0.01, device="cpu", **options)
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -98,7 +98,7 @@ FORWARD = {
 def test_under_all_settings_only_layers_and_the_loss_count_as_forward(module, options, tmp_path, monkeypatch):
     if options.get("model") == "resnet18":
         monkeypatch.setattr(timeline, "WARM_UP", 1)
-        monkeypatch.setattr(module.Replicas, "evaluate_accuracy", lambda *_: 0.0)  # takes seconds
+        monkeypatch.setattr(module, "evaluate_accuracy", lambda *_: 0.0)  # takes seconds
         options = {**options, "batch_size": 2, "limit": 2 * (1 + RECORDED)}
     train(module, profile=tmp_path / "profile.json", **options)
     found = counts(tmp_path / "profile.json", CTX[0])

@@ -21,17 +21,16 @@ import runs
 from mxnet import nd
 from own_process import finished
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import IMPLS, implementations, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import batches, checkpoint, datasets, interrupt, records, replicas
 
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
-IMPLS = {"scratch": scratch, "highlevel": highlevel}
 
 
 def train(impl="scratch", num_gpus=2, batch_size=50, lr=0.2, **options):
     defaults = {"dataset": "synthetic", "limit": 100, "epochs": 1, "seed": 0, "device": "cpu"}
-    return IMPLS[impl].train(num_gpus, batch_size, lr, **{**defaults, **options})
+    return implementations.train(impl, num_gpus, batch_size, lr, **{**defaults, **options})
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -140,7 +139,7 @@ def test_each_epoch_trains_on_every_example_once_in_another_order_with_the_given
     monkeypatch.delattr(nd, "from_numpy")  # an engine thread would free its memory through Python: docs/engine.md
     seen, rates = [], set()
 
-    def train_batch(X, y, device_params, ctx, lr, **_):
+    def train_batch(X, y, device_params, ctx, lr):
         assert X.dtype == y.dtype == np.float32
         seen.append((X.asnumpy(), y.asnumpy()))
         rates.add(lr)
@@ -161,7 +160,7 @@ def test_each_epoch_trains_on_every_example_once_in_another_order_with_the_given
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("sent", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]], ids=["one", "passed on twice"])
 def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if_one_was_saved(kept, sent, tmp_path):
-    with interrupts.at_step(scratch.Replicas, 2, *[(which, 0) for which in sent]) as caught:
+    with interrupts.at_step(2, *[(which, 0) for which in sent]) as caught:
         train(batch_size=10, out=tmp_path if kept else None)
     line = str(caught.value)
     assert caught.type is KeyboardInterrupt and "2 steps" in line and "\n" not in line and "--" not in line
@@ -172,7 +171,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if
 def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_epoch(tmp_path):
     twice = ((signal.SIGINT, interrupt.SAME_SIGNAL), (signal.SIGINT, 60))
     start = time.monotonic()
-    with interrupts.at_step(scratch.Replicas, 13, *twice):
+    with interrupts.at_step(13, *twice):
         train(batch_size=10, epochs=2, out=tmp_path)
     assert time.monotonic() - start < 60
     facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
@@ -187,7 +186,6 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
         {"batch_size": 1},
         {"momentun": 0.9},
         {"model": "resnet18"},
-        {"net": scratch.lenet},  # without params
         {"shares": (80,), "num_gpus": 1},
         {"shares": "auto", "num_gpus": 1},
         {"shares": (80, 20, 1)},
@@ -229,10 +227,12 @@ def test_a_loss_of_nan_is_reported_with_its_epoch_and_step(monkeypatch):
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 17, 100])
 def test_results_are_read_in_order_and_none_is_lost_while_later_steps_are_issued(steps):
-    issued, ahead, read = [], [], []
-    results = (issued.append(i) or [nd.full(2, i, mx.cpu(0)), nd.full(1, i, mx.cpu(1))] for i in range(steps))
-    for result in batches.read_behind(results):
-        read.append(result)
-        ahead.append(len(issued) - len(read))
+    pending, ahead, read = batches.Pending(), [], []
+    for i in range(steps):
+        pending.add([nd.full(2, i, mx.cpu(0)), nd.full(1, i, mx.cpu(1))])
+        for result in pending.ready():
+            read.append(result)
+            ahead.append(i + 1 - len(read))
+    read += pending.rest()
     np.testing.assert_array_equal(np.concatenate([[], *read]), np.repeat(np.arange(steps), 3))
     assert steps < 100 or max(ahead) >= 8

@@ -6,11 +6,12 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-from gluon_mgpu import highlevel, networks
-from gluon_mgpu.training import plans, tuning
-from gluon_mgpu.training.plans import Plan
+from gluon_mgpu import implementations, networks
+from gluon_mgpu.training import tuning
+from gluon_mgpu.training.settings import Settings
 
-PLAN = Plan(16, 64)
+PLAN = (16, 64)  # block, piece
+PLANS = [PLAN, (1, 64), (16, 0), (1, 0)]
 EPS = float(np.finfo(np.float32).eps)
 
 
@@ -45,12 +46,12 @@ NETWORKS = {  # without kinks: then two ways to compute a network differ by roun
 @pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize(
     "plan, examples",
-    [*((PLAN, n) for n in (1, 64, 65, 128, 300)), *((plan, 100) for plan in plans.PLANS)],
-    ids=lambda value: str(tuple(value) if isinstance(value, Plan) else value),
+    [*((PLAN, n) for n in (1, 64, 65, 128, 300)), *((plan, 100) for plan in PLANS)],
+    ids=str,
 )
 def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, examples):
     net = build()
-    fast = tuning.tuned(net, plan)
+    fast = tuning.tuned(net, *plan)
     X, found = nd.random.uniform(shape=(examples, 1, 28, 28)), []
     for computed in (net, fast):
         with autograd.record():
@@ -71,14 +72,14 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, ex
 def test_images_of_three_channels_are_not_padded():
     net, X = network(nn.Conv2D(20, 3), nn.Dense(10), channels=3), nd.random.uniform(shape=(5, 3, 28, 28))
     scores = net(X).asnumpy()
-    found = tuning.tuned(net, PLAN)(X).asnumpy()
+    found = tuning.tuned(net, *PLAN)(X).asnumpy()
     np.testing.assert_allclose(found, scores, rtol=0, atol=(27 + 13520) * EPS * np.abs(scores).max())
 
 
 def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
-    made = highlevel.Replicas([mx.cpu(0)])
+    made = implementations.replicas("highlevel", [mx.cpu(0)])
     before = str(made.net)
-    fast = tuning.tuned(made.net, PLAN)
+    fast = tuning.tuned(made.net, *PLAN)
     assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in made.net.collect_params().values()}
     assert str(made.net) == before and "Padded" not in before
     assert fast(nd.ones((200, 1, 28, 28))).shape == (200, 10)
@@ -98,14 +99,42 @@ def test_other_networks_are_left_alone(build):
     assert not tuning.tunable(net, [mx.cpu(0)])
 
 
-@pytest.mark.parametrize("examples, largest_piece", [(32, 0), (64, 32), (128, 64)])
-def test_a_measurement_covers_every_plan_for_the_shard_and_keeps_the_parameters(examples, largest_piece):
-    made = highlevel.Replicas([mx.cpu(0), mx.cpu(1)], tune=False)
-    before = made.parameters()
-    times = tuning.measure(made.net, mx.cpu(1), examples, highlevel.forward_backward)
-    assert times.keys() == {plan for plan in plans.PLANS if plan.piece <= largest_piece}
-    assert len({len(seconds) for seconds in times.values()}) == 1 and min(map(min, times.values())) > 0
-    np.testing.assert_equal(made.parameters(), before)
+@pytest.mark.parametrize(
+    "isa, flags, expected",
+    [
+        (None, "fpu avx2 avx512f avx512bw", True),
+        ("ALL", "fpu avx2 avx512f avx512bw", True),
+        ("AVX512_CORE", "fpu avx2 avx512f avx512bw", True),
+        ("AVX2", "fpu avx2 avx512f avx512bw", False),
+        ("SSE41", "fpu avx2 avx512f avx512bw", False),
+        (None, "fpu avx2", False),
+    ],
+)
+def test_networks_are_tuned_if_onednn_uses_avx_512(isa, flags, expected, monkeypatch):
+    monkeypatch.setattr(tuning.Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    if isa:
+        monkeypatch.setenv("DNNL_MAX_CPU_ISA", isa)
+    assert tuning.has_avx512() == expected
+    made = implementations.replicas("highlevel", [mx.cpu(0), mx.cpu(1)])
+    assert isinstance(made.model, tuning.InPieces) == expected
+    recorded = implementations.replicas("highlevel", [mx.cpu(0)], Settings(tune=[16, 32]))  # by version 0.2.0
+    assert recorded.model.piece == 32
+
+
+def test_few_channels_are_not_padded():
+    fast = tuning.tuned(network(nn.Conv2D(6, 3), nn.Conv2D(20, 3), nn.Dense(10)))
+    assert [layer.weight.shape[0] for layer in fast if type(layer) is nn.Conv2D] == [6]
+
+
+def test_an_unused_parameter_is_an_error_as_in_gluons_trainer():
+    net = dense([mx.cpu(0), mx.cpu(1)])
+    trainer = tuning.Trainer([*net.collect_params().values()], {"momentum": 0.0})
+    with autograd.record():
+        loss = net(nd.ones((4, 5), ctx=mx.cpu(0))).sum()
+    loss.backward()  # not on the second context
+    with pytest.raises(UserWarning):
+        trainer.step(4)
 
 
 def test_the_contexts_share_the_sums_evenly():

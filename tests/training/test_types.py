@@ -10,7 +10,7 @@ from own_process import finished
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 import gluon_mgpu
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import highlevel, implementations, scratch
 from gluon_mgpu.runtime import devices
 from gluon_mgpu.training import batches, datasets
 from gluon_mgpu.training.settings import Settings
@@ -19,15 +19,17 @@ gluon_mgpu.configure(contexts=2)
 gluon_mgpu.configure(contexts="2")  # wrong
 ctx = devices.contexts([0, 1], "cpu")
 data = datasets.load("synthetic", limit=512)
-for replicas in (scratch.Replicas(ctx), highlevel.Replicas(ctx, Settings(model="resnet18", shares=(80, 20)))):
+settings = Settings(model="resnet18", shares=(80, 20))
+for replicas in (implementations.replicas("scratch", ctx), implementations.replicas("highlevel", ctx, settings)):
     for X, y in batches.batches(data.train_images, data.train_labels, 256):
         replicas.train_batch(X, y, lr=0.2)
 scratch.allreduce(2)  # wrong
 highlevel.initialize(highlevel.lenet(), "cpu(0)")  # wrong
 Settings(momentum=None)  # wrong
-history = scratch.train(2, 256, 0.2, out="runs/first", epochs=1, momentum=0.9)
+history = implementations.train("scratch", 2, 256, 0.2, out="runs/first", epochs=1, momentum=0.9)
 accuracies: list[float] = [epoch.test_accuracy for epoch in history]
-scratch.train(2, "256", 0.2)  # wrong
+implementations.train("scratch", 2, "256", 0.2)  # wrong
+implementations.train("scratch", momentun=0.9)  # wrong
 """
 
 

@@ -1,0 +1,255 @@
+"""Connects lessons to the training engine: `train` trains with `scratch`, `highlevel` or a file of your own.
+
+A lesson is a module with the functions of `scratch` or of `highlevel`. `ArrayReplicas` and `GluonReplicas` contain what
+these two do differently; `Replicas` in `gluon_mgpu.training.replicas` does the rest through the lesson's functions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mxnet import Context, gluon, nd
+from mxnet.ndarray import NDArray
+
+from gluon_mgpu import IMPLS, highlevel, networks, scratch
+from gluon_mgpu.distributed.workers import ALONE, Workers
+from gluon_mgpu.runtime import errors, log
+from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.training import loop, tuning
+from gluon_mgpu.training.records import Epoch
+from gluon_mgpu.training.replicas import LENET, Replicas
+from gluon_mgpu.training.settings import DEFAULTS, SGD, Settings, takes
+
+# The functions that every lesson has, and those of one kind of lesson.
+COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
+OWN = {scratch: ("init_params", "get_params", "allreduce", "sgd"), highlevel: ("initialize",)}
+
+
+@takes(Settings)
+def train(given: dict[str, Any]) -> list[Epoch]:
+    """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
+
+    Arguments: the fields of `Settings`. impl is "scratch", "highlevel", the path of your own lesson file, or a lesson
+    from `load`. With resume, the run continues with its recorded settings, except for those that are passed.
+    Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
+    Ctrl-C, once the step is complete and the checkpoint is saved.
+    """
+    lesson = given.get("impl")
+    if isinstance(lesson, ModuleType):
+        given["impl"] = name_of(lesson)
+
+    def build(settings: Settings, ctx: list[Context], workers: Workers) -> Replicas:
+        made = replicas(lesson if isinstance(lesson, ModuleType) else settings.impl, ctx, settings, workers)
+        for name in made.unused:
+            if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+                raise UsageError(name, given[name], f"needs {setting('impl', 'highlevel')}")
+        return made
+
+    return loop.train(given, build)
+
+
+def replicas(
+    impl: str | ModuleType, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE
+) -> Replicas:
+    """Create replicas of a lesson's network on the devices in ctx, with new parameters. impl: see `load`."""
+    lesson = load(impl)
+    kind = ArrayReplicas if reference(lesson) is scratch else GluonReplicas
+    made = kind(lesson, ctx, settings, workers)
+    if lesson not in OWN:
+        _say_what_is_not_called(made)
+    return made
+
+
+def load(impl: str | ModuleType, **functions: Callable[..., Any]) -> ModuleType:
+    """Load a lesson: "scratch", "highlevel", or the path of a file with the same functions.
+
+    functions: replacements for some of the lesson's functions, such as allreduce=tree; they apply to a new copy of the
+    lesson. Raises UsageError if the file cannot be loaded, or if a function is missing or has other arguments.
+    """
+    if isinstance(impl, ModuleType) and not functions:
+        return impl
+    if impl in IMPLS and not functions:
+        return {name_of(lesson): lesson for lesson in OWN}[str(impl)]
+    path = Path(str(impl.__file__)) if isinstance(impl, ModuleType) else Path(impl)
+    name = str(impl)
+    if impl in IMPLS:
+        path, name = Path(__file__).with_name(f"{impl}.py"), f"{impl} (own {', '.join(functions)})"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError("impl", impl, f"must be one of {', '.join(IMPLS)}, or a Python file (.py) that exists")
+    lesson = importlib.util.module_from_spec(spec)
+    errors.user_files.add(str(path))
+    spec.loader.exec_module(lesson)
+    vars(lesson).update(functions)
+    _check(lesson)
+    return lesson
+
+
+def reference(lesson: ModuleType) -> ModuleType:
+    """The lesson of this package, scratch or highlevel, whose functions `lesson` has."""
+    for of_package, names in OWN.items():
+        if hasattr(lesson, names[0]):
+            return of_package
+    advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
+    raise UsageError("impl", name_of(lesson), advice)
+
+
+def name_of(lesson: ModuleType) -> str:
+    """The name of a lesson as in --impl: "scratch", "highlevel" or a path."""
+    return lesson.__name__.removeprefix("gluon_mgpu.")
+
+
+def _check(lesson: ModuleType) -> None:
+    """Raise UsageError if a lesson's function is missing, or takes other arguments than in this package's lesson."""
+    like = reference(lesson)
+    for name in COMMON + OWN[like]:
+        parameters = inspect.signature(getattr(like, name)).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty]
+        function = getattr(lesson, name, None)
+        if not callable(function):
+            raise UsageError("impl", name_of(lesson), f"the function {name}({', '.join(needed)}) is missing")
+        found = inspect.signature(function)
+        try:
+            found.bind(*needed)
+        except TypeError:
+            advice = f"{name}({', '.join(found.parameters)}) must take ({', '.join(needed)})"
+            raise UsageError("impl", name_of(lesson), advice) from None
+
+
+def _say_what_is_not_called(made: Replicas) -> None:
+    """Say which functions of a user's own lesson these settings replace or do not call."""
+    settings = made.settings
+    skipped = ["split_and_load"] if settings.shares else []
+    if isinstance(made, ArrayReplicas) and (settings.momentum or settings.weight_decay):
+        skipped.append("sgd")
+    if made.extras:
+        skipped.append("train_batch")
+    if skipped:
+        log.say(f"with these settings, a step does not call your own {', '.join(skipped)} in {name_of(made.lesson)}")
+
+
+class ArrayReplicas(Replicas):
+    """Replicas of a lesson like `scratch`: the model is one list of arrays per device, and the rule is the learning
+    rate."""
+
+    unused = ("hybridize", "tune")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        lesson, settings = self.lesson, self.settings
+        if settings.model != "lenet":
+            advice = f"{name_of(lesson)} trains only its own lenet; use {setting('impl', 'highlevel')}"
+            raise UsageError("model", settings.model, advice)
+        params = lesson.init_params()
+        self.model = [lesson.get_params(params, c) for c in self.ctx]
+        names = LENET if len(params) == len(LENET) else [f"p{i}" for i in range(len(params))]
+        self.arrays = [dict(zip(names, params)) for params in self.model]
+        like = self.model if settings.momentum else [[] for _ in self.ctx]
+        self.momentum = [[nd.zeros_like(p) for p in params] for params in like]
+        if settings.grad_accum_steps > 1:
+            for params in self.model:
+                for p in params:
+                    p.attach_grad("add")
+
+    @property
+    def extras(self) -> bool:
+        return bool(super().extras or self.settings.momentum or self.settings.weight_decay)
+
+    def rule(self, lr: float) -> float:
+        return lr
+
+    def reduce(self) -> None:
+        for i in range(len(self.model[0])):
+            self.lesson.allreduce([params[i].grad for params in self.model])
+
+    def update(self, lr: float, batch_size: int) -> None:
+        """Call the lesson's sgd or, with momentum v or weight decay, compute v = momentum * v - lr * (gradient /
+        batch_size + weight_decay * p), then p += v."""
+        s = self.settings
+        for params, velocities in zip(self.model, self.momentum):
+            if not (s.momentum or s.weight_decay):
+                self.lesson.sgd(params, lr, batch_size)
+                continue
+            rule = {"lr": lr, "rescale_grad": 1 / batch_size, "wd": s.weight_decay}
+            for i, p in enumerate(params):
+                if s.momentum:
+                    nd.sgd_mom_update(p, p.grad, velocities[i], out=p, momentum=s.momentum, **rule)
+                else:
+                    nd.sgd_update(p, p.grad, out=p, **rule)
+
+    def predict(self, X: NDArray) -> NDArray:
+        return self.lesson.lenet(X, self.model[self.ctx.index(X.context)])
+
+    def velocities(self, device: int) -> dict[str, NDArray]:
+        return dict(zip(self.arrays[device], self.momentum[device]))
+
+
+class GluonReplicas(Replicas):
+    """Replicas of a lesson like `highlevel`: the model is a Block, and the rule is a Trainer. `net` is the network as
+    written, and `model` the same network, computed faster: see `tuning`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        settings = self.settings
+        if settings.model not in networks.NETWORKS:
+            known = ", ".join(networks.NETWORKS)
+            raise UsageError("model", settings.model, f"must be one of {known}, or registered: see networks.register")
+        network = networks.NETWORKS[settings.model]
+        if settings.model == "lenet":
+            self.net = self.lesson.lenet()
+            self.lesson.initialize(self.net, self.ctx)
+        else:
+            self.net = network.build()
+            self.lesson.initialize(self.net, self.ctx, network.init)
+        if settings.hybridize:
+            self.net.hybridize(static_alloc=True, static_shape=True)
+        self.model = self._tuned()
+        params = self.net._collect_params_with_prefix()
+        named = dict(zip(network.names or params, params.values()))
+        self.trained = [p for p in named.values() if p.grad_req != "null"]
+        if settings.grad_accum_steps > 1:
+            for p in self.trained:
+                p.grad_req = "add"
+        self.arrays = [{name: p.data(c) for name, p in named.items()} for c in self.ctx]
+        rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
+        if settings.tune and self.ctx[0].device_type == "cpu":
+            self.trainer = tuning.Trainer(self.trained, rule)
+        else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
+            self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore="device", update_on_kvstore=False)
+        if settings.momentum:  # Trainer itself would create the velocities only in the first step
+            for c, updater in zip(self.ctx, self.trainer._updaters):
+                updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(self.trained)}
+                updater.states_synced = dict.fromkeys(updater.states, True)
+
+    def _tuned(self) -> gluon.Block:
+        """The network to train. With several workers, this is the network as written: padding and pieces would delay
+        the gradients, which are summed over the workers during the backward pass."""
+        tune = self.settings.tune
+        if not (tune and self.settings.hybridize and tuning.tunable(self.net, self.ctx)):
+            return self.net
+        if isinstance(tune, tuple):
+            return tuning.tuned(self.net, *tune)
+        return tuning.tuned(self.net) if tuning.has_avx512() and self.workers.count == 1 else self.net
+
+    def rule(self, lr: float) -> gluon.Trainer:
+        self.trainer.set_learning_rate(lr)
+        return self.trainer
+
+    def reduce(self) -> None:
+        self.trainer.allreduce_grads()
+
+    def update(self, lr: float, batch_size: int) -> None:
+        self.rule(lr).update(batch_size)
+
+    def predict(self, X: NDArray) -> NDArray:
+        return self.model(X)
+
+    def velocities(self, device: int) -> dict[str, NDArray]:
+        if not self.settings.momentum:
+            return {}
+        return dict(zip(self.grads()[device], self.trainer._updaters[device].states.values()))

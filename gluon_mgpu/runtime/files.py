@@ -1,0 +1,72 @@
+"""Writes files completely or not at all, and locks folders."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from gluon_mgpu.runtime.errors import Error, UsageError, setting
+
+PART = ".part"  # suffix of a file that is being written
+
+
+def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file completely or not at all: write(file) fills a temporary file, which then replaces `path`.
+
+    Raises Error if writing fails, for example because the disk is full; an existing file is then left unchanged.
+    """
+    path = Path(path)
+    temporary = path.parent / f".{path.name}.{os.getpid()}{PART}"
+    try:
+        if path.exists() and not path.is_file():  # do not replace a folder or a device such as /dev/null
+            raise Error(f"{path} is not a regular file; pass a file path")
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # never through a symbolic link
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise Error(f"cannot write {path} ({error.strerror}): free some space, or use another folder") from None
+    finally:
+        with suppress(OSError):  # the temporary file has replaced `path`, or was never created
+            temporary.unlink()
+
+
+def remove_partial(path: str | Path) -> None:
+    """Remove temporary files left by processes that were killed while writing `path`."""
+    for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
+        with suppress(OSError):  # if the folder is not writable, the next attempt to write a file raises an error
+            left.unlink()
+
+
+def lock(folder: str | Path, name: str) -> int:
+    """Lock a folder, without a lock file, until the returned file descriptor is closed or the process exits.
+
+    name: the setting that gives the folder, such as "out", for error messages. Raises UsageError if another process
+    holds the lock, Error if the folder cannot be locked.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+    except BlockingIOError:
+        raise UsageError(name, folder, "another process is writing to this folder; wait until it exits") from None
+    except OSError as error:
+        option = setting(name, folder)
+        raise Error(f"{option}: cannot lock the folder ({error.strerror}); use another folder") from None
+    return descriptor
+
+
+def read(path: str | Path) -> bytes:
+    """Read a file. Raises ValueError if it is not a regular file (a pipe would block), OSError if reading fails."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("not a regular file")
+    return Path(path).read_bytes()
