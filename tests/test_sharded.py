@@ -10,7 +10,9 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
 
-from gluon_mgpu import networks, scratch, sharded
+from gluon_mgpu import implementations, networks, scratch, sharded
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import checkpoint
 
 STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
 BYTES = 4 * 129_068  # of LeNet's parameters
@@ -173,3 +175,43 @@ def test_collect_returns_what_place_was_given():
         buckets = sharded.place(sharded.LENET, parameters(), contexts(3), is_sharded)
         for a, b in zip(sharded.collect(sharded.LENET, buckets, is_sharded), parameters()):
             np.testing.assert_array_equal(a.asnumpy(), b.asnumpy())
+
+
+def run(folder, impl, devices, epochs=1, **options):
+    """The arrays of the checkpoint after training or, if the folder holds a run, after continuing it."""
+    if folder.exists():
+        implementations.train(impl, devices, epochs=epochs, resume=folder, **options)
+    else:
+        same = {"batch_size": 32, "lr": 0.05, "momentum": 0.9, "seed": 1, "dataset": "synthetic", "limit": 128}
+        implementations.train(impl, devices, epochs=epochs, device="cpu", out=folder, **same, **options)
+    return checkpoint.load(folder / "checkpoint.npz")[0]
+
+
+def test_the_engine_trains_and_resumes_with_every_stage_of_zero(tmp_path):
+    whole = run(tmp_path / "whole", "sharded", 3, epochs=2)
+    run(tmp_path / "parts", "sharded", 3, zero=3)
+    parts = run(tmp_path / "parts", "sharded", 3, epochs=2, zero=1)
+    assert whole.keys() == parts.keys() and any(name.startswith("velocity/") for name in whole)
+    for name, array in whole.items():
+        np.testing.assert_array_equal(parts[name], array)
+
+
+@pytest.mark.parametrize("first, then", [("scratch", "sharded"), ("sharded", "highlevel")])
+def test_other_lessons_continue_a_sharded_run_and_the_other_way_round(first, then, tmp_path):
+    zero = {"scratch": {}, "highlevel": {}, "sharded": {"zero": 3}}
+    expected = run(tmp_path / "scratch", "scratch", 2, epochs=2)
+    run(tmp_path / "run", first, 2, **zero[first])
+    found = run(tmp_path / "run", then, 3, epochs=2, **({"tune": False} if then == "highlevel" else zero[then]))
+    for name, array in expected.items():
+        assert_close(found[name], array, additions(32) ** 0.5 * 8)  # the random errors of 8 steps
+
+
+@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"max_grad_norm": 1.0}, {"model": "resnet18"}])
+def test_a_setting_that_sharded_does_not_support_is_a_usage_error(setting, tmp_path):
+    with pytest.raises(UsageError):
+        implementations.train("sharded", 2, dataset="synthetic", limit=100, **setting)
+
+
+def test_zero_needs_the_lesson_that_implements_it():
+    with pytest.raises(UsageError):
+        implementations.train("scratch", 2, dataset="synthetic", limit=100, zero=1)
