@@ -11,7 +11,8 @@ from gluon_mgpu.runtime.engine import Finder, configure
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["Error", "UsageError", "configure"]
-IMPLS = ("scratch", "highlevel")
+IMPLS = ("scratch", "highlevel")  # the lessons that support every setting
+TRAINABLE = (*IMPLS, "sharded")
 __version__ = "0.2.0"
 
 with suppress(UsageError):  # `process.require` reports invalid environment variables

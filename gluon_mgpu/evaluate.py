@@ -16,7 +16,7 @@ import numpy as np
 from mxnet import nd
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gluon_mgpu import IMPLS, implementations
+from gluon_mgpu import TRAINABLE, implementations
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
 from gluon_mgpu.training import datasets, records
@@ -51,7 +51,7 @@ def load(
     checkpoint is damaged or from a different network or version.
     """
     arrays, _, settings, position = records.last(folder)
-    if impl is None and settings.impl not in IMPLS:
+    if impl is None and settings.impl not in TRAINABLE:
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {setting('impl', settings.impl)}")
     impl = impl or settings.impl
     ctx = devices.contexts(gpus, device)

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import IMPLS, highlevel, networks, scratch
+from gluon_mgpu import IMPLS, TRAINABLE, highlevel, networks, scratch, sharded
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import errors, log
-from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.runtime.errors import Error, UsageError, setting
 from gluon_mgpu.training import loop, tuning
 from gluon_mgpu.training.records import Epoch
-from gluon_mgpu.training.replicas import LENET, Replicas
+from gluon_mgpu.training.replicas import LENET, VELOCITY, Replicas
 from gluon_mgpu.training.settings import DEFAULTS, SGD, Settings, takes
 
 # The functions that every lesson has, and those of one kind of lesson.
@@ -47,7 +49,8 @@ def train(given: dict[str, Any]) -> list[Epoch]:
         made = replicas(lesson if isinstance(lesson, ModuleType) else settings.impl, ctx, settings, workers)
         for name in made.unused:
             if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
-                raise UsageError(name, given[name], f"needs {setting('impl', 'highlevel')}")
+                other = "sharded" if name == "zero" else "highlevel"
+                raise UsageError(name, given[name], f"needs {setting('impl', other)}")
         return made
 
     return loop.train(given, build)
@@ -58,6 +61,8 @@ def replicas(
 ) -> Replicas:
     """Create replicas of a lesson's network on the devices in ctx, with new parameters. impl: see `load`."""
     lesson = load(impl)
+    if lesson is sharded:
+        return ShardedReplicas(lesson, ctx, settings, workers)
     kind = ArrayReplicas if reference(lesson) is scratch else GluonReplicas
     made = kind(lesson, ctx, settings, workers)
     if lesson not in OWN:
@@ -73,6 +78,8 @@ def load(impl: str | ModuleType, **functions: Callable[..., Any]) -> ModuleType:
     """
     if isinstance(impl, ModuleType) and not functions:
         return impl
+    if impl == "sharded" and not functions:
+        return sharded
     if impl in IMPLS and not functions:
         return {name_of(lesson): lesson for lesson in OWN}[str(impl)]
     path = Path(str(impl.__file__)) if isinstance(impl, ModuleType) else Path(impl)
@@ -81,7 +88,7 @@ def load(impl: str | ModuleType, **functions: Callable[..., Any]) -> ModuleType:
         path, name = Path(__file__).with_name(f"{impl}.py"), f"{impl} (own {', '.join(functions)})"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise UsageError("impl", impl, f"must be one of {', '.join(IMPLS)}, or a Python file (.py) that exists")
+        raise UsageError("impl", impl, f"must be one of {', '.join(TRAINABLE)}, or a Python file (.py) that exists")
     lesson = importlib.util.module_from_spec(spec)
     errors.user_files.add(str(path))
     spec.loader.exec_module(lesson)
@@ -142,7 +149,7 @@ class ArrayReplicas(Replicas):
     """Replicas of a lesson like `scratch`: the model is one list of arrays per device, and the rule is the learning
     rate."""
 
-    unused = ("hybridize", "tune")
+    unused = ("hybridize", "tune", "zero")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -196,6 +203,8 @@ class ArrayReplicas(Replicas):
 class GluonReplicas(Replicas):
     """Replicas of a lesson like `highlevel`: the model is a Block, and the rule is a Trainer. `net` is the network as
     written, and `model` the same network, computed faster: see `tuning`."""
+
+    unused = ("zero",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -258,3 +267,68 @@ class GluonReplicas(Replicas):
         if not self.settings.momentum:
             return {}
         return dict(zip(self.grads()[device], self.trainer._updaters[device].states.values()))
+
+
+class ShardedReplicas(Replicas):
+    """LeNet, trained with `sharded`: the model is a `sharded.State`, and the rule is an optimizer. Its checkpoints are
+    those of `scratch`."""
+
+    unused = ("hybridize", "tune")
+    steps = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for name in ("model", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares", "kvstore"):
+            if getattr(self.settings, name) != DEFAULTS[name]:
+                raise UsageError(name, getattr(self.settings, name), f"not supported by {setting('impl', 'sharded')}")
+        self.zero = self.settings.zero
+        params = scratch.init_params()
+        self._place(params, [nd.zeros_like(p) for p in params])
+
+    def _place(self, params: list[NDArray], velocities: list[NDArray]) -> None:
+        parts = ((params, self.zero == 3), (velocities, self.zero > 0))
+        self.model = [sharded.place(sharded.LENET, arrays, self.ctx, is_sharded) for arrays, is_sharded in parts]
+
+    def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
+        if X is None or X.shape[0] < len(self.ctx):
+            raise UsageError("batch_size", self.settings.batch_size, "the last batch has fewer examples than devices")
+        return self.steps[self.zero](X, y, sharded.LENET, self.model, self.ctx, self.rule(lr))
+
+    def rule(self, lr: float) -> sharded.Optimizer:
+        return partial(sharded.sgd, lr=lr, momentum=self.settings.momentum)
+
+    @property
+    def arrays(self) -> list[dict[str, NDArray]]:  # type: ignore[override]
+        """The whole parameters on each device. With ZeRO-3, these are copies."""
+        layers = [
+            sharded.unshard(b, shapes) if self.zero == 3 else [sharded.unbucket(v, shapes) for v in b]
+            for (_, shapes), b in zip(sharded.LENET, self.model[0])
+        ]
+        return [dict(zip(LENET, [p for layer in layers for p in layer[i]])) for i in range(len(self.ctx))]
+
+    def velocities(self, device: int) -> dict[str, NDArray]:
+        if not self.settings.momentum:
+            return {}
+        return dict(zip(LENET, sharded.collect(sharded.LENET, self.model[1], self.zero > 0)))
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        params = {name: nd.array(state[name]) for name in LENET if name in state}
+        velocities = [nd.array(state.get(VELOCITY + name, np.zeros(p.shape))) for name, p in params.items()]
+        if {name: p.shape for name, p in params.items()} != {name: p.shape for name, p in self.arrays[0].items()}:
+            raise Error("the checkpoint holds the parameters of a different network")
+        self._place(list(params.values()), velocities)
+
+    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
+        arrays = [list(of_device.values()) for of_device in self.arrays]  # with ZeRO-3, gathered only once
+        return scratch.evaluate_accuracy(
+            data_iter, lambda X: scratch.lenet(X, arrays[self.ctx.index(X.context)]), self.ctx
+        )
+
+    def predict(self, X: NDArray) -> NDArray:
+        return scratch.lenet(X, list(self.arrays[self.ctx.index(X.context)].values()))
+
+    def reduce(self) -> None:
+        raise NotImplementedError  # part of `steps`
+
+    def update(self, lr: float, batch_size: int) -> None:
+        raise NotImplementedError  # part of `steps`

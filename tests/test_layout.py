@@ -8,7 +8,7 @@ from pathlib import Path
 from gluon_mgpu.commands.main import COMMANDS
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
-LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "networks"]
+LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"]
 USES = ["walkthrough", "evaluate", "convert"]  # of implementations
 # from the bottom
 LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "implementations", "uses", "exercises", "commands"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from gluon_mgpu import IMPLS, __version__
+from gluon_mgpu import TRAINABLE, __version__
 from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
@@ -331,7 +331,7 @@ def starting_settings(given: dict[str, Any], here: Process) -> Settings:
             raise UsageError(name, value, advice)
         if OPTIONS[name].on_resume == SAME and _differ(value, recorded[name]):
             raise UsageError(name, value, f"the run in {folder} used {shown(recorded[name])}; omit this setting")
-    if "impl" not in given and recorded["impl"] not in IMPLS:
+    if "impl" not in given and recorded["impl"] not in TRAINABLE:
         advice = f"the run used your own lesson; pass it with {setting('impl', recorded['impl'])}"
         raise UsageError("resume", folder, advice)
     merged = {**recorded, **given, "seed": recorded["seed"]}

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gluon_mgpu import IMPLS
+from gluon_mgpu import TRAINABLE
 from gluon_mgpu.distributed import process
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import UsageError, setting, shown
@@ -72,10 +72,11 @@ class Settings:
 
     impl: str = network(
         "scratch",
-        Text(IMPLS),
-        "scratch uses NDArray alone; highlevel uses Gluon. FILE.py is your own lesson: a changed copy of one of them.",
+        Text(TRAINABLE),
+        "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
+        "a changed copy of scratch.py or highlevel.py.",
         on_resume=FREE,
-        metavar=f"{'|'.join(IMPLS)}|FILE.py",
+        metavar=f"{'|'.join(TRAINABLE)}|FILE.py",
     )
     num_gpus: int | str | Sequence[int] = devices_(
         1, Text(), "Number of devices, such as 2, or their indices, such as 0,2.", flag="--gpus", metavar="N|I,J,..."
@@ -158,6 +159,12 @@ class Settings:
         Numbers(Number(above=0, most=1e9), "one number above 0 per device, such as 80,20, or auto", ("auto",)),
         "Split each batch between unequal devices in this ratio, such as 80,20. auto measures the devices' speeds.",
         metavar="A,B,...|auto",
+    )
+    zero: int = devices_(
+        0,
+        Number(int, least=0, most=3),
+        "With --impl sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the "
+        "parameters.",
     )
     kvstore: str = processes(
         "local",

@@ -1,0 +1,117 @@
+"""Draws overlap.png: two contexts and their links during a step of LeNet, with and without overlap.
+
+The links are simulated: an operator waits as long as a link of MB_PER_SECOND would take, in a thread of its own and
+without using a core. `python docs/pictures/overlap.py` prints the times too.
+"""
+
+# ruff: noqa: E402
+
+import tempfile
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import gluon_mgpu
+
+gluon_mgpu.configure(contexts=3)
+
+import mxnet as mx
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from mxnet import nd
+
+from gluon_mgpu import scratch, sharded
+from gluon_mgpu.training import timeline
+
+MB_PER_SECOND, EXAMPLES, STEPS = 10, 512, 5
+ctx, host = [mx.cpu(0), mx.cpu(1)], mx.cpu(2)
+copyto, sent = nd.NDArray.copyto, []  # sent: (device, start, end) of each chunk
+
+
+class Link(mx.operator.CustomOp):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        start = time.time()
+        time.sleep(4 * in_data[0].size / (1e6 * MB_PER_SECOND))
+        copyto(in_data[0], out_data[0])
+        sent.append((self.device, start, time.time()))
+
+
+@mx.operator.register("link")
+class LinkProp(mx.operator.CustomOpProp):
+    def __init__(self, device):
+        super().__init__()
+        self.device = int(device)
+
+    def create_operator(self, ctx, shapes, dtypes):
+        return Link(self.device)
+
+
+def slow_copyto(array, other):
+    device = array.context.device_id
+    return copyto(array if array.context == host else nd.Custom(array, op_type="link", device=device), other)
+
+
+def without_overlap(X, y, net, state, ctx, optimizer):
+    """`sharded.ddp`, except that it waits for the whole backward pass before the sums."""
+    weights, *moments = state
+    losses, heads, tapes = sharded.forward(net, weights, *(scratch.split_and_load(a, ctx) for a in (X, y)))
+    grads = []
+    while tapes:
+        heads, whole = sharded.backward(tapes.pop(), heads)
+        grads.append(whole)
+    nd.waitall()
+    for whole in grads:
+        sharded.all_gather(sharded.reduce_scatter(whole), out=whole)
+    sharded.update(optimizer, weights, grads[::-1], moments, X.shape[0])
+    return losses
+
+
+def draw(axes, start, profile):
+    """Draw one step, which began at `start`, in seconds. profile: MXNet's trace events."""
+    bars = [(2 * i, begin, end, "allreduce") for i, begin, end in sent]
+    for begin, end in timeline.operator_spans(profile):
+        phase = timeline.phase(begin["name"])
+        if begin["pid"] < len(ctx) and phase in ("forward", "backward"):
+            bars.append((2 * begin["pid"] - 1, begin["ts"] / 1e6, end["ts"] / 1e6, phase))
+    for lane, begin, end, phase in bars:
+        bar = (1000 * (begin - start), 1000 * (end - begin))
+        axes.broken_barh([bar], (lane + 0.6, 0.8), color=timeline.COLORS[phase], linewidth=0)
+    axes.set_yticks(range(4), ["cpu(0)", "its link", "cpu(1)", "its link"])
+    axes.invert_yaxis()
+
+
+nd.NDArray.copyto = slow_copyto
+mx.random.seed(1)
+X, y, params = nd.random.uniform(shape=(EXAMPLES, 1, 28, 28), ctx=host), nd.zeros(EXAMPLES, host), scratch.init_params()
+steps = {"sums after the backward pass": without_overlap, "sums during the backward pass": sharded.ddp}
+states = [[sharded.place(sharded.LENET, arrays, ctx, False) for arrays in (params, params)] for _ in steps]
+seconds = {name: [] for name in steps}
+figure = Figure(figsize=(9, 4.4), layout="constrained")
+for axes, drawn in zip(figure.subplots(2, sharex=True), steps):
+    for i in range(STEPS):
+        for (name, step), state in zip(steps.items(), states):
+            nd.waitall()
+            sent.clear()
+            file = Path(tempfile.mkdtemp(), "profile.json")
+            recorded = i == STEPS - 1 and name == drawn
+            with timeline.profiled(file) if recorded else nullcontext():
+                start = time.time()
+                step(X, y, sharded.LENET, state, ctx, partial(sharded.sgd, lr=0.01))
+                nd.waitall()
+                seconds[name].append(time.time() - start)
+            if recorded:
+                draw(axes, start, timeline.read_profile(file))
+    axes.set_title(drawn, loc="left", fontsize="medium")
+axes.set_xlabel("ms")
+labels = {"forward": "forward", "backward": "backward", "allreduce": "a chunk on the link"}
+handles = [Patch(color=timeline.COLORS[phase], label=label) for phase, label in labels.items()]
+figure.legend(handles=handles, loc="outside lower center", ncol=3, frameon=False)
+figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+for name, times in seconds.items():
+    print(f"{name}: {1000 * median(times):.0f} ms ({1000 * min(times):.0f}-{1000 * max(times):.0f})")

@@ -1,0 +1,94 @@
+"""ddp.py with sharded parameters: FSDP2, which is ZeRO-3 (`zero3` in gluon_mgpu/sharded.py).
+
+torchrun --standalone --nproc-per-node 2 docs/pytorch/fsdp.py
+"""
+
+import argparse
+from time import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from gluon_mgpu.training import datasets
+
+
+def lenet(scale=0.1, seed=1):
+    """Every process draws the same parameters."""
+    conv1 = [nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)]  # (n, 20, 13, 13)
+    conv2 = [nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)]  # (n, 50, 4, 4)
+    dense = [nn.Flatten(), nn.Linear(800, 128), nn.ReLU()]  # (n, 128)
+    net = nn.Sequential(*conv1, *conv2, *dense, nn.Linear(128, 10))
+    rng = np.random.default_rng(seed)
+    for p in net.parameters():
+        weight = p.dim() > 1
+        p.data = torch.tensor(rng.normal(0, scale, p.shape) if weight else np.zeros(p.shape), dtype=torch.float32)
+    return net
+
+
+def shard(data):
+    """This process's part of a batch."""
+    return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()]
+
+
+def train_batch(X, y, net, trainer):
+    """X: (n, 1, 28, 28), y: (n,), the whole batch."""
+    losses = F.cross_entropy(net(shard(X)), shard(y), reduction="none")
+    loss = losses.sum() * dist.get_world_size() / len(X)  # backward averages the gradients over the processes
+    loss.backward()
+    trainer.step()
+    trainer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate_accuracy(data_iter, net):
+    """Each process scores its part of each batch."""
+    correct, total = torch.zeros(()), 0
+    for X, y in data_iter:
+        correct += (net(shard(X)).argmax(1) == shard(y)).sum()
+        total += len(y)
+    dist.all_reduce(correct)
+    return correct.item() / total
+
+
+def batches(images, labels, order, batch_size=256):
+    for chosen in np.split(order, range(batch_size, len(order), batch_size)):
+        yield torch.tensor(images[chosen]) / 255, torch.tensor(labels[chosen]).long()
+
+
+def train(dataset, limit, epochs, lr, out):
+    data = datasets.load(dataset, limit=limit)
+    net, mesh = lenet(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            fully_shard(layer, mesh=mesh)  # gathered before it is used, and freed afterward
+    fully_shard(net, mesh=mesh)
+    trainer = torch.optim.SGD(net.parameters(), lr=lr)
+    for epoch in range(1, epochs + 1):
+        start = time()
+        order = np.random.default_rng([1, epoch]).permutation(len(data.train_labels))  # as scratch.train with seed=1
+        for X, y in batches(data.train_images, data.train_labels, order):
+            train_batch(X, y, net, trainer)
+        seconds = time() - start
+        test_iter = batches(data.test_images, data.test_labels, np.arange(len(data.test_labels)))
+        accuracy = evaluate_accuracy(test_iter, net)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
+    params = [p.full_tensor().detach().numpy() for p in net.parameters()]  # gathers the chunks of all processes
+    if out and dist.get_rank() == 0:
+        np.savez(out, *params)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dataset", default="fashion-mnist")
+parser.add_argument("--limit", type=int)
+parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--lr", type=float, default=0.1)
+parser.add_argument("--out", help="save the parameters in this .npz file")
+dist.init_process_group("gloo")
+train(**vars(parser.parse_args()))
+dist.destroy_process_group()

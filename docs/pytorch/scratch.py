@@ -1,0 +1,97 @@
+"""gluon_mgpu/scratch.py in PyTorch: one process per device, and dist.all_reduce sums the gradients.
+
+torchrun --standalone --nproc-per-node 2 docs/pytorch/scratch.py
+"""
+
+import argparse
+from time import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from gluon_mgpu.training import datasets
+
+
+def init_params(scale=0.1, seed=1):
+    """Every process draws the same parameters."""
+    rng, params = np.random.default_rng(seed), []
+    for shape in [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]:
+        params += [torch.tensor(rng.normal(0, scale, shape), dtype=torch.float32), torch.zeros(shape[0])]
+    for p in params:
+        p.requires_grad_()
+    return params
+
+
+def lenet(X, params):
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    h1 = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)  # (n, 20, 13, 13)
+    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2)  # (n, 50, 4, 4)
+    h3 = F.relu(F.linear(h2.flatten(1), W3, b3))  # (n, 128)
+    return F.linear(h3, W4, b4)  # (n, 10)
+
+
+def shard(data):
+    """This process's part of a batch."""
+    return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()]
+
+
+def sgd(params, lr, batch_size):
+    with torch.no_grad():
+        for p in params:
+            p -= lr / batch_size * p.grad
+            p.grad = None
+
+
+def train_batch(X, y, params, lr):
+    """X: (n, 1, 28, 28), y: (n,), the whole batch."""
+    losses = F.cross_entropy(lenet(shard(X), params), shard(y), reduction="none")
+    losses.sum().backward()
+    for p in params:
+        dist.all_reduce(p.grad)
+    sgd(params, lr, len(X))
+
+
+@torch.no_grad()
+def evaluate_accuracy(data_iter, net):
+    """Each process scores its part of each batch."""
+    correct, total = torch.zeros(()), 0
+    for X, y in data_iter:
+        correct += (net(shard(X)).argmax(1) == shard(y)).sum()
+        total += len(y)
+    dist.all_reduce(correct)
+    return correct.item() / total
+
+
+def batches(images, labels, order, batch_size=256):
+    for chosen in np.split(order, range(batch_size, len(order), batch_size)):
+        yield torch.tensor(images[chosen]) / 255, torch.tensor(labels[chosen]).long()
+
+
+def train(dataset, limit, epochs, lr, out):
+    data = datasets.load(dataset, limit=limit)
+    params = init_params()
+    for epoch in range(1, epochs + 1):
+        start = time()
+        order = np.random.default_rng([1, epoch]).permutation(len(data.train_labels))  # as scratch.train with seed=1
+        for X, y in batches(data.train_images, data.train_labels, order):
+            train_batch(X, y, params, lr)
+        seconds = time() - start
+        test_iter = batches(data.test_images, data.test_labels, np.arange(len(data.test_labels)))
+        accuracy = evaluate_accuracy(test_iter, lambda X: lenet(X, params))
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
+    if out and dist.get_rank() == 0:
+        np.savez(out, *[p.detach().numpy() for p in params])
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dataset", default="fashion-mnist")
+parser.add_argument("--limit", type=int)
+parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--lr", type=float, default=0.1)
+parser.add_argument("--out", help="save the parameters in this .npz file")
+dist.init_process_group("gloo")
+train(**vars(parser.parse_args()))
+dist.destroy_process_group()

@@ -1,0 +1,200 @@
+"""Lesson 5: what came after. The step of DDP, of ZeRO-1, of ZeRO-2 and of ZeRO-3, which PyTorch calls FSDP.
+
+In `scratch`, every device holds all weights, gradients and optimizer states. Here, device i of k keeps only chunk i of
+what it does not need all the time. Every layer's arrays are joined to one vector, a bucket, which is sent as a whole or
+in chunks. Sources: arXiv:2006.15704 (DDP), arXiv:1910.02054 (ZeRO), arXiv:2304.11277 (FSDP).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from mxnet import Context, autograd, nd
+from mxnet.ndarray import NDArray
+
+from gluon_mgpu.partition import LAYERS
+from gluon_mgpu.scratch import loss, split_and_load
+
+Vectors = list[NDArray]  # one array per device
+Buckets = list[Vectors]  # for each layer, one bucket per device, or one chunk of it per device
+State = list[Buckets]  # the weights, then the optimizer's moments: one for `sgd`, two for `adam`
+Shapes = Sequence[tuple[int, ...]]
+Layer = Callable[..., NDArray]  # a function of an input and of the layer's arrays
+Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
+Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
+Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
+
+SHAPES: list[Shapes] = [[(20, 1, 3, 3), (20,)], [(50, 20, 5, 5), (50,)], [(128, 800), (128,)], [(10, 128), (10,)]]
+LENET: Net = list(zip(LAYERS, SHAPES))
+
+
+def bucket(arrays: Sequence[NDArray]) -> NDArray:
+    """Join arrays of any shape to one vector (n,)."""
+    return nd.concat(*[array.reshape(-1) for array in arrays], dim=0)
+
+
+def unbucket(vector: NDArray, shapes: Shapes) -> list[NDArray]:
+    """Returns the arrays in a bucket (n,). They are views, so they change with it."""
+    ends = list(accumulate(map(math.prod, shapes)))
+    return [vector[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes)]
+
+
+def chunk(vector: NDArray, i: int, k: int) -> NDArray:
+    """Returns chunk i of k of a vector (n,): a view (n/k,), rounded up or down."""
+    return vector[vector.size * i // k : vector.size * (i + 1) // k]
+
+
+def place(net: Net, arrays: Sequence[NDArray], ctx: list[Context], sharded: bool) -> Buckets:
+    """Copy arrays, such as parameters, to the devices: whole buckets or, if sharded, chunk i of each to device i."""
+    rest, k = iter(arrays), len(ctx)
+    buckets = [bucket([next(rest) for _ in shapes]) for _, shapes in net]
+    return [[(chunk(b, i, k) if sharded else b).copyto(c) for i, c in enumerate(ctx)] for b in buckets]
+
+
+def collect(net: Net, buckets: Buckets, sharded: bool) -> list[NDArray]:
+    """Returns the arrays that `place` was given, as they are now, on the first device."""
+    firsts = [unshard(b, shapes)[0] if sharded else unbucket(b[0], shapes) for (_, shapes), b in zip(net, buckets)]
+    return [array for arrays in firsts for array in arrays]
+
+
+def reduce_scatter(data: Vectors) -> Vectors:
+    """Sum vectors (n,), one per device. Returns chunk i of the sum on device i, a view of data[i], which is changed."""
+    k = len(data)
+    for r in range(k - 1):  # in each round, every device sends one chunk to the next device
+        received = [chunk(data[i - 1], (i - 2 - r) % k, k).copyto(data[i].context) for i in range(k)]
+        for i in range(k):
+            chunk(data[i], (i - 2 - r) % k, k)[:] += received[i]
+    return [chunk(data[i], i, k) for i in range(k)]
+
+
+def all_gather(chunks: Vectors, out: Vectors) -> Vectors:
+    """Copy the chunks of all devices to `out`, one vector (n,) per device. chunks[i] may be a view of out[i]."""
+    k = len(chunks)
+    for i in range(k):
+        chunk(out[i], i, k)[:] = chunks[i]
+    for r in range(k - 1):
+        received = [chunk(out[i - 1], (i - 1 - r) % k, k).copyto(out[i].context) for i in range(k)]
+        for i in range(k):
+            chunk(out[i], (i - 1 - r) % k, k)[:] = received[i]
+    return out
+
+
+def unshard(chunks: Vectors, shapes: Shapes) -> list[list[NDArray]]:
+    """Gather a layer's bucket on every device. Returns the layer's arrays on each device."""
+    empty = [nd.empty(sum(map(math.prod, shapes)), c.context) for c in chunks]
+    return [unbucket(b, shapes) for b in all_gather(chunks, out=empty)]
+
+
+def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[Tape]:
+    """Compute a layer on each device. Each layer has a graph of its own, so `backward` can stop after any layer."""
+    tapes = []
+    for X, own in zip(Xs, arrays):
+        variables = [X.detach(), *own]
+        autograd.mark_variables(variables, [v.detach() for v in variables])  # the second list is not used by `grad`
+        with autograd.record():
+            tapes.append((variables, layer(*variables)))
+    return tapes
+
+
+def backward(tapes: list[Tape], heads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
+    """Returns the gradients of a layer's inputs, and a bucket of those of its arrays. heads: those of its outputs."""
+    grads = [autograd.grad([output], variables, [head]) for (variables, output), head in zip(tapes, heads)]
+    return [of_input for of_input, *_ in grads], [bucket(of_arrays) for _, *of_arrays in grads]
+
+
+def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
+    """Returns the losses (n,) of each shard, and their gradients (n, 10) with respect to its scores."""
+    tapes = record(loss, scores, [[y] for y in ys])
+    return [losses for _, losses in tapes], backward(tapes, [None] * len(ys))[0]
+
+
+def forward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors) -> tuple[Vectors, Vectors, list[list[Tape]]]:
+    """Returns the losses (n,) of each shard, the gradients (n, 10) of its scores, and the tapes of each layer."""
+    tapes = []
+    for (layer, shapes), buckets in zip(net, weights):
+        tapes.append(record(layer, Xs, [unbucket(b, shapes) for b in buckets]))
+        Xs = [output for _, output in tapes[-1]]
+    return *loss_backward(Xs, ys), tapes
+
+
+def sgd(p: NDArray, grad: NDArray, velocity: NDArray, batch_size: int, lr: float, momentum: float = 0.9) -> None:
+    """SGD with momentum, for a bucket or a chunk (n,): all elements are updated independently of each other."""
+    nd.sgd_mom_update(p, grad, velocity, out=p, lr=lr, momentum=momentum, rescale_grad=1 / batch_size)
+
+
+def adam(p: NDArray, grad: NDArray, mean: NDArray, variance: NDArray, batch_size: int, lr: float) -> None:
+    """Adam, for a bucket or a chunk (n,). lr: in step t, the learning rate times sqrt(1 - 0.999**t) / (1 - 0.9**t)."""
+    nd.adam_update(p, grad, mean, variance, out=p, lr=lr, rescale_grad=1 / batch_size)
+
+
+def update(optimizer: Optimizer, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
+    """Update the weights of each layer on each device. grads: sums over the batch."""
+    for layer in zip(weights, grads, *moments):
+        for arrays in zip(*layer):
+            optimizer(*arrays, batch_size)
+
+
+def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+    """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. While a layer's gradients are
+    summed, the devices compute those of the layer before it. Returns the losses of each shard."""
+    weights, *moments = state
+    losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
+    grads = []
+    while tapes:
+        heads, whole = backward(tapes.pop(), heads)
+        grads.append(all_gather(reduce_scatter(whole), out=whole))  # a ring allreduce
+    update(optimizer, weights, grads[::-1], moments, X.shape[0])
+    return losses
+
+
+def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+    """ZeRO-1: device i keeps chunk i of the moments, updates chunk i of the weights, and sends it to the others."""
+    weights, *moments = state
+    losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
+    grads = []
+    while tapes:
+        heads, whole = backward(tapes.pop(), heads)
+        grads.append(reduce_scatter(whole))
+    own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
+    update(optimizer, own, grads[::-1], moments, X.shape[0])
+    for chunks, buckets in zip(own, weights):
+        all_gather(chunks, out=buckets)
+    return losses
+
+
+def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+    """ZeRO-2: device i keeps only chunk i of the gradients too. It is a copy, so that the whole bucket is freed."""
+    weights, *moments = state
+    losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
+    grads = []
+    while tapes:
+        heads, whole = backward(tapes.pop(), heads)
+        grads.append([g.copy() for g in reduce_scatter(whole)])
+    own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
+    update(optimizer, own, grads[::-1], moments, X.shape[0])
+    for chunks, buckets in zip(own, weights):
+        all_gather(chunks, out=buckets)
+    return losses
+
+
+def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+    """ZeRO-3, or FSDP: device i keeps only chunk i of the weights too, and one whole layer at a time."""
+    weights, *moments = state
+    Xs = split_and_load(X, ctx)
+    inputs = []
+    grads = []
+    for (layer, shapes), chunks in zip(net, weights):
+        inputs.append(Xs)
+        with autograd.train_mode():  # not recorded: a graph would keep the layer's weights
+            Xs = [layer(X, *arrays) for X, arrays in zip(Xs, unshard(chunks, shapes))]
+        nd.waitall()  # otherwise, Python would gather all layers before the devices have computed the first
+    losses, heads = loss_backward(Xs, split_and_load(y, ctx))
+    for (layer, shapes), chunks in reversed(list(zip(net, weights))):
+        tapes = record(layer, inputs.pop(), unshard(chunks, shapes))  # gathers and computes the layer a second time
+        heads, whole = backward(tapes, heads)
+        grads.append([g.copy() for g in reduce_scatter(whole)])
+        nd.waitall()
+    update(optimizer, weights, grads[::-1], moments, X.shape[0])
+    return losses

@@ -1,0 +1,217 @@
+"""DDP's step agrees with NumPy in float64, and ZeRO-1 to ZeRO-3 agree with DDP's step bit for bit."""
+
+from functools import partial
+
+import mxnet as mx
+import numpy as np
+import pytest
+from lenet64 import additions, assert_close
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
+
+from gluon_mgpu import implementations, networks, scratch, sharded
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import checkpoint
+
+STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
+BYTES = 4 * 129_068  # of LeNet's parameters
+OPTIMIZERS = {"sgd": (partial(sharded.sgd, lr=LR), 1), "adam": (partial(sharded.adam, lr=0.001), 2)}
+
+
+def place(net, params, ctx, zero, moments):
+    """The state before the first step."""
+    zeros = [nd.zeros_like(p) for p in params]
+    parts = [(params, zero == 3), *[(zeros, zero > 0)] * moments]
+    return [sharded.place(net, arrays, ctx, is_sharded) for arrays, is_sharded in parts]
+
+
+def collect(net, state, zero):
+    """The weights and the optimizer's moments, as NumPy arrays."""
+    is_sharded = [zero == 3, *[zero > 0] * (len(state) - 1)]
+    return [a.asnumpy() for part, is_s in zip(state, is_sharded) for a in sharded.collect(net, part, is_s)]
+
+
+def train(net, params, devices, zero, optimizer, batches):
+    """The state after some steps."""
+    rule, moments = OPTIMIZERS[optimizer]
+    state = place(net, params, contexts(devices), zero, moments)
+    for X, y in batches:
+        STEPS[zero](X, y, net, state, contexts(devices), rule)
+    return collect(net, state, zero)
+
+
+@pytest.mark.parametrize("n", [8, 30, 65])
+@pytest.mark.parametrize("devices", range(1, 9))
+def test_the_halves_of_a_ring_compute_exact_sums(devices, n):
+    values = np.random.default_rng(n).integers(-99, 99, (devices, n)).astype(np.float32)
+    data = [nd.array(row, ctx=c) for row, c in zip(values, contexts(devices))]
+    chunks = sharded.reduce_scatter(data)
+    assert [chunk.context for chunk in chunks] == contexts(devices)
+    assert {chunk.size for chunk in chunks} <= {n // devices, -(-n // devices)}
+    np.testing.assert_array_equal(np.concatenate([chunk.asnumpy() for chunk in chunks]), values.sum(0))
+    new = [nd.empty(n, c) for c in contexts(devices)]
+    for gathered in (sharded.all_gather(chunks, out=new), sharded.all_gather(chunks, out=data)):
+        for vector in gathered:
+            np.testing.assert_array_equal(vector.asnumpy(), values.sum(0))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("zero, halves", [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_a_device_sends_its_part_of_the_parameters_once_per_half_of_a_ring(zero, halves, devices):
+    ctx, host = contexts(devices), mx.cpu(9)
+    state = place(sharded.LENET, parameters(), ctx, zero, 1)
+    X, y = (array.as_in_context(host) for array in batch(16))
+    with recorded_copies() as copies:
+        STEPS[zero](X, y, sharded.LENET, state, ctx, OPTIMIZERS["sgd"][0])
+    for i, c in enumerate(ctx):
+        between = [(target, size) for source, target, size in copies if source == c]
+        assert {target for target, _ in between} <= {ctx[(i + 1) % devices]}
+        rounding = 4 * len(sharded.LENET) * halves  # a chunk is up to one float32 larger than its part
+        assert abs(sum(size for _, size in between) - halves * BYTES * (devices - 1) / devices) <= rounding
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_three_steps_of_ddp_give_the_losses_and_parameters_of_float64(devices):
+    ctx, rounding = contexts(devices), 0
+    state = place(sharded.LENET, parameters(), ctx, 0, 1)
+    for (seed, n), (expected, _, params) in zip(enumerate(SIZES), float64_steps()):
+        rule = partial(sharded.sgd, lr=LR, momentum=0)
+        losses = sharded.ddp(*batch(n, seed), sharded.LENET, state, ctx, rule)
+        rounding += additions(n)
+        assert_close(np.concatenate([part.asnumpy() for part in losses]), expected, rounding)
+        for i in range(devices):
+            replica = np.concatenate([vectors[i].asnumpy() for vectors in state[0]])
+            assert_close(replica, np.concatenate([p.ravel() for p in params]), rounding)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_zero_trains_lenet_as_ddp_does_bit_for_bit(optimizer, devices):
+    batches = [batch(n, seed) for seed, n in enumerate((9, 16, 8))]
+    expected = train(sharded.LENET, parameters(), devices, 0, optimizer, batches)
+    assert not np.array_equal(expected[0], parameters()[0].asnumpy())
+    for zero in (1, 2, 3):
+        for a, b in zip(train(sharded.LENET, parameters(), devices, zero, optimizer, batches), expected):
+            np.testing.assert_array_equal(a, b)
+
+
+def as_layer(block):
+    """A Gluon block as a layer, and its parameters. Batch normalization uses the statistics of the shard."""
+    symbol = block(mx.sym.var("data"))
+    operator, given = nd.CachedOp(symbol), block.collect_params()
+    averages = symbol.list_auxiliary_states()
+    trained = [name for name in symbol.list_inputs() if name not in ("data", *averages)]
+
+    def layer(X, *arrays):
+        known = {name: given[name].data().copyto(X.context) for name in averages}
+        known.update(zip(trained, arrays), data=X)
+        return operator(*[known[name] for name in symbol.list_inputs()])
+
+    params = [given[name].data() for name in trained]
+    return (layer, [p.shape for p in params]), params
+
+
+def resnet18():
+    """ResNet-18 as a `sharded.Net` of ten layers, its parameters, and the network."""
+    mx.random.seed(1)
+    whole = networks.resnet18()
+    whole.initialize(mx.init.Xavier())
+    whole(nd.zeros((1, 1, 28, 28)))
+    blocks, layers = list(whole), []
+    for part in (blocks[:3], *[[block] for block in blocks[3:-3]], blocks[-3:]):
+        layer = nn.HybridSequential()
+        layer.add(*part)
+        layers.append(as_layer(layer))
+    return [layer for layer, _ in layers], [p for _, params in layers for p in params], whole
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_zero_trains_resnet18_as_ddp_does_bit_for_bit(optimizer):
+    net, params, _ = resnet18()
+    batches = [batch(6, seed) for seed in range(2)]
+    expected = train(net, params, 2, 0, optimizer, batches)
+    for zero in (1, 2, 3):
+        for a, b in zip(train(net, params, 2, zero, optimizer, batches), expected):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_on_one_device_a_step_on_resnet18_is_that_of_gluons_trainer():
+    net, params, whole = resnet18()
+    X, y = batch(6)
+    found = train(net, params, 1, 0, "sgd", [(X, y)])
+    trainer = gluon.Trainer(whole.collect_params(), "sgd", {"learning_rate": LR, "momentum": 0.9})
+    with autograd.record():
+        losses = scratch.loss(whole(X), y)
+    losses.backward()
+    trainer.step(6)
+    for a, p in zip(found, params):
+        np.testing.assert_array_equal(a, p.asnumpy())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_optimizers_compute_what_their_papers_say(optimizer):
+    rng = np.random.default_rng(5)
+    p, *moments = (nd.array(rng.random(20)) for _ in range(1 + OPTIMIZERS[optimizer][1]))
+    p64, *m64 = (a.asnumpy().astype(np.float64) for a in (p, *moments))
+    for step in (1, 2, 3):
+        grad = rng.random(20).astype(np.float32)
+        mean = grad.astype(np.float64) / 7  # the gradient of a batch of 7
+        if optimizer == "sgd":
+            sharded.sgd(p, nd.array(grad), *moments, 7, lr=0.1)
+            m64[0] = 0.9 * m64[0] - 0.1 * mean
+            p64 += m64[0]
+        else:
+            correction = np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+            sharded.adam(p, nd.array(grad), *moments, 7, lr=0.1 * correction)
+            m64 = [0.9 * m64[0] + 0.1 * mean, 0.999 * m64[1] + 0.001 * mean**2]
+            p64 -= 0.1 * correction * m64[0] / (np.sqrt(m64[1]) + 1e-8)
+        for a, b in zip((p, *moments), (p64, *m64)):
+            assert_close(a.asnumpy(), b, 10 * step)
+
+
+def test_collect_returns_what_place_was_given():
+    for is_sharded in (False, True):
+        buckets = sharded.place(sharded.LENET, parameters(), contexts(3), is_sharded)
+        for a, b in zip(sharded.collect(sharded.LENET, buckets, is_sharded), parameters()):
+            np.testing.assert_array_equal(a.asnumpy(), b.asnumpy())
+
+
+def run(folder, impl, devices, epochs=1, **options):
+    """The arrays of the checkpoint after training or, if the folder holds a run, after continuing it."""
+    if folder.exists():
+        implementations.train(impl, devices, epochs=epochs, resume=folder, **options)
+    else:
+        same = {"batch_size": 32, "lr": 0.05, "momentum": 0.9, "seed": 1, "dataset": "synthetic", "limit": 128}
+        implementations.train(impl, devices, epochs=epochs, device="cpu", out=folder, **same, **options)
+    return checkpoint.load(folder / "checkpoint.npz")[0]
+
+
+def test_the_engine_trains_and_resumes_with_every_stage_of_zero(tmp_path):
+    whole = run(tmp_path / "whole", "sharded", 3, epochs=2)
+    run(tmp_path / "parts", "sharded", 3, zero=3)
+    parts = run(tmp_path / "parts", "sharded", 3, epochs=2, zero=1)
+    assert whole.keys() == parts.keys() and any(name.startswith("velocity/") for name in whole)
+    for name, array in whole.items():
+        np.testing.assert_array_equal(parts[name], array)
+
+
+@pytest.mark.parametrize("first, then", [("scratch", "sharded"), ("sharded", "highlevel")])
+def test_other_lessons_continue_a_sharded_run_and_the_other_way_round(first, then, tmp_path):
+    zero = {"scratch": {}, "highlevel": {}, "sharded": {"zero": 3}}
+    expected = run(tmp_path / "scratch", "scratch", 2, epochs=2)
+    run(tmp_path / "run", first, 2, **zero[first])
+    found = run(tmp_path / "run", then, 3, epochs=2, **({"tune": False} if then == "highlevel" else zero[then]))
+    for name, array in expected.items():
+        assert_close(found[name], array, additions(32) ** 0.5 * 8)  # the random errors of 8 steps
+
+
+@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"max_grad_norm": 1.0}, {"model": "resnet18"}])
+def test_a_setting_that_sharded_does_not_support_is_a_usage_error(setting, tmp_path):
+    with pytest.raises(UsageError):
+        implementations.train("sharded", 2, dataset="synthetic", limit=100, **setting)
+
+
+def test_zero_needs_the_lesson_that_implements_it():
+    with pytest.raises(UsageError):
+        implementations.train("scratch", 2, dataset="synthetic", limit=100, zero=1)
