@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-processors test-slow test-faults test-network torture test-cuda test-packages test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint audit install clean help
+.PHONY: train demo test test-processors test-slow test-faults test-network torture test-cuda test-packages test-all old-books parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint audit install clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -73,6 +73,11 @@ bench-peers: install  ## install PyTorch, and compare speed and memory with it (
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,bench]'
 	$(BIN)/python scripts/bench.py peers --out build/bench
+
+# d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
+old-books: install  ## install gluonbook, d2lzh and d2l for old programs of "Dive into Deep Learning"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[old-books]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==0.17.6
 
 horovod: install  ## build and install Horovod, for training on several machines
 	@$(BIN)/python scripts/build_horovod.py

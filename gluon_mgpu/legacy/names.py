@@ -18,27 +18,41 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
-OWN = Path(__file__).parent
-# Modules that this package provides if they are not installed: {name: file}.
+# Modules that Python has removed: {name: file that replaces the module}.
 MODULES = {
-    **dict.fromkeys(("gluonbook", "d2lzh", "d2l", "d2l.mxnet"), OWN / "book.py"),
-    "imp": OWN / "imp.py",
+    "imp": Path(__file__).with_name("imp.py"),
     "xml.etree.cElementTree": Path(collections.__file__).parents[1] / "xml/etree/ElementTree.py",
 }
+# Packages of "Dive into Deep Learning": {module: what to install with `pip install --no-deps`}.
+BOOKS = {"gluonbook": "gluonbook==0.8.10", "d2lzh": "d2lzh==1.0.0", "d2l": "d2l==0.17.6"}
+
+
+class MissingBook(ModuleNotFoundError):
+    """A package in BOOKS is not installed. The message is one line that says how to install it."""
 
 
 class Modules:
-    """Finds MODULES. This finder is last on sys.meta_path, so that installed modules take precedence."""
+    """Finds MODULES, and raises MissingBook for BOOKS. This finder is last on sys.meta_path, so that installed modules
+    take precedence."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in MODULES:
-            return None
-        within: list[str] | None = [] if name == "d2l" else None  # d2l is a package that contains d2l.mxnet
-        return importlib.util.spec_from_file_location(name, MODULES[name], submodule_search_locations=within)
+        if name in BOOKS:
+            sys.excepthook = _show
+            pip = f"pip install 'gluon_mgpu[old-books]' && pip install --no-deps {BOOKS[name]}"
+            raise MissingBook(f"{name} is not installed: run `make old-books`, or `{pip}`", name=name)
+        return importlib.util.spec_from_file_location(name, MODULES[name]) if name in MODULES else None
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print a MissingBook as one line, and any other error as Python does."""
+    if isinstance(error, MissingBook):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def add_to_python() -> dict[str, Callable[[ModuleType], object]]:

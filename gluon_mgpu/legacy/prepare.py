@@ -37,7 +37,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.gpus is not None and not 1 <= self.gpus <= MOST_GPUS:
-            raise UsageError(f"gpus={self.gpus}: must be from 1 to {MOST_GPUS}")
+            raise UsageError("gpus", self.gpus, f"must be from 1 to {MOST_GPUS}")
 
 
 def environment(settings: Settings) -> dict[str, str]:

@@ -75,6 +75,24 @@ def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
     assert "float64 3 [ True False] True 2.0" in run.stdout
 
 
+BOOKS = ["gluonbook", "d2lzh", "d2l", "d2l.mxnet"]
+
+
+@pytest.mark.parametrize("book", BOOKS)
+def test_a_missing_book_is_one_line_that_says_what_to_install(program, book):
+    start = "import sys\nsys.path[:] = [folder for folder in sys.path if 'site-packages' not in folder]\n"
+    run = program(f"{start}import {book}")
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and "pip install" in run.stderr
+    run = program(f"{start}try:\n    import {book}\nexcept ImportError:\n    print('none')\nraise KeyError('x')")
+    assert run.stdout == "none\n" and run.stderr.splitlines()[-1] == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize("book", BOOKS[:3])
+def test_an_installed_book_is_the_one_that_is_imported(program, tmp_path, book):
+    (tmp_path / f"{book}.py").write_text("name = 'installed'")
+    assert program(f"import {book}; print({book}.name)").stdout == "installed\n"
+
+
 def test_recordio_packs_labels_and_images_with_any_numpy(program):
     text = """
         import mxnet as mx, numpy as np
