@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import collections
 import collections.abc
+import ctypes
 import errno
+import gc
 import importlib.util
 import math
-import numbers
 import shlex
-import struct
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -88,6 +88,8 @@ def _base64(module: ModuleType) -> None:
 
 
 def _unittest(module: ModuleType) -> None:
+    for owner in (module, module.runner):
+        _add(owner, "_TextTestResult", module.TextTestResult)
     test = module.TestCase
     for old, new in (
         ("assertEquals", "assertEqual"),
@@ -118,7 +120,7 @@ RESTORE: dict[str, Callable[[ModuleType], object]] = {
 
 
 def add_to_numpy(np: ModuleType) -> None:
-    """Restore names that NumPy 1.20 to 2.4 removed."""
+    """Restore names that NumPy 1.20 to 2.4 removed, and the binary mode of `fromstring`."""
     from gluon_mgpu.runtime import numpy_names
 
     aliases = {"bool": bool, "int": int, "float": float, "complex": complex, "object": object, "str": str}
@@ -138,7 +140,7 @@ def add_to_numpy(np: ModuleType) -> None:
     types = {"bool8": np.bool_, "int0": np.intp, "uint0": np.uintp, "object0": np.object_, "str0": np.str_}
     types |= {"bytes0": np.bytes_, "void0": np.void, "cfloat": np.complex128, "singlecomplex": np.complex64}
     types |= {"longfloat": np.longdouble, "longcomplex": np.clongdouble, "clongfloat": np.clongdouble}
-    constants = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str}
+    constants = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str, "math": math}
     kinds = {"int": "bhilq", "uint": "BHILQ", "float": "efdg", "complex": "FDG", "others": "?OSUV"}
     sctypes = {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()}
     if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library parses printed numbers
@@ -153,22 +155,48 @@ def add_to_numpy(np: ModuleType) -> None:
         "sctypes": sctypes,
     }.items():
         _add(np, name, value)
+    _add(np.lib, "pad", np.pad)
+    _add_array_methods(np)
+    fromstring = np.fromstring
+
+    def from_text_or_bytes(string: Any, dtype: Any = float, count: int = -1, *, sep: str = "") -> Any:
+        if sep:
+            return fromstring(string, dtype, count, sep=sep)
+        return np.frombuffer(string.encode("latin1") if isinstance(string, str) else string, dtype, count).copy()
+
+    np.fromstring = from_text_or_bytes  # type: ignore[attr-defined]
+
+
+def _add_array_methods(np: ModuleType) -> None:
+    """Restore methods of arrays that NumPy 2.0 to 2.3 removed."""
+    [attributes] = gc.get_referents(np.ndarray.__dict__)  # setattr does not work for classes written in C
+    for name, method in {
+        "tostring": lambda a, order="C": a.tobytes(order),
+        "ptp": lambda a, axis=None: a.max(axis) - a.min(axis),
+        "newbyteorder": lambda a, order="S": a.view(a.dtype.newbyteorder(order)),
+    }.items():
+        if not hasattr(np.empty(0), name):
+            attributes[name] = method
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(np.ndarray))  # makes Python forget that the names were missing
+
+
+def add_to_ipython(display: ModuleType) -> None:
+    """Restore the function of IPython.display that IPython 9 removed."""
+
+    def set_matplotlib_formats(*formats: str, **options: Any) -> None:
+        from matplotlib_inline import backend_inline  # imports IPython, so it cannot be imported earlier
+
+        backend_inline.set_matplotlib_formats(*formats, **options)
+
+    _add(display, "set_matplotlib_formats", set_matplotlib_formats)
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Repair MXNet functions that fail or lose precision because of changes in NumPy 2."""
-    import numpy as np
-
-    if hasattr(np, "trapezoid"):
-        _keep_sums_in_float64(mx.metric.EvalMetric)
-    if not hasattr(np.ndarray, "tostring"):
-        _replace_pack(mx.recordio)
-
-
-def _keep_sums_in_float64(metric: Any) -> None:
     """Store the sums of a metric as np.float64. Since NumPy 2, 0.0 + np.float32(x) is a float32, but np.float64(0.0) +
     np.float32(x) is still a float64."""
     import numpy as np
+
+    metric = mx.metric.EvalMetric
 
     def stored_as(name: str) -> property:
         def set_sum(self: Any, value: Any) -> None:
@@ -177,33 +205,6 @@ def _keep_sums_in_float64(metric: Any) -> None:
         return property(lambda self: vars(self)[name], set_sum)
 
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
-
-
-def _replace_pack(recordio: Any) -> None:
-    """Replace the two functions of mx.recordio that call ndarray.tostring, which NumPy 2.3 removed."""
-    import numpy as np
-
-    pack = recordio.pack
-
-    def pack_arrays(header: Any, s: bytes) -> bytes:
-        header = recordio.IRHeader(*header)
-        if isinstance(header.label, numbers.Number):
-            return pack(header, s)
-        label = np.asarray(header.label, np.float32)
-        return struct.pack(recordio._IR_FORMAT, *header._replace(flag=label.size, label=0)) + label.tobytes() + s
-
-    def pack_img(header: Any, img: Any, quality: int = 95, img_fmt: str = ".jpg") -> bytes:
-        cv2, parameters = recordio.cv2, None
-        if img_fmt.upper() in (".JPG", ".JPEG"):
-            parameters = [cv2.IMWRITE_JPEG_QUALITY, quality]
-        elif img_fmt.upper() == ".PNG":
-            parameters = [cv2.IMWRITE_PNG_COMPRESSION, quality]
-        encoded, content = cv2.imencode(img_fmt, img, parameters)
-        if not encoded:
-            raise ValueError(f"img_fmt={img_fmt}: OpenCV cannot encode the image")
-        return pack_arrays(header, content.tobytes())
-
-    recordio.pack, recordio.pack_img = pack_arrays, pack_img
 
 
 def _add(owner: Any, name: str, value: Any) -> None:

@@ -58,6 +58,7 @@ def prepare() -> None:
         print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
         os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
     after = names.add_to_python()
+    after["IPython.display"] = names.add_to_ipython
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     if settings.numpy_names:
         after["numpy"] = names.add_to_numpy
