@@ -1,6 +1,7 @@
 """Restores names and modules that programs from 2016 to 2022 use but that Python and NumPy have removed.
 
-A name that still exists is never replaced. All changes affect only this process.
+Only np.fromstring, which lost one of its modes, is replaced; any other name that still exists is left as it is. All
+changes affect only this process.
 """
 
 from __future__ import annotations
@@ -157,14 +158,24 @@ def add_to_numpy(np: ModuleType) -> None:
         _add(np, name, value)
     _add(np.lib, "pad", np.pad)
     _add_array_methods(np)
-    fromstring = np.fromstring
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode was deprecated before it was removed
+            np.fromstring(b"", np.uint8)
+    except ValueError:
+        _read_bytes_from_strings(np)
 
-    def from_text_or_bytes(string: Any, dtype: Any = float, count: int = -1, *, sep: str = "") -> Any:
+
+def _read_bytes_from_strings(np: ModuleType) -> None:
+    """Restore the binary mode of np.fromstring."""
+    from_text = np.fromstring
+
+    def fromstring(string: Any, dtype: Any = float, count: int = -1, sep: str = "") -> Any:
         if sep:
-            return fromstring(string, dtype, count, sep=sep)
-        return np.frombuffer(string.encode("latin1") if isinstance(string, str) else string, dtype, count).copy()
+            return from_text(string, dtype, count, sep=sep)
+        return np.frombuffer(string, dtype, count).copy()
 
-    np.fromstring = from_text_or_bytes  # type: ignore[attr-defined]
+    np.fromstring = fromstring  # type: ignore[attr-defined]
 
 
 def _add_array_methods(np: ModuleType) -> None:
@@ -196,7 +207,8 @@ def add_to_mxnet(mx: ModuleType) -> None:
     np.float32(x) is still a float64."""
     import numpy as np
 
-    metric = mx.metric.EvalMetric
+    if not hasattr(np, "trapezoid"):  # NumPy 1
+        return
 
     def stored_as(name: str) -> property:
         def set_sum(self: Any, value: Any) -> None:
@@ -204,6 +216,7 @@ def add_to_mxnet(mx: ModuleType) -> None:
 
         return property(lambda self: vars(self)[name], set_sum)
 
+    metric = mx.metric.EvalMetric
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
 
 
