@@ -75,9 +75,10 @@ bench-peers: install  ## install PyTorch, and compare speed and memory with it (
 	$(BIN)/python scripts/bench.py peers --out build/bench
 
 # d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
-old-books: install  ## install gluonbook, d2lzh and d2l for old programs of "Dive into Deep Learning"
+D2L := 0.17.6
+old-books: install  ## install gluonbook, d2lzh and d2l, which programs for "Dive into Deep Learning" import: D2L=0.11.4
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[old-books]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==0.17.6
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==$(D2L)
 
 horovod: install  ## build and install Horovod, for training on several machines
 	@$(BIN)/python scripts/build_horovod.py

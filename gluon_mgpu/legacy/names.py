@@ -203,12 +203,25 @@ def add_to_ipython(display: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
+    """Repair what MXNet and its arrays no longer do with NumPy 2."""
+    import numpy as np
+
+    if hasattr(np, "trapezoid"):
+        _keep_sums_in_float64(mx.metric.EvalMetric)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this was deprecated before it was removed
+            float(np.zeros(1))
+    except TypeError:
+        from gluon_mgpu.legacy import arrays
+
+        arrays.replace_asnumpy(mx)
+
+
+def _keep_sums_in_float64(metric: Any) -> None:
     """Store the sums of a metric as np.float64. Since NumPy 2, 0.0 + np.float32(x) is a float32, but np.float64(0.0) +
     np.float32(x) is still a float64."""
     import numpy as np
-
-    if not hasattr(np, "trapezoid"):  # NumPy 1
-        return
 
     def stored_as(name: str) -> property:
         def set_sum(self: Any, value: Any) -> None:
@@ -216,7 +229,6 @@ def add_to_mxnet(mx: ModuleType) -> None:
 
         return property(lambda self: vars(self)[name], set_sum)
 
-    metric = mx.metric.EvalMetric
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
 
 

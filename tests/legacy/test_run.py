@@ -84,6 +84,22 @@ def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
     ]
 
 
+def test_a_result_with_one_element_is_a_number_with_any_numpy(program):
+    text = """
+        import math, pickle, mxnet as mx, numpy as np
+        mean, losses = mx.nd.array([1.5, 2.5]).mean().asnumpy(), np.zeros(2)
+        losses[1] = mean
+        print("%.2f %d" % (mean, mean), float(mean), int(mean), math.sqrt(mean * 2), losses, repr(mean))
+        for computed in (mean + losses, np.stack([mean, mean]), pickle.loads(pickle.dumps(mean))):
+            assert type(computed) is np.ndarray
+        assert isinstance(mean.sum(), np.float32) and isinstance(mean[0], np.float32)
+        float(mx.nd.ones(2).asnumpy())
+    """
+    run = program(text)
+    assert run.stdout == "2.00 2 2.0 2 2.0 [0. 2.] array([2.], dtype=float32)\n", run.stderr
+    assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("TypeError: only ")
+
+
 def test_a_notebooks_plots_can_be_svg_with_any_ipython(program):
     pytest.importorskip("IPython")
     text = "from IPython.display import set_matplotlib_formats; set_matplotlib_formats('svg'); print('set')"
