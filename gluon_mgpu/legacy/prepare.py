@@ -37,7 +37,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.gpus is not None and not 1 <= self.gpus <= MOST_GPUS:
-            raise UsageError(f"gpus={self.gpus}: must be from 1 to {MOST_GPUS}")
+            raise UsageError("gpus", self.gpus, f"must be from 1 to {MOST_GPUS}")
 
 
 def environment(settings: Settings) -> dict[str, str]:
@@ -58,6 +58,7 @@ def prepare() -> None:
         print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
         os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
     after = names.add_to_python()
+    after["IPython.display"] = names.add_to_ipython
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     if settings.numpy_names:
         after["numpy"] = names.add_to_numpy
