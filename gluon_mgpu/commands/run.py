@@ -41,10 +41,10 @@ def preparation(command: Any) -> Any:
     return command
 
 
-def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
+def settings_of(strict_numpy: bool, **options: Any) -> prepare.Preparation:
     if options["data_dir"]:  # a notebook runs in its own folder
         options["data_dir"] = os.path.abspath(options["data_dir"])
-    return prepare.Settings(numpy_names=not strict_numpy, **options)
+    return prepare.Preparation(numpy_names=not strict_numpy, **options)
 
 
 @click.command(

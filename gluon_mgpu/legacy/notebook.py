@@ -24,7 +24,7 @@ TITLE = "MXNet (gluon_mgpu)"
 ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
-def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
+def run(path: str, out: str | None, settings: prepare.Preparation) -> bool:
     """Execute all cells of a notebook, with its folder as the working directory, and save it with its outputs.
 
     Execution stops at the first cell that fails. Returns whether all cells succeeded.
@@ -81,7 +81,7 @@ def _pass_on_interrupts(client: Any) -> None:
         loop.add_signal_handler(which, lambda: asyncio.ensure_future(client.km.interrupt_kernel()))
 
 
-def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
+def install_kernel(settings: prepare.Preparation, prefix: str | None = None) -> str:
     """Install a Jupyter kernel that runs this Python in a process that `prepare` has prepared. Returns the kernel's
     folder.
 

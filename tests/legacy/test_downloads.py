@@ -34,7 +34,7 @@ def program(data, tmp_path):
     def run(text):
         folder, hashes = data
         folders = {"GLUON_MGPU_DATA": str(folder), "HOME": str(tmp_path), "MXNET_HOME": str(tmp_path / "mx")}
-        environment = {**prepare.environment(prepare.Settings()), **folders}
+        environment = {**prepare.environment(prepare.Preparation()), **folders}
         words = [sys.executable, "-c", START + textwrap.dedent(text), json.dumps(hashes)]
         return finished(*words, env=environment, cwd=tmp_path)
 

@@ -260,7 +260,7 @@ def test_another_sitecustomize_still_runs(program, tmp_path):
 
 @pytest.mark.parametrize("text", ["{", '{"gpus": 0}', '{"other": 1}', "[1]"])
 def test_settings_that_run_did_not_make_are_refused(program, text):
-    environment = {**prepare.environment(prepare.Settings()), prepare.VARIABLE: text}
+    environment = {**prepare.environment(prepare.Preparation()), prepare.VARIABLE: text}
     run = program("print(1)", by_python=True, **environment)
     assert run.stdout == "" and "error: " in run.stderr
 
