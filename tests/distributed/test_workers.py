@@ -272,7 +272,7 @@ def run_program(folder, kvstore, body, count=2, compress=None, **options):
     return runs.run(kvstore, count, program=[sys.executable, str(program)], **options)
 
 
-FAILS, IS_LOST = "raise UsageError('no room')", "os.kill(os.getpid(), 9)"
+FAILS, IS_LOST = "raise UsageError(None, None, 'no room')", "os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.parametrize(
