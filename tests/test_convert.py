@@ -249,7 +249,12 @@ def operations(F, x, y, words):
         F.reshape(x, (-1, 9), reverse=True),
         F.slice_like(F.flatten(x), y, axes=(1,)),
     )
-    yield from (F.one_hot(words, 7), F.take(y, F.zeros_like(words)), F.pick(y, F.ones_like(y).sum(axis=1) / 3))
+    yield from (
+        F.one_hot(words, 7),
+        F.take(y, F.zeros_like(words)),
+        F.pick(y, F.ones_like(y).sum(axis=1) / 3),
+        F.topk(y, k=2),
+    )
     yield from (F.depth_to_space(x, 2), F.broadcast_like(x.sum(axis=1, keepdims=True), x), F.add_n(y, y, y), F.erf(y))
     yield from (
         F.GroupNorm(x, F.ones((2,)), F.zeros((2,)), num_groups=2),
@@ -267,7 +272,7 @@ def test_operators_with_several_inputs_and_outputs_give_the_same_results_in_both
     shapes = (4, 9, 9), (6,), (5,)
     files = gluon_files(tmp_path, Operations(), *(nd.ones((2, *shape)) for shape in shapes))
     given = check(files, tmp_path, *shapes)
-    assert [sample.inputs[0].shape[0] for sample in given.samples] == [1, 4, 2] and len(given.samples[0].outputs) > 50
+    assert [sample.inputs[0].shape[0] for sample in given.samples] == [1, 4, 2] and len(given.samples[0].outputs) > 40
 
 
 def called_twice():
@@ -321,8 +326,11 @@ def test_networks_exported_under_set_np_are_converted_to_every_format(tmp_path):
 @pytest.mark.parametrize("to", TARGETS)
 def test_labels_are_dropped_and_float16_becomes_float32(to, tmp_path):
     x = mx.sym.FullyConnected(mx.sym.Cast(mx.sym.var("data"), dtype="float16"), num_hidden=3, name="fc")
-    module = mx.mod.Module(mx.sym.SoftmaxOutput(mx.sym.Cast(x, dtype="float32"), name="softmax"))
-    module.bind([("data", (2, 6))], [("softmax_label", (2,))])
+    module = mx.mod.Module(
+        mx.sym.SoftmaxOutput(mx.sym.Cast(x, dtype="float32"), mx.sym.Flatten(mx.sym.var("label")), name="softmax"),
+        label_names=["label"],
+    )
+    module.bind([("data", (2, 6))], [("label", (2,))])
     module.init_params(mx.init.Normal())
     module.save_checkpoint(str(tmp_path / "net"), 1)
     symbol, params = tmp_path / "net-symbol.json", tmp_path / "net-0001.params"
@@ -413,8 +421,9 @@ def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
     (tmp_path / "text").write_text("text")
     out = ("--to", "gluon", tmp_path / "net")
     for arguments, expected in (
-        ((runs / "lenet", "--input", "1,28,28", *out), "--input"),
-        ((symbol, params, *out), "--input"),
+        ((runs / "lenet", "--input", "1,28,28", *out), "input"),
+        ((symbol, params, *out), "input"),
+        ((symbol, params, "--input", "4", "--input", "9", *out), "'data'"),
         ((symbol, params, "--input", "4,x", *out), "--input: '4,x'"),
         ((symbol, params, "--input", "4,5", *out), "--input 4,5: "),
         ((symbol, tmp_path / "none", "--input", "4,9,9", *out), "none does not exist"),

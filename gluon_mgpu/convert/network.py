@@ -30,11 +30,11 @@ BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 TRUE = ("True", "true", "1")  # how the graph file represents true
 FLOATS = ("float16", "float32", "float64")
-# Layers that have a second input, the labels, for training; and the operators that compute their outputs
-LOSSES = {
-    "SoftmaxOutput": "softmax",
-    "LogisticRegressionOutput": "sigmoid",
-    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), "_copy"),
+# Layers for training, whose second input is the labels; and what they compute from the first one
+LOSSES: dict[str, tuple[str, dict[str, str]]] = {
+    "SoftmaxOutput": ("SoftmaxActivation", {"mode": "instance"}),
+    "LogisticRegressionOutput": ("sigmoid", {}),
+    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy", {})),
 }
 
 Shape = tuple[int, ...]
@@ -171,8 +171,6 @@ def from_files(symbol_file: str | Path, params_file: str | Path, *shapes: Shape)
         advice = f"give one shape for each array of the graph that is not in {params_file}: {names}"
         raise UsageError("input", given or None, advice)
     try:
-        n = RANDOM_BATCHES[0]
-        network.graph = _without_losses(network.graph, network.shapes([(n, *shape) for shape in shapes]))
         words, random = _words(network.graph), np.random.default_rng(0)
         for n, grown in zip(RANDOM_BATCHES, (False, False, True)):
             sizes = _grown(network, n, shapes) if grown else [(n, *shape) for shape in shapes]
@@ -192,7 +190,7 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
         if not Path(file).is_file():
             raise UsageError(None, file, "does not exist")
     try:
-        graph = json.loads(mx.sym.load(str(symbol_file)).tojson())
+        graph = _without_losses(json.loads(mx.sym.load(str(symbol_file)).tojson()))
         attrs = json.loads(Path(symbol_file).read_text(encoding="utf-8")).get("attrs", {})
         graph["attrs"].update(is_np_shape=attrs.get("is_np_shape", ["int", 0]))
     except (mx.MXNetError, ValueError) as error:
@@ -220,26 +218,23 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
             gamma = params.get(nodes[node["inputs"][1][0]]["name"])
             if gamma is not None:
                 gamma[:] = 1  # MXNet ignores the file's value
-    losses = [node for node in nodes if node["op"] in LOSSES]
-    labels = {nodes[i]["name"] for node in losses for i, *_ in node["inputs"][1:]}
-    names = [node["name"] for node in nodes if node["op"] == "null"]
-    inputs = {name for name in names if name not in params and name not in labels}
+    inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in params}
     network.inputs = sorted(inputs, key=lambda name: (len(name), name))  # data0, data1, ..., data10
     return network
 
 
-def _without_losses(graph: Graph, shapes: list[list[Shape]]) -> Graph:
-    """Replace layers that compute losses by what they output, so that their labels are no longer inputs."""
-    for node, outputs in zip(graph["nodes"], shapes):
+def _without_losses(graph: Graph) -> Graph:
+    """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
+    for node in graph["nodes"]:
         if node["op"] in LOSSES:
-            attrs = node.pop("attrs", {})
-            if node["op"] == "SoftmaxOutput":
-                last = attrs.get("preserve_shape") in TRUE
-                if len(outputs[0]) > 2 and not last and attrs.get("multi_output") not in TRUE:
-                    raise ValueError(f"SoftmaxOutput layer {node['name']!r} has more than two axes")
-                node["attrs"] = {"axis": "-1" if last else "1"}
-            node.update(op=LOSSES[node["op"]], inputs=node["inputs"][:1])
-    return json.loads(mx.sym.load_json(json.dumps(graph)).tojson())  # without the labels
+            attrs = node.get("attrs", {})
+            op, new_attrs = LOSSES[node["op"]]
+            if attrs.get("preserve_shape") in TRUE:
+                op, new_attrs = "softmax", {"axis": "-1"}
+            elif attrs.get("multi_output") in TRUE:
+                new_attrs = {"mode": "channel"}
+            node.update(op=op, attrs=new_attrs, inputs=node["inputs"][:1])
+    return json.loads(mx.sym.load_json(json.dumps(graph)).tojson())  # without nodes that are no longer used
 
 
 def _words(graph: Graph) -> dict[str, int]:

@@ -73,10 +73,6 @@ class Node:
     def rank(self) -> int:
         return len(self.inputs[0][0])
 
-    @property
-    def channels(self) -> int:
-        return self.inputs[0][0][1]
-
     def code(self, *inputs: str) -> str:
         """Generate code that applies the operator to inputs, which are expressions.
 
@@ -330,9 +326,9 @@ def pad(node: Node, x: str) -> str:
     return call("F.pad", x, widths, mode=mode, value=_unless(0.0, node.value("constant_value", 0.0)))
 
 
-def reshape(node: Node, x: str) -> str:
+def reshape(node: Node, x: str, *like: str) -> str:
     node.read |= {"shape", "newshape", "reverse", "order", "lhs_begin", "lhs_end", "rhs_begin", "rhs_end"}
-    sizes = node.shape(x)
+    sizes = node.shape(x, *like)
     if sizes.count(-1) > 1:
         raise ValueError("more than one size is computed from the sizes of its input")
     unknown = [size for size in sizes if isinstance(size, str)]
@@ -415,12 +411,12 @@ def expand(node: Node, x: str, *like: str) -> str:
 
 
 def depth_to_space(node: Node, x: str) -> str:
-    b, (n, h, w) = node.value("block_size"), (f"{x}.shape[{i}]" for i in (0, 2, 3))
+    b, (n, c, h, w) = node.value("block_size"), (f"{x}.shape[{i}]" for i in range(4))
     if node.op == "depth_to_space":
-        y = call(f"{x}.reshape", n, b, b, node.channels // b**2, h, w)
-        return call(f"{call(f'{y}.permute', 0, 3, 4, 1, 5, 2)}.reshape", n, -1, f"{h} * {b}", f"{w} * {b}")
-    y = call(f"{x}.reshape", n, node.channels, f"{h} // {b}", b, f"{w} // {b}", b)
-    return call(f"{call(f'{y}.permute', 0, 3, 5, 1, 2, 4)}.reshape", n, -1, f"{h} // {b}", f"{w} // {b}")
+        blocks = f"{call(f'{x}.reshape', n, b, b, -1, h, w)}.permute(0, 3, 4, 1, 5, 2)"
+        return call(f"{blocks}.reshape", n, -1, f"{h} * {b}", f"{w} * {b}")
+    blocks = f"{call(f'{x}.reshape', n, c, f'{h} // {b}', b, f'{w} // {b}', b)}.permute(0, 3, 5, 1, 2, 4)"
+    return call(f"{blocks}.reshape", n, -1, f"{h} // {b}", f"{w} // {b}")
 
 
 def softmax(node: Node, x: str) -> str:
@@ -472,6 +468,13 @@ def arg_reduction(node: Node, x: str) -> str:
     axis = 1 if node.op == "argmax_channel" else node.value("axis")
     code = call(f"{x}.{function}", axis, keepdim=_unless(False, node.flag("keepdims")))
     return code if node.op.startswith("_npi") else f"{code}.to({x}.dtype)"
+
+
+def topk(node: Node, x: str) -> str:
+    result = 1 if node.word("ret_typ", "indices", "value") == "indices" else 0
+    largest = _unless(True, not node.flag("is_ascend"))
+    code = f"{call(f'{x}.topk', node.value('k', 1), node.value('axis', -1), largest=largest)}[{result}]"
+    return f"{code}.to({x}.dtype)" if result else code
 
 
 def l2_normalization(node: Node, x: str) -> str:
@@ -625,6 +628,7 @@ OPERATORS: dict[str, str | Callable[..., str]] = {
     **dict.fromkeys(("softmax", "log_softmax", "SoftmaxActivation"), softmax),
     **dict.fromkeys(("dot", "batch_dot", "_linalg_gemm2", "_npi_matmul", "_np_dot"), matrix_product),
     **dict.fromkeys(("argmax", "argmin", "argmax_channel", "_npi_argmax", "_npi_argmin"), arg_reduction),
+    "topk": topk,
     "norm": norm,
     "_np_cumsum": "{0}.cumsum({axis})",
     "cumsum": "{0}.cumsum({axis})",

@@ -223,7 +223,8 @@ class _Module:
         if node.frozen:
             self.layers.append(f"self.{node.name}.weight.requires_grad_(False)  # as in MXNet, always 1")
         for k, (name, array) in enumerate(node.state.items()):
-            description = f"{self.constants[params[min(k, len(params) - 1)]]} {'' if len(params) > 1 else k}"
+            same = len(params) == len(node.state)  # an RNN has one array for all of its parameters
+            description = self.constants[params[k]] if same else f"{self.constants[params[0]]}[{k}]"
             if description in self.owners:
                 self.layers.append(f"self.{name} = self.{self.owners[description]}  # shared, as in MXNet")
             else:
