@@ -118,7 +118,7 @@ class Network:
         errors = [0.0]
         for sample, outputs in zip(self.samples, found):
             for expected, output in zip(sample.outputs, outputs):
-                if output.shape not in (expected.shape, expected.shape or (1,)):
+                if output.shape != expected.shape:
                     raise Error(f"scores have shape {output.shape} instead of {expected.shape}; nothing was written")
                 rows = np.atleast_1d(expected).astype(np.float64)
                 rows = rows.reshape(len(rows), -1)

@@ -31,7 +31,7 @@ options["dynamic_axes"] = {
 try:
     torch.onnx.export(net, tuple(list(samples.values())[-1]), base + ".onnx", dynamo=False, **options)
 except Exception as error:
-    sys.exit(f"error: {str(error).strip().splitlines()[0]}")
+    sys.exit(f"error: {str(error).strip().splitlines()[0].partition('. Please')[0]}")
 """
 
 

@@ -66,7 +66,7 @@ class Node:
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
     frozen: bool = False  # whether the layer's weight is constant
-    nested: bool = False  # whether the layer returns (output, state), where an LSTM's state is a tuple
+    nested: bool = False  # whether the layer returns (output, state)
     read: set[str] = field(default_factory=set)  # the attributes that were used
 
     @property

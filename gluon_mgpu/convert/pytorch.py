@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import mxnet as mx
 import numpy as np
@@ -120,7 +121,7 @@ class _Module:
         self.forward: list[str] = []  # code that applies them
         self.state: dict[str, np.ndarray] = {}
         self.owners: dict[str, str] = {}  # {description of a constant: its name in the state dict}
-        self.names: dict[str, str] = {}  # {description of a layer: its name in the module}
+        self.names: dict[tuple[Any, ...], str] = {}  # {description of a layer: its name in the module}
         self.taken = set(TAKEN)
         self._write()
 
@@ -158,16 +159,21 @@ class _Module:
             return [entries[0], *states], entries[1:2]
         return (entries[:1], entries[1:]) if node["op"] in LAYERS else (entries, [])
 
-    def _write(self) -> None:
-        heads: list[Entry] = [(i, output) for i, output, *_ in self.network.graph["heads"]]
-        steps, last_use = set[int](), dict.fromkeys(heads, len(self.nodes))
+    def _steps(self, heads: list[Entry]) -> tuple[list[int], dict[Entry, int]]:
+        """The nodes that the outputs need, in order; and for each entry, the last node that uses it."""
+        steps, last_use = list[int](), dict.fromkeys(heads, len(self.nodes))
         for i in reversed(range(len(self.nodes))):
-            if self.nodes[i]["op"] != "null" and (i, 0) not in self.constants:
-                if any((i, output) in last_use for output in range(len(self.shapes[0][i]))):
-                    steps.add(i)
-                    for entry in self._operands(i)[0]:
-                        last_use.setdefault(entry, i)
-        owners = [_block(self.nodes[i]["name"]) for i in sorted(steps) if self._operands(i)[1]]
+            needed = any((i, output) in last_use for output in range(len(self.shapes[0][i])))
+            if needed and self.nodes[i]["op"] != "null" and (i, 0) not in self.constants:
+                steps.insert(0, i)
+                for entry in self._operands(i)[0]:
+                    last_use.setdefault(entry, i)
+        return steps, last_use
+
+    def _write(self) -> None:
+        heads = [(i, output) for i, output, *_ in self.network.graph["heads"]]
+        steps, last_use = self._steps(heads)
+        owners = [_block(self.nodes[i]["name"]) for i in steps if self._operands(i)[1]]
         prefix = os.path.commonprefix(owners)  # the network's name, with which all of these names begin
         self.prefix = prefix[: prefix.rfind("_") + 1]
         used = {"self", "torch", "nn", "F"}
@@ -177,7 +183,7 @@ class _Module:
         names = itertools.chain("xyz", (f"x{i}" for i in itertools.count(3)))
         new_names = (name for name in names if name not in {*used, *self.arguments})
         free: list[str] = []  # variables whose value is no longer needed
-        for i in sorted(steps):
+        for i in steps:
             operands, params = self._operands(i)
             node = self._node(i, operands, params)
             code = node.code(*(variables.get(entry) or self._parameter(entry) for entry in operands))
@@ -188,14 +194,13 @@ class _Module:
                 if entry in last_use:
                     variables[entry] = free.pop() if free else next(new_names)
             targets = [variables.get(entry, "_") for entry in entries]
-            target = ", ".join(targets)
-            if node.nested and len(targets) > 1:
-                target = f"{targets[0]}, " + ("_" if {*targets[1:]} == {"_"} else _tuple(targets[1:]))
-            if code != target:
-                self.forward.append(f"{target} = {code}")
+            if node.nested:  # (output, state), where the state of an LSTM is a tuple
+                states = targets[1:] if {*targets[1:]} - {"_"} else ["_"]
+                targets[1:] = [f"({', '.join(states)})" if len(states) > 1 else states[0]]
+            if code != targets[0]:
+                self.forward.append(f"{', '.join(targets)} = {code}")
             self._add_layer(node, params)
-        results = [variables.get(entry) or self._parameter(entry) for entry in heads]
-        self.result = ", ".join(results)
+        self.result = ", ".join(variables.get(entry) or self._parameter(entry) for entry in heads)
 
     def _node(self, i: int, operands: list[Entry], params: list[Entry]) -> Node:
         node, layer = self.nodes[i], ""
@@ -204,16 +209,18 @@ class _Module:
         if not all(entry in self.constants for entry in params):
             raise refuse(node, "PyTorch", "its parameters are computed from the network's input")
         inputs = [[shapes[j][output] for shapes in self.shapes] for j, output in operands]
-        if node["op"] in LAYERS and not (node["op"] == "LeakyReLU" and not params):
-            description = str(
-                (node["op"], node.get("attrs"), [self.constants[entry] for entry in params], len(inputs[0][0]))
-            )
-            if description not in self.names:
-                self.names[description] = _identifier(_block(node["name"]).removeprefix(self.prefix), self.taken)
-            layer = self.names[description]
-        outputs = list(zip(*(shapes[i] for shapes in self.shapes)))
+        if params:
+            key = node["op"], str(node.get("attrs")), *(self.constants[entry] for entry in params), len(inputs[0][0])
+            if key not in self.names:
+                self.names[key] = self._name(node)
+            layer = self.names[key]
+        outputs = [list(shapes) for shapes in zip(*(shapes[i] for shapes in self.shapes))]
         arrays = [self._value(entry) for entry in params]
-        return Node(node["op"], node["name"], node.get("attrs", {}), layer, inputs, list(map(list, outputs)), arrays)
+        return Node(node["op"], node["name"], node.get("attrs", {}), layer, inputs, outputs, arrays)
+
+    def _name(self, node: dict[str, Any]) -> str:
+        """A new name for a layer or a parameter, similar to its name in the graph."""
+        return _identifier(_block(node["name"]).removeprefix(self.prefix), self.taken)
 
     def _add_layer(self, node: Node, params: list[Entry]) -> None:
         line = f"self.{node.name} = {node.layer}"
@@ -232,24 +239,16 @@ class _Module:
 
     def _parameter(self, entry: Entry) -> str:
         """The code for a constant that is not a layer's parameter. Creates it if necessary."""
-        description = self.constants[entry]
+        description, node = self.constants[entry], self.nodes[entry[0]]
         if description not in self.owners:
-            name, array = (
-                _identifier(self.nodes[entry[0]]["name"].removeprefix(self.prefix), self.taken),
-                self._value(entry),
-            )
+            name, array = self._name(node), self._value(entry)
             self.owners[description], self.state[name] = name, array
-            if array.dtype == np.float32 and self.nodes[entry[0]]["op"] == "null":
-                self.layers.append(f"self.{name} = nn.Parameter(torch.zeros({array.shape}))")
-            else:
-                self.layers.append(
-                    f'self.register_buffer("{name}", torch.zeros({array.shape}, dtype=torch.{array.dtype}))'
-                )
+            zeros = f"torch.zeros({array.shape}, dtype=torch.{array.dtype})"
+            trained = node["op"] == "null" and array.dtype == np.float32
+            self.layers.append(
+                f"self.{name} = nn.Parameter({zeros})" if trained else f'self.register_buffer("{name}", {zeros})'
+            )
         return f"self.{self.owners[description]}"
-
-
-def _tuple(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"({', '.join(words)})"
 
 
 def _block(name: str) -> str:
