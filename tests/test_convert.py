@@ -426,7 +426,7 @@ def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
         ((symbol, params, "--input", "4", "--input", "9", *out), "'data'"),
         ((symbol, params, "--input", "4,x", *out), "--input: '4,x'"),
         ((symbol, params, "--input", "4,5", *out), "--input 4,5: "),
-        ((symbol, tmp_path / "none", "--input", "4,9,9", *out), "none does not exist"),
+        ((symbol, tmp_path / "none", "--input", "4,9,9", *out), "none: does not exist"),
         ((tmp_path / "text", params, "--input", "4,9,9", *out), "text"),
         ((symbol, tmp_path / "text", "--input", "4,9,9", *out), "text"),
         ((tmp_path / "none", *out), "is not a run"),
