@@ -326,10 +326,8 @@ def test_networks_exported_under_set_np_are_converted_to_every_format(tmp_path):
 @pytest.mark.parametrize("to", TARGETS)
 def test_labels_are_dropped_and_float16_becomes_float32(to, tmp_path):
     x = mx.sym.FullyConnected(mx.sym.Cast(mx.sym.var("data"), dtype="float16"), num_hidden=3, name="fc")
-    module = mx.mod.Module(
-        mx.sym.SoftmaxOutput(mx.sym.Cast(x, dtype="float32"), mx.sym.Flatten(mx.sym.var("label")), name="softmax"),
-        label_names=["label"],
-    )
+    label = mx.sym.Reshape(mx.sym.var("label"), shape=(-1,))
+    module = mx.mod.Module(mx.sym.SoftmaxOutput(mx.sym.Cast(x, dtype="float32"), label), label_names=["label"])
     module.bind([("data", (2, 6))], [("label", (2,))])
     module.init_params(mx.init.Normal())
     module.save_checkpoint(str(tmp_path / "net"), 1)
