@@ -28,8 +28,6 @@ DEFAULTS = {
     "layout": ("NCW", "NCHW", "NCDHW"),
     "mode": ("training", "clip", "instance"),
     "sample_type": ("nearest",),
-    "squeeze_axis": ("0",),
-    "lstm_state_clip_nan": ("False",),
 }
 
 
@@ -107,7 +105,7 @@ class Node:
             if default is ...:
                 raise ValueError(f"{key} is missing")
             return default
-        value = {"true": True, "false": False}[text] if text in ("true", "false") else ast.literal_eval(text)
+        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text.replace("L", "")))  # (2L, 2L)
         value = tuple(value) if isinstance(value, list) else value
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not (type(number) in (bool, int, float) and math.isfinite(number)):
@@ -136,7 +134,8 @@ class Node:
         return tuple(sorted(set(range(self.rank)) - set(axes))) if self.flag("exclude") else axes
 
     def shape(self, *inputs: str) -> list[int | str]:
-        """The output's shape as code: a number if it is the same for all samples, or else a size of one of the inputs.
+        """The output's shape as code: a number if it is the same for all samples, or else a size of one of the inputs,
+        or a product of some.
 
         A size that is neither is written as -1.
         """
@@ -150,11 +149,16 @@ class Node:
             if len(set(column)) == 1:
                 result.append(column[0])
                 continue
-            k = next((k for k, (_, sizes) in enumerate(sources) if sizes == column), None)
-            result.append(-1 if k is None else sources[k][0])
-            if k is not None:
-                del sources[: k + 1]  # axes keep their order
+            spans = [(k, k + n) for n in range(1, len(sources) + 1) for k in range(len(sources) - n + 1)]
+            equal = [(k, end) for k, end in spans if _products(sources[k:end]) == column]
+            result.append(" * ".join(name for name, _ in sources[slice(*equal[0])]) if equal else -1)
+            if equal:
+                del sources[: equal[0][1]]  # axes keep their order
         return result
+
+
+def _products(sources: list[tuple[str, Shape]]) -> Shape:
+    return tuple(math.prod(sizes) for sizes in zip(*(column for _, column in sources)))
 
 
 class _Template(string.Formatter):
@@ -329,10 +333,12 @@ def pad(node: Node, x: str) -> str:
 def reshape(node: Node, x: str, *like: str) -> str:
     node.read |= {"shape", "newshape", "reverse", "order", "lhs_begin", "lhs_end", "rhs_begin", "rhs_end"}
     sizes = node.shape(x, *like)
+    computed = [size for size in sizes if isinstance(size, str)]
     if sizes.count(-1) > 1:
         raise ValueError("more than one size is computed from the sizes of its input")
-    unknown = [size for size in sizes if isinstance(size, str)]
-    return call(f"{x}.reshape", *(-1 if [size] == unknown and -1 not in sizes else size for size in sizes))
+    if computed and -1 not in sizes and (len(computed) == 1 or "*" in computed[-1]):
+        sizes[sizes.index(computed[-1])] = -1
+    return call(f"{x}.reshape", *sizes)
 
 
 def zeros(node: Node, x: str) -> str:
