@@ -21,6 +21,7 @@ LESSONS = {
     "gluon": ("replicas", "stats", "seeds"),
     "asynchrony": ("timing", "overlap"),
     "batch-size": ("rate",),
+    "what-came-after": ("reduce_scatter", "all_gather", "zero1", "buckets"),
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)

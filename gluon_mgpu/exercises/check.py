@@ -46,9 +46,9 @@ def check(name: str, code: str, path: str) -> str | None:
     """
     import mxnet as mx
 
-    from gluon_mgpu.exercises import cases, checks
+    from gluon_mgpu.exercises import cases, checks, sharding
 
-    run_cases, ours = getattr(checks, name), (cases, checks)
+    run_cases, ours = getattr(checks, name), (cases, checks, sharding)
     unchanged = [{**vars(module)} for module in ours]
     module, wanted = ModuleType(name), exercises.answer_of(name).name
     call, returned = "", None

@@ -14,6 +14,7 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, copies, recording, shown, values
+from gluon_mgpu.exercises.sharding import all_gather, buckets, reduce_scatter, zero1  # noqa: F401
 
 K = 3  # devices in the exercises on Gluon
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
