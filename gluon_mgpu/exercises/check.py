@@ -145,7 +145,7 @@ def _run(path: str, seconds: float, show: Callable[..., object]) -> tuple[Mistak
     def on_line(line: str) -> None:
         text, found, result = line.partition(key)
         if text:
-            show(text, end="", flush=True)
+            show(text.rstrip("\n"), flush=True)
         if found:
             results.append(json.loads(result))
 
