@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -18,6 +19,7 @@ def run(module: str, command: str, program: str | None = None) -> None:
 
     program: the program's name in messages; None: `python` followed by the script's path.
     """
+    _open_closed_streams()
     try:
         function = getattr(importlib.import_module(module), command)
     except KeyboardInterrupt:
@@ -27,6 +29,16 @@ def run(module: str, command: str, program: str | None = None) -> None:
             traceback.print_exc()
         sys.exit(f"error: {errors.line_of(error)}")
     function(prog_name=program)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that is closed, or a data file would get its number, and what MXNet
+    prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
 
 
 if __name__ == "__main__":

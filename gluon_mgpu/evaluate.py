@@ -59,6 +59,9 @@ def load(
     replicas = implementations.replicas(impl, ctx, settings)
     parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
     records.restore(replicas, parameters, folder)
+    broken = [name for name, array in parameters.items() if not np.isfinite(array).all()]
+    if broken:
+        log.say(f"{folder}: the parameters {', '.join(broken)} are not finite, so its scores mean nothing")
     name = implementations.name_of(replicas.lesson)
     return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({name}) after {position}, on {ctx}")
 

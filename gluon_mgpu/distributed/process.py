@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import socket
 import struct
@@ -84,6 +85,8 @@ def require(kvstore: str) -> Process:
             "horovod": f"start it with `horovodrun --gloo -np 2 {train}`",
             "dist_sync": f"start it with `{launch} -- {train}`; for several machines, see docs/distributed.md",
         }
+        if not importlib.util.find_spec("horovod"):
+            how_to_start["horovod"] = f"Horovod is not installed: run `make horovod`, then {how_to_start['horovod']}"
         use = errors.setting("kvstore", here.kvstore)
         other = f"this process was started as {here} of a {here.kvstore} run; use {use}"
         raise UsageError("kvstore", kvstore, how_to_start.get(kvstore, other))

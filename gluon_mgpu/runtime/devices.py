@@ -92,14 +92,14 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:
     """If `device` is "auto" and training runs on CPU contexts, print why. Call this when training starts."""
     if device == "auto" and ctx[0].device_type == "cpu":
-        log.say(f"{_why_no_gpu()}: using {len(ctx)} CPU context{'s'[: len(ctx) > 1]}")
+        log.say(f"training on {len(ctx)} CPU context{'s'[: len(ctx) > 1]}, because {_why_no_gpu()}")
 
 
 def _why_no_gpu() -> str:
     import mxnet as mx
 
     if not mx.runtime.Features().is_enabled("CUDA"):
-        return "the installed MXNet was built without CUDA"
+        return "the installed MXNet is the build for CPUs"
     return "this machine has no GPU that MXNet can use"
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from gluon_mgpu.training.batches import Pending, batches, shuffled
 from gluon_mgpu.training.interrupt import CtrlC, as_keyboard_interrupt
 from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings
+
+PLATEAU = 0.99 * math.log(10)  # the loss of guessing one of ten classes is log(10)
 
 Build = Callable[[Settings, list[Context], Workers], Replicas]
 
@@ -160,6 +163,10 @@ class Training:
             except Interrupted:
                 raise Interrupted(folder.interrupt(self.replicas, position)) from None
         folder.end(position)
+        if settings.profile and self.first:
+            log.say(f"wrote {settings.profile}, which ui.perfetto.dev and chrome://tracing open, and a picture of it")
+        if settings.tensorboard and self.first:
+            log.say(f"to see the logs, run `tensorboard --logdir {folder.folder}`")
         return position.history
 
     def _train_epoch(self) -> None:
@@ -228,6 +235,11 @@ class Training:
         if self.first:
             epoch = position.history[-1]
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
+            if epoch.train_loss > PLATEAU and epoch.epoch in (1, self.settings.epochs):
+                log.say(
+                    f"the mean loss {epoch.train_loss:.2f} is that of guessing: this network starts on a plateau, which "
+                    "it leaves after a few hundred steps; more steps or a larger learning rate help"
+                )
 
 
 class Progress:

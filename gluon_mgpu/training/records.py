@@ -113,7 +113,7 @@ class RunFolder:
         self.drawn = 0.0  # time.monotonic() when curves.png was last drawn
 
     def __enter__(self) -> RunFolder:
-        if self.folder.is_dir():
+        if os.path.isdir(self.folder):  # Path.is_dir fails for a name that is too long
             try:
                 self._lock()
             except BaseException:
