@@ -95,15 +95,12 @@ class Network:
 
     def free_axes(self) -> dict[str, dict[int, str]]:
         """For each input: the axes that can have different sizes, with a name for the size, such as n, h and w."""
-        columns = zip(*(sample.inputs for sample in self.samples))
-        return {
-            name: {
-                axis: "n" if axis == 0 else "hw"[axis - 2] if len(arrays[0].shape) == 4 and axis > 1 else f"size{axis}"
-                for axis, sizes in enumerate(zip(*(X.shape for X in arrays)))
-                if len(set(sizes)) > 1
-            }
-            for name, arrays in zip(self.inputs, columns)
-        }
+        found = {}
+        for name, arrays in zip(self.inputs, zip(*(sample.inputs for sample in self.samples))):
+            names = "nchw" if arrays[0].ndim == 4 else ("n", *(f"size{axis}" for axis in range(1, arrays[0].ndim)))
+            sizes = zip(*(X.shape for X in arrays))
+            found[name] = {axis: names[axis] for axis, values in enumerate(sizes) if len(set(values)) > 1}
+        return found
 
     def of_one_size(self) -> Network:
         """The same network, with the samples that differ only in their batch size."""

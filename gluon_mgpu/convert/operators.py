@@ -26,7 +26,7 @@ HARMLESS = """cudnn_off cudnn_tune ctx dtype input_dim key ndev no_bias num_args
     sparse_grad state_outputs workspace""".split()
 DEFAULTS = {
     "layout": ("NCW", "NCHW", "NCDHW"),
-    "mode": ("training", "clip", "instance"),
+    "mode": ("training",),
     "sample_type": ("nearest",),
 }
 

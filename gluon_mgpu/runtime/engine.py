@@ -60,6 +60,9 @@ FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 # These bind the worker threads of all contexts to the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
+LEAST_STACK = 1 << 20  # bytes; with 64 KiB, MXNet's OpenMP threads overflow their stacks
+UNITS = {"b": 1, "": 1 << 10, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}  # of OMP_STACKSIZE
+
 
 class Plan(NamedTuple):
     """What to prepare MXNet for. contexts: number of contexts that compute at the same time; None: several.
@@ -182,6 +185,10 @@ def check_environment() -> None:
             most = MOST if least else 2**31 - 1
             if not (re.fullmatch("[0-9]{1,10}", number) and least <= int(number) <= most):
                 raise UsageError(name, value, f"must be from {least} to {most}; unset it to use MXNet's default")
+    for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
+        size = re.fullmatch(r"\s*(\d{1,12})\s*([bkmg]?)\s*", os.environ.get(name, ""), re.IGNORECASE)
+        if size and int(size[1]) * UNITS[size[2].lower()] < LEAST_STACK:
+            raise UsageError(name, os.environ[name], "MXNet's threads need at least 1M; unset it")
     value = os.environ.get("MXNET_ENGINE_TYPE", ENGINES[0])
     if value not in ENGINES:
         advice = f"must be one of {', '.join(ENGINES)}; unset it to use MXNet's default"
