@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
 .PHONY: train demo test test-processors test-processors-quick test-slow test-faults test-network torture test-cuda \
-    test-packages test-all parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint audit \
+    test-packages test-all old-books parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint audit \
     install dev torch clean help
 .DELETE_ON_ERROR:
 
@@ -76,6 +76,12 @@ bench: install  ## compare speed and memory with the notebook's own code
 
 bench-peers: torch  ## compare speed and memory with PyTorch (results in build/bench)
 	$(BIN)/python scripts/bench.py peers --out build/bench
+
+# d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
+D2L := 0.17.6
+old-books: install  ## install gluonbook, d2lzh and d2l, which programs for "Dive into Deep Learning" import: D2L=0.11.4
+	$(PIP) --editable '.[old-books]'
+	$(PIP) --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==$(D2L)
 
 horovod: install  ## build and install Horovod, for training on several machines
 	@$(BIN)/python scripts/build_horovod.py

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -140,6 +140,11 @@ def _say_what_is_not_called(made: Replicas) -> None:
         log.say(f"with these settings, a step does not call your own {', '.join(skipped)} in {name_of(made.lesson)}")
 
 
+def _array_names(count: int) -> Sequence[str]:
+    """The names in checkpoints of the arrays of a lesson's own network, in the order of the layers."""
+    return LENET if count == len(LENET) else [f"p{i}" for i in range(count)]
+
+
 class ArrayReplicas(Replicas):
     """Replicas of a lesson like `scratch`: the model is one list of arrays per device, and the rule is the learning
     rate."""
@@ -154,8 +159,7 @@ class ArrayReplicas(Replicas):
             raise UsageError("model", settings.model, advice)
         params = lesson.init_params()
         self.model = [lesson.get_params(params, c) for c in self.ctx]
-        names = LENET if len(params) == len(LENET) else [f"p{i}" for i in range(len(params))]
-        self.arrays = [dict(zip(names, params)) for params in self.model]
+        self.arrays = [dict(zip(_array_names(len(params)), params)) for params in self.model]
         like = self.model if settings.momentum else [[] for _ in self.ctx]
         self.momentum = [[nd.zeros_like(p) for p in params] for params in like]
         if settings.grad_accum_steps > 1:
@@ -219,7 +223,8 @@ class GluonReplicas(Replicas):
             self.net.hybridize(static_alloc=True, static_shape=True)
         self.model = self._tuned()
         params = self.net._collect_params_with_prefix()
-        named = dict(zip(network.names or params, params.values()))
+        names = _array_names(len(params)) if settings.model == "lenet" else network.names or params
+        named = dict(zip(names, params.values()))
         self.trained = [p for p in named.values() if p.grad_req != "null"]
         if settings.grad_accum_steps > 1:
             for p in self.trained:

@@ -51,7 +51,7 @@ PROFILE = """
 import gluon_mgpu
 gluon_mgpu.configure(2)
 import mxnet as mx
-from gluon_mgpu import partition, scratch
+from gluon_mgpu import implementations, partition, scratch
 ctx = [mx.cpu(0), mx.cpu(1)]
 X, y = mx.nd.random.uniform(shape=(256, 1, 28, 28)), mx.nd.zeros(256)
 {setup}

@@ -13,7 +13,7 @@ import pytest
 from lenet64 import scores
 from mxnet import autograd, gluon, nd
 from parity import drift
-from printed import call, error
+from printed import call
 from test_partition import batch, contexts, parameters
 
 from gluon_mgpu import evaluate, highlevel, implementations, networks, scratch
@@ -268,8 +268,8 @@ class TestOwnLesson:
         path.write_text(path.read_text().replace("    return -nd.pick", "    1 / 0\n    return -nd.pick"))
         line = path.read_text().splitlines().index("    1 / 0") + 1
         words = [f"--impl={path}", "--dataset=synthetic", "--limit=300", "--device=cpu"]
-        said = error(capsys, train_command, *words, status=1)
-        assert f"{path}, line {line}: ZeroDivisionError" in said
+        status, _, said = call(capsys, train_command, *words)
+        assert status == 1 and f"{path}, line {line}: ZeroDivisionError" in said.splitlines()[-1]
 
     @pytest.mark.parametrize(
         "old, new",

@@ -10,7 +10,7 @@ from gluon_mgpu.runtime.errors import UsageError
 
 
 class Shape(click.ParamType):
-    """The shape of one image, such as 1,28,28."""
+    """The shape of one input, such as 1,28,28."""
 
     name = "sizes"
 
@@ -40,29 +40,44 @@ class Shape(click.ParamType):
 )
 @common.option(
     "--input",
+    multiple=True,
     type=Shape(),
     metavar="C,H,W",
-    help="Shape of one input image of NET, without the batch dimension, such as 1,28,28.",
+    help="Shape of one input of NET, without the batch dimension, such as 1,28,28. If NET has several inputs, repeat "
+    "the option for each of them.",
 )
-@common.settings("data_dir")
+@common.settings(
+    *("impl", "data_dir"),
+    impl={
+        "default": None,
+        "help": "Implementation that computes the scores of RUN to compare with. Default: the run's implementation.",
+    },
+)
 def convert(
-    sources: tuple[str, ...], prefix: str, to: str, input: tuple[int, ...] | None, data_dir: str | None
+    sources: tuple[str, ...],
+    prefix: str,
+    to: str,
+    input: tuple[tuple[int, ...], ...],
+    impl: str | None,
+    data_dir: str | None,
 ) -> None:
-    """Convert the network of a run, or any network that Gluon exported.
+    """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote.
 
     RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
-    scores for the run's test images, or for random images, must match MXNet's scores within a relative error of 1e-5.
+    scores for the run's test images, or for random inputs, must match MXNet's scores within a relative error of 1e-5.
     """
     if len(sources) not in (1, 2):
-        raise UsageError("convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
-    if (len(sources) == 2) != (input is not None):
-        raise UsageError("--input is required with NET-symbol.json and NET-0000.params; omit it with RUN")
+        raise UsageError(None, None, "convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
+    if (len(sources) == 2) != bool(input):
+        raise UsageError("input", None, "required with NET-symbol.json and NET-0000.params; omit it with RUN")
+    if len(sources) == 2 and impl is not None:
+        raise UsageError("impl", impl, "only for a RUN; omit it")
     engine.configure(1)  # before `convert` imports mxnet
     from gluon_mgpu import convert as conversion
 
     conversion.check_prefix(to, prefix)
-    if input is None:
-        network = conversion.from_run(sources[0], data_dir=data_dir)
+    if len(sources) == 1:
+        network = conversion.from_run(sources[0], impl, data_dir)
     else:
-        network = conversion.from_files(sources[0], sources[1], input)
+        network = conversion.from_files(sources[0], sources[1], *input)
     click.echo(conversion.save(network, to, prefix))

@@ -41,10 +41,10 @@ def preparation(command: Any) -> Any:
     return command
 
 
-def settings_of(strict_numpy: bool, **options: Any) -> prepare.Settings:
+def settings_of(strict_numpy: bool, **options: Any) -> prepare.Preparation:
     if options["data_dir"]:  # a notebook runs in its own folder
         options["data_dir"] = os.path.abspath(options["data_dir"])
-    return prepare.Settings(numpy_names=not strict_numpy, **options)
+    return prepare.Preparation(numpy_names=not strict_numpy, **options)
 
 
 @click.command(
@@ -74,12 +74,12 @@ def run(
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:
         if arguments:
-            raise UsageError(f"{arguments[0]}: a notebook takes no arguments; omit it")
+            raise UsageError(None, arguments[0], "a notebook takes no arguments; omit it")
         context.exit(0 if notebook.run(program, out, settings) else 1)
     if out:
-        raise UsageError(f"--out {out}: works only with notebooks; omit it")
+        raise UsageError("out", out, "works only with notebooks; omit it")
     if not is_module and program != "-" and not os.path.exists(program):
-        raise UsageError(f"{program} does not exist")
+        raise UsageError(None, program, "no such file")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
     environment = prepare.environment(settings)

@@ -33,17 +33,19 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
     """
     path, packages = Path(prefix), TARGETS[to].PACKAGES
     if os.path.basename(prefix) in ("", ".", ".."):
-        raise UsageError(f"{prefix or repr(prefix)}: must end with a name, such as {path / 'lenet'}")
+        raise UsageError(None, prefix or repr(prefix), f"must end with a name, such as {path / 'lenet'}")
     if to == "pytorch" and (not path.name.isidentifier() or keyword.iskeyword(path.name)):
-        raise UsageError(f"{prefix}: cannot be the name of a Python module; use a name such as lenet")
+        raise UsageError(None, prefix, "cannot be the name of a Python module; use a name such as lenet")
     if not path.parent.is_dir():
-        raise UsageError(f"{prefix}: folder {path.parent} does not exist")
+        raise UsageError(None, prefix, f"folder {path.parent} does not exist")
     files = [Path(prefix + suffix) for suffix in TARGETS[to].SUFFIXES]
     for file in files:
         if os.path.lexists(file):
-            raise UsageError(f"{prefix}: {file} already exists; use another prefix")
+            raise UsageError(None, prefix, f"{file} already exists; use another prefix")
     if not all(map(importlib.util.find_spec, packages)):
-        raise UsageError(f"to={to}: required packages are missing; run `pip install {' '.join(packages)}`")
+        raise UsageError(
+            "to", to, f"required packages are missing: {', '.join(packages)}; docs/convert.md shows how to install them"
+        )
     return files
 
 
@@ -61,7 +63,7 @@ def save(network: Network, to: str, prefix: str) -> str:
         with tempfile.TemporaryDirectory(prefix=".convert-", dir=files[0].parent) as folder:
             base = os.path.join(folder, Path(prefix).name)
             target.write(network, base)
-            error = network.relative_error(target.scores(network, base))
+            error = network.relative_error(target.outputs(network, base))
             if not error <= TOLERANCE:  # also true for NaN
                 raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative); nothing was written")
             for suffix, file in zip(target.SUFFIXES, files):
@@ -71,7 +73,8 @@ def save(network: Network, to: str, prefix: str) -> str:
             file.unlink(missing_ok=True)
         reason = getattr(failure, "strerror", None) or str(failure).strip().splitlines()[-1]
         raise Error(f"{prefix}: cannot be written ({reason})") from None
+    count = sum(len(sample.inputs[0]) for sample in network.samples)
     return (
-        f"wrote {' and '.join(map(str, files))}; on {len(network.images)} images, scores differ from MXNet's by at "
-        f"most {error:.1e} (relative error)\n{target.USAGE.format(prefix=prefix, input=network.input)}"
+        f"wrote {' and '.join(map(str, files))}; on {count} inputs, scores differ from MXNet's by at most {error:.1e} "
+        f"(relative error)\n{target.USAGE.format(prefix=prefix, inputs=network.inputs)}"
     )

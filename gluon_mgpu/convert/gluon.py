@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import numpy as np
-from mxnet import nd
+import warnings
 
-from gluon_mgpu.convert.network import Network, predict
+import mxnet as mx
+import numpy as np
+from mxnet import gluon, nd
+
+from gluon_mgpu.convert.network import Network
 
 SUFFIXES = ("-symbol.json", "-0000.params")
 PACKAGES = ()
-USAGE = "load it with gluon.SymbolBlock.imports('{prefix}-symbol.json', ['{input}'], '{prefix}-0000.params')"
+USAGE = "load it with gluon.SymbolBlock.imports('{prefix}-symbol.json', {inputs}, '{prefix}-0000.params')"
 
 
 def write(network: Network, base: str) -> None:
     """Write BASE-symbol.json and BASE-0000.params."""
-    running = set(network.symbol.list_auxiliary_states())
-    network.symbol.save(f"{base}-symbol.json")
+    symbol = network.symbol
+    running = set(symbol.list_auxiliary_states())
+    symbol.save(f"{base}-symbol.json")
     arrays = {f"{'aux' if name in running else 'arg'}:{name}": array for name, array in network.params.items()}
-    nd.save(f"{base}-0000.params", arrays)
+    with network.np_shape():
+        nd.save(f"{base}-0000.params", arrays)
 
 
-def scores(network: Network, base: str) -> np.ndarray:
-    """Load the written files and compute the scores of the network's images."""
-    return predict(f"{base}-symbol.json", f"{base}-0000.params", network.input, network.batches())
+def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
+    """Load the written files, and compute the outputs for each of the network's samples."""
+    with network.np_shape(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MXNet warns if the graph does not specify its input's type
+        files = f"{base}-symbol.json", network.inputs, f"{base}-0000.params"
+        block = gluon.SymbolBlock.imports(*files, ctx=mx.cpu(), ignore_extra=True)
+        results = [block(*map(nd.array, sample.inputs)) for sample in network.samples]
+        return [[Y.asnumpy() for Y in (Ys if isinstance(Ys, (list, tuple)) else [Ys])] for Ys in results]

@@ -1,144 +1,275 @@
-"""An exported Gluon network: its graph, its parameters, and images with the scores that a conversion must reproduce."""
+"""A network to convert: its graph, its parameters, and inputs with the outputs that a conversion must reproduce.
+
+Nodes of the graph are identified by their index, because several can have the same name: a block that is called twice
+writes two nodes with its name.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import math
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import gluon, nd
 from mxnet.ndarray import NDArray
+from mxnet.util import np_shape
 
 from gluon_mgpu import evaluate, highlevel, implementations
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
-RANDOM_IMAGES = 8
-BATCH_SIZE = 100
-TRUE = ("True", "1")  # how the graph file represents true
+BATCH_SIZE = 100  # of test images
+RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
+TRUE = ("True", "true", "1")  # how the graph file represents true
+FLOATS = ("float16", "float32", "float64")
+# Layers for training, whose second input is the labels; and what they compute from the first one
+LOSSES: dict[str, tuple[str, dict[str, str]]] = {
+    "SoftmaxOutput": ("SoftmaxActivation", {"mode": "instance"}),
+    "LogisticRegressionOutput": ("sigmoid", {}),
+    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy", {})),
+}
+
+Shape = tuple[int, ...]
+Graph = dict[str, Any]  # the contents of a graph file
+
+
+class Sample(NamedTuple):
+    """Inputs of a network, float32, and its outputs in MXNet."""
+
+    inputs: tuple[np.ndarray, ...]
+    outputs: list[np.ndarray]
 
 
 @dataclass
 class Network:
-    """A network that maps a batch of images (n, ...) to a batch of scores (n, ...)."""
+    """A network that maps one or more inputs to one or more outputs."""
 
-    symbol: mx.sym.Symbol
-    params: dict[str, NDArray]  # float32; running statistics are included
-    input: str  # the name of the input
-    images: np.ndarray  # float32
-    expected: np.ndarray  # MXNet's scores for the images
+    graph: Graph
+    params: dict[str, NDArray]  # float32 or integers; running statistics are included
+    inputs: list[str]  # names of the inputs
+    samples: list[Sample]  # with different batch sizes, and different image sizes if the network accepts them
 
     @property
-    def nodes(self) -> list[dict[str, Any]]:
-        """The graph's nodes, in topological order: operators, parameters and the input."""
-        return json.loads(self.symbol.tojson())["nodes"]
+    def symbol(self) -> mx.sym.Symbol:
+        return mx.sym.load_json(json.dumps(self.graph))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns {name: shape} for the input, the parameters and the operators with one output, for a batch of 1."""
-        internals = self.symbol.get_internals()
-        _, shapes, _ = internals.infer_shape(**{self.input: (1, *self.images.shape[1:])})
-        return {name.removesuffix("_output"): shape for name, shape in zip(internals.list_outputs(), shapes)}
+    def np_shape(self) -> Any:
+        """A context in which a shape of () means a scalar, if the network was exported under npx.set_np()."""
+        return np_shape(bool(self.graph["attrs"].get("is_np_shape", ["int", 0])[1]))
 
-    def batches(self) -> Iterator[np.ndarray]:
-        """The images, in batches of different sizes."""
-        yield self.images[:1]
-        for start in range(1, len(self.images), BATCH_SIZE):
-            yield self.images[start : start + BATCH_SIZE]
+    def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
+        """Compute the outputs with MXNet."""
+        return self.evaluate(self.symbol, dict(zip(self.inputs, map(nd.array, inputs))))
 
-    def relative_error(self, found: np.ndarray) -> float:
-        """The largest |found - expected| / |expected| of any image, where |x| is the Euclidean norm."""
-        if found.shape != self.expected.shape:
-            raise Error(f"scores have shape {found.shape} instead of {self.expected.shape}; nothing was written")
-        expected = self.expected.reshape(len(found), -1).astype(np.float64)
-        difference = np.linalg.norm(found.reshape(expected.shape) - expected, axis=1)
-        return float(np.max(difference / np.maximum(np.linalg.norm(expected, axis=1), np.finfo(np.float32).tiny)))
+    def evaluate(self, symbol: mx.sym.Symbol, values: dict[str, NDArray]) -> list[np.ndarray]:
+        """Compute part of the graph with MXNet. values: the inputs that are not parameters."""
+        with self.np_shape():
+            outputs = nd.CachedOp(symbol)(*({**self.params, **values}[name] for name in symbol.list_inputs()))
+            return [output.asnumpy() for output in (outputs if isinstance(outputs, list) else [outputs])]
+
+    def shapes(self, inputs: Iterable[Shape]) -> list[list[Shape]]:
+        """Infer the shapes of each node's outputs from the inputs' shapes. Raises ValueError or MXNetError."""
+        known = {**{name: array.shape for name, array in self.params.items()}, **dict(zip(self.inputs, inputs))}
+        nodes = [{**node, "name": f"{i}_{node['name']}"} for i, node in enumerate(self.graph["nodes"])]
+        symbol = mx.sym.load_json(json.dumps({**self.graph, "nodes": nodes})).get_internals()
+        names = {nodes[i]["name"]: node["name"] for i, node in enumerate(self.graph["nodes"]) if node["op"] == "null"}
+        with self.np_shape(), contextlib.redirect_stdout(io.StringIO()):  # MXNet prints the arguments if it fails
+            _, shapes, _ = symbol.infer_shape(**{i: known[name] for i, name in names.items() if name in known})
+        if shapes is None:
+            raise ValueError("the shapes inside the network cannot be inferred")
+        result: list[list[Shape]] = [[] for _ in nodes]
+        for name, shape in zip(symbol.list_outputs(), shapes):  # name: such as 12_dense0_fwd_output
+            result[int(name.split("_")[0])].append(shape)
+        for node, [shape, *_] in zip(self.graph["nodes"], result):
+            if "reshape" in node["op"].lower() and math.prod(shape) != math.prod(result[node["inputs"][0][0]][0]):
+                raise ValueError(f"{node['op']} layer {node['name']!r} has a fixed shape")  # MXNet would crash
+        return result
+
+    def free_axes(self) -> dict[str, dict[int, str]]:
+        """For each input: the axes that can have different sizes, with a name for the size, such as n, h and w."""
+        columns = zip(*(sample.inputs for sample in self.samples))
+        return {
+            name: {
+                axis: "n" if axis == 0 else "hw"[axis - 2] if len(arrays[0].shape) == 4 and axis > 1 else f"size{axis}"
+                for axis, sizes in enumerate(zip(*(X.shape for X in arrays)))
+                if len(set(sizes)) > 1
+            }
+            for name, arrays in zip(self.inputs, columns)
+        }
+
+    def of_one_size(self) -> Network:
+        """The same network, with the samples that differ only in their batch size."""
+        sizes = [[X.shape[1:] for X in sample.inputs] for sample in self.samples]
+        return replace(self, samples=[sample for sample, size in zip(self.samples, sizes) if size == sizes[0]])
+
+    def relative_error(self, found: list[list[np.ndarray]]) -> float:
+        """The largest |found - expected| / |expected| of any image, where |x| is the Euclidean norm.
+
+        found: the outputs for each sample. Raises Error if their shapes are wrong.
+        """
+        errors = [0.0]
+        for sample, outputs in zip(self.samples, found):
+            for expected, output in zip(sample.outputs, outputs):
+                if output.shape != expected.shape:
+                    raise Error(f"scores have shape {output.shape} instead of {expected.shape}; nothing was written")
+                rows = np.atleast_1d(expected).astype(np.float64)
+                rows = rows.reshape(len(rows), -1)
+                difference = np.linalg.norm(output.reshape(rows.shape) - rows, axis=1)
+                errors.append(np.max(difference / np.maximum(np.linalg.norm(rows, axis=1), np.finfo(np.float32).tiny)))
+        return float(np.max(errors))  # NaN if one of them is
 
 
 def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
     """The error for an operator that cannot be converted. repr keeps line breaks in names out of the message."""
-    return UsageError(f"{node['op']!r} layer {node['name']!r} cannot be converted to {target}{why and ': '}{why}")
+    reason = f"cannot be converted to {target}{why and ': '}{why}"
+    return UsageError(None, f"{node['op']!r} layer {node['name']!r}", reason)
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
     """Load a run's network, with test images and the scores that impl computes (None: the run's own implementation).
 
-    Raises UsageError if the network is not a HybridBlock. Other exceptions: see `evaluate.load` and
-    `evaluate.held_out`.
+    impl: "scratch", "highlevel" or a lesson file. Raises UsageError if the network is not a HybridBlock. Other
+    exceptions: see `evaluate.load` and `evaluate.held_out`.
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
     settings = replace(trained.settings, tune=False, hybridize=True)
-    plain = implementations.GluonReplicas(highlevel, [mx.cpu()], settings)
+    own = isinstance(trained.replicas, implementations.GluonReplicas)
+    plain = implementations.GluonReplicas(trained.replicas.lesson if own else highlevel, [mx.cpu()], settings)
     if not isinstance(plain.net, gluon.HybridBlock):
-        raise UsageError(f"{folder}: {trained.settings.model} is not a HybridBlock, so it cannot be converted")
+        raise UsageError(None, folder, f"{trained.settings.model} is not a HybridBlock, so it cannot be converted")
     plain.load_state_dict(trained.parameters)
     plain.predict(nd.zeros((1, 1, 28, 28)))  # export needs a graph
     with tempfile.TemporaryDirectory() as temporary:
         plain.net.export(f"{temporary}/net")
-        symbol, params = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
-    return Network(symbol, params, "data", np.divide(images, 255, dtype=np.float32), evaluate.scores(trained, images))
+        network = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
+    scores, starts = evaluate.scores(trained, images), [0, *range(1, len(images), BATCH_SIZE), len(images)]
+    network.samples = [
+        Sample((np.divide(images[start:end], 255, dtype=np.float32),), [scores[start:end]])
+        for start, end in zip(starts, starts[1:])
+    ]
+    return network
 
 
-def from_files(symbol_file: str | Path, params_file: str | Path, shape: tuple[int, ...]) -> Network:
-    """Load a network that HybridBlock.export wrote, and draw random images in [0, 1).
+def from_files(symbol_file: str | Path, params_file: str | Path, *shapes: Shape) -> Network:
+    """Load a network that HybridBlock.export or Module.save_checkpoint wrote, and draw random inputs.
 
-    shape: the shape of one image, such as (1, 28, 28). If the network has an Embedding layer, each "image" is a
-    sequence of random word indices, with a shape such as (35,) for 35 words.
-    Raises UsageError if the files do not contain such a network, or if it does not accept images of this shape.
+    shapes: the shape of each input without its first axis, which is the batch, such as (3, 224, 224). Inputs are
+    numbers in [0, 1), or random word indices if an Embedding layer uses them. Labels are not inputs: a network that
+    ends with SoftmaxOutput is converted to one that ends with softmax. Floating-point numbers become float32.
+    Raises UsageError if the files do not contain such a network, or if it does not accept these shapes.
     """
-    symbol, params = _read(symbol_file, params_file)
-    inputs = [name for name in symbol.list_inputs() if name not in params]
-    if len(inputs) != 1 or len(symbol.list_outputs()) != 1:
-        raise UsageError(
-            f"{symbol_file}: only networks with one input and one output can be converted; this network has "
-            f"{len(symbol.list_outputs())} outputs and {len(inputs)} inputs that are not in {params_file}: "
-            f"{', '.join(map(repr, inputs[:3]))}"
-        )
-    images = np.random.default_rng(0).random((RANDOM_IMAGES, *shape), np.float32)
-    nodes = json.loads(symbol.tojson())["nodes"]
-    words = [int(node["attrs"]["input_dim"]) for node in nodes if node["op"] == "Embedding"]
-    if words:
-        images = np.floor(images * min(words))
+    network = _read(symbol_file, params_file)
+    given = ";".join(",".join(map(str, shape)) for shape in shapes)
+    if len(network.inputs) != len(shapes):
+        names = ", ".join(map(repr, network.inputs[:5])) + ", ..." * (len(network.inputs) > 5)
+        advice = f"give one shape for each array of the graph that is not in {params_file}: {names}"
+        raise UsageError("input", given or None, advice)
     try:
-        expected = predict(symbol_file, params_file, inputs[0], [images])
-        return Network(symbol, params, inputs[0], images, expected)
+        words, random = _words(network.graph), np.random.default_rng(0)
+        for n, grown in zip(RANDOM_BATCHES, (False, False, True)):
+            sizes = _grown(network, n, shapes) if grown else [(n, *shape) for shape in shapes]
+            inputs = [random.random(size, np.float32) for size in sizes]
+            inputs = [np.floor(X * words[name]) if name in words else X for name, X in zip(network.inputs, inputs)]
+            network.shapes(sizes)
+            network.samples.append(Sample(tuple(inputs), network.predict(inputs)))
     except (mx.MXNetError, ValueError) as error:
-        sizes = ",".join(map(str, shape))
-        raise UsageError(f"input={sizes}: {symbol_file} does not accept this shape ({_last_line(error)})") from None
+        advice = f"{symbol_file} does not accept a batch of {n} inputs of this shape ({_last_line(error)})"
+        raise UsageError("input", given, advice) from None
+    return network
 
 
-def predict(symbol_file: str | Path, params_file: str | Path, input: str, batches: Iterable[np.ndarray]) -> np.ndarray:
-    """Load an exported network with Gluon, and compute its scores for batches of images."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MXNet warns if the graph does not specify its input's type
-        block = gluon.SymbolBlock.imports(str(symbol_file), [input], str(params_file), mx.cpu(), ignore_extra=True)
-    return np.concatenate([block(nd.array(X)).asnumpy() for X in batches])
-
-
-def _read(symbol_file: str | Path, params_file: str | Path) -> tuple[mx.sym.Symbol, dict[str, NDArray]]:
+def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
+    """Load a network without samples."""
     for file in (symbol_file, params_file):
         if not Path(file).is_file():
-            raise UsageError(f"{file} does not exist")
+            raise UsageError(None, file, "does not exist")
     try:
-        symbol, arrays = mx.sym.load(str(symbol_file)), nd.load(str(params_file))
+        graph = _without_losses(json.loads(mx.sym.load(str(symbol_file)).tojson()))
+        attrs = json.loads(Path(symbol_file).read_text(encoding="utf-8")).get("attrs", {})
+        graph["attrs"].update(is_np_shape=attrs.get("is_np_shape", ["int", 0]))
+    except (mx.MXNetError, ValueError) as error:
+        raise UsageError(None, symbol_file, f"not the graph of a network ({_last_line(error)})") from None
+    network = Network(graph, {}, [], [])
+    try:
+        with network.np_shape():
+            arrays = nd.load(str(params_file))
     except mx.MXNetError as error:
-        raise UsageError(f"{symbol_file}, {params_file}: not an exported network ({_last_line(error)})") from None
-    if not isinstance(arrays, dict) or any(array.dtype != np.float32 for array in arrays.values()):
-        raise UsageError(f"{params_file}: only named float32 parameters can be converted")
-    params = {name.removeprefix("arg:").removeprefix("aux:"): array for name, array in arrays.items()}
-    nodes = json.loads(symbol.tojson())["nodes"]
+        raise UsageError(None, params_file, f"not a file of parameters ({_last_line(error)})") from None
+    if arrays and not isinstance(arrays, dict):
+        raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
+    params = network.params = {
+        name.removeprefix("arg:").removeprefix("aux:"): array.astype("float32")
+        if np.dtype(array.dtype).name in FLOATS
+        else array
+        for name, array in dict(arrays).items()
+    }
+    nodes = graph["nodes"]
     for node in nodes:
-        if node["op"] == "BatchNorm" and node.get("attrs", {}).get("fix_gamma", "True") in TRUE:
+        attrs = node.get("attrs", {})
+        attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
+        attrs.pop("__dtype__", None)
+        if node["op"] == "BatchNorm" and attrs.get("fix_gamma", "True") in TRUE:
             gamma = params.get(nodes[node["inputs"][1][0]]["name"])
             if gamma is not None:
                 gamma[:] = 1  # MXNet ignores the file's value
-    return symbol, params
+    inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in params}
+    network.inputs = sorted(inputs, key=lambda name: (len(name), name))  # data0, data1, ..., data10
+    return network
+
+
+def _without_losses(graph: Graph) -> Graph:
+    """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
+    for node in graph["nodes"]:
+        if node["op"] in LOSSES:
+            attrs = node.get("attrs", {})
+            op, new_attrs = LOSSES[node["op"]]
+            if attrs.get("preserve_shape") in TRUE:
+                op, new_attrs = "softmax", {"axis": "-1"}
+            elif attrs.get("multi_output") in TRUE:
+                new_attrs = {"mode": "channel"}
+            node.update(op=op, attrs=new_attrs, inputs=node["inputs"][:1])
+    return json.loads(mx.sym.load_json(json.dumps(graph)).tojson())  # without nodes that are no longer used
+
+
+def _words(graph: Graph) -> dict[str, int]:
+    """For each input of which an Embedding layer looks up the values: the smallest number of words."""
+    nodes, found = graph["nodes"], dict[str, int]()
+    for node in nodes:
+        if node["op"] == "Embedding":
+            pending = [node["inputs"][0][0]]
+            while pending:
+                source = nodes[pending.pop()]
+                pending += [i for i, *_ in source["inputs"]]
+                if source["op"] == "null":
+                    count = int(node["attrs"]["input_dim"])
+                    found[source["name"]] = min(count, found.get(source["name"], count))
+    return found
+
+
+def _grown(network: Network, n: int, shapes: tuple[Shape, ...]) -> list[Shape]:
+    """Shapes of a batch of n inputs, with larger images or longer sequences if the network accepts them."""
+
+    def grow(axes: Iterable[int]) -> list[Shape]:
+        by = {axis: 32 * max(axis - 1, 1) for axis in axes}
+        return [(n, *(size + by.get(axis, 0) for axis, size in enumerate(shape, 1))) for shape in shapes]
+
+    def accepted(axes: Iterable[int]) -> bool:
+        try:
+            return bool(network.shapes(grow(axes)))
+        except (mx.MXNetError, ValueError):
+            return False
+
+    axes = [axis for axis in range(1, max(map(len, shapes), default=0) + 1) if accepted([axis])]
+    return grow(axes if accepted(axes) else [])
 
 
 def _last_line(error: Exception) -> str:

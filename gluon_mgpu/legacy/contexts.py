@@ -17,7 +17,7 @@ CPU = 1  # MXNet's number for CPU contexts
 
 
 def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
-    """Change how the imported mxnet creates contexts. gpus, map_gpus: see `prepare.Settings`."""
+    """Change how the imported mxnet creates contexts. gpus, map_gpus: see `prepare.Preparation`."""
     Context = mx.context.Context
     original = Context.__init__
     there_are_gpus = mx.context.num_gpus() > 0

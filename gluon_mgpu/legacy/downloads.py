@@ -27,6 +27,7 @@ from gluon_mgpu.runtime import files, log
 from gluon_mgpu.training import datasets
 
 SECONDS = 20  # time limit for a stalled download
+FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's functions raise if a download fails
 
 
 def replace(mx: ModuleType, data_dir: str | None) -> None:
@@ -35,19 +36,28 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
 
     gluon_download, old_download = mx.gluon.utils.download, mxnet.test_utils.download
 
-    def download(url: str, path: str | None = None, *args: Any, **options: Any) -> str:
+    # These have MXNet's signatures, because programs also pass `retries` by position.
+    def download(
+        url: str,
+        path: str | None = None,
+        overwrite: bool = False,
+        sha1_hash: str | None = None,
+        retries: int = 5,
+        verify_ssl: bool = True,
+    ) -> str:
         name = os.path.basename(url)
         path = os.path.expanduser(path or name)
         target = Path(path, name) if os.path.isdir(path) else Path(path)
-        return provide(url, target, data_dir, lambda: gluon_download(url, path, *args, **{**options, "retries": 1}))
+        once = functools.partial(gluon_download, url, path, overwrite, sha1_hash, 1, verify_ssl)
+        return provide(url, target, data_dir, once)
 
     def download_to(
-        url: str, fname: str | None = None, dirname: str | None = None, overwrite: bool = False, *_: Any, **__: Any
+        url: str, fname: str | None = None, dirname: str | None = None, overwrite: bool = False, retries: int = 5
     ) -> str:
         target = Path(dirname or "", fname or os.path.basename(url))
         if target.exists() and not overwrite:
             return str(target)
-        return provide(url, target, data_dir, lambda: old_download(url, fname, dirname, overwrite, retries=1))
+        return provide(url, target, data_dir, functools.partial(old_download, url, fname, dirname, overwrite, 1))
 
     for name, module in list(sys.modules.items()):
         if name.startswith("mxnet") and vars(module).get("download") is gluon_download:
@@ -88,7 +98,7 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
         return str(shutil.copy(place, target))
     try:
         return download()
-    except Exception as error:
+    except FAILURES as error:
         reason = "no connection" if isinstance(error, requests.ConnectionError) else type(error).__name__
         raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
 

@@ -1,44 +1,59 @@
 """Restores names and modules that programs from 2016 to 2022 use but that Python and NumPy have removed.
 
-A name that still exists is never replaced. All changes affect only this process.
+Only np.fromstring, which lost one of its modes, is replaced; any other name that still exists is left as it is. All
+changes affect only this process.
 """
 
 from __future__ import annotations
 
 import collections
 import collections.abc
+import ctypes
 import errno
+import gc
 import importlib.util
 import math
-import numbers
 import shlex
-import struct
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
-OWN = Path(__file__).parent
-# Modules that this package provides if they are not installed: {name: file}.
+# Modules that Python has removed: {name: file that replaces the module}.
 MODULES = {
-    **dict.fromkeys(("gluonbook", "d2lzh", "d2l", "d2l.mxnet"), OWN / "book.py"),
-    "imp": OWN / "imp.py",
+    "imp": Path(__file__).with_name("imp.py"),
     "xml.etree.cElementTree": Path(collections.__file__).parents[1] / "xml/etree/ElementTree.py",
 }
+# Packages of "Dive into Deep Learning": {module: what to install with `pip install --no-deps`}.
+BOOKS = {"gluonbook": "gluonbook==0.8.10", "d2lzh": "d2lzh==1.0.0", "d2l": "d2l==0.17.6"}
+
+
+class MissingBook(ModuleNotFoundError):
+    """A package in BOOKS is not installed. The message is one line that says how to install it."""
 
 
 class Modules:
-    """Finds MODULES. This finder is last on sys.meta_path, so that installed modules take precedence."""
+    """Finds MODULES, and raises MissingBook for BOOKS. This finder is last on sys.meta_path, so that installed modules
+    take precedence."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in MODULES:
-            return None
-        within: list[str] | None = [] if name == "d2l" else None  # d2l is a package that contains d2l.mxnet
-        return importlib.util.spec_from_file_location(name, MODULES[name], submodule_search_locations=within)
+        if name in BOOKS:
+            sys.excepthook = _show
+            pip = f"pip install 'gluon_mgpu[old-books]' && pip install --no-deps {BOOKS[name]}"
+            raise MissingBook(f"{name} is not installed: run `make old-books`, or `{pip}`", name=name)
+        return importlib.util.spec_from_file_location(name, MODULES[name]) if name in MODULES else None
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print a MissingBook as one line, and any other error as Python does."""
+    if isinstance(error, MissingBook):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def add_to_python() -> dict[str, Callable[[ModuleType], object]]:
@@ -74,6 +89,8 @@ def _base64(module: ModuleType) -> None:
 
 
 def _unittest(module: ModuleType) -> None:
+    for owner in (module, module.runner):
+        _add(owner, "_TextTestResult", module.TextTestResult)
     test = module.TestCase
     for old, new in (
         ("assertEquals", "assertEqual"),
@@ -104,7 +121,7 @@ RESTORE: dict[str, Callable[[ModuleType], object]] = {
 
 
 def add_to_numpy(np: ModuleType) -> None:
-    """Restore names that NumPy 1.20 to 2.4 removed."""
+    """Restore names that NumPy 1.20 to 2.4 removed, and the binary mode of `fromstring`."""
     from gluon_mgpu.runtime import numpy_names
 
     aliases = {"bool": bool, "int": int, "float": float, "complex": complex, "object": object, "str": str}
@@ -124,7 +141,7 @@ def add_to_numpy(np: ModuleType) -> None:
     types = {"bool8": np.bool_, "int0": np.intp, "uint0": np.uintp, "object0": np.object_, "str0": np.str_}
     types |= {"bytes0": np.bytes_, "void0": np.void, "cfloat": np.complex128, "singlecomplex": np.complex64}
     types |= {"longfloat": np.longdouble, "longcomplex": np.clongdouble, "clongfloat": np.clongdouble}
-    constants = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str}
+    constants = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str, "math": math}
     kinds = {"int": "bhilq", "uint": "BHILQ", "float": "efdg", "complex": "FDG", "others": "?OSUV"}
     sctypes = {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()}
     if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library parses printed numbers
@@ -139,16 +156,66 @@ def add_to_numpy(np: ModuleType) -> None:
         "sctypes": sctypes,
     }.items():
         _add(np, name, value)
+    _add(np.lib, "pad", np.pad)
+    _add_array_methods(np)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode was deprecated before it was removed
+            np.fromstring(b"", np.uint8)
+    except ValueError:
+        _read_bytes_from_strings(np)
+
+
+def _read_bytes_from_strings(np: ModuleType) -> None:
+    """Restore the binary mode of np.fromstring."""
+    from_text = np.fromstring
+
+    def fromstring(string: Any, dtype: Any = float, count: int = -1, sep: str = "") -> Any:
+        if sep:
+            return from_text(string, dtype, count, sep=sep)
+        return np.frombuffer(string, dtype, count).copy()
+
+    np.fromstring = fromstring  # type: ignore[attr-defined]
+
+
+def _add_array_methods(np: ModuleType) -> None:
+    """Restore methods of arrays that NumPy 2.0 to 2.3 removed."""
+    [attributes] = gc.get_referents(np.ndarray.__dict__)  # setattr does not work for classes written in C
+    for name, method in {
+        "tostring": lambda a, order="C": a.tobytes(order),
+        "ptp": lambda a, axis=None: a.max(axis) - a.min(axis),
+        "newbyteorder": lambda a, order="S": a.view(a.dtype.newbyteorder(order)),
+    }.items():
+        if not hasattr(np.empty(0), name):
+            attributes[name] = method
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(np.ndarray))  # makes Python forget that the names were missing
+
+
+def add_to_ipython(display: ModuleType) -> None:
+    """Restore the function of IPython.display that IPython 9 removed."""
+
+    def set_matplotlib_formats(*formats: str, **options: Any) -> None:
+        from matplotlib_inline import backend_inline  # imports IPython, so it cannot be imported earlier
+
+        backend_inline.set_matplotlib_formats(*formats, **options)
+
+    _add(display, "set_matplotlib_formats", set_matplotlib_formats)
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Repair MXNet functions that fail or lose precision because of changes in NumPy 2."""
+    """Repair what MXNet and its arrays no longer do with NumPy 2."""
     import numpy as np
 
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
-    if not hasattr(np.ndarray, "tostring"):
-        _replace_pack(mx.recordio)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this was deprecated before it was removed
+            float(np.zeros(1))
+    except TypeError:
+        from gluon_mgpu.legacy import arrays
+
+        arrays.replace_asnumpy(mx)
 
 
 def _keep_sums_in_float64(metric: Any) -> None:
@@ -163,33 +230,6 @@ def _keep_sums_in_float64(metric: Any) -> None:
         return property(lambda self: vars(self)[name], set_sum)
 
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
-
-
-def _replace_pack(recordio: Any) -> None:
-    """Replace the two functions of mx.recordio that call ndarray.tostring, which NumPy 2.3 removed."""
-    import numpy as np
-
-    pack = recordio.pack
-
-    def pack_arrays(header: Any, s: bytes) -> bytes:
-        header = recordio.IRHeader(*header)
-        if isinstance(header.label, numbers.Number):
-            return pack(header, s)
-        label = np.asarray(header.label, np.float32)
-        return struct.pack(recordio._IR_FORMAT, *header._replace(flag=label.size, label=0)) + label.tobytes() + s
-
-    def pack_img(header: Any, img: Any, quality: int = 95, img_fmt: str = ".jpg") -> bytes:
-        cv2, parameters = recordio.cv2, None
-        if img_fmt.upper() in (".JPG", ".JPEG"):
-            parameters = [cv2.IMWRITE_JPEG_QUALITY, quality]
-        elif img_fmt.upper() == ".PNG":
-            parameters = [cv2.IMWRITE_PNG_COMPRESSION, quality]
-        encoded, content = cv2.imencode(img_fmt, img, parameters)
-        if not encoded:
-            raise ValueError(f"img_fmt={img_fmt}: OpenCV cannot encode the image")
-        return pack_arrays(header, content.tobytes())
-
-    recordio.pack, recordio.pack_img = pack_arrays, pack_img
 
 
 def _add(owner: Any, name: str, value: Any) -> None:

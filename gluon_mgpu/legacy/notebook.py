@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gluon_mgpu.legacy import prepare
-from gluon_mgpu.runtime import files, log
+from gluon_mgpu.runtime import errors, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 KERNEL = "gluon_mgpu"
@@ -24,7 +24,7 @@ TITLE = "MXNet (gluon_mgpu)"
 ARGV = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
-def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
+def run(path: str, out: str | None, settings: prepare.Preparation) -> bool:
     """Execute all cells of a notebook, with its folder as the working directory, and save it with its outputs.
 
     Execution stops at the first cell that fails. Returns whether all cells succeeded.
@@ -40,13 +40,13 @@ def run(path: str, out: str | None, settings: prepare.Settings) -> bool:
 
     target = Path(out or path).absolute()
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise UsageError(f"out={target}: cannot write to the folder {target.parent}; use another folder")
+        raise UsageError("out", target, f"cannot write to the folder {target.parent}; use another folder")
     try:
         notebook: Any = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
     except Exception as error:  # nbformat raises many exception types for damaged files
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-        raise UsageError(f"{path}: cannot be read as a notebook ({reason})") from None
+        raise UsageError(None, path, f"cannot be read as a notebook ({reason})") from None
     client = nbclient.NotebookClient(
         notebook,
         timeout=None,  # a cell may train for hours
@@ -81,7 +81,7 @@ def _pass_on_interrupts(client: Any) -> None:
         loop.add_signal_handler(which, lambda: asyncio.ensure_future(client.km.interrupt_kernel()))
 
 
-def install_kernel(settings: prepare.Settings, prefix: str | None = None) -> str:
+def install_kernel(settings: prepare.Preparation, prefix: str | None = None) -> str:
     """Install a Jupyter kernel that runs this Python in a process that `prepare` has prepared. Returns the kernel's
     folder.
 
@@ -114,7 +114,9 @@ def uninstall_kernel() -> str:
     try:
         return str(KernelSpecManager().remove_kernel_spec(KERNEL))
     except (KeyError, NoSuchKernel):
-        raise UsageError("the kernel is not installed; `gluon-mgpu kernel install` installs it") from None
+        raise UsageError(
+            None, None, f"the kernel is not installed; `{errors.command('kernel install')}` installs it"
+        ) from None
 
 
 def _require(*packages: str) -> None:

@@ -19,13 +19,13 @@ from gluon_mgpu.legacy import names
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
-VARIABLE = "GLUON_MGPU_RUN"  # holds Settings as JSON
+VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
 MOST_GPUS = 64
 
 
 @dataclass(frozen=True)
-class Settings:
+class Preparation:
     """gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
     mx.context.num_gpus() returns 0. map_gpus: use CPU context i for mx.gpu(i) if there is no GPU. numpy_names: restore
     the names that NumPy has removed. data_dir: see `datasets.load`."""
@@ -37,10 +37,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.gpus is not None and not 1 <= self.gpus <= MOST_GPUS:
-            raise UsageError(f"gpus={self.gpus}: must be from 1 to {MOST_GPUS}")
+            raise UsageError("gpus", self.gpus, f"must be from 1 to {MOST_GPUS}")
 
 
-def environment(settings: Settings) -> dict[str, str]:
+def environment(settings: Preparation) -> dict[str, str]:
     """The environment variables with which to start a prepared program."""
     users = engine.users_environment()
     paths = [str(STARTUP), *filter(None, [users.get("PYTHONPATH")])]
@@ -53,11 +53,12 @@ def prepare() -> None:
     if text is None:
         return
     try:
-        settings = Settings(**json.loads(text))
+        settings = Preparation(**json.loads(text))
     except (ValueError, TypeError, UsageError) as error:
         print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
         os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
     after = names.add_to_python()
+    after["IPython.display"] = names.add_to_ipython
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     if settings.numpy_names:
         after["numpy"] = names.add_to_numpy
@@ -68,7 +69,7 @@ def prepare() -> None:
     engine.plan(contexts=settings.gpus or 1)
 
 
-def _prepare_mxnet(mx: ModuleType, settings: Settings) -> None:
+def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
     from gluon_mgpu.legacy import contexts, downloads
 
     downloads.replace(mx, settings.data_dir)

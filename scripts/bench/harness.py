@@ -43,7 +43,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 PACKAGES = {"mxnet": "MXNet", "mxnet-cu112": "MXNet", "numpy": "NumPy", "torch": "PyTorch"}
 
-Run = dict[str, list]  # {what was measured: one value per round}
+Rounds = dict[str, list]  # {what was measured: one value per round}
 Step = Callable[[Any, Any], list]  # a training step: takes X and y, returns the losses of each shard
 # Trains on the examples with these indices, in this order; returns the mean loss (None if unknown) and the seconds.
 Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
@@ -87,12 +87,12 @@ def start(name: str, job: Job) -> dict[str, Any]:
         raise Error(f"{name} failed: its last line of output is not a result: {last!r}") from None
 
 
-def measure(jobs: Mapping[Any, Job], rounds: int) -> dict[Any, Run]:
+def measure(jobs: Mapping[Any, Job], rounds: int) -> dict[Any, Rounds]:
     """Run jobs that return {what: value}. Returns {subject: {what: [value per round]}}.
 
     Each round runs every job once, so results from the same round can be compared even if the machine's speed changes.
     """
-    results: dict[Any, Run] = {subject: {} for subject in jobs}
+    results: dict[Any, Rounds] = {subject: {} for subject in jobs}
     with tqdm(total=rounds * len(jobs), unit=" run", leave=False, disable=None) as bar:
         for _ in range(rounds):
             for subject, job in jobs.items():
@@ -195,12 +195,12 @@ def three_digits(value: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
-def ratios(slow: Run, fast: Run) -> list[float]:
+def ratios(slow: Rounds, fast: Rounds) -> list[float]:
     """For each round, the step time of `slow` divided by the step time of `fast`."""
     return [a / b for a, b in zip(slow["step_ms"], fast["step_ms"])]
 
 
-def speed_table(title: str, rows: Iterable[tuple[str, int, Run, Mapping[str, Any]]]) -> list[str]:
+def speed_table(title: str, rows: Iterable[tuple[str, int, Rounds, Mapping[str, Any]]]) -> list[str]:
     """Format a table of steps. rows: name, batch size, run, and more columns, of text or of one ratio per round."""
     cells = []
     for name, size, run, columns in rows:

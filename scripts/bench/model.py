@@ -93,9 +93,9 @@ def run(folder: str | Path) -> dict[str, Any]:
     try:
         return _model(json.loads(path.read_bytes()))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; {measure}") from None
+        raise UsageError(None, path, f"{error.strerror}; {measure}") from None
     except (LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}: incomplete ({error!r}); {measure}") from None
+        raise UsageError(None, path, f"incomplete ({error!r}); {measure}") from None
 
 
 def _model(scaling: dict[str, Any]) -> dict[str, Any]:

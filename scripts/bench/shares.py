@@ -28,7 +28,7 @@ def run(rounds: int = 3, steps: int = 100) -> dict:
     Raises UsageError if this process may use only one core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise UsageError("shares: needs 2 cores, but this process may use only 1")
+        raise UsageError(None, None, "shares needs 2 cores, but this process may use only 1")
     env = harness.environment(harness.ONE_THREAD)
     launchers = {n: ("sh", "-c", LAUNCHER.format(programs=n, core=cores[1]), "sh") for n in PROGRAMS}
     jobs = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Run, Step, Train, ratios
+from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Rounds, Step, Train, ratios
 from gluon_mgpu.runtime import engine
 
 ENGINE = {  # {note: changed settings}
@@ -72,7 +72,7 @@ SUBJECTS: dict[str, list[Sequence[Subject]]] = {
 }
 
 
-def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Run]:
+def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Rounds]:
     """Time training steps; see `harness.time_steps`. steps: per run of LeNet with batch size 256."""
     return harness.measure({subject: subject.job(steps) for subject in subjects}, rounds)
 

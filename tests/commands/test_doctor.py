@@ -76,10 +76,10 @@ def test_doctor_runs_without_numpy_and_mxnet_and_says_what_to_install(bare):
 
 
 @pytest.mark.parametrize("command", ["train", "walkthrough", "batch-size"])
-def test_other_commands_without_numpy_fail_with_one_line(bare, command):
+def test_other_commands_without_numpy_and_mxnet_fail_with_one_line(bare, command):
     for program in ([ROOT / f"scripts/{command.replace('-', '_')}.py"], ["-m", "gluon_mgpu", command]):
         error = error_of(run(*program, **bare[0]))
-        assert f"numpy is not installed for {bare[0]['python']}" in error and "pip install numpy" in error
+        assert "is not installed" in error and "pip install" in error
 
 
 def test_commands_without_click_or_the_package_fail_with_one_line(bare):

@@ -34,7 +34,7 @@ def program(data, tmp_path):
     def run(text):
         folder, hashes = data
         folders = {"GLUON_MGPU_DATA": str(folder), "HOME": str(tmp_path), "MXNET_HOME": str(tmp_path / "mx")}
-        environment = {**prepare.environment(prepare.Settings()), **folders}
+        environment = {**prepare.environment(prepare.Preparation()), **folders}
         words = [sys.executable, "-c", START + textwrap.dedent(text), json.dumps(hashes)]
         return finished(*words, env=environment, cwd=tmp_path)
 
@@ -109,3 +109,20 @@ def test_any_other_download_that_fails_names_the_file_and_its_place(program, tmp
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1 and last.startswith("OSError: ") and "127.0.0.1:1/" in last
     assert str(tmp_path) in last and file in last
+
+
+def test_a_download_takes_its_arguments_by_position_as_mxnets_does(program, tmp_path):
+    (tmp_path / "served").write_text("content")
+    run = program("""
+        import functools, http.server, threading
+        import mxnet as mx, mxnet.test_utils
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=".")
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/served"
+        print(open(mx.gluon.utils.download(url, "first", True, None, 3, True)).read())
+        print(open(mx.test_utils.download(url, "second", None, True, 3)).read())
+        mx.gluon.utils.download(url, "first", False, "wrong", 3)
+    """)
+    assert run.stdout.count("content\n") == 2, run.stderr
+    assert run.returncode == 1 and "UserWarning" in run.stderr.splitlines()[-1]

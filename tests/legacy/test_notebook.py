@@ -174,6 +174,25 @@ def original(tmp_path, environment, install):
     return run
 
 
+GLUONBOOK = """  # what the original imports from the package of this name
+from mxnet.gluon.data import DataLoader
+from mxnet.gluon.data.vision import FashionMNIST, transforms
+
+def load_data_fashion_mnist(batch_size):
+    data = (FashionMNIST(train=train).transform_first(transforms.ToTensor()) for train in (True, False))
+    return [DataLoader(dataset, batch_size) for dataset in data]
+
+def sgd(params, lr, batch_size):
+    for param in params:
+        param[:] = param - lr * param.grad / batch_size
+
+def evaluate_accuracy(data_iter, net, ctx):
+    right = count = 0
+    for X, y in data_iter:
+        classes = net(X.as_in_context(ctx)).argmax(axis=1).asnumpy()
+        right, count = right + (classes == y.asnumpy()).sum(), count + len(y)
+    return right / count
+"""
 needs_originals = pytest.mark.skipif(not SHARED.exists(), reason="needs the original notebooks")
 
 
@@ -188,6 +207,7 @@ np.savez("step", *[array.asnumpy() for arrays in [params, *gpu_params, [X, y]] f
 
 @needs_originals
 def test_the_original_from_scratch_prints_the_books_values_and_its_step_is_numpys(original, tmp_path):
+    (tmp_path / "gluonbook.py").write_text(GLUONBOOK)
     text = original("multiple-gpus.ipynb", 2, "fashion-mnist", 512, STEP)
     bias, grad, *reduced, batch, half, other_half = arrays(text)
     for array, context in (bias, grad):

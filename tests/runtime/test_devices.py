@@ -1,7 +1,7 @@
 import mxnet as mx
 import pytest
 
-from gluon_mgpu.runtime import devices
+from gluon_mgpu.runtime import devices, splitting
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 
@@ -88,4 +88,4 @@ def test_a_gpu_that_mxnet_has_no_kernels_for_is_refused_by_name(monkeypatch, nam
     ],
 )
 def test_shards_are_in_proportion_to_the_shares(examples, shares, sizes):
-    assert devices.shard_sizes(examples, 3, shares) == sizes
+    assert splitting.shard_sizes(examples, 3, shares) == sizes
