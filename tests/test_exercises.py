@@ -10,10 +10,10 @@ import own_process
 import pytest
 
 from gluon_mgpu import UsageError, exercises
-from gluon_mgpu.exercises import check
+from gluon_mgpu.exercises import Mistake, check
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
-# replaces its function.
+# replaces its function, or edits to our solution: a line "< OLD", then a line "> NEW".
 ANSWERS = re.findall(
     r"^## (\w+): (\S+)\n(.*?)(?=^## |\Z)",
     Path(__file__).with_name("answers.txt").read_text(),
@@ -24,10 +24,22 @@ CORRECT = [(name, code) for name, mistake, code in ANSWERS if mistake == "correc
 CORRECT += [(name, "") for name in exercises.NAMES]  # our solutions
 
 
+def found(name, code, path="answer.py"):
+    """The mistake in a learner's code, or None."""
+    try:
+        check.check(name, code, path)
+    except Mistake as mistake:
+        check.report(path, name, mistake)  # the mistake must have an explanation
+        return mistake
+
+
 def diagnosed(name, code):
-    """The name of the mistake, or None, in code that follows our solution. Its report must be possible."""
-    mistake = check.check(name, f"{exercises.solution(name)}\n{code}", "answer.py")
-    check.report("answer.py", name, mistake)
+    """The name of the mistake, or None, in an answer: code that follows our solution, or edits to it."""
+    whole, edits = exercises.solution(name), re.findall(r"^< (.*)\n> (.*)", code, re.MULTILINE)
+    for old, new in edits:
+        assert old in whole
+        whole = whole.replace(old, new, 1)
+    mistake = found(name, whole if edits else f"{whole}\n{code}")
     return mistake and mistake.name
 
 
@@ -43,7 +55,7 @@ def test_a_correct_answer_passes(name, code):
 
 @pytest.mark.parametrize("name", exercises.NAMES)
 def test_what_start_writes_is_an_unfinished_answer(name):
-    assert check.check(name, exercises.skeleton(name), "answer.py").name == "unfinished"
+    assert found(name, exercises.skeleton(name)).name == "unfinished"
 
 
 def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
@@ -55,7 +67,8 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
         planted = {mistake for exercise, mistake, _ in PLANTED if exercise == name}
         assert mistakes <= planted <= mistakes | texts.defaults().keys()
     everywhere = {mistake for _, mistake, _ in PLANTED}
-    assert texts.defaults().keys() - everywhere == {"time-limit", "failed-operator"}  # tested below
+    tested_below = {"time-limit", "failed-operator", "ended-early", "changes-check"}
+    assert texts.defaults().keys() - everywhere == tested_below
 
 
 def test_an_operator_that_fails_later_is_reported():
@@ -72,10 +85,52 @@ def split_and_load(data, ctx):
 
 @pytest.mark.parametrize("name, instead", check.TORCH.items())
 def test_a_name_that_only_a_pytorch_tensor_has_is_translated(name, instead):
-    assert hasattr(mx.nd.NDArray, re.search(r"\.(\w+)", instead)[1])
+    assert all(hasattr(mx.nd.NDArray, method) for method in re.findall(r"[xy]\.(\w+)", instead))
     code = exercises.solution("allreduce") + f"    data[0].{name}\n"
-    mistake = check.check("allreduce", code, "answer.py")
+    mistake = found("allreduce", code)
     assert mistake.name == "error" and f"'{name}'" in mistake.case and mistake.case.endswith(f"{instead} in MXNet")
+
+
+WRONG = "def allreduce(data): pass\n"
+
+
+@pytest.mark.parametrize(
+    "code, mistake",
+    [
+        (WRONG + "import os; os._exit(0)", "ended-early"),
+        (WRONG + "import sys; sys.exit(0)", "ended-early"),
+        (WRONG + "raise KeyboardInterrupt", "ended-early"),
+        (WRONG + "import os; os.execvp('true', ['true'])", "ended-early"),
+        (WRONG + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended-early"),
+        ("def allreduce(data):\n    import os\n    print('answer.py: correct')\n    os._exit(0)", "ended-early"),
+        (WRONG + "import sys; print('null'); sys.stdout.close()", "not-in-place"),
+        (WRONG + "import numpy; numpy.allclose = lambda *args, **kwargs: True", "not-in-place"),
+        (WRONG + "from gluon_mgpu.exercises import checks; checks.allreduce = lambda answer: None", "not-in-place"),
+        (
+            WRONG + "from gluon_mgpu.exercises import checks; checks.compare = checks.copies = lambda *args: []",
+            "changes-check",
+        ),
+    ],
+)
+def test_an_answer_is_correct_only_if_all_cases_ran(tmp_path, capfd, code, mistake):
+    file = tmp_path / "answer.py"
+    start = exercises.solution("allreduce")
+    file.write_text(f"{start}\n{code}\n")
+    assert not check.run(str(file))
+    assert f"Mistake: {mistake}\n" in capfd.readouterr().out
+
+
+def test_numbers_that_differ_between_processes_are_not_repeatable(tmp_path, capfd):
+    file = tmp_path / "seeds.py"
+    file.write_text(exercises.solution("seeds").replace("seed(seed)", "seed(hash(f'seed {seed}') % 2**31)"))
+    assert not check.run(str(file))
+    assert "Mistake: not-repeatable\n" in capfd.readouterr().out
+
+
+def test_an_error_shows_for_which_arguments():
+    code = "def split_and_load(data, ctx):\n    raise KeyError\n"
+    case = found("split", f"{exercises.solution('split')}\n{code}").case
+    assert "array (6, 2), [cpu(0), cpu(1)]" in case
 
 
 def run(*words, folder):
@@ -87,7 +142,7 @@ def test_start_edit_check_and_correct(tmp_path):
     started = run("start", "allreduce", folder=tmp_path)
     assert (started.returncode, started.stderr) == (0, "") and file.read_text() == exercises.skeleton("allreduce")
     again = run("start", "allreduce", folder=tmp_path)
-    assert (again.returncode, again.stdout) == (2, "") and "allreduce.py already exists" in again.stderr
+    assert (again.returncode, again.stdout) == (2, "") and "allreduce.py" in again.stderr
 
     file.write_text(exercises.solution("allreduce").replace("        total.copyto(array)", "        print('here')"))
     checked = run("check", "allreduce.py", "--solution", folder=tmp_path)
@@ -151,5 +206,5 @@ def test_the_page_shows_what_start_and_check_print():
     printed = re.findall(r"^```text\n(.*?)(?:^next.*?)?^```", page, re.DOTALL | re.MULTILINE)
     assert written == exercises.skeleton("allreduce") and len(attempts) == len(printed) == 2
     for code, text in zip(attempts, printed):
-        mistake = check.check("allreduce", code, "allreduce.py")
+        mistake = found("allreduce", code)
         assert check.report("allreduce.py", "allreduce", mistake) + "\n" == text

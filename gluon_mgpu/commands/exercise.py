@@ -9,8 +9,8 @@ import click
 from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
 from gluon_mgpu.exercises import check as checker
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime import files, log
+from gluon_mgpu.runtime.errors import UsageError, command
 
 
 @click.group(
@@ -39,17 +39,13 @@ def list_() -> None:
 )
 @click.argument("name", type=click.Choice(exercises.NAMES), metavar="NAME")
 @common.option("--out", type=common.FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
-@click.pass_context
-def start(context: click.Context, name: str, out: str | None) -> None:
+def start(name: str, out: str | None) -> None:
     """Start an exercise: write a file with the task and a function to complete. An existing file is left unchanged."""
-    from gluon_mgpu.runtime import files  # here, because it imports NumPy
-
     path = out or f"{name}.py"
     if os.path.lexists(path):
-        raise UsageError(f"{path} already exists; choose another file with --out FILE")
+        raise UsageError("out", path, "this file already exists; choose another one")
     files.write_whole(path, lambda file: file.write(exercises.skeleton(name).encode()))
-    text = f"wrote {path}: complete the function, then run `gluon-mgpu exercise check {path}`"
-    click.echo(common.as_called(text, context.find_root().info_name or ""))
+    click.echo(f"wrote {path}: complete the function, then run `{command(f'exercise check {path}')}`")
 
 
 @exercise.command(
@@ -65,8 +61,7 @@ def check(context: click.Context, file: str, solution: bool) -> None:
     name, correct = exercises.name_of(file), checker.run(file)
     following = exercises.NAMES[exercises.NAMES.index(name) + 1 :]
     if correct and following:
-        text = f"next: `gluon-mgpu exercise start {following[0]}`"
-        click.echo(common.as_called(text, context.find_root().info_name or ""))
+        click.echo(f"next: `{command(f'exercise start {following[0]}')}`")
     if solution:
         click.echo(f"\n{exercises.solution(name)}", nl=False)
     context.exit(0 if correct else 1)

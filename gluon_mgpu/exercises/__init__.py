@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from gluon_mgpu.runtime import files
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime.errors import UsageError, command
 
 # {lesson page: its exercises}, in the order of the course
 LESSONS = {
@@ -21,6 +21,7 @@ LESSONS = {
     "gluon": ("replicas", "stats", "seeds"),
     "asynchrony": ("timing", "overlap"),
     "batch-size": ("rate",),
+    "what-came-after": ("reduce_scatter", "all_gather", "zero1", "buckets"),
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)
@@ -64,12 +65,11 @@ def name_of(path: str) -> str:
     try:
         found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', files.read(path).decode())
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UsageError(None, path, f"cannot be read ({error.strerror})") from None
     except ValueError:
-        raise UsageError(f"{path}: not a text file") from None
+        raise UsageError(None, path, "not a text file") from None
     if not found or found[1] not in NAMES:
         problem = f"{found[1]} is not an exercise" if found else "does not name an exercise"
-        raise UsageError(
-            f'{path}: {problem}; the file must begin with """Exercise NAME:, as written by `gluon-mgpu exercise start`'
-        )
+        first = f'the file must begin with """Exercise NAME:, as written by `{command("exercise start")}`'
+        raise UsageError(None, path, f"{problem}; {first}")
     return found[1]

@@ -10,6 +10,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 from mxnet.ndarray import NDArray
+from numpy import allclose  # here, because an answer may replace np.allclose
 
 from gluon_mgpu.exercises import Mistake
 
@@ -26,9 +27,32 @@ def values(arrays: Sequence[Any]) -> Numbers:
     return [np.concatenate([a.asnumpy().ravel() for a in (x if isinstance(x, list) else [x])]) for x in arrays]
 
 
+def listed(found: Any, ctx: Sequence[Context] = (), shape: tuple[int, ...] = ()) -> list[NDArray]:
+    """Returns what the answer returned, if it is a list of arrays: one on each device in ctx, of this shape."""
+    if found is None:
+        raise Mistake("no-return", "the function returned None")
+    if not isinstance(found, (list, tuple)) or not all(isinstance(array, NDArray) for array in found):
+        kinds = {type(x).__name__ for x in (found if isinstance(found, (list, tuple)) else [found])}
+        raise Mistake("wrong-type", f"the function returned {' and '.join(kinds)}; expected NDArrays in a list")
+    if ctx and [array.context for array in found] != [*ctx]:
+        raise Mistake("wrong-device", f"expected an array on each of {ctx}; found {[a.context for a in found]}")
+    if shape and any(array.shape != shape for array in found):
+        raise Mistake("wrong-shape", f"expected arrays of shape {shape}; found {[array.shape for array in found]}")
+    return list(found)
+
+
+def number(found: Any) -> float:
+    """Returns the number that the answer returned. An array of one element is a number too."""
+    if isinstance(found, NDArray):
+        found = found.asnumpy().squeeze()
+    if isinstance(found, (str, bool, type(None))) or np.shape(found):
+        raise Mistake("no-return" if found is None else "wrong-type", f"expected a number; found {found!r}")
+    return float(found)
+
+
 def same(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
     return len(found) == len(right) and all(
-        f.shape == r.shape and np.allclose(f, r, rtol=1e-4, atol=1e-6) for f, r in zip(found, right)
+        f.shape == r.shape and allclose(f, r, rtol=1e-4, atol=1e-6) for f, r in zip(found, right)
     )
 
 
@@ -36,15 +60,44 @@ def shown(arrays: Sequence[np.ndarray]) -> str:
     return "  ".join(f"[{' '.join(f'{number:.4g}' for number in array.ravel())}]" for array in arrays)
 
 
-def compare(case: str, found: Numbers, right: Numbers, mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]]) -> None:
+def compare(
+    case: str,
+    found: Numbers,
+    right: Numbers,
+    mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]],
+    before: Numbers | None = None,
+) -> None:
     """Raise the Mistake that explains the result, unless the result is correct.
 
     found, right: one array per device. mistakes: {name: results that this mistake can produce}; the first match counts.
+    before: the values before the call, if the function changes them.
     """
     if same(found, right):
         return
     names = [name for name, results in mistakes.items() if any(same(found, result) for result in results)]
-    raise Mistake([*names, "wrong-result"][0], f"{case}\nexpected  {shown(right)}\nfound     {shown(found)}")
+    name, hint = (names[0], "") if names else _unknown(found, right, before)
+    raise Mistake(name, f"{case}\nexpected  {shown(right)}\nfound     {shown(found)}{hint}")
+
+
+def _unknown(found: Numbers, right: Numbers, before: Numbers | None) -> tuple[str, str]:
+    """Describe a result that no known mistake explains. Returns a name in mistakes.ini, and a line for the case."""
+    sizes = [array.size for array in found], [array.size for array in right]
+    if sizes[0] != sizes[1]:
+        return "wrong-size", f"\nnumbers of elements: expected {sizes[1]}, found {sizes[0]}"
+    zeros = np.zeros(sum(sizes[1]))
+    for what, start in (("", zeros), ("changes: ", np.concatenate(before) if before else zeros)):
+        done, wanted = np.concatenate(found) - start, np.concatenate(right) - start
+        factor = done @ wanted / max(wanted @ wanted, 1e-9)
+        if factor and allclose(done, factor * wanted, rtol=1e-3, atol=1e-6):
+            return "wrong-factor", f"\n{what}found / expected = {factor:.4g}"
+    wrong = [i for i in range(len(found)) if not same(found[i : i + 1], right[i : i + 1])]
+    if len(wrong) < len(found):
+        return "some-devices", f"\nwrong on: {', '.join(f'device {i}' for i in wrong)}"
+    elements = [i for i in range(min(sizes[1])) if all(np.isclose(f[i], r[i]) for f, r in zip(found, right))]
+    if elements:
+        return "some-elements", f"\nright on all devices: elements {elements}"
+    equal = same(right, [right[0]] * len(right)) and not same(found, [found[0]] * len(found))
+    return "different-devices" if equal else "wrong-result", ""
 
 
 class Copy(NamedTuple):
@@ -54,11 +107,11 @@ class Copy(NamedTuple):
 
 
 class Wait(NamedTuple):
-    context: Context | None  # None: all devices
+    array: NDArray | None  # None: all arrays on all devices
 
 
 @contextmanager
-def recording(on_wait: Callable[[Context | None], object] = lambda context: None) -> Iterator[list[Any]]:
+def recording(on_wait: Callable[[NDArray | None], object] = lambda array: None) -> Iterator[list[Any]]:
     """Record copies between devices and calls that wait, in order. on_wait: called before each wait."""
     events: list[Any] = []
     copyto, asnumpy, wait_to_read = NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read
@@ -73,9 +126,8 @@ def recording(on_wait: Callable[[Context | None], object] = lambda context: None
 
     def waited(function: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*array: NDArray) -> Any:
-            context = array[0].context if array else None
-            events.append(Wait(context))
-            on_wait(context)
+            events.append(Wait(*array or [None]))
+            on_wait(events[-1].array)
             return function(*array)
 
         return wait

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
+import secrets
 import sys
 import textwrap
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,62 +19,97 @@ from gluon_mgpu.exercises import Mistake
 from gluon_mgpu.runtime import subprocesses
 
 SECONDS = 60  # time limit; a check takes 2 seconds, or longer on a busy machine
-WRONG = 3  # exit status of the new process if it finds a mistake
 WIDTH = 100
 TORCH = {  # {attribute of a PyTorch tensor that an NDArray x lacks: what to write instead}
     "clone": "x.copy()",
     "copy_": "y.copyto(x)",
     "cuda": "x.as_in_context(c)",
     "device": "x.context",
+    "item": "x.asscalar()",
+    "numel": "x.size",
     "numpy": "x.asnumpy()",
     "to": "x.as_in_context(c)",
     "view": "x.reshape(shape)",
+    "zero_": "x[:] = 0",
+}
+HINTS = {  # {part of an error message: what to do}
+    "not in a computational graph": "compute the loss inside `with autograd.record():`",
+    "Cannot find argument 'dim'": "PyTorch's dim is axis in MXNet",
+    "must have NDArray type": "pass the arrays one by one, as in nd.concat(*arrays, dim=0)",
 }
 
 
-def check(name: str, code: str, path: str) -> Mistake | None:
-    """The first mistake in a learner's code, or None if the code is correct."""
+def check(name: str, code: str, path: str) -> str | None:
+    """Run the hidden cases on a learner's code. Returns numbers that must be equal in every process, if there are any.
+
+    Raises the first Mistake.
+    """
     import mxnet as mx
 
-    from gluon_mgpu.exercises import checks
+    from gluon_mgpu.exercises import cases, checks, sharding
 
-    module, wanted, returned = ModuleType(name), exercises.answer_of(name).name, []
+    run_cases, ours = getattr(checks, name), (cases, checks, sharding)
+    unchanged = [{**vars(module)} for module in ours]
+    module, wanted = ModuleType(name), exercises.answer_of(name).name
+    call, returned = "", None
     mx.random.seed(0)
+
+    def answer(*args: Any) -> Any:
+        nonlocal call, returned
+        call = f"{wanted}({', '.join(map(_shown, args))})"
+        returned = getattr(module, wanted)(*args)
+        return returned
+
     try:
         program = compile(code, path, "exec", dont_inherit=True)
         exec(program, module.__dict__)  # nosec B102  # the user's own file
         if not callable(getattr(module, wanted, None)):
-            return Mistake("missing", f"the file does not define the function {wanted}")
-
-        def answer(*args: Any) -> Any:
-            returned.append(getattr(module, wanted)(*args))
-            return returned[-1]
-
-        getattr(checks, name)(answer)
+            raise Mistake("missing", f"the file does not define the function {wanted}")
+        numbers = run_cases(answer)
         mx.nd.waitall()  # raises errors from operators whose results no case has read
-    except Mistake as mistake:
-        return mistake
+        if [{**vars(module)} for module in ours] != unchanged:
+            raise Mistake("changes-check", "the file changes the modules of the check")
+    except Mistake:
+        raise
     except NotImplementedError:
-        return Mistake("unfinished", f"{wanted} is not written yet")
-    except (Exception, SystemExit) as error:
-        return failure(error, path, wanted, returned)
-    return None
+        raise Mistake("unfinished", f"{wanted} is not written yet") from None
+    except BaseException as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        if isinstance(error, SyntaxError) and error.filename == path:
+            lines = [error.lineno]
+        if lines:
+            ended = isinstance(error, (SystemExit, KeyboardInterrupt))
+            where = f"line {lines[-1]}{call and f', in the call {call}'}"
+            case = f"{where}:\n{_message(error)}{_hint(str(error))}"
+            raise Mistake("ended-early" if ended else "error", case) from None
+        if type(error).__name__ == "MXNetError":
+            raise Mistake("failed-operator", _message(error)) from None
+        value = textwrap.shorten(repr(returned), WIDTH)
+        unusable = f"{wanted} returned {value}, which the check cannot use ({_message(error)})"
+        raise Mistake("wrong-type", unusable) from None
+    return numbers
 
 
-def failure(error: BaseException, path: str, wanted: str, returned: list[Any]) -> Mistake:
-    """The Mistake for an answer that raised an error or returned a value that the check cannot use."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    if isinstance(error, SyntaxError):
-        lines = [error.lineno]
-    what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[-1]
-    if lines:
-        missing = what.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
-        hint = f"\nPyTorch's x.{missing} is {TORCH[missing]} in MXNet" if missing in TORCH else ""
-        return Mistake("error", f"line {lines[-1]}: {what}{hint}")
-    if type(error).__name__ == "MXNetError":
-        return Mistake("failed-operator", what)
-    value = textwrap.shorten(repr(returned[-1]), WIDTH)
-    return Mistake("wrong-type", f"{wanted} returned {value}, which the check cannot use ({what})")
+def _shown(value: Any) -> str:
+    """Describe an argument of the learner's function: arrays by shape, functions by name."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if hasattr(value, "asnumpy"):
+        return f"array {value.shape}"
+    return getattr(value, "__name__", None) or textwrap.shorten(repr(value), 20, placeholder="...")
+
+
+def _message(error: BaseException) -> str:
+    """The line of an error's message that says most: for errors in MXNet's C++ code, this is the last one."""
+    lines = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()
+    return lines[-1 if type(error).__name__ == "MXNetError" else 0]
+
+
+def _hint(message: str) -> str:
+    attribute = message.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
+    if attribute in TORCH:
+        return f"\nPyTorch's x.{attribute} is {TORCH[attribute]} in MXNet"
+    return "".join(f"\n{hint}" for part, hint in HINTS.items() if part in message)
 
 
 def report(path: str, name: str, mistake: Mistake | None) -> str:
@@ -87,28 +125,58 @@ def report(path: str, name: str, mistake: Mistake | None) -> str:
 def run(path: str, seconds: float = SECONDS) -> bool:
     """Check a file and print the result. Returns whether it is correct.
 
-    The file's own output is printed too. Raises Error if the process crashes. Other exceptions: see
+    The file's own output is printed too. Raises Error if the check cannot start. Other exceptions: see
     `exercises.name_of`.
     """
     name = exercises.name_of(path)
-    command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path]
-    finished = subprocesses.run(command, seconds=seconds, on_line=lambda line: print(line, end="", flush=True))
+    mistake, numbers = _run(path, seconds, print)
+    if numbers and not mistake:
+        mistake, again = _run(path, seconds, lambda *_, **__: None)
+        if numbers != again and not mistake:
+            mistake = Mistake("not-repeatable", f"seed 1, in one process: {numbers}\nseed 1, in another: {again}")
+    print(report(path, name, mistake))
+    return mistake is None
+
+
+def _run(path: str, seconds: float, show: Callable[..., object]) -> tuple[Mistake | None, str | None]:
+    """Check a file in a new process. Returns the mistake, if any, and what `check` returned. show: prints output."""
+    key, results = secrets.token_hex(), []  # the process begins its results with the key; other output is the answer's
+
+    def on_line(line: str) -> None:
+        text, found, result = line.partition(key)
+        if text:
+            show(text.rstrip("\n"), flush=True)
+        if found:
+            results.append(json.loads(result))
+
+    command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path, key]
+    finished = subprocesses.run(command, seconds=seconds, on_line=on_line)
     for line in finished.err.splitlines():
         if not line.startswith("gluon_mgpu: "):  # notices have already been printed
-            print(line, file=sys.stderr)
+            show(line, file=sys.stderr)
     if finished.status is None:
-        print(report(path, name, Mistake("time-limit", f"no result after {seconds:g} seconds")))
-    elif finished.status != WRONG:
+        return Mistake("time-limit", f"no result after {seconds:g} seconds"), None
+    if not results:
         subprocesses.check(path, finished)
-    return finished.status == 0
+    mistake, numbers = results[-1]
+    return mistake and Mistake(*mistake), numbers
 
 
-def main(path: str) -> None:
-    name = exercises.name_of(path)
-    mistake = check(name, Path(path).read_text(), path)
-    print(report(path, name, mistake), flush=True)
-    os._exit(WRONG if mistake else 0)  # does not wait for operators that the answer left in the engine's queue
+def main(path: str, key: str) -> None:
+    from gluon_mgpu.exercises import checks  # noqa: F401  # if MXNet cannot be imported, this fails before any result
+
+    output = os.fdopen(os.dup(1), "w")  # the answer may close or replace sys.stdout
+
+    def send(*result: Any) -> None:
+        print(key + json.dumps(result), file=output, flush=True)
+
+    send(("ended-early", "the process ended before all cases were checked"), None)  # holds unless a result follows
+    try:
+        send(None, check(exercises.name_of(path), Path(path).read_text(), path))
+    except Mistake as mistake:
+        send((mistake.name, mistake.case), None)
+    os._exit(0)  # does not wait for operators that the answer left in the engine's queue
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv.pop())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,55 +12,68 @@ from mxnet import Context, gluon, nd
 from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import scratch
-from gluon_mgpu.exercises import Mistake
+from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, copies, recording, shown, values
+from gluon_mgpu.exercises.sharding import all_gather, buckets, reduce_scatter, zero1  # noqa: F401
 
 K = 3  # devices in the exercises on Gluon
-EARLIER, QUEUE = 100, 1  # for timing: seconds that device 0 is busy at the start; seconds that queueing takes
+CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
 N, FEATURES, CLASSES, BATCH, LR = 288, 8, 3, 16, 0.01  # for rate
+SEEDS, SHAPES = 60, ((4, 3), (100,))  # for seeds: number of calls, shapes of weights and masks
 
 
 def split(answer: Answer) -> None:
     for n, k in ((6, 2), (7, 3), (10, 4), (3, 3)):
-        data, ctx = nd.arange(n).reshape((n, 1)), contexts(k)
-        shards = answer(data, ctx)
+        data, ctx = nd.arange(2 * n).reshape((n, 2)), contexts(k)
+        shards = cases.listed(answer(data, ctx))
         sizes, devices = [len(shard) for shard in shards], [shard.context for shard in shards]
         case = f"{n} examples on {k} devices: shards of {sizes} examples on {devices}"
-        rows = np.concatenate(values(shards)).astype(int).tolist()
-        missing = set(range(n)) - set(rows)
+        known, found = data.asnumpy().tolist(), [row for shard in shards for row in shard.asnumpy().tolist()]
+        if any(row not in known for row in found):
+            raise Mistake("changes-examples", f"{case}; examples: {known}; in the shards: {found}")
+        missing = [i for i in range(n) if known[i] not in found]
         if missing:
-            raise Mistake("drops-examples", f"{case}; missing: {sorted(missing)}")
+            raise Mistake("drops-examples", f"{case}; missing: {missing}")
         if devices != ctx:
             raise Mistake("wrong-device", case)
+        if len(found) != n:
+            raise Mistake("repeats-examples", case)
         if max(sizes) - min(sizes) > 1:
             raise Mistake("unbalanced", case)
-        if len(rows) != n:
-            raise Mistake("wrong-result", f"{case}; some examples occur more than once")
 
 
-def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any]]:
-    """Sum vectors of n elements on k devices. Returns the case, the values before and after, and the events."""
+def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any], bool]:
+    """Sum vectors of n elements on k devices. Returns the case, the values before and after, the events, and whether
+    the function replaced elements of its list."""
     before = list(np.random.RandomState(k).randint(1, 100, (k, n)).astype(float))
     arrays = [nd.array(x, ctx=c) for x, c in zip(before, contexts(k))]
+    given = list(arrays)
     with recording() as events:
-        answer(list(arrays))
+        answer(given)
     case = f"{k} device{'s'[: k > 1]} with {shown(before)}"
-    return case, before, values(arrays), events
+    replaced = len(given) != k or any(x is not y for x, y in zip(given, arrays))
+    return case, before, values(arrays), events, replaced
+
+
+def _sums(found: Numbers, before: Numbers) -> dict[str, list[Numbers]]:
+    """Name the mistake if each result is a sum in which some arrays are missing, or occur more than once."""
+    counts = list(product(range(4), repeat=len(before)))[1:]
+    sums = list(zip(counts, counts @ np.array(before)))
+    fits = [[max(count) for count, total in sums if np.allclose(total, x)] for x in found]
+    name = "sums-twice" if any(min(fit, default=0) > 1 for fit in fits) else "missing-arrays"
+    return {name: [found] if all(fits) else []}
 
 
 def allreduce(answer: Answer) -> None:
     for k in (2, 3, 4, 1):
-        case, before, found, events = _reduce(answer, k, 2)
-        total, repeated = np.sum(before, axis=0), list(before)
-        for i in range(k):  # each device adds all arrays, some of which are already sums
-            repeated[i] = np.sum(repeated, axis=0)
+        case, before, found, events, replaced = _reduce(answer, k, 2)
+        total = np.sum(before, axis=0)
         mistakes = {
-            "not-in-place": [before],
+            "not-in-place": [before, *[found] * replaced],
             "no-broadcast": [[total, *before[1:]]],
             "early-broadcast": [[total, *np.cumsum(before, axis=0)[1:]]],
-            "sums-twice": [[total + before[0]] * k, [total * 2] * k, repeated],
             "mean": [[total / k] * k],
+            **_sums(found, before),
         }
         compare(case, found, [total] * k, mistakes)
         copies(case, events, 2 * (k - 1))
@@ -67,32 +81,40 @@ def allreduce(answer: Answer) -> None:
 
 def tree(answer: Answer) -> None:
     for k in (2, 4, 16, 1, 3, 5, 6, 7):
-        case, before, found, events = _reduce(answer, k, 1)
+        case, before, found, events, replaced = _reduce(answer, k, 1)
         right = [np.sum(before, axis=0)] * k
         mistakes = {
-            "powers-of-2": [found] if k in (3, 5, 6, 7) else [],
-            "not-in-place": [before],
+            "not-in-place": [before, *[found] * replaced],
             "no-broadcast": [[right[0], *found[1:]]],
+            "powers-of-2": [found] if k in (3, 5, 6, 7) else [],
         }
         compare(case, found, right, mistakes)
         busy: Counter[Any] = Counter()  # {device: round of its last copy}, if each takes part in one copy per round
-        for copy in copies(case, events, 2 * (k - 1)):
+        done = copies(case, events, 2 * (k - 1))
+        for copy in done:
             busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
         rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))
         if k == 16 and rounds > most:
-            raise Mistake("not-a-tree", f"{k} devices: the copies take {rounds} rounds; {most} are enough for any tree")
+            down, up = (max(Counter(copy[end] for copy in done).values()) == k - 1 for end in (0, 1))
+            name = "star-up" if up and not down else "star-down" if down and not up else "not-a-tree"
+            raise Mistake(name, f"{k} devices: the copies take {rounds} rounds; {most} are enough for any tree")
 
 
 def ring(answer: Answer) -> None:
-    for k, n in ((2, 4), (4, 8), (3, 6), (3, 7), (4, 11)):
-        case, before, found, events = _reduce(answer, k, n)
-        total, cut = np.sum(before, axis=0), n - n % k
+    for k, n in ((4, 8), (2, 4), (3, 6), (3, 7), (4, 11)):
+        case, before, found, events, replaced = _reduce(answer, k, n)
+        total, cut, rounds = np.sum(before, axis=0), n - n % k, sum(isinstance(event, Copy) for event in events) / k
         holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # per element: how many devices have its sum
         mistakes = {
-            "not-in-place": [before],
+            "not-in-place": [before, *[found] * replaced],
             "drops-remainder": [found] if cut < n and (holders[:cut] == k).all() else [],
+            "mean": [[total / k] * k],
+            "no-gather": [found] if rounds < k and (holders == 1).all() else [],
+            "extra-round": [found] if rounds in (2 * k - 1, 2 * k) else [],
+            "missing-round": [found] if k <= rounds < 2 * (k - 1) else [],
+            "no-sum": [found] if np.isin(found, before).all() else [],
             "sums-twice": [found] if np.greater_equal(found, total).all() else [],  # the elements are positive
-            "no-gather": [found] if (holders == 1).all() else [],
+            "wrong-chunk": [found] if rounds == 2 * (k - 1) else [],
         }
         compare(case, found, [total] * k, mistakes)
         received: Counter[Any] = Counter()
@@ -103,7 +125,7 @@ def ring(answer: Answer) -> None:
         (device, most), enough = received.most_common(1)[0], 2 * (k - 1) * math.ceil(n / k)
         if most > enough:
             case = f"{k} devices, vectors of {n} elements: {device} receives {most} elements; {enough} are enough"
-            raise Mistake("whole-vectors", case)
+            raise Mistake("whole-vectors" if most / rounds > math.ceil(n / k) else "extra-round", case)
 
 
 def _linear(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -123,55 +145,81 @@ def _shards(X: np.ndarray, y: np.ndarray, w: np.ndarray, k: int) -> Numbers:
 
 def step(answer: Answer) -> None:
     k, lr, w = 3, 0.1, np.array([1.0, -2.0])
-    for n in (6, 7):
+    for n in (61, 60):
         X, y = _linear(n)
         params = [nd.array(w, ctx=c) for c in contexts(k)]
         for p in params:
             p.attach_grad()
-        answer(nd.array(X), nd.array(y), [[p] for p in params], contexts(k), lr)
+        replicas = [[p] for p in params]
+        with recording() as events:
+            answer(nd.array(X), nd.array(y), replicas, contexts(k), lr)
         found, sums = values(params), values([p.grad for p in params])
-        own, gradient = _shards(X, y, w, k), _gradient(X, y, w)
-        right = w - lr * gradient / n
+        own, gradient, cut = _shards(X, y, w, k), _gradient(X, y, w), n - n % k
         too_often = [gradient * k**i for i in range(1, k + 1)]
-        means = [g / len(shard) for g, shard in zip(own, np.array_split(X, k))]
+        sizes = [len(shard) for shard in np.array_split(X, k)]
+        means = [g / size for g, size in zip(own, sizes)]
+        wrong: dict[str, list[Any]] = {
+            "mean-of-means": [sum(means) / k],
+            "mean-loss": [sum(means) / size for size in (1, n)],
+            "no-division": [gradient],
+            "drops-examples": [_gradient(X[:cut], y[:cut], w) / size for size in (n, cut)] if cut < n else [],
+        }
         mistakes = {
             "sums-twice": [found] if any(np.allclose(x, g, rtol=1e-4) for x in sums for g in too_often) else [],
             "not-in-place": [[w] * k],
-            "mean-of-means": [[w - lr * np.mean(means, axis=0)] * k],
-            "shard-size": [[w - lr * gradient / (n // k)] * k],
-            "no-division": [[w - lr * gradient] * k],
-            "one-replica": [[right] + [w] * (k - 1)],
-            "no-allreduce": [[w - lr * g / size for g in own] for size in (n, n // k)],
+            **{name: [[w - lr * g] * k for g in gradients] for name, gradients in wrong.items()},
+            "one-replica": [[w - lr * gradient / n] + [w] * (k - 1)],
+            "shard-size": [[w - lr * gradient / size for size in each] for each in (sizes, [n // k] * k)],
+            "no-allreduce": [[w - lr * g / size for g in own] for size in (n, n // k, 1)]
+            + [[w - lr * g for g in means]],
+            "sums-parameters": [[k * w - lr * gradient / n] * k],
         }
         case = f"a step of {n} examples on {k} devices with lr {lr}, from w = {shown([w])}"
-        compare(f"{case}; w on each device:", found, [right] * k, mistakes)
-        if not all(x.any() for x in sums):
-            raise Mistake("idle-devices", f"{case}; gradients on each device: {shown(sums)}")
+        compare(f"{case}; w on each device:", found, [w - lr * gradient / n] * k, mistakes, [w] * k)
+        if not any(isinstance(event, Wait) for event in events):  # arrays may also be copied through NumPy
+            _check_work(case, [event for event in events if isinstance(event, Copy)], contexts(k)[1:], n)
+
+
+def _check_work(case: str, copies: list[Copy], devices: list[Context], n: int) -> None:
+    """Check, by what each device received and sent, that it computed the gradient of its own examples."""
+    for device in devices:
+        received = sum(copy.size for copy in copies if copy.target == device)
+        sends, shard = any(copy.source == device for copy in copies), 2 * (n // (len(devices) + 1))
+        case = f"{case}; {device} received {received} numbers, and sent {'some' if sends else 'none'}"
+        if received < shard:
+            raise Mistake("no-copy" if sends else "idle-devices", case)
+        if not sends:
+            raise Mistake("whole-batch" if received >= 2 * n else "no-copy", case)
 
 
 def accumulate(answer: Answer) -> None:
-    k, lr, sizes, w, earlier = 2, 0.1, (6, 2), np.array([1.0, -2.0]), np.zeros(2)
+    k, lr, sizes, w, earlier = 2, 0.1, (6, 3), np.array([1.0, -2.0]), np.zeros(2)
     n = sum(sizes)
     params = [nd.array(w, ctx=c) for c in contexts(k)]
     for p in params:
         p.attach_grad("add")
-    for number in (1, 2):
-        parts = [_linear(size, seed=number * size) for size in sizes]
+    for round in (1, 2):
+        parts = [_linear(size, seed=round * size) for size in sizes]
         answer([(nd.array(X), nd.array(y)) for X, y in parts], [[p] for p in params], contexts(k), lr)
         first, last = (_gradient(X, y, w) for X, y in parts)
-        gradient, moved = first + last, w - lr * first / sizes[0]
+        gradient = first + last
         wrong = {
             "sums-twice": [k * first + last],
             "part-size": [gradient * n / size for size in sizes],
             "last-part": [last, last * n / sizes[1]],
-            "stale-gradients": [gradient + k * earlier, gradient + earlier] if number > 1 else [],
+            "number-of-parts": [gradient * n / len(sizes)],
+            "mean-of-means": [(first / sizes[0] + last / sizes[1]) * n / len(sizes)],
+            "stale-gradients": [gradient + k * earlier, gradient + earlier] if round > 1 else [],
         }
         mistakes = {name: [[w - lr * g / n] * k for g in gradients] for name, gradients in wrong.items()}
         mistakes["no-allreduce"] = [[w - lr * g / n for g in np.sum([_shards(X, y, w, k) for X, y in parts], axis=0)]]
-        mistakes["step-per-part"] = [[moved - lr * _gradient(*parts[1], moved) / sizes[1]] * k]
-        case = f"step {number}, parts of {sizes[0]} and {sizes[1]} examples, {k} devices, lr {lr}; w on each device:"
-        w, earlier = w - lr * gradient / n, gradient
-        compare(case, values(params), [w] * k, mistakes)
+        moved = [(w - lr * first / divisors[0], divisors[1]) for divisors in (sizes, (n, n))]
+        mistakes["step-per-part"] = [[p - lr * _gradient(*parts[1], p) / size] * k for p, size in moved]
+        mistakes["not-in-place"] = [[w] * k]
+        case = f"step {round}, parts of {sizes[0]} and {sizes[1]} examples, {k} devices, lr {lr}; w on each device:"
+        right = w - lr * gradient / n
+        compare(case, values(params), [right] * k, mistakes, [w] * k)
+        w, earlier = right, gradient
 
 
 def predict(answer: Answer) -> None:
@@ -190,10 +238,14 @@ def predict(answer: Answer) -> None:
         case = f"{n} examples on {k} devices; net computed {done or 'nothing'}"
         if {X.context for X in shards} != set(ctx):
             raise Mistake("idle-devices", case)
-        if sum(map(len, shards)) > n:
-            raise Mistake("whole-batch", case)
+        if sum(map(len, shards)) != n:
+            raise Mistake("whole-batch" if sum(map(len, shards)) > n else "drops-examples", case)
+        (classes,) = cases.listed([classes])
         found, right = [classes.asnumpy().ravel()], [scores.argmax(axis=1).astype(float)]
         compare(case, found, right, {"wrong-order": [found] if Counter(found[0]) == Counter(right[0]) else []})
+        cases.listed([classes], shape=(n,))
+        if classes.context != ctx[0]:
+            raise Mistake("wrong-device", f"{case}; the classes are on {classes.context}, expected {ctx[0]}")
         if any(isinstance(event, Wait) for event in events[calls[0] : calls[-1]]):
             raise Mistake("takes-turns", case)
         copies(case, events, 2 * (k - 1), allow_numpy=True)  # copies of shards and of classes
@@ -219,13 +271,13 @@ def replicas(answer: Answer) -> None:
 
 def stats(answer: Answer) -> None:
     net, running = nn.HybridSequential(), ".*running.*"
-    net.add(nn.BatchNorm(in_channels=1), nn.BatchNorm(in_channels=1))
+    net.add(nn.BatchNorm(in_channels=2), nn.BatchNorm(in_channels=2))
     net.initialize(ctx=contexts(K))
     random = np.random.RandomState(0)
     for parameter in net.collect_params(running).values():
         for replica in parameter.list_data():
-            replica[:] = K * random.randint(1, 30)
-    before = _numbers(net, running)  # mean and variance of the first layer, then of the second layer
+            replica[:] = nd.array(K * random.randint(1, 30, 2))
+    before = _numbers(net, running)  # means and variances of the first layer, then of the second layer
     with recording() as events:
         answer(net)
     mean = np.mean(before, axis=0)
@@ -234,37 +286,51 @@ def stats(answer: Answer) -> None:
         "one-replica": [[mean, *before[1:]]],
         "first-device": [[before[0]] * K],
         "sum": [[mean * K] * K],
-        "means-only": [[np.where([True, False, True, False], mean, x) for x in before]],
+        "over-channels": [[np.repeat(x.reshape(4, 2).mean(axis=1), 2) for x in xs] for xs in ([mean] * K, before)],
     }
-    case = f"{K} devices, each with mean and variance of layer 1, then of layer 2: {shown(before)}"
+    case = f"{K} devices, each with means and variances of 2 channels in layer 1, then in layer 2:\n{shown(before)}"
     compare(case, _numbers(net, running), [mean] * K, mistakes)
-    copies(case, events, len(mean) * 2 * (K - 1), allow_numpy=True)
+    copies(case, events, 4 * 2 * (K - 1), allow_numpy=True)
 
 
-def seeds(answer: Answer) -> None:
+def seeds(answer: Answer) -> str:
+    """Returns the numbers of the first call, which must be the same in every process."""
     ctx, drawn = contexts(K), []
-    for seed in (1, 1, 2):
-        weights, masks = answer(ctx, seed)
-        for kind, arrays, shape in (("weights", weights, (4, 3)), ("masks", masks, (100,))):
-            if [(array.context, array.shape) for array in arrays] != [(c, shape) for c in ctx]:
-                found = ", ".join(f"{array.shape} on {array.context}" for array in arrays)
-                raise Mistake("wrong-device", f"{kind}: {found}; expected: {shape} on each of {ctx}")
-        weights, masks = values(weights), values(masks)
+    for seed in (1, 1, *range(2, SEEDS)):
+        result = answer(ctx, seed) or (None, None)
+        weights, masks = (values(cases.listed(arrays, ctx, shape)) for arrays, shape in zip(result, SHAPES))
         case = f"seed {seed}, {K} devices; the first 3 weights and 6 elements of the mask on each device:"
         case = f"{case}\n{shown([w[:3] for w in weights])}\n{shown([m[:6] for m in masks])}"
         if not all(np.array_equal(w, weights[0]) for w in weights):
             raise Mistake("different-weights", case)
         if any(np.array_equal(masks[i], masks[j]) for i in range(K) for j in range(i)):
             raise Mistake("same-masks", case)
-        if any(set(m) != {0, 1} for m in masks):
-            raise Mistake("wrong-result", case)
-        drawn.append((case, np.concatenate(weights), np.concatenate(masks)))
-    first, again, other = drawn
+        if any(not set(m) <= {0, 1} for m in masks):
+            raise Mistake("not-a-mask", case)
+        drawn.append((case, weights[0], np.array(masks)))
+    first, again, *_ = drawn
     for part in (1, 2):
         if not np.array_equal(first[part], again[part]):
             raise Mistake("not-repeatable", f"first call: {first[0]}\nsecond call: {again[0]}")
-        if np.array_equal(first[part], other[part]):
-            raise Mistake("ignores-seed", f"{first[0]}\n{other[0]}")
+        same = [other[0] for other in drawn[2:] if np.array_equal(first[part], other[part])]
+        if same:
+            raise Mistake("ignores-seed", f"{first[0]}\n{same[0]}")
+    weights, masks = np.concatenate([w for _, w, _ in drawn]), np.concatenate([m for *_, m in drawn], axis=1)
+    mean, std, beyond = weights.mean(), weights.std(), np.mean(abs(weights) > 2)
+    if abs(mean) > 0.2 or abs(std - 1) > 0.15 or abs(beyond - 0.046) > 0.025:
+        case = (
+            f"{weights.size} weights: mean {mean:.2f}, standard deviation {std:.2f}; {beyond:.1%} are beyond -2 and 2"
+        )
+        raise Mistake("wrong-distribution", f"{case}; expected: 0, 1, 4.6%")
+    if abs(masks.mean() - 0.5) > 0.03:
+        raise Mistake("wrong-rate", f"{masks.mean():.0%} of the elements of all masks are 1; expected: 50%")
+    ones = masks.reshape(K, -1, 100).sum(axis=2)  # in each mask
+    for i, j in ((0, 1), (1, 2), (2, 0)):
+        equal = np.mean(masks[i] == masks[j])
+        if abs(equal - 0.5) > 0.05 or (ones[i] == ones[j]).all():
+            case = f"the masks of devices {i} and {j}: {equal:.0%} of the elements are equal; expected: 50%"
+            raise Mistake("related-masks", f"{case}; numbers of ones: {ones[i][:3]}..., {ones[j][:3]}...")
+    return first[0]
 
 
 class Devices:
@@ -272,7 +338,8 @@ class Devices:
     the work is done."""
 
     def __init__(self, seconds: tuple[int, int]) -> None:
-        self.seconds, self.ctx, self.now, self.done, self.reads = seconds, contexts(2), 0, [EARLIER, 0], 0
+        self.seconds, self.ctx, self.now, self.done = seconds, contexts(2), CLOCK, [CLOCK + EARLIER, 0]
+        self.reads = self.calls = 0
 
     def clock(self) -> int:
         self.reads += 1
@@ -280,38 +347,44 @@ class Devices:
 
     def work(self) -> list[NDArray]:
         self.now += QUEUE
+        self.calls += 1
         self.done = [max(done, self.now) + seconds for done, seconds in zip(self.done, self.seconds)]
         return [nd.zeros(1, ctx=c) for c in self.ctx]
 
-    def on_wait(self, context: Context | None) -> None:
-        self.now = max([self.now, *(done for done, c in zip(self.done, self.ctx) if context in (None, c))])
+    def on_wait(self, array: NDArray | None) -> None:
+        waited = [done for done, c in zip(self.done, self.ctx) if array is None or array.context == c]
+        self.now = max(self.now, *waited)
 
 
 def timing(answer: Answer) -> None:
     for seconds in ((10, 30), (30, 10)):
         devices = Devices(seconds)
         with recording(devices.on_wait):
-            found = float(answer(devices.work, devices.clock))
-        right = QUEUE + max(seconds)
+            result = answer(devices.work, devices.clock)
+        found, right = cases.number(result), QUEUE + max(seconds)
         mistakes: dict[float, str] = {
             QUEUE: "times-queue",
             EARLIER + seconds[0]: "earlier-work",
+            EARLIER + right: "clock-before-wait",
             QUEUE + min(seconds): "waits-for-one",
             max(seconds): "starts-late",
+            devices.now: "no-difference",
         }
         case = (
             f"work that takes {seconds[0]} s and {seconds[1]} s on two devices, and {QUEUE} s to queue; the first "
             f"device is still busy for {EARLIER} s\nexpected  {right} s\nfound     {found:g} s"
         )
-        if devices.reads < 2:
+        if devices.reads < 2 and found != devices.now:
             raise Mistake("no-clock", case)
+        if devices.calls != 1:
+            raise Mistake("calls-work-again", f"{case}\nwork() was called {devices.calls} times")
         if found != right:
             raise Mistake(mistakes.get(found, "wrong-result"), case)
 
 
 def overlap(answer: Answer) -> None:
     host, device = contexts(2)
-    parts = [nd.full((2,), i + 1, ctx=device) for i in range(3)]
+    parts = [nd.full((2,), 2**i, ctx=device) for i in range(3)]
     with recording() as events:
 
         def compute(part: NDArray) -> NDArray:
@@ -319,11 +392,14 @@ def overlap(answer: Answer) -> None:
             return part * 10
 
         results = answer(parts, compute, host)
+    results = cases.listed(results)
     done = [{Copy: "copy", Wait: "wait"}.get(type(event), event) for event in events]
     case = f"{len(parts)} parts; what the function did: {', '.join(done) or 'nothing'}"
     first_wait = done.index("wait") if "wait" in done else len(done)
     if done.count("compute") < len(parts):
         raise Mistake("wrong-device", case)
+    if done.count("compute") > len(parts):
+        raise Mistake("computes-twice", case)
     if "compute" in done[first_wait:]:
         raise Mistake("waits-in-loop", case)
     if "copy" in done[first_wait:]:
@@ -332,40 +408,62 @@ def overlap(answer: Answer) -> None:
         raise Mistake("copies-missing", case)
     if first_wait == len(done):
         raise Mistake("returns-early", case)
-    compare(case, values(results), values([part * 10 for part in parts]), {})
+    right = values([part * 10 for part in parts])
+    compare(case, values(results), right, {})
+    cases.listed(results, shape=parts[0].shape)
+    waits = [event.array for event in events if isinstance(event, Wait)]
+    single = [array for array in waits if array is not None]
+    if len(single) == len(waits):
+        on_host = [x / 10 for array in single if array.context == host for x in values([array])[0]]
+        missing = [i + 1 for i in range(len(parts)) if not any(int(x) & 2**i for x in on_host)]  # sums of powers of 2
+        if missing:
+            raise Mistake("waits-for-some", f"{case}; did not wait for the copies of the parts {missing}")
 
 
-def _net(X: NDArray, params: list[NDArray]) -> NDArray:
-    return nd.FullyConnected(X, *params, num_hidden=CLASSES)
-
-
-def _loss_after_an_epoch(k: int, lr: float) -> float:
-    """Train a linear classifier for an epoch on k devices, with BATCH examples per device, and return its loss."""
+def _loss_after_an_epoch(batch_size: int, lr: float) -> float:
+    """Train a linear classifier for an epoch, and return its loss."""
     random = np.random.RandomState(0)
     centers, labels = random.normal(size=(CLASSES, FEATURES)), np.arange(N) % CLASSES
-    X = centers[labels] + 2 * random.normal(size=(N, FEATURES))
+    X, W = centers[labels] + 2 * random.normal(size=(N, FEATURES)), np.zeros((FEATURES, CLASSES))
     X[:, 0] *= 5  # with 9 times the learning rate, steps in this direction overshoot
-    X, y = nd.array(X), nd.array(labels)
-    params = [nd.zeros((CLASSES, FEATURES)), nd.zeros(CLASSES)]
-    replicas = [scratch.get_params(params, c) for c in contexts(k)]
-    for start in range(0, N, BATCH * k):
-        end = start + BATCH * k
-        scratch.train_batch(X[start:end], y[start:end], replicas, contexts(k), lr, net=_net)
-    return float(scratch.loss(_net(X, replicas[0]), y).mean().asscalar())
+
+    def probabilities(X: np.ndarray) -> np.ndarray:
+        powers = np.exp(X @ W - (X @ W).max(axis=1, keepdims=True))
+        return powers / powers.sum(axis=1, keepdims=True)
+
+    for start in range(0, N, batch_size):
+        batch = slice(start, start + batch_size)
+        W -= lr / batch_size * X[batch].T @ (probabilities(X[batch]) - np.eye(CLASSES)[labels[batch]])
+    return float(-np.log(probabilities(X)[np.arange(N), labels]).mean())
 
 
 def rate(answer: Answer) -> None:
-    untrained, alone = math.log(CLASSES), _loss_after_an_epoch(1, LR)
+    untrained, alone = math.log(CLASSES), _loss_after_an_epoch(BATCH, LR)
     for k in (3, 2):
-        lr = float(answer(LR, BATCH, BATCH * k))
-        loss = _loss_after_an_epoch(k, lr)
-        if abs(loss - alone) < 0.05 * (untrained - alone):
-            continue
-        known = {1: "unscaled", math.sqrt(k): "square-root", k * k: "too-large"}
-        names = [name for ratio, name in known.items() if math.isclose(lr, LR * ratio, rel_tol=0.01)]
-        case = (
-            f"loss before training: {untrained:.3f}\n"
-            f"batch size {BATCH}, lr {LR}: {alone:.3f} after an epoch of {N // BATCH} steps\n"
-            f"batch size {BATCH * k}, lr {lr:g}: {loss:.3f} after an epoch of {N // BATCH // k} steps"
-        )
-        raise Mistake(names[0] if names else "wrong-result", case)
+        lr = cases.number(answer(LR, BATCH, BATCH * k))
+        loss = _loss_after_an_epoch(BATCH * k, lr)
+        if abs(loss - alone) >= 0.05 * (untrained - alone):
+            case = (
+                f"loss before training: {untrained:.3f}\n"
+                f"batch size {BATCH}, lr {LR}: {alone:.3f} after an epoch of {N // BATCH} steps\n"
+                f"batch size {BATCH * k}, lr {lr:g}: {loss:.3f} after an epoch of {N // BATCH // k} steps"
+            )
+            raise Mistake(_rule(lr / LR, k), case)
+    for lr, old, new in ((0.2, 256, 512), (0.2, 100, 250), (0.1, 64, 4096), (0.004, 32, 96), (0.1, 48, 64)):
+        found, right = cases.number(answer(lr, old, new)), lr * new / old
+        if not math.isclose(found, right, rel_tol=0.01):
+            case = f"lr {lr} for batch size {old}\nbatch size {new}: expected lr {right:g}, found {found:g}"
+            raise Mistake(_rule(found / lr, new / old), case)
+
+
+def _rule(found: float, ratio: float) -> str:
+    """Name the rule by which the rate was multiplied by `found` when the batch size was multiplied by `ratio`."""
+    rules = {
+        "unscaled": 1,
+        "square-root": math.sqrt(ratio),
+        "too-large": ratio**2,
+        "whole-number": ratio // 1,
+        "logarithm": 1 + math.log2(ratio),
+    }
+    names = [name for name, factor in rules.items() if math.isclose(found, factor, rel_tol=0.01)]
+    return names[0] if names else "too-small" if found < ratio else "other-rule"

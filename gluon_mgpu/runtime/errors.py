@@ -41,9 +41,7 @@ class UsageError(Error):
 
     exit_status = 2
 
-    def __init__(self, name: str | None, value: object = None, advice: str = "") -> None:
-        if not advice:  # TODO: remove once every caller passes all three parts
-            name, value, advice = None, None, str(name)
+    def __init__(self, name: str | None, value: object, advice: str) -> None:
         self.name, self.value, self.advice = name, value, advice
         if name is None:
             subject = "" if value is None else str(value)

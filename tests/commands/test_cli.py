@@ -205,7 +205,7 @@ def test_a_command_may_be_called_in_any_thread(capsys):
         ("train --impl torch --mod", {"plain,--model"}),  # an earlier word may be wrong
         ("train --out ru", {"dir,ru"}),
         ("evaluate ru", {"dir,ru"}),
-        ("exercise start a", {"plain,allreduce", "plain,accumulate"}),
+        ("exercise start ac", {"plain,accumulate"}),
         ("launch --workers 2 -- ru", {"file,ru"}),
     ],
 )

@@ -31,6 +31,6 @@ def train_batch(parts, device_params, ctx, lr):
     for X, y in parts:
         forward_backward(X, y, device_params, ctx)
     for grads in zip(*([p.grad for p in params] for params in device_params)):
-        allreduce(grads)
+        allreduce(list(grads))
     for params in device_params:
         sgd(params, lr, sum(len(X) for X, _ in parts))

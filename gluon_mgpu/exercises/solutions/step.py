@@ -26,6 +26,6 @@ def train_batch(X, y, device_params, ctx, lr):
     for shard_loss in losses:
         shard_loss.backward()
     for grads in zip(*([p.grad for p in params] for params in device_params)):
-        allreduce(grads)
+        allreduce(list(grads))
     for params in device_params:
         sgd(params, lr, len(X))
