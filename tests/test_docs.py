@@ -45,7 +45,7 @@ def test_the_commands_and_options_on_the_pages_exist():
 
 
 def test_the_exercises_on_the_pages_exist():
-    found = {name for text in PAGES.values() for name in re.findall(r"exercise start ([a-z]+)", text)}
+    found = {name for text in PAGES.values() for name in re.findall(r"exercise start ([a-z0-9_]+)", text)}
     assert found == {*exercises.NAMES}
 
 
