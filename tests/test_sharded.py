@@ -1,6 +1,9 @@
 """DDP's step agrees with NumPy in float64, and ZeRO-1 to ZeRO-3 agree with DDP's step bit for bit."""
 
+import inspect
+import re
 from functools import partial
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -168,6 +171,16 @@ def test_the_optimizers_compute_what_their_papers_say(optimizer):
             p64 -= 0.1 * correction * m64[0] / (np.sqrt(m64[1]) + 1e-8)
         for a, b in zip((p, *moments), (p64, *m64)):
             assert_close(a.asnumpy(), b, 10 * step)
+
+
+def test_the_differences_on_the_page_are_between_the_steps():
+    page = (Path(__file__).parents[1] / "docs/what-came-after.md").read_text()
+    diffs = re.findall(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    codes = [inspect.getsource(step) for step in STEPS]
+    assert len(diffs) == 2
+    for diff, old, new in zip(diffs, codes, codes[1:]):
+        for line in diff.splitlines():
+            assert line[1:] in (new if line[0] == "+" else old), line
 
 
 def test_collect_returns_what_place_was_given():

@@ -95,7 +95,7 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("trian --gpus 2", ["trian", "did you mean train?"]),
         ("parity --quick", ["python scripts/parity.py"]),
         ("bench steps", ["python scripts/bench.py"]),
-        ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel"]),
+        ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel, sharded"]),
         ("train --seed abc", ["--seed abc: must be a whole number"]),
         ("train --seed -1", ["--seed -1: must be from 0 to 2147483647"]),
         ("train --lr 0", ["--lr 0: must be from 1e-37 to 1e+38"]),
@@ -199,7 +199,7 @@ def test_a_command_may_be_called_in_any_thread(capsys):
     "line, offered",
     [
         ("t", {"plain,train"}),
-        ("train --gpus 2 --impl ", {"plain,scratch", "plain,highlevel"}),
+        ("train --gpus 2 --impl ", {"plain,scratch", "plain,highlevel", "plain,sharded"}),
         ("train --device =", {"plain,auto", "plain,gpu", "plain,cpu"}),  # bash splits --device= into two words
         ("train --kvstore dist_sync --compress 2", {"plain,2bit:0.5"}),
         ("train --impl torch --mod", {"plain,--model"}),  # an earlier word may be wrong
