@@ -237,8 +237,8 @@ class Training:
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
             if epoch.train_loss > PLATEAU and epoch.epoch in (1, self.settings.epochs):
                 log.say(
-                    f"the mean loss {epoch.train_loss:.2f} is that of guessing: this network starts on a plateau, which "
-                    "it leaves after a few hundred steps; more steps or a larger learning rate help"
+                    f"the mean loss {epoch.train_loss:.2f} is that of guessing: this network starts on a plateau, and "
+                    "leaves it after a few hundred steps; more steps or a larger learning rate help"
                 )
 
 
