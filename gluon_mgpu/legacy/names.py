@@ -203,9 +203,10 @@ def add_to_ipython(display: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Repair what MXNet and its arrays no longer do with NumPy 2."""
+    """Restore a name that early versions of MXNet had, and what MXNet and its arrays no longer do with NumPy 2."""
     import numpy as np
 
+    _add(mx.gluon, "autograd", mx.autograd)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
     try:

@@ -84,9 +84,10 @@ def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
     ]
 
 
-def test_a_result_with_one_element_is_a_number_with_any_numpy(program):
+def test_mxnets_old_name_is_there_and_a_result_with_one_element_is_a_number(program):
     text = """
         import math, pickle, mxnet as mx, numpy as np
+        assert mx.gluon.autograd.record
         mean, losses = mx.nd.array([1.5, 2.5]).mean().asnumpy(), np.zeros(2)
         losses[1] = mean
         print("%.2f %d" % (mean, mean), float(mean), int(mean), math.sqrt(mean * 2), losses, repr(mean))
