@@ -33,7 +33,7 @@ def bench(monkeypatch, tmp_path):
     [
         ("def work(): print('12 pears')", Error),
         ("def work(): pass", Error),
-        ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError('use 2')", UsageError),
+        ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError(None, None, 'use 2')", UsageError),
     ],
 )
 def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, bench):
