@@ -130,17 +130,17 @@ def cells(page):
 
 GLUON = "".join(block for block in blocks("pytorch.md") if block.startswith("# Gluon"))
 DIFF = blocks("from-scratch.md", "diff")[0]
-# Functions that pages define for themselves; train is a short loop.
-OWN = {"train", "mlp", "trainer_of", "epoch", "show", "counted"}
+# Functions that pages define for themselves.
+OWN = {"epoch", "losses_of", "show", "counted"}
 
 
 @pytest.mark.parametrize(
     "code, module, names",
     [
         ("\n".join(blocks("README.md")), scratch, ""),
-        (cells("from-scratch.md"), scratch, "get_params train_batch"),
-        (cells("gluon.md"), highlevel, "initialize train_batch"),
-        ("\n".join(blocks("gluon.md")), scratch, "get_params train_batch"),
+        (cells("from-scratch.md"), scratch, "train"),
+        (cells("gluon.md"), highlevel, "train"),
+        ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
         (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
         (cells("pytorch.md"), scratch, "init_params get_params train_batch"),
