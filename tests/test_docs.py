@@ -111,10 +111,10 @@ def test_the_course_prints_allreduce_and_defines_context_once(text):
 
 
 @pytest.mark.parametrize("page, next_page", zip(COURSE, COURSE[1:]))
-def test_a_lesson_ends_with_what_the_reader_can_do_exercises_and_a_link_to_the_next_lesson(page, next_page):
+def test_a_lesson_ends_with_what_the_reader_can_do_exercises_and_the_next_lesson(page, next_page):
     text = PAGES[f"{page}.md"]
-    headings = re.findall("^## (What you can do now|Exercises)", text, re.MULTILINE)
-    assert headings == ["What you can do now", "Exercises"]
+    headings = re.findall("^## (What you should now be able to do|Exercises)", text, re.MULTILINE)
+    assert headings == ["What you should now be able to do", "Exercises"]
     assert re.search(rf"^Next: \[.*\]\({next_page}\.md\)", text, re.MULTILINE)
 
 
