@@ -18,6 +18,8 @@ from gluon_mgpu.training import datasets, recipes
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 del PAGES["CHANGELOG.md"]  # names what is gone too
+TEXT = "\n".join(PAGES.values())
+COURSE = re.search(r":caption: The course.*?\n\n(.*?)\n```", PAGES["index.md"], re.DOTALL)[1].split()
 PROGRAM = r"(?:gluon-mgpu|python -m gluon_mgpu|python scripts/(\w+)\.py) ([a-z-][^`#|\n]*)"
 
 
@@ -84,14 +86,36 @@ def test_every_module_has_a_page_of_the_api():
 
 
 def test_the_checksums_on_the_page_are_those_that_are_checked():
-    shown = re.findall(r"^\| (\S+-ubyte) \| `(\w{64})` \|$", PAGES["datasets.md"], re.MULTILINE)
+    shown = re.findall(r"^\| (\S+-ubyte) \| `(\w{64})` \|$", TEXT, re.MULTILINE)
     assert shown == [file for files in datasets.SHA256.values() for file in files.items()]
 
 
 def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
-    printed = {(r.options["gpus"], tuple(map(float, r.test_accuracy))) for r in recipes.RECIPES.values()}
-    rows = re.findall(r"^\| the notebook, on (\d) GPUs? \| (.*) \|$", "\n".join(PAGES.values()), re.MULTILINE)
+    printed = {(r.options["num_gpus"], tuple(map(float, r.test_accuracy))) for r in recipes.RECIPES.values()}
+    rows = re.findall(r"^\| the notebook, on (\d) GPUs? \| (.*) \|$", TEXT, re.MULTILINE)
     assert rows and {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
+
+
+def test_a_benchmarks_number_is_on_one_page():
+    pages = {}
+    for page, text in PAGES.items():
+        text = re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+        for number in re.findall(r"(?<![\w.-])[1-9]\d+\.\d+(?![\w.%-])", text):
+            pages.setdefault(number, set()).add(page)
+    assert pages and not {number: found for number, found in pages.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize("text", ["def allreduce(data):", "**context**"])
+def test_the_course_prints_allreduce_and_defines_context_once(text):
+    assert [page for page in COURSE for _ in re.findall(re.escape(text), PAGES[f"{page}.md"])] == ["from-scratch"]
+
+
+@pytest.mark.parametrize("page, next_page", zip(COURSE, COURSE[1:]))
+def test_a_lesson_ends_with_what_the_reader_can_do_exercises_and_the_next_lesson(page, next_page):
+    text = PAGES[f"{page}.md"]
+    headings = re.findall("^## (What you should now be able to do|Exercises)", text, re.MULTILINE)
+    assert headings == ["What you should now be able to do", "Exercises"]
+    assert re.search(rf"^Next: \[.*\]\({next_page}\.md\)", text, re.MULTILINE)
 
 
 def functions(code):
@@ -129,17 +153,17 @@ def cells(page):
 
 
 DIFF = blocks("from-scratch.md", "diff")[0]
-# Functions that pages define for themselves; train is a short loop.
-OWN = {"train", "mlp", "trainer_of", "epoch", "show", "counted", "most_sent", "new_state", "allocated"}
+# Functions that pages define for themselves.
+OWN = {"epoch", "losses_of", "record", "show", "counted", "most_sent", "new_state", "allocated"}
 
 
 @pytest.mark.parametrize(
     "code, module, names",
     [
         ("\n".join(blocks("README.md")), scratch, ""),
-        (cells("from-scratch.md"), scratch, "get_params train_batch"),
-        (cells("gluon.md"), highlevel, "initialize train_batch"),
-        ("\n".join(blocks("gluon.md")), scratch, "get_params train_batch"),
+        (cells("from-scratch.md"), scratch, "train"),
+        (cells("gluon.md"), highlevel, "train"),
+        ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
         (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
         (cells("what-came-after.md"), sharded, ""),
