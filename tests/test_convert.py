@@ -427,7 +427,7 @@ def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
         ((symbol, tmp_path / "none", "--input", "4,9,9", *out), "none: does not exist"),
         ((tmp_path / "text", params, "--input", "4,9,9", *out), "text"),
         ((symbol, tmp_path / "text", "--input", "4,9,9", *out), "text"),
-        ((tmp_path / "none", *out), "is not a run"),
+        ((tmp_path / "none", *out), "not a run"),
         ((runs / "lenet", "--to", "pytorch", tmp_path / "my-net"), "my-net"),
     ):
         status, printed, err = call(capfd, command, *arguments)

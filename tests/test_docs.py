@@ -153,6 +153,7 @@ def cells(page):
 
 
 DIFF = blocks("from-scratch.md", "diff")[0]
+BEFORE, AFTER = (re.sub(rf"^\{sign}.*\n|^.", "", DIFF, flags=re.MULTILINE) for sign in "+-")
 # Functions that pages define for themselves.
 OWN = {"epoch", "losses_of", "record", "show", "counted", "most_sent", "new_state", "allocated"}
 
@@ -166,12 +167,24 @@ OWN = {"epoch", "losses_of", "record", "show", "counted", "most_sent", "new_stat
         ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
         (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
+<<<<<<< HEAD
         (cells("what-came-after.md"), sharded, ""),
         (re.sub(r"^\+.*\n|^.", "", DIFF, flags=re.MULTILINE), notebook, ""),
         (re.sub(r"^-.*\n|^.", "", DIFF, flags=re.MULTILINE), scratch, ""),
+=======
+        (cells("pytorch.md"), scratch, "init_params get_params train_batch"),
+        (GLUON, highlevel, ""),
+        (BEFORE, notebook, ""),
+        (AFTER, scratch, ""),
+>>>>>>> docsa
     ],
 )
 def test_functions_on_the_pages_are_those_of_the_modules_and_a_lesson_shows_all_that_it_teaches(code, module, names):
     shown = {name: tree for name, tree in functions(code).items() if name not in OWN}
     assert shown and shown.items() <= of(module)
     assert with_callees(module, {*names.split()}) <= functions(code).keys()
+
+
+def test_the_diff_shows_each_function_of_the_notebook_that_the_lesson_changes():
+    changed = {name for name, tree in of(notebook) if dict(of(scratch))[name] != tree}
+    assert functions(BEFORE).keys() == changed - {"init_params"}  # replaces global arrays

@@ -31,6 +31,7 @@ from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings
 
 PLATEAU = 0.99 * math.log(10)  # the loss of guessing one of ten classes is log(10)
+PLATEAU_STEPS = 50  # the first steps always have this loss
 
 Build = Callable[[Settings, list[Context], Workers], Replicas]
 
@@ -55,9 +56,9 @@ def prepare(
 ) -> Training:
     """Load the data and build the replicas. In a resumed run, load the checkpoint. All workers get equal parameters."""
     settings, position, arrays = folder.start(settings)
-    if settings.seed is None:
+    drawn = settings.seed is None
+    if drawn:
         settings = replace(settings, seed=secrets.randbelow(2**31))
-        log.say(f"drew a seed; pass {setting('seed', settings.seed)} to repeat this run")
     start = workers.all_gather({"settings": settings.recorded(), "position": position.as_json()})[0]
     settings = replace(settings, **start["settings"])
     position = records.Position.from_json(start["position"])
@@ -70,6 +71,8 @@ def prepare(
     replicas = build(settings, ctx, workers)
     if replicas.running_stats and (settings.compress or "").startswith("2bit"):
         raise UsageError("compress", settings.compress, "would also compress the running statistics; omit this setting")
+    if drawn:
+        log.say(f"drew a seed; pass {setting('seed', settings.seed)} to repeat this run")
     if arrays is not None:
         records.restore(replicas, arrays, folder.folder)
     if workers.count > 1:
@@ -235,7 +238,7 @@ class Training:
         if self.first:
             epoch = position.history[-1]
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
-            if epoch.train_loss > PLATEAU and epoch.epoch in (1, self.settings.epochs):
+            if epoch.train_loss > PLATEAU and epoch.epoch in (1, self.settings.epochs) and self.step >= PLATEAU_STEPS:
                 log.say(
                     f"the mean loss {epoch.train_loss:.2f} is that of guessing: this network starts on a plateau, and "
                     "leaves it after a few hundred steps; more steps or a larger learning rate help"
