@@ -39,7 +39,7 @@ def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSeq
 def initialize(net: gluon.Block, ctx: list[Context], init: mx.init.Initializer = NORMAL) -> None:
     """Put a replica of the network on each device. The weights are drawn once, with init, so all replicas are equal."""
     net.initialize(init, ctx=ctx)
-    for c in ctx:  # the first call creates the parameters, whose shapes depend on the images
+    for c in ctx:  # the first call determines the shapes of the parameters; calls on the others warm up their memory
         net(nd.zeros((1, 1, 28, 28), ctx=c))
 
 
@@ -91,7 +91,7 @@ def train(num_gpus: int, batch_size: int, lr: float, epochs: int = 4, seed: int 
         mx.random.seed(seed)
     net = lenet()
     initialize(net, ctx)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": lr})
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": lr}, update_on_kvstore=False)
     for epoch in range(1, epochs + 1):
         start = time()
         for X, y in train_iter:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +19,19 @@ import numpy as np
 from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import IMPLS, TRAINABLE, highlevel, networks, scratch, sharded
+from gluon_mgpu import TRAINABLE, highlevel, networks, scratch, sharded
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
 from gluon_mgpu.training import loop, tuning
+from gluon_mgpu.training.options import NOT_KEPT
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.replicas import LENET, VELOCITY, Replicas
-from gluon_mgpu.training.settings import DEFAULTS, SGD, Settings, takes
+from gluon_mgpu.training.settings import DEFAULTS, OPTIONS, SGD, Settings, takes
 
 # The functions that every lesson has, and those of one kind of lesson.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
+LESSONS = {"scratch": scratch, "highlevel": highlevel, "sharded": sharded}
 OWN = {scratch: ("init_params", "get_params", "allreduce", "sgd"), highlevel: ("initialize",)}
 
 
@@ -41,12 +44,16 @@ def train(given: dict[str, Any]) -> list[Epoch]:
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
     Ctrl-C, once the step is complete and the checkpoint is saved.
     """
-    lesson = given.get("impl")
-    if isinstance(lesson, ModuleType):
+    lessons: dict[str, ModuleType] = {}  # a user's file is run only once
+    if isinstance(given.get("impl"), ModuleType):
+        lesson = given["impl"]
         given["impl"] = name_of(lesson)
+        lessons[given["impl"]] = lesson
 
     def build(settings: Settings, ctx: list[Context], workers: Workers) -> Replicas:
-        made = replicas(lesson if isinstance(lesson, ModuleType) else settings.impl, ctx, settings, workers)
+        if settings.impl not in lessons:
+            lessons[settings.impl] = load(settings.impl)
+        made = replicas(lessons[settings.impl], ctx, settings, workers)
         for name in made.unused:
             if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
                 other = "sharded" if name == "zero" else "highlevel"
@@ -59,8 +66,9 @@ def train(given: dict[str, Any]) -> list[Epoch]:
 def replicas(
     impl: str | ModuleType, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE
 ) -> Replicas:
-    """Create replicas of a lesson's network on the devices in ctx, with new parameters. impl: see `load`."""
-    lesson = load(impl)
+    """Create replicas of a lesson's network on the devices in ctx, with new parameters. impl: a lesson, or its name or
+    path, as in `load`."""
+    lesson = impl if isinstance(impl, ModuleType) else load(impl)
     if lesson is sharded:
         return ShardedReplicas(lesson, ctx, settings, workers)
     kind = ArrayReplicas if reference(lesson) is scratch else GluonReplicas
@@ -70,28 +78,27 @@ def replicas(
     return made
 
 
-def load(impl: str | ModuleType, **functions: Callable[..., Any]) -> ModuleType:
-    """Load a lesson: "scratch", "highlevel", or the path of a file with the same functions.
+def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
+    """Load a lesson: "scratch", "highlevel", "sharded", or the path of a file with the functions of scratch or
+    highlevel.
 
     functions: replacements for some of the lesson's functions, such as allreduce=tree; they apply to a new copy of the
     lesson. Raises UsageError if the file cannot be loaded, or if a function is missing or has other arguments.
     """
-    if isinstance(impl, ModuleType) and not functions:
-        return impl
-    if impl == "sharded" and not functions:
-        return sharded
-    if impl in IMPLS and not functions:
-        return {name_of(lesson): lesson for lesson in OWN}[str(impl)]
-    path = Path(str(impl.__file__)) if isinstance(impl, ModuleType) else Path(impl)
-    name = str(impl)
-    if impl in IMPLS:
-        path, name = Path(__file__).with_name(f"{impl}.py"), f"{impl} (own {', '.join(functions)})"
+    if impl in LESSONS and not functions:
+        return LESSONS[impl]
+    path = str(LESSONS[impl].__file__) if impl in LESSONS else str(impl)
+    name = f"{impl} (own {', '.join(functions)})" if functions else path
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or spec.loader is None or not os.path.isfile(path):
         raise UsageError("impl", impl, f"must be one of {', '.join(TRAINABLE)}, or a Python file (.py) that exists")
     lesson = importlib.util.module_from_spec(spec)
-    errors.user_files.add(str(path))
+    errors.user_files.add(str(spec.origin))
+    sys.modules[name] = lesson  # as an import would do; dataclasses need it
     spec.loader.exec_module(lesson)
+    for function in functions:
+        if not callable(getattr(lesson, function, None)):
+            raise UsageError(function, None, f"{impl} has no function with this name")
     vars(lesson).update(functions)
     _check(lesson)
     return lesson
@@ -134,6 +141,8 @@ def _say_what_is_not_called(made: Replicas) -> None:
     skipped = ["split_and_load"] if settings.shares else []
     if isinstance(made, ArrayReplicas) and (settings.momentum or settings.weight_decay):
         skipped.append("sgd")
+    if isinstance(made, GluonReplicas) and settings.model != "lenet":
+        skipped.append("lenet")
     if made.extras:
         skipped.append("train_batch")
     if skipped:
@@ -202,7 +211,7 @@ class ArrayReplicas(Replicas):
 
 class GluonReplicas(Replicas):
     """Replicas of a lesson like `highlevel`: the model is a Block, and the rule is a Trainer. `net` is the network as
-    written, and `model` the same network, computed faster: see `tuning`."""
+    written; `model` is an equivalent network that may run faster: see `tuning`."""
 
     unused = ("zero",)
 
@@ -274,13 +283,20 @@ class ShardedReplicas(Replicas):
     those of `scratch`."""
 
     unused = ("hybridize", "tune")
+    supported = (
+        *("impl", "num_gpus", "device", "batch_size", "lr", "epochs", "seed", "dataset", "limit", "momentum", "zero"),
+        *("scale_lr", "schedule", "milestones", "gamma", "warmup_epochs"),
+    )
     steps = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        for name in ("model", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares", "kvstore"):
-            if getattr(self.settings, name) != DEFAULTS[name]:
-                raise UsageError(name, getattr(self.settings, name), f"not supported by {setting('impl', 'sharded')}")
+        for name, declared in OPTIONS.items():
+            value = getattr(self.settings, name)
+            if declared.on_resume != NOT_KEPT and name not in self.supported + self.unused and value != DEFAULTS[name]:
+                raise UsageError(name, value, f"not supported by {setting('impl', 'sharded')}")
+        if self.workers.count > 1:
+            raise UsageError("kvstore", self.settings.kvstore, f"not supported by {setting('impl', 'sharded')}")
         self.zero = self.settings.zero
         params = scratch.init_params()
         self._place(params, [nd.zeros_like(p) for p in params])

@@ -167,16 +167,9 @@ OWN = {"epoch", "losses_of", "record", "show", "counted", "most_sent", "new_stat
         ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
         (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
-<<<<<<< HEAD
         (cells("what-came-after.md"), sharded, ""),
-        (re.sub(r"^\+.*\n|^.", "", DIFF, flags=re.MULTILINE), notebook, ""),
-        (re.sub(r"^-.*\n|^.", "", DIFF, flags=re.MULTILINE), scratch, ""),
-=======
-        (cells("pytorch.md"), scratch, "init_params get_params train_batch"),
-        (GLUON, highlevel, ""),
         (BEFORE, notebook, ""),
         (AFTER, scratch, ""),
->>>>>>> docsa
     ],
 )
 def test_functions_on_the_pages_are_those_of_the_modules_and_a_lesson_shows_all_that_it_teaches(code, module, names):

@@ -54,7 +54,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
     if os.environ.get(RESTARTED) and options["out"] and records.exists(options["out"]):
         if options["profile"]:
             log.say(f"{setting('profile')} is ignored, because the run has been restarted")
-        given = {name: value for name, value in given.items() if OPTIONS[name].on_resume == NOT_KEPT}
+        given = {name: value for name, value in given.items() if name == "impl" or OPTIONS[name].on_resume == NOT_KEPT}
         given.update(resume=given.pop("out"), profile=None)
         recipe = None
     if recipe and options["resume"] is not None:

@@ -30,7 +30,7 @@ from gluon_mgpu.training.interrupt import CtrlC, as_keyboard_interrupt
 from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings
 
-PLATEAU = 0.99 * math.log(10)  # the loss of guessing one of ten classes is log(10)
+GUESSING = math.log(10)  # the loss of guessing one of ten classes
 PLATEAU_STEPS = 50  # the first steps always have this loss
 
 Build = Callable[[Settings, list[Context], Workers], Replicas]
@@ -238,10 +238,10 @@ class Training:
         if self.first:
             epoch = position.history[-1]
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
-            if epoch.train_loss > PLATEAU and epoch.epoch in (1, self.settings.epochs) and self.step >= PLATEAU_STEPS:
+            if abs(epoch.train_loss / GUESSING - 1) < 0.01 and self.step >= PLATEAU_STEPS:
                 log.say(
-                    f"the mean loss {epoch.train_loss:.2f} is that of guessing: this network starts on a plateau, and "
-                    "leaves it after a few hundred steps; more steps or a larger learning rate help"
+                    f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: this network starts on a "
+                    "plateau, and leaves it after a few hundred steps"
                 )
 
 

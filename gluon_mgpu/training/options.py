@@ -150,6 +150,17 @@ class Text(Kind):
     words: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError("must be text")
+        return value
+
+
+class Indices(Kind):
+    """A count or a list of indices, checked by `devices.parse`."""
+
+    def check(self, value: Any) -> Any:
+        if not isinstance(value, (str, int, list, tuple)):
+            raise ValueError("must be a number or a list of indices")
         return value
 
 

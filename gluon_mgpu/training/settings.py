@@ -1,7 +1,7 @@
-"""The settings of a run. Each is declared once: the command line, the checks and the rules for resumed runs follow.
+"""The settings of a run. Each is declared once; the command line, checks and resume rules are derived from that.
 
 Momentum, weight decay, schedules, gradient accumulation, clipping and shares are off by default. With all of them off,
-a step computes the same values as in the notebooks. To add a setting, add a field to `Settings` and use it.
+a step computes the same values as in the notebooks. To add a setting, add a field to `Settings`, and use it in each class of replicas.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gluon_mgpu.training.options import (
     NOT_KEPT,
     Choice,
     Flag,
+    Indices,
     Number,
     Numbers,
     Option,
@@ -79,7 +80,7 @@ class Settings:
         metavar=f"{'|'.join(TRAINABLE)}|FILE.py",
     )
     num_gpus: int | str | Sequence[int] = devices_(
-        1, Text(), "Number of devices, such as 2, or their indices, such as 0,2.", flag="--gpus", metavar="N|I,J,..."
+        1, Indices(), "Number of devices, such as 2, or their indices, such as 0,2.", flag="--gpus", metavar="N|I,J,..."
     )
     batch_size: int = training(256, COUNT, "Examples per step, across all devices.")
     lr: float = training(0.2, RATE, "Learning rate.")
