@@ -163,7 +163,7 @@ OWN = {"epoch", "losses_of", "record", "show", "counted", "most_sent", "new_stat
     [
         ("\n".join(blocks("README.md")), scratch, ""),
         (cells("from-scratch.md"), scratch, "train"),
-        (cells("gluon.md"), highlevel, "train"),
+        (cells("gluon.md"), highlevel, "initialize train_batch"),
         ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
         (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
