@@ -1,7 +1,8 @@
 """The settings of a run. Each is declared once; the command line, checks and resume rules are derived from that.
 
 Momentum, weight decay, schedules, gradient accumulation, clipping and shares are off by default. With all of them off,
-a step computes the same values as in the notebooks. To add a setting, add a field to `Settings`, and use it in each class of replicas.
+a step computes the same values as in the notebooks. To add a setting, add a field to `Settings`, and use it in each
+class of replicas.
 """
 
 from __future__ import annotations
