@@ -28,7 +28,7 @@ exclude_patterns = []
 templates_path = ["_templates"]
 nitpicky = True
 nitpick_ignore_regex = [("py:(obj|class)", ".*")]  # `names` in docstrings, and types, become links if possible
-suppress_warnings = ["ref.python"]  # `Replicas` in a docstring fits three classes
+suppress_warnings = ["ref.python"]  # `Replicas` in a docstring fits several classes
 
 # Pages are plain Markdown, so anchors of headings and relative links also work on a code host.
 myst_heading_anchors = 3
@@ -123,7 +123,7 @@ def plain(text):
 def commands(command, path=("gluon-mgpu",)):
     """Yield the help of a command and its subcommands, as Markdown."""
     context = click.Context(command, info_name=" ".join(path), **command.context_settings)
-    yield f"\n{'#' * min(len(path) + 1, 3)} {' '.join(path)}\n\n{plain(inspect.cleandoc(command.help))}\n"
+    yield f"\n{'#' * min(len(path) + 2, 4)} {' '.join(path)}\n\n{plain(inspect.cleandoc(command.help))}\n"
     yield f"\n```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
     help = Recorded()
     command.format_options(context, help)
@@ -138,7 +138,7 @@ def commands(command, path=("gluon-mgpu",)):
 
 
 def before_parsing(app, docname, source):
-    if docname == "cli":
+    if docname == "training":
         source[0] += "".join(commands(cli))
     if QUICK:
         source[0] = re.sub(r"```\{code-cell\}[^\n]*\n:tags: \[long\]\n", "```python\n", source[0])

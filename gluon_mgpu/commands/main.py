@@ -44,7 +44,7 @@ class Commands(common.Group):
 @click.group(
     cls=Commands,
     epilog='For tab completion in bash, run: eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)". For zsh and '
-    "fish, see docs/cli.md.",
+    "fish, see docs/training.md.",
     examples="""
         gluon-mgpu doctor
         gluon-mgpu train --impl scratch --gpus 2
