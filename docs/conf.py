@@ -67,8 +67,8 @@ pygments_dark_style = "native"
 
 
 class LinksOutOfDocs(SphinxTransform):
-    """Links to a module's file become links to its API page. Links to CONTRIBUTING.md become text, because it is not on
-    the website."""
+    """Links to a module's file become links to its API page. Links to CONTRIBUTING.md and LOG.md become text, because
+    they are not on the website."""
 
     default_priority = 500
 
@@ -83,7 +83,7 @@ class LinksOutOfDocs(SphinxTransform):
                 new = addnodes.pending_xref(refdomain="py", reftype="mod", reftarget=name, refdoc=node["refdoc"])
                 new += nodes.inline("", node.astext())
                 node.replace_self(new)
-            elif Path(node["reftarget"]).stem == "CONTRIBUTING":
+            elif Path(node["reftarget"]).stem in ("CONTRIBUTING", "LOG"):
                 node.replace_self(nodes.inline("", node.astext()))
 
 
