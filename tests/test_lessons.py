@@ -18,6 +18,7 @@ from test_partition import batch, contexts, parameters
 
 from gluon_mgpu import evaluate, highlevel, implementations, networks, scratch
 from gluon_mgpu.commands.train import train as train_command
+from gluon_mgpu.distributed import launch
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.replicas import LENET
@@ -264,10 +265,17 @@ class TestOwnLesson:
         with pytest.raises(KeyError):
             implementations.train(str(path), 2, 64, LR, **self.OPTIONS)
 
-    def test_an_error_in_it_names_its_file_and_line(self, path, capsys):
+    def test_a_restarted_run_continues_with_it(self, path, tmp_path, capsys, monkeypatch):
+        implementations.train(str(path), 2, 64, LR, **self.OPTIONS, out=tmp_path / "run")
+        monkeypatch.setenv(launch.RESTARTED, "1")
+        words = [f"--impl={path}", f"--out={tmp_path / 'run'}", "--epochs=1"]
+        assert call(capsys, train_command, *words)[:2] == (0, "")  # all epochs are finished
+
+    def test_an_error_in_it_names_its_file_and_line(self, path, capsys, monkeypatch):
+        monkeypatch.chdir(path.parent)
         path.write_text(path.read_text().replace("    return -nd.pick", "    1 / 0\n    return -nd.pick"))
         line = path.read_text().splitlines().index("    1 / 0") + 1
-        words = [f"--impl={path}", "--dataset=synthetic", "--limit=300", "--device=cpu"]
+        words = [f"--impl={path.name}", "--dataset=synthetic", "--limit=300", "--device=cpu"]
         status, _, said = call(capsys, train_command, *words)
         assert status == 1 and f"{path}, line {line}: ZeroDivisionError" in said.splitlines()[-1]
 
@@ -286,10 +294,14 @@ class TestOwnLesson:
         with pytest.raises(UsageError, match=old.split("(")[0].removeprefix("def ")):
             implementations.load(str(path))
 
-    @pytest.mark.parametrize("impl", ["torch", "nowhere.py", ".", ""])
+    @pytest.mark.parametrize("impl", ["torch", "nowhere.py", ".", "", None])
     def test_what_is_not_a_lesson_is_a_usage_error(self, impl):
         with pytest.raises(UsageError):
-            implementations.load(impl)
+            implementations.train(impl, **self.OPTIONS)
+
+    def test_replacing_a_function_that_the_lesson_does_not_have_is_a_usage_error(self):
+        with pytest.raises(UsageError, match="alreduce"):
+            implementations.load("scratch", alreduce=lambda data: None)
 
     def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(self, capsys):
         lesson = implementations.load("scratch", allreduce=lambda data: None)
