@@ -267,6 +267,7 @@ class TestOwnLesson:
 
     def test_a_restarted_run_continues_with_it(self, path, tmp_path, capsys, monkeypatch):
         implementations.train(str(path), 2, 64, LR, **self.OPTIONS, out=tmp_path / "run")
+        capsys.readouterr()
         monkeypatch.setenv(launch.RESTARTED, "1")
         words = [f"--impl={path}", f"--out={tmp_path / 'run'}", "--epochs=1"]
         assert call(capsys, train_command, *words)[:2] == (0, "")  # all epochs are finished
