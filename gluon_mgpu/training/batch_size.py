@@ -97,7 +97,13 @@ def train_all(
         r: {"batch_size": r.batch_size, "scale_lr": r.scale_lr, **({"lr": r.lr} if r.lr else {})} for r in runs
     }
     checked, *_ = [Settings(**{**settings, **of_it, "seed": seed}) for of_it in varied.values()]
-    ctx = devices.contexts(max(r.devices for r in runs), device)
+    most = max(r.devices for r in runs)
+    try:
+        ctx = devices.contexts(most, device)
+    except UsageError as error:
+        if error.name == "num_gpus":  # this command has no such setting
+            raise UsageError("device", device, f"the experiment uses {most} devices, and {error.advice}") from None
+        raise
     devices.say_if_no_gpu(ctx, device)
     datasets.load(checked.dataset, data_dir, checked.limit, seed)  # downloads the data set if necessary
     kind = ctx[0].device_type
