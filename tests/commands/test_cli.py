@@ -114,7 +114,7 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("train --step-epochs 2", ["--step-epochs 2: ", "--schedule step"]),
         ("train --compress fp16", ["--compress fp16: "]),
         ("train --device gpu --dataset synthetic", ["--device gpu: ", "--device cpu"]),
-        ("train --no-tune", ["--no-tune", "highlevel"]),
+        ("train --no-tune --dataset synthetic --limit 600", ["--no-tune", "highlevel"]),
         ("train --recipe gluon-lenet-mnist-1gpu --resume runs/first", ["--recipe", "--resume"]),
         ("evaluate runs/first coat.png", ["coat.png", "--images"]),
         ("train --impl 'a\nb'", ["--impl"]),  # one line, whatever the user typed
