@@ -117,7 +117,7 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("train --no-tune --dataset synthetic --limit 600", ["--no-tune", "highlevel"]),
         ("train --recipe gluon-lenet-mnist-1gpu --resume runs/first", ["--recipe", "--resume"]),
         ("evaluate runs/first coat.png", ["coat.png", "--images"]),
-        ("train --impl 'a\nb'", ["--impl"]),  # one line, whatever the user typed
+        ("train --impl 'a\nb' --dataset synthetic --limit 600", ["--impl"]),  # one line, whatever the user typed
         ("train '--a\nb'", ["no such option"]),
         ("train 'a\nb'", ["argument"]),
         ("convert runs/first out", ["--to", "gluon, pytorch, onnx"]),
