@@ -21,7 +21,7 @@ from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
 from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.batches import batches
-from gluon_mgpu.training.replicas import VELOCITY, Replicas
+from gluon_mgpu.training.replicas import IMAGE_SHAPE, VELOCITY, Replicas
 from gluon_mgpu.training.settings import Settings
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
@@ -50,13 +50,13 @@ def load(
     Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the
     checkpoint is damaged or from a different network or version.
     """
-    arrays, _, settings, position = records.last(folder)
+    arrays, config, settings, position = records.last(folder)
     if impl is None and settings.impl not in TRAINABLE:
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {setting('impl', settings.impl)}")
     impl = impl or settings.impl
     ctx = devices.contexts(gpus, device)
     settings = replace(settings, shares=None, momentum=0.0)  # shares are for the training devices; momentum is unused
-    replicas = implementations.replicas(impl, ctx, settings)
+    replicas = implementations.replicas(impl, ctx, settings, image_shape=config["image_shape"])
     parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
     records.restore(replicas, parameters, folder)
     broken = [name for name, array in parameters.items() if not np.isfinite(array).all()]
@@ -67,7 +67,7 @@ def load(
 
 
 def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Load a run's test set: images uint8 (n, 1, 28, 28) and labels uint8 (n,).
+    """Load a run's test set: images (n, channels, height, width) and labels (n,).
 
     data_dir, exceptions: see `datasets.load`.
     """
@@ -75,8 +75,13 @@ def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np
     return data.test_images, data.test_labels
 
 
+def class_names(dataset: str, count: int) -> Sequence[str]:
+    """The names of a data set's classes; the numbers 0 to count - 1 for your own data."""
+    return datasets.CLASSES.get(dataset, tuple(map(str, range(count))))
+
+
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
-    """Compute the network's scores (n, 10) for images, uint8 (n, 1, 28, 28)."""
+    """Compute the network's scores (n, classes) for images (n, channels, height, width)."""
     replicas = trained.replicas
     test_iter = batches(images, np.zeros(len(images)), min(trained.settings.batch_size, LARGEST_BATCH))
     found = []
@@ -88,9 +93,10 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     """Compute the accuracy and the confusion matrix on a test set, and format them for a terminal."""
-    classes = datasets.CLASSES[trained.settings.dataset]
+    found = scores(trained, images)
+    classes = class_names(trained.settings.dataset, found.shape[1])
     counts = np.zeros((len(classes), len(classes)), int)
-    np.add.at(counts, (labels, scores(trained, images).argmax(axis=1)), 1)
+    np.add.at(counts, (labels, found.argmax(axis=1)), 1)
     right, total = counts.trace(), counts.sum()
     return f"{trained.title}\ntest accuracy: {right / total:.4f} ({right}/{total})\n\n{table(counts, classes)}"
 
@@ -108,12 +114,15 @@ def table(counts: np.ndarray, classes: Sequence[str]) -> str:
     return "\n".join(["rows: true class; columns: predicted class", *log.table(rows)])
 
 
-def read_image(path: str | Path) -> np.ndarray:
-    """Read an image file as grayscale, uint8 (1, 28, 28). Prints a notice if the image is resized.
+def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarray:
+    """Read an image file as uint8 of this shape: 1 channel is grayscale, 3 are RGB. Prints a notice if it is resized.
 
     Transparent pixels become black, the background color of the data sets. Raises Error if the file is missing,
     damaged, not in one of FORMATS, or so large that Pillow treats it as a decompression bomb.
     """
+    channels, height, width = shape
+    if channels not in (1, 3):
+        raise Error(f"{path}: the network takes {channels} channels, but an image file has 1 or 3")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -124,27 +133,27 @@ def read_image(path: str | Path) -> np.ndarray:
                 if image.has_transparency_data:
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
-                image = image.convert("L")
+                image = image.convert("L" if channels == 1 else "RGB")
     except UnidentifiedImageError:
         raise Error(f"{path}: not an image; supported formats: {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Error(f"{path}: has more than {Image.MAX_IMAGE_PIXELS} pixels; use a smaller image") from None
     except Exception as error:  # decoders raise many exception types for damaged files
         raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if image.size != (28, 28):
-        log.say(f"{path}: resized from {image.width}x{image.height} to 28x28")
-        image = image.resize((28, 28))
-    return np.asarray(image)[None]
+    if image.size != (width, height):
+        log.say(f"{path}: resized from {image.width}x{image.height} to {width}x{height}")
+        image = image.resize((width, height))
+    return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
     """Classify images. Returns a line for each image with its TOP most probable classes and their probabilities.
 
-    paths: names to print. images: one array, uint8 (1, 28, 28), per path.
+    paths: names to print. images: one array (channels, height, width) per path.
     """
-    classes = datasets.CLASSES[trained.settings.dataset]
     lines = []
     probabilities = nd.softmax(nd.array(scores(trained, np.stack(images)))).asnumpy()
+    classes = class_names(trained.settings.dataset, probabilities.shape[1])
     for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]
         lines.append(f"{path}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))

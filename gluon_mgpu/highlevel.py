@@ -7,7 +7,7 @@ whose `run` is called `train` here, as in `scratch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import time
 
 import mxnet as mx
@@ -36,11 +36,13 @@ def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSeq
     return net
 
 
-def initialize(net: gluon.Block, ctx: list[Context], init: mx.init.Initializer = NORMAL) -> None:
+def initialize(
+    net: gluon.Block, ctx: list[Context], init: mx.init.Initializer = NORMAL, image_shape: Sequence[int] = (1, 28, 28)
+) -> None:
     """Put a replica of the network on each device. The weights are drawn once, with init, so all replicas are equal."""
     net.initialize(init, ctx=ctx)
     for c in ctx:  # creates the parameters; later steps were 8% slower if only one device did this (2 cores, AMD EPYC)
-        net(nd.zeros((1, 1, 28, 28), ctx=c))
+        net(nd.zeros((1, *image_shape), ctx=c))
 
 
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:

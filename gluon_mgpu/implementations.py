@@ -15,6 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
@@ -22,11 +23,12 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu import TRAINABLE, highlevel, networks, scratch, sharded
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import errors, log
-from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.runtime.errors import Error, UsageError, reason, setting
 from gluon_mgpu.training import loop, tuning
+from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.options import NOT_KEPT
 from gluon_mgpu.training.records import Epoch
-from gluon_mgpu.training.replicas import LENET, VELOCITY, Replicas
+from gluon_mgpu.training.replicas import IMAGE_SHAPE, LENET, VELOCITY, Replicas
 from gluon_mgpu.training.settings import DEFAULTS, OPTIONS, SGD, Settings, takes
 
 # The functions that every lesson has, and those of one kind of lesson.
@@ -39,41 +41,42 @@ OWN = {scratch: ("init_params", "get_params", "allreduce", "sgd"), highlevel: ("
 def train(given: dict[str, Any]) -> list[Epoch]:
     """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
 
-    Arguments: the fields of `Settings`. impl is "scratch", "highlevel", the path of your own lesson file, or a lesson
-    from `load`. With resume, the run continues with its recorded settings, except for those that are passed.
+    Arguments: the fields of `Settings`. impl can also be a lesson from `load`, and dataset can be your own arrays:
+    `datasets.own(train_images, train_labels, test_images, test_labels)`. With resume, the run continues with its
+    recorded settings, except for those that are passed.
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
     Ctrl-C, once the step is complete and the checkpoint is saved.
     """
-    lessons: dict[str, ModuleType] = {}  # a user's file is run only once
-    if isinstance(given.get("impl"), ModuleType):
-        lesson = given["impl"]
-        given["impl"] = name_of(lesson)
-        lessons[given["impl"]] = lesson
+    own_lesson = given["impl"] if isinstance(given.get("impl"), ModuleType) else None
+    if own_lesson:
+        given["impl"] = name_of(own_lesson)
+    arrays = given["dataset"] if isinstance(given.get("dataset"), Dataset) else None
+    if arrays:
+        given["dataset"] = arrays.name
 
-    def build(settings: Settings, ctx: list[Context], workers: Workers) -> Replicas:
-        if settings.impl not in lessons:
-            lessons[settings.impl] = load(settings.impl)
-        made = replicas(lessons[settings.impl], ctx, settings, workers)
-        for name in made.unused:
+    def connect(settings: Settings) -> loop.Build:
+        lesson = own_lesson or load(settings.impl)
+        for name in kind(lesson).unused:
             if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
                 other = "sharded" if name == "zero" else "highlevel"
                 raise UsageError(name, given[name], f"needs {setting('impl', other)}")
-        return made
+        return partial(replicas, lesson)
 
-    return loop.train(given, build)
+    return loop.train(given, connect, arrays)
 
 
 def replicas(
-    impl: str | ModuleType, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE
+    impl: str | ModuleType,
+    ctx: list[Context],
+    settings: Settings = SGD,
+    workers: Workers = ALONE,
+    image_shape: Sequence[int] = IMAGE_SHAPE,
 ) -> Replicas:
     """Create replicas of a lesson's network on the devices in ctx, with new parameters. impl: a lesson, or its name or
-    path, as in `load`."""
+    path, as in `load`. image_shape: (channels, height, width)."""
     lesson = impl if isinstance(impl, ModuleType) else load(impl)
-    if lesson is sharded:
-        return ShardedReplicas(lesson, ctx, settings, workers)
-    kind = ArrayReplicas if reference(lesson) is scratch else GluonReplicas
-    made = kind(lesson, ctx, settings, workers)
-    if lesson not in OWN:
+    made = kind(lesson)(lesson, ctx, settings, workers, image_shape)
+    if lesson not in LESSONS.values():
         _say_what_is_not_called(made)
     return made
 
@@ -111,6 +114,13 @@ def reference(lesson: ModuleType) -> ModuleType:
             return of_package
     advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
     raise UsageError("impl", name_of(lesson), advice)
+
+
+def kind(lesson: ModuleType) -> type[Replicas]:
+    """The class of a lesson's replicas."""
+    if lesson is sharded:
+        return ShardedReplicas
+    return ArrayReplicas if reference(lesson) is scratch else GluonReplicas
 
 
 def name_of(lesson: ModuleType) -> str:
@@ -222,12 +232,13 @@ class GluonReplicas(Replicas):
             known = ", ".join(networks.NETWORKS)
             raise UsageError("model", settings.model, f"must be one of {known}, or registered: see networks.register")
         network = networks.NETWORKS[settings.model]
-        if settings.model == "lenet":
-            self.net = self.lesson.lenet()
-            self.lesson.initialize(self.net, self.ctx)
-        else:
-            self.net = network.build()
-            self.lesson.initialize(self.net, self.ctx, network.init)
+        self.net = self.lesson.lenet() if settings.model == "lenet" else network.build()
+        takes_shape = "image_shape" in inspect.signature(self.lesson.initialize).parameters
+        shape = {"image_shape": self.image_shape} if takes_shape else {}
+        try:
+            self.lesson.initialize(self.net, self.ctx, network.init, **shape)
+        except (mx.MXNetError, ValueError) as error:
+            raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         if settings.hybridize:
             self.net.hybridize(static_alloc=True, static_shape=True)
             loss = getattr(self.lesson, "loss", None)

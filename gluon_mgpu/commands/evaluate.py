@@ -26,7 +26,7 @@ from gluon_mgpu.runtime.errors import UsageError, setting
     type=common.FILE,
     metavar="FILE...",
     help="Print the top classes of these images instead of the accuracy. As in the data set, each object should "
-    "be bright on a dark background. Images are converted to 28x28 grayscale.",
+    "be bright on a dark background. Images get the size and the channels that the network was trained with.",
 )
 @common.option(
     "--export",
@@ -64,8 +64,8 @@ def evaluate(
     if export is not None:
         convert.check_prefix("gluon", export)  # before anything is computed
     paths = images + files  # in `--images *.png`, only the first file is the option's value
-    pictures = [evaluation.read_image(path) for path in paths]
     trained = evaluation.load(run, impl, indices, device)
+    pictures = [evaluation.read_image(path, trained.replicas.image_shape) for path in paths]
     if pictures:
         click.echo(evaluation.classify(trained, paths, pictures))
     else:

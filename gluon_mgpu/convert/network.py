@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import gluon, nd
+from mxnet import autograd, gluon, nd
 from mxnet.ndarray import NDArray
 from mxnet.util import np_shape
 
-from gluon_mgpu import evaluate, highlevel, implementations
+from gluon_mgpu import evaluate, implementations
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
@@ -138,15 +138,8 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
-    settings = replace(trained.settings, tune=False, hybridize=True)
-    own = isinstance(trained.replicas, implementations.GluonReplicas)
-    plain = implementations.GluonReplicas(trained.replicas.lesson if own else highlevel, [mx.cpu()], settings)
-    if not isinstance(plain.net, gluon.HybridBlock):
-        raise UsageError(None, folder, f"{trained.settings.model} is not a HybridBlock, so it cannot be converted")
-    plain.load_state_dict(trained.parameters)
-    plain.predict(nd.zeros((1, 1, 28, 28)))  # export needs a graph
     with tempfile.TemporaryDirectory() as temporary:
-        plain.net.export(f"{temporary}/net")
+        _export(trained, nd.zeros((1, *images.shape[1:])), f"{temporary}/net")
         network = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
     scores, starts = evaluate.scores(trained, images), [0, *range(1, len(images), BATCH_SIZE), len(images)]
     network.samples = [
@@ -154,6 +147,37 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
         for start, end in zip(starts, starts[1:])
     ]
     return network
+
+
+def _export(trained: evaluate.Trained, X: NDArray, prefix: str) -> None:
+    """Write a network's graph and parameters as HybridBlock.export does. X: an input of the network.
+
+    Raises UsageError if the network has no graph.
+    """
+    replicas = trained.replicas
+    if isinstance(replicas, implementations.GluonReplicas):
+        settings = replace(trained.settings, tune=False, hybridize=True)
+        plain = implementations.GluonReplicas(replicas.lesson, [mx.cpu()], settings, image_shape=replicas.image_shape)
+        if not isinstance(plain.net, gluon.HybridBlock):
+            raise UsageError("model", settings.model, "not a HybridBlock, so it cannot be converted")
+        plain.load_state_dict(trained.parameters)
+        plain.predict(X)  # export needs a graph
+        plain.net.export(prefix)
+        return
+    # MXNet numbers the arrays that attach_grad is called on, and names them in a recorded graph var1, var2, ...
+    first = nd.zeros(1)
+    params = {name: nd.array(values) for name, values in trained.parameters.items()}
+    for array in (first, *params.values(), X):
+        array.attach_grad()
+    with autograd.record(train_mode=False):
+        start, scores = first * 1, replicas.lesson.lenet(X, list(params.values()))
+    number = int(autograd.get_symbol(start).list_arguments()[0].removeprefix("var"))
+    renamed = {f"var{number + i}": name for i, name in enumerate([*params, "data"], 1)}
+    graph = json.loads(autograd.get_symbol(scores).tojson())
+    for node in graph["nodes"]:
+        node["name"] = renamed.get(node["name"], node["name"])
+    Path(f"{prefix}-symbol.json").write_text(json.dumps(graph))
+    nd.save(f"{prefix}-0000.params", {f"arg:{name}": array for name, array in params.items()})
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, *shapes: Shape) -> Network:

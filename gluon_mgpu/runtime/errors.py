@@ -6,6 +6,7 @@ Python, and `--lr 0` on the command line. `gluon_mgpu.commands.common` sets the 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -51,17 +52,20 @@ class UsageError(Error):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C, once the current step is complete and the checkpoint is saved. The message is one line.
+    """Raised after Ctrl-C, once the current step is complete and the checkpoint is saved. The message is one line."""
 
-    Callers of `loop.train` get an ordinary KeyboardInterrupt with this message.
-    """
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows instead of a traceback."""
+        return [f"KeyboardInterrupt: {self}"]
 
 
 class Spelling:
     """How a caller writes settings and commands. This class spells them for callers from Python."""
 
     def setting(self, name: str, value: object) -> str:
-        return name if value is None else f"{name}={shown(value)}"
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        return name if value is None else f"{name}={value!r}"
 
     def command(self, words: str) -> str:
         return f"gluon-mgpu {words}"

@@ -35,7 +35,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
 
-    images, labels: uint8 arrays. order: indices of the examples to use, in this order; None: all examples, in order.
+    images: uint8, which is divided by 255, or float32. labels: class numbers. order: indices of the examples to use, in
+    this order; None: all examples, in order.
     part: maps the size of a batch to the slice that this worker takes; if the slice is empty, yields (None, None).
     """
     order = np.arange(len(labels)) if order is None else order
@@ -48,7 +49,7 @@ def batches(
             continue
         X, pixels = _empty((len(chosen), *images.shape[1:]))
         y, classes = _empty(chosen.shape)
-        np.divide(images[chosen], 255, out=pixels, dtype=np.float32)
+        np.divide(images[chosen], 255 if images.dtype == np.uint8 else 1, out=pixels, dtype=np.float32)
         classes[:] = labels[chosen]
         yield X, y
 

@@ -26,7 +26,8 @@ import platformdirs
 import requests
 
 from gluon_mgpu.runtime import log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.training import own_data
 from gluon_mgpu.training.settings import DATASETS, LARGEST
 
 if TYPE_CHECKING:
@@ -75,14 +76,37 @@ APT_SECONDS = 300
 
 
 class Dataset(NamedTuple):
-    """Images are uint8 (n, 1, 28, 28), 0 to 255; labels are uint8 (n,), 0 to 9."""
+    """Images are uint8 (n, 1, 28, 28), 0 to 255; labels are uint8 (n,), 0 to 9. Your own data can have other types and
+    sizes: see `own`."""
 
     name: str
     train_images: np.ndarray
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
-    source: str  # the folder that contains the files, or "synthetic, seed 0"
+    source: str  # the folder that contains the files, "synthetic, seed 0", or "arrays"
+
+    @property
+    def classes(self) -> int:
+        """The number of classes; for your own data, the largest label plus 1."""
+        largest = max(self.train_labels.max(), self.test_labels.max())
+        return len(CLASSES.get(self.name, range(1 + int(largest))))
+
+    def first(self, limit: int | None) -> Dataset:
+        """The first `limit` training examples and the first max(limit // 6, 100) test examples; None: all.
+
+        Raises UsageError if there are fewer training examples.
+        """
+        if limit is None:
+            return self
+        if limit > len(self.train_images):
+            raise UsageError("limit", limit, f"{self.name} has only {len(self.train_images)} training examples")
+        tests = max(limit // 6, 100)
+        train, test = (
+            (self.train_images[:limit], self.train_labels[:limit]),
+            (self.test_images[:tests], self.test_labels[:tests]),
+        )
+        return Dataset(self.name, *train, *test, self.source)
 
     def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal."""
@@ -95,9 +119,8 @@ class Dataset(NamedTuple):
 def load(name: str, data_dir: str | Path | None = None, limit: int | None = None, seed: int | None = 0) -> Dataset:
     """Load the data set `name`, one of DATASETS; download it if this machine does not have it.
 
-    data_dir: a folder that contains NAME/ or the four files; None: see `find`. limit: use only the first `limit`
-    training examples and the first max(limit // 6, 100) test examples; None: all (for "synthetic", LARGEST). seed:
-    used only for "synthetic"; None means 0.
+    data_dir: a folder that contains NAME/ or the four files; None: see `find`; for "own", see `own_data.read`.
+    limit: see `Dataset.first`; for "synthetic", None means LARGEST. seed: used only for "synthetic"; None means 0.
     Raises UsageError if the name is unknown, limit is out of range, or data_dir does not contain the data set; Error if
     the data is damaged or cannot be downloaded.
     """
@@ -108,16 +131,27 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     if name == "synthetic":
         train_size = LARGEST if limit is None else limit
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
-    data = read(find(name, data_dir) or fetch(name), name)
-    if limit is not None and limit > len(data.train_images):
-        raise UsageError("limit", limit, f"{name} has only {len(data.train_images)} training examples")
-    test_limit = None if limit is None else max(limit // 6, 100)
-    return data._replace(
-        train_images=data.train_images[:limit],
-        train_labels=data.train_labels[:limit],
-        test_images=data.test_images[:test_limit],
-        test_labels=data.test_labels[:test_limit],
-    )
+    if name == "own":
+        if data_dir is None:
+            advice = f"needs {setting('data_dir', 'DIR')}, a folder with {own_data.NEEDED}"
+            raise UsageError("dataset", name, advice)
+        return Dataset(name, *own_data.read(data_dir), str(data_dir)).first(limit)
+    return read(find(name, data_dir) or fetch(name), name).first(limit)
+
+
+def own(
+    train_images: np.ndarray,
+    train_labels: np.ndarray,
+    test_images: np.ndarray,
+    test_labels: np.ndarray,
+) -> Dataset:
+    """Make a data set of your own arrays: `train(dataset=datasets.own(...))`.
+
+    images: (n, height, width) or (n, channels, height, width); uint8, which training divides by 255, or floating-point,
+    which it uses as they are. labels: whole numbers from 0, (n,) or (n, 1).
+    Raises UsageError if an array has another form, or if two of them do not fit together.
+    """
+    return Dataset("own", *own_data.checked(train_images, train_labels, test_images, test_labels), "arrays")
 
 
 def load_fashion_mnist(batch_size: int, seed: int | None = None) -> tuple[DataIter, DataIter]:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TypeVar
 
 from gluon_mgpu.distributed.process import SAME_SIGNAL
@@ -15,15 +15,6 @@ from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime.errors import Interrupted
 
 Item = TypeVar("Item")
-
-
-@contextmanager
-def as_keyboard_interrupt() -> Iterator[None]:
-    """Turn Interrupted into an ordinary KeyboardInterrupt with the same message."""
-    try:
-        yield
-    except Interrupted as error:
-        raise KeyboardInterrupt(*error.args) from None
 
 
 class CtrlC:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -26,33 +26,41 @@ from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting, s
 from gluon_mgpu.runtime.splitting import shard_sizes, split_by_shares
 from gluon_mgpu.training import datasets, records, timeline
 from gluon_mgpu.training.batches import Pending, batches, shuffled
-from gluon_mgpu.training.interrupt import CtrlC, as_keyboard_interrupt
+from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings
 
-GUESSING = math.log(10)  # the loss of guessing one of ten classes
 PLATEAU_STEPS = 50  # the first steps always have this loss
 
-Build = Callable[[Settings, list[Context], Workers], Replicas]
+# Creates replicas with new parameters: (ctx, settings, workers, image_shape) -> replicas
+Build = Callable[[list[Context], Settings, Workers, Sequence[int]], Replicas]
 
 
-def train(given: dict[str, Any], build: Build) -> list[records.Epoch]:
+def train(
+    given: dict[str, Any], connect: Callable[[Settings], Build], data: datasets.Dataset | None = None
+) -> list[records.Epoch]:
     """Train. Returns one `records.Epoch` per epoch. Exceptions: see `implementations.train`.
 
-    given: the settings that the caller passed. build: creates the replicas, with new parameters.
+    given: the settings that the caller passed. connect: finds the settings' lesson. data: None: as in the settings.
     """
     settings = records.starting_settings(given, process.current())
+    build = connect(settings)
     ctx = devices.contexts(settings.num_gpus, settings.device)
-    with as_keyboard_interrupt(), join(settings.kvstore, settings.compress) as workers:
+    with join(settings.kvstore, settings.compress) as workers:
         _agree(given, settings, workers)
         first = workers.rank == 0  # only worker 0 prints and writes files
         where = (settings.out, settings.resume, settings.tensorboard) if first else ()
         with records.RunFolder(*where) as folder:
-            return prepare(settings, ctx, workers, folder, build).train()
+            return prepare(settings, ctx, workers, folder, build, data).train()
 
 
 def prepare(
-    settings: Settings, ctx: list[Context], workers: Workers, folder: records.RunFolder, build: Build
+    settings: Settings,
+    ctx: list[Context],
+    workers: Workers,
+    folder: records.RunFolder,
+    build: Build,
+    data: datasets.Dataset | None = None,
 ) -> Training:
     """Load the data and build the replicas. In a resumed run, load the checkpoint. All workers get equal parameters."""
     settings, position, arrays = folder.start(settings)
@@ -63,12 +71,19 @@ def prepare(
     settings = replace(settings, **start["settings"])
     position = records.Position.from_json(start["position"])
     _check_batch(settings, len(ctx), workers)
-    data = datasets.load(settings.dataset, settings.data_dir, settings.limit, settings.seed)
+    if data:
+        data = data.first(settings.limit)
+    else:
+        data = datasets.load(settings.dataset, settings.data_dir, settings.limit, settings.seed)
+    if arrays is not None and folder.config.get("data_checksum", data.checksum()) != data.checksum():
+        raise UsageError("data_dir", settings.data_dir, f"not the data that the run in {folder.folder} was trained on")
+    shape = data.train_images.shape[1:]
     if settings.shares == "auto":
-        shares = measured_shares(build(replace(settings, shares=None), ctx, workers), data)
+        shares = measured_shares(build(ctx, replace(settings, shares=None), workers, shape), data)
         settings = replace(settings, shares=shares)
     mx.random.seed(settings.seed)
-    replicas = build(settings, ctx, workers)
+    replicas = build(ctx, settings, workers, shape)
+    replicas.check_scores(data.classes, exactly=data.name != "own")
     if replicas.running_stats and (settings.compress or "").startswith("2bit"):
         raise UsageError("compress", settings.compress, "would also compress the running statistics; omit this setting")
     if drawn:
@@ -142,7 +157,10 @@ class Training:
         kept = {name: value for name, value in settings.recorded().items() if name not in replicas.unused}
         where = {"devices": [str(c) for c in replicas.ctx], "threads": engine.openmp_threads()}
         store = {"kvstore": settings.kvstore, "compress": settings.compress, "workers": self.workers.count}
-        return {**kept, **store, **where, "data": self.data.source}
+        data = {"data": self.data.source, "image_shape": self.replicas.image_shape}
+        if self.data.name == "own":  # the other data sets are determined by their names
+            data["data_checksum"] = self.data.checksum()
+        return {**kept, **store, **where, **data}
 
     def train(self) -> list[records.Epoch]:
         """Train the remaining epochs. On Ctrl-C, raises Interrupted; its one-line message says what was saved."""
@@ -238,7 +256,7 @@ class Training:
         if self.first:
             epoch = position.history[-1]
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
-            if abs(epoch.train_loss / GUESSING - 1) < 0.01 and self.step >= PLATEAU_STEPS:
+            if abs(epoch.train_loss / math.log(data.classes) - 1) < 0.01 and self.step >= PLATEAU_STEPS:
                 log.say(
                     f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: this network starts on a "
                     "plateau, and leaves it after a few hundred steps"

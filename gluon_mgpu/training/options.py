@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,168 +17,91 @@ MOST = 2**31 - 1  # largest value of an integer setting
 SAME, FREE, NOT_KEPT = "same", "free", "not kept"
 
 
+@dataclass(frozen=True)
 class Kind:
-    """The type of a setting's values. Each method raises ValueError for an invalid value; its message says why."""
+    """The type of a setting's values.
 
-    @property
-    def metavar(self) -> str | None:
-        """How --help shows a value."""
-        return None
+    advice: describes valid values, for error messages. convert: returns a value in its usual type; raises ValueError or
+    TypeError if the value is invalid. read: converts text from the command line to a value. metavar: how --help shows a
+    value. words: values to suggest. what: "folder" or "file", if the shell can complete the value.
+    """
+
+    advice: str
+    convert: Callable[[Any], Any]
+    read: Callable[[str], Any] = str
+    metavar: str | None = None
+    words: tuple[str, ...] = ()
+    what: str = ""
 
     def check(self, value: Any) -> Any:
-        """Check a value, and return it in its usual type."""
-        raise NotImplementedError
+        """Returns the value in its usual type. Raises ValueError if it is invalid; the message says what is valid."""
+        try:
+            return self.convert(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"must be {self.advice}") from None
 
     def parse(self, text: str) -> Any:
         """Convert text from the command line to a checked value."""
-        return self.check(text)
-
-
-@dataclass(frozen=True)
-class Number(Kind):
-    """A number of type `type` from least to most. above, below: bounds that are not allowed themselves. example: a
-    value to suggest."""
-
-    type: type = float
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    below: float | None = None
-    example: str = ""
-
-    @property
-    def metavar(self) -> str:
-        return "N" if self.type is int else "X"
-
-    def check(self, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, self.type)):
-            raise ValueError(f"must be {self._name}")
-        number: Any = value
-        lower = (self.least is None or number >= self.least) and (self.above is None or number > self.above)
-        upper = (self.most is None or number <= self.most) and (self.below is None or number < self.below)
-        if not (lower and upper):  # nan is rejected too, because every comparison with nan is false
-            raise ValueError(f"must be {self.range}{self.example and f', such as {self.example}'}")
-        return self.type(value)
-
-    def parse(self, text: str) -> Any:
         try:
-            number = self.type(text)
-        except ValueError:
-            raise ValueError(f"must be {self._name}") from None
-        return self.check(number)
-
-    @property
-    def _name(self) -> str:
-        return "a whole number" if self.type is int else "a number"
-
-    @property
-    def range(self) -> str:
-        if self.least is not None and self.most is not None:
-            return f"from {self.least:.10g} to {self.most:.10g}"
-        lower = [f"at least {self.least:g}"] if self.least is not None else []
-        lower += [f"above {self.above:g}"] if self.above is not None else []
-        upper = [f"less than {self.below:g}"] if self.below is not None else []
-        return " and ".join(lower + upper)
-
-
-@dataclass(frozen=True)
-class Choice(Kind):
-    """One of `words`."""
-
-    words: tuple[str, ...]
-
-    @property
-    def metavar(self) -> str:
-        return "|".join(self.words)
-
-    def check(self, value: Any) -> Any:
-        if value not in self.words:
-            raise ValueError(f"must be one of {', '.join(self.words)}")
-        return value
-
-
-class Flag(Kind):
-    """True or False. If the default is True, the command line also has --no-NAME."""
-
-    def check(self, value: Any) -> Any:
-        if not isinstance(value, bool):
-            raise ValueError("must be True or False")
-        return value
-
-
-class TuneFlag(Flag):
-    """A Flag, or the block and the piece that a run of version 0.2.0 has recorded: see `tuning.tuned`."""
-
-    def check(self, value: Any) -> Any:
-        pair = isinstance(value, (list, tuple)) and [type(number) for number in value] == [int, int]
-        if pair and value[0] in (1, 16) and 0 <= value[1] <= 65536:
-            return tuple(value)
-        return super().check(value)
-
-
-@dataclass(frozen=True)
-class Numbers(Kind):
-    """A tuple of numbers, or one of `words`. advice: describes valid values."""
-
-    of: Number
-    advice: str
-    words: tuple[str, ...] = ()
-
-    def check(self, value: Any) -> Any:
-        if isinstance(value, str) and value in self.words:
-            return value
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ValueError(f"must be {self.advice}")
-        try:
-            return tuple(self.of.check(number) for number in value)
-        except ValueError:
-            raise ValueError(f"must be {self.advice}") from None
-
-    def parse(self, text: str) -> Any:
-        if text in self.words:
-            return text
-        try:
-            return tuple(self.of.parse(part) for part in text.split(","))
+            return self.check(self.read(text))
         except ValueError:
             raise ValueError(f"must be {self.advice}") from None
 
 
-@dataclass(frozen=True)
-class Text(Kind):
-    """Any text, checked by the code that uses it. words: values to suggest."""
+def number(of: type, advice: str, valid: Callable[[Any], bool]) -> Kind:
+    """An int or a float for which valid() is true. nan is never valid if valid() compares."""
 
-    words: tuple[str, ...] = ()
+    def convert(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, of)) or not valid(value):
+            raise ValueError
+        return of(value)
 
-    def check(self, value: Any) -> Any:
+    return Kind(advice, convert, of, "N" if of is int else "X")
+
+
+def numbers(of: Kind, advice: str, *words: str) -> Kind:
+    """A tuple of numbers, or one of these words."""
+
+    def convert(value: Any) -> Any:
         if not isinstance(value, str):
-            raise ValueError("must be text")
+            return tuple(map(of.check, value))
+        if value not in words:
+            raise ValueError
         return value
 
+    def read(text: str) -> Any:
+        return text if text in words else tuple(map(of.parse, text.split(",")))
 
-class Indices(Kind):
-    """A count or a list of indices, checked by `devices.parse`."""
+    return Kind(advice, convert, read, words=words)
 
-    def check(self, value: Any) -> Any:
-        if not isinstance(value, (str, int, list, tuple)):
-            raise ValueError("must be a number or a list of indices")
+
+def choice(*words: str) -> Kind:
+    return Kind(f"one of {', '.join(words)}", lambda value: words[words.index(value)], str, "|".join(words), words)
+
+
+def instance(advice: str, *types: type, words: tuple[str, ...] = ()) -> Kind:
+    """A value of one of these types, which the code that uses it checks further."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, types):
+            raise ValueError
         return value
 
+    return Kind(advice, convert, words=words)
 
-@dataclass(frozen=True)
-class PathName(Kind):
-    """A path. what: "folder" or "file"."""
 
-    what: str = "file"
-    example: str = "runs/first"
+def path(what: str, example: str) -> Kind:
+    """The path of a folder or file."""
 
-    @property
-    def metavar(self) -> str:
-        return "DIR" if self.what == "folder" else "FILE"
-
-    def check(self, value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if not isinstance(value, (str, os.PathLike)) or not str(value):
-            raise ValueError(f"must be a {self.what}, such as {self.example}")
+            raise ValueError
         return value
+
+    return Kind(f"a {what}, such as {example}", convert, str, "DIR" if what == "folder" else "FILE", what=what)
+
+
+FLAG = instance("True or False", bool)  # if the default is True, the command line also has --no-NAME
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ TENSORBOARD = "tensorboard"  # subfolder
 # A notice is printed if one of these entries of config.json differs when a run is resumed.
 MAY_CHANGE = [name for name in RECORDED if OPTIONS[name].on_resume == FREE and name != "epochs"]
 MAY_CHANGE += ["kvstore", "compress", "workers", "devices", "threads"]
+IMAGE_SHAPE = (1, 28, 28)  # of runs that have not recorded it
+LARGEST_IMAGE = 65536  # limit on each size in image_shape
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
 
@@ -278,6 +280,7 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
         config = {RENAMED.get(name, name): value for name, value in config.items()}
         settings = Settings(**{name: config[name] for name in RECORDED if name in config})
         _devices(config)
+        config["image_shape"] = _image_shape(config.get("image_shape", IMAGE_SHAPE))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         raise Error(f"{path}: invalid run configuration ({error}); start the run again in another folder") from None
     return arrays, config, settings, position
@@ -299,6 +302,13 @@ def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
     if not found or len(found) != len(config["devices"]):
         raise ValueError(f"devices {config['devices']}")
     return [(kind, int(index)) for kind, index in found]
+
+
+def _image_shape(sizes: Any) -> tuple[int, ...]:
+    """Check the sizes in a config. Raises ValueError if they are not (channels, height, width)."""
+    if len(sizes) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in sizes):
+        raise ValueError(f"image_shape {sizes}")
+    return tuple(sizes)
 
 
 def exists(folder: str | Path) -> bool:

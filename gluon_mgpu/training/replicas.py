@@ -7,7 +7,7 @@ same functions of the lesson. `gluon_mgpu.implementations` has the classes for l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +18,12 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
 from gluon_mgpu.training.settings import SGD, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
+IMAGE_SHAPE = (1, 28, 28)  # of the built-in data sets
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's running statistics
 
@@ -39,10 +40,17 @@ class Replicas(ABC):
     unused: tuple[str, ...] = ()  # settings that have no effect, and are not recorded
 
     def __init__(
-        self, lesson: ModuleType, ctx: list[Context], settings: Settings = SGD, workers: Workers = ALONE
+        self,
+        lesson: ModuleType,
+        ctx: list[Context],
+        settings: Settings = SGD,
+        workers: Workers = ALONE,
+        image_shape: Sequence[int] = IMAGE_SHAPE,
     ) -> None:
+        """image_shape: (channels, height, width)."""
         engine.check(ctx)
         self.lesson, self.ctx, self.settings, self.workers = lesson, ctx, settings, workers
+        self.image_shape = tuple(image_shape)
         self._batch_size = 0  # batch size of the last step, across all workers
 
     # What lessons do differently
@@ -143,6 +151,25 @@ class Replicas(ABC):
             self.workers.allreduce(grads[0], key)
             for grad in grads[1:]:
                 grads[0].copyto(grad)
+
+    def check_scores(self, classes: int, exactly: bool) -> None:
+        """Raise UsageError unless the network accepts images of image_shape, and returns `classes` scores for each.
+
+        exactly: whether more scores are an error too.
+        """
+        try:
+            shape = self.predict(nd.zeros((1, *self.image_shape), ctx=self.ctx[0])).shape
+        except (mx.MXNetError, ValueError, AssertionError) as error:
+            line = str(error).strip().splitlines()[-1].strip()
+            raise self.unfit(f"does not accept images of shape {self.image_shape} ({line})") from None
+        if shape[:1] != (1,) or len(shape) != 2 or shape[1] < classes or (exactly and shape[1] > classes):
+            raise self.unfit(f"returns scores of shape {shape} for one image, but needs (1, {classes})")
+
+    def unfit(self, why: str) -> UsageError:
+        """The error for a network that does not fit the data."""
+        name, value = ("impl", self.settings.impl) if self.settings.model == "lenet" else ("model", self.settings.model)
+        own = "" if name == "model" else "; copy the lesson, change its network, and pass your file"
+        return UsageError(name, value, f"the network {why}{own}")
 
     # Running statistics of batch normalization
 

@@ -23,19 +23,18 @@ from gluon_mgpu.distributed import process
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import UsageError, setting, shown
 from gluon_mgpu.training.options import (
+    FLAG,
     FREE,
     MOST,
     NOT_KEPT,
-    Choice,
-    Flag,
-    Indices,
-    Number,
-    Numbers,
+    Kind,
     Option,
-    PathName,
-    Text,
-    TuneFlag,
+    choice,
+    instance,
+    number,
+    numbers,
     option,
+    path,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
 T = TypeVar("T")
 
-DATASETS = ("fashion-mnist", "mnist", "synthetic")
+DATASETS = ("fashion-mnist", "mnist", "synthetic", "own")
 LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
 SCHEDULES = ("constant", "step", "cosine")
@@ -56,9 +55,20 @@ RENAMED = {  # names in version 0.1.0, which callers and old checkpoints may sti
     "step_factor": "gamma",
 }
 
-COUNT = Number(int, least=1, most=MOST)
-RATE = Number(least=1e-37, most=1e38, example="0.2")  # just inside the range of float32
-PART = Number(least=0, below=1, example="0.9")
+LEAST_LR, MOST_LR = 1e-37, 1e38  # just inside the range of float32
+COUNT = number(int, f"a whole number from 1 to {MOST}", lambda n: 1 <= n <= MOST)
+PART = number(float, "at least 0 and less than 1, such as 0.9", lambda x: 0 <= x < 1)
+
+
+def _flag_or_plan(value: Any) -> Any:
+    """Check the setting `tune`: a flag, or the block and the piece that a run of version 0.2.0 has recorded."""
+    if isinstance(value, bool):
+        return value
+    block, piece = value
+    if {type(block), type(piece)} != {int} or block not in (1, 16) or not 0 <= piece <= 65536:
+        raise ValueError
+    return block, piece
+
 
 # {heading in --help: a function that declares a setting under it}
 network = partial(option, "Network and data")
@@ -74,130 +84,153 @@ class Settings:
 
     impl: str = network(
         "scratch",
-        Text(TRAINABLE),
+        instance("a lesson's name or file", str, words=TRAINABLE),
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
         "a changed copy of scratch.py or highlevel.py.",
         on_resume=FREE,
         metavar=f"{'|'.join(TRAINABLE)}|FILE.py",
     )
     num_gpus: int | str | Sequence[int] = devices_(
-        1, Indices(), "Number of devices, such as 2, or their indices, such as 0,2.", flag="--gpus", metavar="N|I,J,..."
+        1,
+        instance("a number or a list of indices", str, int, list, tuple),
+        "Number of devices, such as 2, or their indices, such as 0,2.",
+        flag="--gpus",
+        metavar="N|I,J,...",
     )
     batch_size: int = training(256, COUNT, "Examples per step, across all devices.")
-    lr: float = training(0.2, RATE, "Learning rate.")
+    lr: float = training(
+        0.2,
+        number(float, f"from {LEAST_LR} to {MOST_LR}, such as 0.2", lambda x: LEAST_LR <= x <= MOST_LR),
+        "Learning rate.",
+    )
     epochs: int = training(4, COUNT, "Number of passes through the training set.", on_resume=FREE)
     seed: int | None = training(
         None,
-        Number(int, least=0, most=MOST),
+        number(int, f"a whole number from 0 to {MOST}", lambda n: 0 <= n <= MOST),
         "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
         "bit-for-bit identical. Default: a random seed.",
     )
     model: str = network(
         "lenet",
-        Text(BUILT_IN),
+        instance("a network's name", str, words=BUILT_IN),
         "scratch supports only lenet. lenet-max uses max pooling.",
         metavar="|".join(BUILT_IN),
     )
-    dataset: str = network("fashion-mnist", Choice(DATASETS), "synthetic needs no files.")
+    dataset: str = network(
+        "fashion-mnist",
+        choice(*DATASETS),
+        "synthetic needs no files; own is your own data in --data-dir.",
+    )
     limit: int | None = network(
         None,
-        Number(int, least=1, most=LARGEST),
+        number(int, f"a whole number from 1 to {LARGEST}", lambda n: 1 <= n <= LARGEST),
         "Use only the first N training examples and the first N/6 test examples (at least 100).",
     )
     data_dir: str | Path | None = network(
         None,
-        PathName("folder"),
-        "Folder that contains the data set. Default: GLUON_MGPU_DATA if it is set, else the folders listed in "
-        "docs/training.md, else a download.",
+        path("folder", "data"),
+        "Folder that contains the data set; for own, a .npz or IDX files. Default: GLUON_MGPU_DATA if it is set, else "
+        "the folders listed in docs/training.md, else a download.",
         on_resume=NOT_KEPT,
     )
     hybridize: bool = network(
         True,
-        Flag(),
+        FLAG,
         "With Gluon, --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
         on_resume=FREE,
     )
     tune: bool | tuple[int, int] = network(
         True,
-        TuneFlag(),
+        Kind("True or False", _flag_or_plan),
         "With Gluon on CPU, --tune uses faster operators that compute the same values up to rounding, and --no-tune "
         "runs the network as written.",
         on_resume=FREE,
     )
-    scale_lr: bool = training(False, Flag(), "Multiply --lr by batch size / 256.")
+    scale_lr: bool = training(False, FLAG, "Multiply --lr by batch size / 256.")
     schedule: str = training(
         "constant",
-        Choice(SCHEDULES),
+        choice(*SCHEDULES),
         "constant; step: multiply the learning rate by --step-factor after each epoch in --step-epochs; cosine: "
         "decrease it to 0.",
     )
     milestones: tuple[int, ...] = training(
         (),
-        Numbers(Number(int), "increasing epoch numbers, such as 2,3"),
+        numbers(number(int, "a whole number", bool), "increasing epoch numbers, such as 2,3"),
         "Epochs after which --schedule step changes the learning rate.",
         flag="--step-epochs",
         metavar="E,F,...",
     )
-    gamma: float = training(0.1, Number(above=0, below=1), "Factor for --schedule step.", flag="--step-factor")
+    gamma: float = training(
+        0.1,
+        number(float, "above 0 and less than 1", lambda x: 0 < x < 1),
+        "Factor for --schedule step.",
+        flag="--step-factor",
+    )
     warmup_epochs: float = training(
         0.0,
-        Number(least=0, most=MOST),
+        number(float, "a number of at least 0", lambda x: 0 <= x <= MOST),
         "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
     )
     momentum: float = training(0.0, PART, "SGD momentum, such as 0.9.")
     weight_decay: float = training(0.0, PART, "Weight decay for all parameters, such as 0.0005.")
     max_grad_norm: float | None = training(
         None,
-        Number(least=1e-30, most=1e30, example="1"),
+        number(float, "from 1e-30 to 1e30, such as 1", lambda x: 1e-30 <= x <= 1e30),
         "Limit the norm of the batch's mean gradient to X.",
         flag="--clip-norm",
     )
     grad_accum_steps: int = training(
         1, COUNT, "Compute the gradient of each batch in N parts, to save memory.", flag="--accumulate"
     )
-    device: str = devices_("auto", Choice(devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.")
+    device: str = devices_("auto", choice(*devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.")
     shares: tuple[float, ...] | str | None = devices_(
         None,
-        Numbers(Number(above=0, most=1e9), "one number above 0 per device, such as 80,20, or auto", ("auto",)),
+        numbers(
+            number(float, "above 0", lambda x: 0 < x <= 1e9),
+            "one number above 0 per device, such as 80,20, or auto",
+            "auto",
+        ),
         "Split each batch between unequal devices in this ratio, such as 80,20. auto measures the devices' speeds.",
         metavar="A,B,...|auto",
     )
     zero: int = devices_(
         0,
-        Number(int, least=0, most=3),
+        number(int, "from 0 to 3", lambda n: 0 <= n <= 3),
         "With --impl sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the "
         "parameters.",
     )
     kvstore: str = processes(
         "local",
-        Choice(process.KVSTORES),
+        choice(*process.KVSTORES),
         "Sum gradients in this process (local), with Horovod (start it with horovodrun), or with MXNet's parameter "
         "servers (start them with the launch command). See docs/distributed.md.",
     )
     compress: str | None = processes(
         None,
-        Text(("fp16", "2bit:0.5")),
+        instance("fp16 or 2bit:T", str, words=("fp16", "2bit:0.5")),
         "Send gradients as 16-bit numbers (requires --kvstore horovod), or as 2-bit numbers with threshold T "
         "(requires --kvstore dist_sync).",
         metavar="fp16|2bit:T",
     )
     out: str | Path | None = files(
-        None, PathName("folder"), "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder."
+        None,
+        path("folder", "runs/first"),
+        "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.",
     )
     resume: str | Path | None = files(
         None,
-        PathName("folder"),
+        path("folder", "runs/first"),
         "Continue the run in this folder with its saved settings. Only --epochs (except with a cosine schedule), "
         "--shares, and options for devices and implementations can be changed.",
     )
-    tensorboard: bool = files(False, Flag(), "Also write logs for TensorBoard to the run's folder.")
+    tensorboard: bool = files(False, FLAG, "Also write logs for TensorBoard to the run's folder.")
     profile: str | Path | None = files(
         None,
-        PathName("file", "profile.json"),
+        path("file", "profile.json"),
         "Record what each device does during a few steps, for chrome://tracing or Perfetto. Also draw the recording "
         "as a PNG image next to FILE.",
     )
-    verbose: bool = training(False, Flag(), "Print all settings, as in config.json.", on_resume=NOT_KEPT)
+    verbose: bool = training(False, FLAG, "Print all settings, as in config.json.", on_resume=NOT_KEPT)
 
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
@@ -212,7 +245,7 @@ class Settings:
 
     def _check_combinations(self) -> None:
         """Raise UsageError if two settings contradict each other."""
-        if not (RATE.least or 0) <= self.peak_lr <= (RATE.most or 0):
+        if not LEAST_LR <= self.peak_lr <= MOST_LR:
             raise UsageError("lr", self.lr, "out of range after scaling to the batch size")
         if self.grad_accum_steps > self.batch_size:
             advice = f"must be from 1 to {self.batch_size}, the batch size"

@@ -1,0 +1,119 @@
+"""Reads your own images and labels, from a .npz file or from four IDX files, and checks them."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+PARTS = ("train_images", "train_labels", "test_images", "test_labels")
+KERAS = ("x_train", "y_train", "x_test", "y_test")  # the names in Keras's mnist.npz
+NEEDED = f"one .npz file with {', '.join(PARTS)}, or four IDX files such as train-images-idx3-ubyte (plain or .gz)"
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order of PARTS
+
+
+def read(folder: str | Path) -> Arrays:
+    """Read the arrays in a folder, and check them.
+
+    Raises UsageError if they are missing or invalid, and Error if a file is damaged.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UsageError("data_dir", folder, "the folder does not exist")
+    archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*-idx?-ubyte*"))
+    try:
+        if len(archives) == 1:
+            return checked(*_read_npz(archives[0]))
+        if archives or not idx:
+            found = f"contains {len(archives)} .npz files" if archives else "does not contain your data"
+            raise UsageError("data_dir", folder, f"{found}: it needs {NEEDED}")
+        return checked(*(_read_idx(_file(folder, idx, part)) for part in PARTS))
+    except UsageError as error:
+        raise UsageError("data_dir", folder, str(error)) if error.name in PARTS else error from None
+
+
+def checked(*arrays: np.ndarray) -> Arrays:
+    """Check arrays in the order of PARTS, and return them in that order.
+
+    Images are returned as (n, channels, height, width), uint8 or float32, and labels as (n,).
+
+    Raises UsageError if an array has another form, or if two of them do not fit together.
+    """
+    train_images, test_images = (_images(name, array) for name, array in zip(PARTS[::2], arrays[::2]))
+    train_labels, test_labels = (_labels(name, array) for name, array in zip(PARTS[1::2], arrays[1::2]))
+    for name, images, labels in zip(PARTS[1::2], (train_images, test_images), (train_labels, test_labels)):
+        if len(images) != len(labels):
+            raise UsageError(name, labels.shape, f"must have one label per image, and there are {len(images)} images")
+    if train_images.shape[1:] != test_images.shape[1:]:
+        raise UsageError("test_images", test_images.shape, f"must have the sizes of train_images, {train_images.shape}")
+    return train_images, train_labels, test_images, test_labels
+
+
+def _images(name: str, array: np.ndarray) -> np.ndarray:
+    images = np.asarray(array)
+    if images.ndim == 3:
+        images = images[:, None]
+    if images.ndim != 4 or not images.size:
+        raise UsageError(name, images.shape, "must have the shape (n, height, width) or (n, channels, height, width)")
+    if images.dtype != np.uint8 and images.dtype.kind != "f":
+        raise UsageError(name, images.dtype, "must be uint8 (0 to 255), or floating-point numbers")
+    if images.dtype == np.uint8:
+        return np.ascontiguousarray(images)
+    if not np.isfinite(images).all():
+        raise UsageError(name, images.dtype, "contains numbers that are not finite")
+    return np.ascontiguousarray(images, np.float32)
+
+
+def _labels(name: str, array: np.ndarray) -> np.ndarray:
+    labels = np.asarray(array)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UsageError(name, f"{labels.dtype} {labels.shape}", "must be whole numbers, one per image")
+    if labels.size and not 0 <= labels.min() <= labels.max() < 2**24:  # float32 represents all of these exactly
+        raise UsageError(name, f"{labels.min()} to {labels.max()}", "must be class numbers, counted from 0")
+    return np.ascontiguousarray(labels)
+
+
+def _read_npz(path: Path) -> list[np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = next((names for names in (PARTS, KERAS) if set(names) <= set(archive.files)), None)
+            if names is None:
+                advice = f"contains {', '.join(archive.files) or 'no arrays'}, but needs {', '.join(PARTS)}"
+                raise UsageError("data_dir", path, advice)
+            return [archive[name] for name in names]
+    except (OSError, EOFError, ValueError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise Error(f"{path}: cannot be read ({error or type(error).__name__}); replace it") from None
+
+
+def _file(folder: Path, files: list[Path], part: str) -> Path:
+    """The IDX file with this part of the data, such as train-images-idx3-ubyte.gz."""
+    half, what = part.split("_")
+    found = [file for file in files if what in file.name and ("train" in file.name) == (half == "train")]
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise UsageError("data_dir", folder, f"must contain one IDX file with the {half} {what}, found {names}")
+    return found[0]
+
+
+def _read_idx(path: Path) -> np.ndarray:
+    """Read an IDX file of unsigned bytes. Format: two zeros, the type 8, the number of dimensions, their sizes."""
+    try:
+        with open(path, "rb") as opened:
+            file = gzip.GzipFile(fileobj=opened) if opened.peek(2)[:2] == b"\x1f\x8b" else opened
+            magic = file.read(4)
+            if magic[:3] != b"\0\0\x08":
+                raise ValueError("not an IDX file of unsigned bytes")
+            shape = [int.from_bytes(file.read(4), "big") for _ in range(magic[3])]
+            content = file.read(math.prod(shape) + 1)
+            return np.frombuffer(content, np.uint8).reshape(shape)
+    except (OSError, EOFError, ValueError, IndexError, OverflowError, MemoryError, zlib.error) as error:
+        raise Error(f"{path}: cannot be read ({error or type(error).__name__}); replace it") from None

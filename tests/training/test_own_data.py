@@ -1,0 +1,198 @@
+"""Your own data and network: trained from arrays or files, resumed, evaluated and converted; what does not fit is refused."""
+
+import gzip
+import inspect
+
+import mxnet as mx
+import numpy as np
+import pytest
+import tiny
+from mxnet import nd
+from mxnet.gluon import nn
+
+from gluon_mgpu import convert, evaluate, implementations, networks, scratch
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.training import datasets, own_data, records
+
+CLASSES, SHAPE = 3, (2, 5, 6)
+OPTIONS = {"lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}
+
+
+def examples(n, seed=0, classes=CLASSES, shape=SHAPE):
+    """Images of a random picture per class, with noise, and their labels."""
+    pictures = np.random.default_rng(7).uniform(60, 190, (classes, *shape))
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(n) % classes)
+    return (pictures[labels] + rng.uniform(-60, 60, (n, *shape))).astype(np.uint8), labels
+
+
+ARRAYS = (*examples(200), *examples(50, 1))
+
+
+def mlp(classes=CLASSES):
+    net = nn.HybridSequential()
+    net.add(nn.Flatten(), nn.Dense(16, activation="relu"), nn.Dense(classes))
+    return net
+
+
+@pytest.fixture(autouse=True)
+def register(monkeypatch):
+    monkeypatch.setattr(networks, "NETWORKS", dict(networks.NETWORKS))
+    networks.register("mlp", mlp, mx.init.Xavier())
+
+
+def train(**options):
+    return implementations.train("highlevel", 2, model="mlp", **{**OPTIONS, **options})
+
+
+def test_arrays_are_learned_resumed_and_evaluated(tmp_path):
+    data = datasets.own(*ARRAYS)
+    whole = train(dataset=data, epochs=4, out=tmp_path / "whole")
+    train(dataset=data, epochs=2, out=tmp_path / "run")
+    resumed = implementations.train(resume=tmp_path / "run", dataset=data, epochs=4)
+    assert [e.train_loss for e in resumed] == [e.train_loss for e in whole]
+    assert whole[-1].test_accuracy > 0.9 and whole[-1].train_loss < whole[0].train_loss
+    trained = evaluate.load(tmp_path / "run", device="cpu")
+    assert (evaluate.scores(trained, data.test_images).argmax(1) == ARRAYS[3]).mean() == whole[-1].test_accuracy
+
+
+def test_floating_point_images_are_used_as_they_are():
+    losses = []
+    for images in (ARRAYS[0], np.divide(ARRAYS[0], 255, dtype=np.float32)):
+        (epoch,) = train(dataset=datasets.own(images, ARRAYS[1], images[:50], ARRAYS[1][:50]), epochs=1)
+        losses.append(epoch.train_loss)
+    assert losses[0] == losses[1]
+
+
+def test_other_data_is_refused_when_a_run_is_resumed(tmp_path):
+    train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path)
+    before = (tmp_path / "checkpoint.npz").read_bytes()
+    with pytest.raises(UsageError, match="data_dir"):
+        implementations.train(resume=tmp_path, dataset=datasets.own(*examples(200, 2), *ARRAYS[2:]), epochs=2)
+    assert (tmp_path / "checkpoint.npz").read_bytes() == before
+
+
+def npz(folder, names=own_data.PARTS):
+    np.savez_compressed(folder / "data.npz", **dict(zip(names, ARRAYS)))
+
+
+def idx(folder, names=tiny.NAMES):
+    arrays = [array.astype(np.uint8) if array.ndim == 1 else array[:, 0] for array in ARRAYS]
+    for i, (name, array) in enumerate(zip(names, arrays)):
+        content = tiny._idx(array)
+        (folder / (name + ".gz" * (i % 2))).write_bytes(gzip.compress(content) if i % 2 else content)
+
+
+EMNIST = [f"emnist-letters-{name}".replace("t10k", "test") for name in tiny.NAMES]
+
+
+@pytest.mark.parametrize(
+    "write, arguments",
+    [(npz, ()), (npz, [own_data.KERAS]), (idx, ()), (idx, [EMNIST])],
+    ids=["npz", "npz with Keras's names", "idx", "idx with EMNIST's names"],
+)
+def test_a_folder_gives_the_arrays_that_were_written(write, arguments, tmp_path):
+    write(tmp_path, *arguments)
+    data = datasets.load("own", tmp_path, limit=120)
+    channels = SHAPE[0] if write is npz else 1
+    expected = (ARRAYS[0][:120, :channels], ARRAYS[1][:120], ARRAYS[2][:, :channels], ARRAYS[3])
+    for found, array in zip(data[1:5], expected):
+        np.testing.assert_array_equal(found, array)
+
+
+def damaged(folder):
+    npz(folder)
+    content = (folder / "data.npz").read_bytes()
+    (folder / "data.npz").write_bytes(content[: len(content) // 2])
+
+
+def short_idx(folder):
+    idx(folder)
+    path = folder / tiny.NAMES[0]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def objects(folder):
+    np.savez(folder / "data.npz", **dict(zip(own_data.PARTS, (*ARRAYS[:3], np.array([None] * 50)))))
+
+
+@pytest.mark.parametrize(
+    "write, error",
+    [
+        (lambda folder: None, UsageError),
+        (lambda folder: npz(folder, "abcd"), UsageError),
+        (lambda folder: [npz(folder), (folder / "more.npz").touch()], UsageError),
+        (lambda folder: [idx(folder), (folder / tiny.NAMES[2]).unlink()], UsageError),
+        (damaged, Error),
+        (short_idx, Error),
+        (objects, Error),
+    ],
+    ids=["nothing", "other names", "two archives", "a file is missing", "damaged", "too short", "pickled"],
+)
+def test_a_folder_without_valid_data_is_refused(write, error, tmp_path):
+    write(tmp_path)
+    with pytest.raises(Error) as caught:
+        datasets.load("own", tmp_path)
+    assert type(caught.value) is error and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("train_images", ARRAYS[0][0, 0]),
+        ("train_images", ARRAYS[0].astype(int)),
+        ("test_images", np.full((50, *SHAPE), np.nan)),
+        ("test_images", ARRAYS[2][..., 1:]),
+        ("train_labels", ARRAYS[1][:-1]),
+        ("train_labels", ARRAYS[1] + 0.0),
+        ("test_labels", ARRAYS[3] - 1),
+    ],
+)
+def test_an_array_that_does_not_fit_is_a_usage_error_that_names_it(name, wrong):
+    with pytest.raises(UsageError) as caught:
+        datasets.own(**{**dict(zip(own_data.PARTS, ARRAYS)), name: wrong})
+    assert caught.value.name == name
+
+
+@pytest.mark.parametrize("classes", [CLASSES - 1, CLASSES])
+def test_a_network_with_too_few_scores_is_refused_before_training(classes, tmp_path):
+    networks.register("mlp", lambda: mlp(classes))
+    if classes == CLASSES:
+        train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path / "run")
+        return
+    with pytest.raises(UsageError) as caught:
+        train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path / "run")
+    assert caught.value.name == "model" and not (tmp_path / "run").exists()
+
+
+def test_a_network_for_other_images_or_classes_is_refused_before_training():
+    with pytest.raises(UsageError) as caught:
+        implementations.train("scratch", 2, dataset=datasets.own(*ARRAYS), **OPTIONS)
+    assert caught.value.name == "impl"
+    networks.register("mlp", lambda: mlp(11))
+    with pytest.raises(UsageError) as caught:
+        train(dataset="synthetic", limit=600)
+    assert caught.value.name == "model"
+
+
+@pytest.mark.parametrize("to", convert.TARGETS)
+def test_a_lesson_with_its_own_network_is_evaluated_and_converted(to, tmp_path):
+    pytest.importorskip({"pytorch": "torch", "onnx": "onnxruntime"}.get(to, "mxnet"))
+    lesson = tmp_path / "linear.py"
+    source = inspect.getsource(scratch).replace("from gluon_mgpu.", "from gluon_mgpu.")
+    lesson.write_text(
+        f"{source}\n\ndef init_params():\n    return [nd.random.normal(0, 0.01, (3, 60)), nd.zeros(3)]\n\n\n"
+        "def lenet(X, params):\n    W, b = params\n    return nd.FullyConnected(nd.relu(X), W, b, num_hidden=3)\n"
+    )
+    (tmp_path / "data").mkdir()
+    npz(tmp_path / "data")
+    options = {**OPTIONS, "dataset": "own", "data_dir": tmp_path / "data"}
+    (epoch,) = implementations.train(str(lesson), 2, epochs=1, out=tmp_path / "run", **options)
+    network = convert.from_run(tmp_path / "run", str(lesson), tmp_path / "data")
+    W, b = (records.last(tmp_path / "run")[0][name].astype(np.float64) for name in ("p0", "p1"))
+    expected = ARRAYS[2].reshape(50, 60) / 255 @ W.T + b
+    assert (expected.argmax(1) == ARRAYS[3]).mean() == epoch.test_accuracy
+    convert.save(network, to, str(tmp_path / "net"))
+    found = np.concatenate([outputs[0] for outputs in convert.TARGETS[to].outputs(network, str(tmp_path / "net"))])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert nd.array(found).shape == (50, 3)
