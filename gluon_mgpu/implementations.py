@@ -170,8 +170,8 @@ class ArrayReplicas(Replicas):
 
     unused = ("hybridize", "tune", "zero")
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
         lesson, settings = self.lesson, self.settings
         if settings.model != "lenet":
             advice = f"{name_of(lesson)} trains only its own lenet; use {setting('impl', 'highlevel')}"
@@ -225,8 +225,8 @@ class GluonReplicas(Replicas):
 
     unused = ("zero",)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
         settings = self.settings
         if settings.model not in networks.NETWORKS:
             known = ", ".join(networks.NETWORKS)
@@ -303,8 +303,8 @@ class ShardedReplicas(Replicas):
     )
     steps = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
         for name, declared in OPTIONS.items():
             value = getattr(self.settings, name)
             if declared.on_resume != NOT_KEPT and name not in self.supported + self.unused and value != DEFAULTS[name]:

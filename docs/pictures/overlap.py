@@ -53,8 +53,10 @@ class LinkProp(mx.operator.CustomOpProp):
 
 
 def slow_copyto(array, other):
-    device = array.context.device_id
-    return copyto(array if array.context == host else nd.Custom(array, op_type="link", device=device), other)
+    to = other if isinstance(other, mx.Context) else other.context
+    if array.context in (host, to):  # also true for `a[:] = b` on one device
+        return copyto(array, other)
+    return copyto(nd.Custom(array, op_type="link", device=array.context.device_id), other)
 
 
 def without_overlap(X, y, net, state, ctx, optimizer):
