@@ -135,10 +135,10 @@ def test_each_place_is_searched_in_its_turn(tmp_path, monkeypatch):
 @pytest.mark.parametrize("given", ["nowhere", "."])
 def test_a_given_folder_without_the_data_is_a_usage_error_even_if_the_data_is_elsewhere(tmp_path, monkeypatch, given):
     put(tmp_path / "system" / NAME)
-    with pytest.raises(UsageError, match=f"data_dir={tmp_path / given}"):
+    with pytest.raises(UsageError, match="data_dir=.*" + re.escape(str(tmp_path / given))):
         datasets.load(NAME, data_dir=tmp_path / given)
     monkeypatch.setenv("GLUON_MGPU_DATA", str(tmp_path / given))
-    with pytest.raises(UsageError, match=f"GLUON_MGPU_DATA={tmp_path / given}"):
+    with pytest.raises(UsageError, match="GLUON_MGPU_DATA=.*" + re.escape(str(tmp_path / given))):
         datasets.load(NAME)
 
 
