@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import sys
 import unicodedata
 import warnings
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
+LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: path of the pipe from which launch.py reads errors
 
 _name, _speaks = "", True
 
@@ -52,12 +51,9 @@ def say_anyway(line: str, prefix: str = "gluon_mgpu: ") -> None:
 
 def error(line: str) -> None:
     """Print "error: LINE". Under launch.py, send the line to the launcher, which prints one error per run."""
-    launcher = os.environ.get(LAUNCHER)
-    if launcher:
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(1)
-            sender.sendto(printable(line).encode(), f"\0{launcher}")
-            return
+    with suppress(OSError), open(os.environ.get(LAUNCHER, ""), "r+b", buffering=0) as launcher:
+        launcher.write(f"{printable(line)}\n".encode())
+        return
     with suppress(OSError, ValueError):  # the reader may be gone
         print(f"error: {printable(line)}", file=sys.stderr, flush=True)
 

@@ -103,7 +103,6 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("train --out ''", ["--out '': must be a folder"]),
         ("launch --workers 0 -- true", ["--workers: 0"]),
         ("launch --servers 129 -- true", ["--servers: 129"]),
-        ("launch --port 65535 -- true", ["--port: 65535"]),
         ("launch no-such-program", ["no-such-program"]),
         ("evaluate", ["RUN"]),
         ("train --out", ["--out"]),
