@@ -45,7 +45,8 @@ class Coordinator:
         self.here, self.expected = here, here.names()
         self.workers = self.expected[: here.workers]
         self.listener = listen(host, port)
-        self.address, self.port = self.listener.getsockname()
+        self.own_address, self.port = self.listener.getsockname()
+        self.coordinator_address = self.own_address
         self.clients: dict[str, asyncio.StreamWriter] = {}
         self.ended: set[str] = set()  # clients that announced their exit, or were lost
         self.gathering: dict[str, dict[str, Any]] = defaultdict(dict)  # {key: {worker: value}} of incomplete gathers
