@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import click
 
@@ -22,7 +21,6 @@ COMMANDS = (
     "launch",
     "doctor",
 )
-MOVED = ("parity", "bench")  # commands of version 0.1.0 that are now scripts
 
 
 class Commands(common.Group):
@@ -34,11 +32,6 @@ class Commands(common.Group):
             return None
         name = name.replace("-", "_")
         return getattr(importlib.import_module(f"gluon_mgpu.commands.{name}"), name)
-
-    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
-        if args[0] in MOVED and not context.resilient_parsing:
-            context.fail(f"{args[0]} is now a script: in a source checkout, run `python scripts/{args[0]}.py`")
-        return super().resolve_command(context, args)
 
 
 @click.group(

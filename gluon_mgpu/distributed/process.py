@@ -71,7 +71,7 @@ def identify(here: Process) -> None:
     """Tell `runtime` which process of a run this is: for what to prepare MXNet, and who prints."""
     if here.role == "worker":
         engine.plan(processes=here.local_workers, workers=here.workers)
-    log.identify("" if here.kvstore == "local" else str(here), speaks=here.role == "worker" and here.rank == 0)
+    log.identify("" if here.kvstore == "local" else str(here), is_first=here.role == "worker" and here.rank == 0)
 
 
 def require(kvstore: str) -> Process:

@@ -1,7 +1,7 @@
 """Errors for the user. Each message is one line that names the problem and the invalid value, and says what to do.
 
 Messages name settings and commands through `setting` and `command`, which spell them as the caller does: `lr=0` in
-Python, and `--lr 0` on the command line. `gluon_mgpu.commands.common` sets the command line's spelling.
+Python, and `--lr 0` on the command line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from contextvars import ContextVar
+from typing import Any
 
 # System libraries that libmxnet.so needs, with their Debian packages.
 LIBRARIES = {
@@ -22,7 +22,7 @@ LIBRARIES = {
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
 
-
+COMMAND = "gluon-mgpu"  # `obj` of the click contexts of this package's commands
 user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
 
 
@@ -57,28 +57,33 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-class Spelling:
-    """How a caller writes settings and commands. This class spells them for callers from Python."""
-
-    def setting(self, name: str, value: object) -> str:
-        return name if value is None else f"{name}={shown(value)}"
-
-    def command(self, words: str) -> str:
-        return f"gluon-mgpu {words}"
-
-
-PYTHON = Spelling()
-spelling: ContextVar[Spelling] = ContextVar("spelling", default=PYTHON)
-
-
 def setting(name: str, value: object = None) -> str:
     """Spell a setting for the caller: `epochs=5` in Python, `--epochs 5` on the command line. None: only the name."""
-    return spelling.get().setting(name, value)
+    context = _running_command()
+    flag = next((param.opts[0] for param in context.command.params if param.name == name), "") if context else ""
+    if not flag:
+        return name if value is None else f"{name}={shown(value)}"
+    if value is False:
+        return flag.replace("--", "--no-", 1)
+    return flag if value is None or value is True else f"{flag} {shown(value)}"
 
 
 def command(words: str) -> str:
     """Spell a command for the caller: "train --gpus 2" -> `gluon-mgpu train --gpus 2`, or the script's name."""
-    return spelling.get().command(words)
+    context = _running_command()
+    program = context.find_root().info_name if context else "gluon-mgpu"
+    if not program.endswith(".py"):
+        return f"{program} {words}"
+    folder, slash, _ = program.rpartition("/")
+    name, space, rest = words.partition(" ")
+    return f"{folder + slash if slash else 'python '}{name.replace('-', '_')}.py{space}{rest}"
+
+
+def _running_command() -> Any:
+    """The click context of the command that is running; None in calls from Python."""
+    click = sys.modules.get("click")  # not imported here, because programs that use this package may not need it
+    context = click.get_current_context(silent=True) if click else None
+    return context if context and context.obj == COMMAND else None
 
 
 def shown(value: object) -> str:

@@ -140,7 +140,7 @@ def keep_alive(connection):
 
 def test_a_client_that_does_not_read_delays_nobody(coordinator):
     silent, other = greeted(coordinator())
-    for value in range(40):  # more than fits into the sockets' buffers
+    for _ in range(40):  # more than fits into the sockets' buffers
         for connection in (silent, other):
             connection.send(json.dumps({"gather": "value", "value": "x" * 400_000}))
         assert len(other.hear("gathered")["values"]) == 2
