@@ -9,23 +9,12 @@ import click
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 
-COMMANDS = (
-    "train",
-    "walkthrough",
-    "exercise",
-    "batch-size",
-    "evaluate",
-    "convert",
-    "run",
-    "kernel",
-    "launch",
-    "doctor",
-)
+COMMANDS = "train walkthrough exercise batch-size evaluate convert run kernel launch doctor".split()
 
 
 class Commands(common.Group):
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return COMMANDS
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
