@@ -16,8 +16,7 @@ import numpy as np
 from mxnet import nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import implementations
-from gluon_mgpu.implementations import GluonReplicas
+from gluon_mgpu.implementations import GluonReplicas, replicas
 from gluon_mgpu.runtime import devices
 from gluon_mgpu.training import batches, datasets
 from gluon_mgpu.training.replicas import Replicas
@@ -47,7 +46,7 @@ def walk(
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
     X, y = next(batches.batches(data.train_images, data.train_labels, EXAMPLES * len(ctx)))
     mx.random.seed(seed)
-    net = implementations.replicas(impl, ctx, Settings(impl, tune=False))
+    net = replicas(impl, ctx, Settings(impl, tune=False))
     net.load_state_dict({name: array * SCALE for name, array in net.state_dict().items()})
     print(f"{impl} on {ctx}, with {data.name}")
     with np.printoptions(precision=3, suppress=True, linewidth=WIDTH):
@@ -143,11 +142,11 @@ def show(text: str, *arrays: NDArray) -> None:
         print(str(array).strip())
 
 
-def compare(what: str, replicas: Sequence[NDArray | list[NDArray]]) -> None:
-    """Print whether all devices have the same values. replicas: one array, or list of arrays, per device."""
-    if len(replicas) == 1:
+def compare(what: str, of_devices: Sequence[NDArray | list[NDArray]]) -> None:
+    """Print whether all devices have the same values. of_devices: one array, or list of arrays, per device."""
+    if len(of_devices) == 1:
         print(f"{what}: only one context, so there is nothing to compare")
         return
-    first, *others = replicas
+    first, *others = of_devices
     same = all(np.array_equal(a.asnumpy(), b.asnumpy()) for other in others for a, b in zip(first, other))
-    print(f"{what}: the same on all {len(replicas)} contexts: {same}")
+    print(f"{what}: the same on all {len(of_devices)} contexts: {same}")
