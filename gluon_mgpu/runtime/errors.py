@@ -11,13 +11,7 @@ import sys
 import traceback
 from typing import Any
 
-# System libraries that libmxnet.so needs, with their Debian packages.
-LIBRARIES = {
-    "libgomp.so.1": "libgomp1",
-    "libquadmath.so.0": "libquadmath0",
-    "libstdc++.so.6": "libstdc++6",
-    "libgcc_s.so.1": "libgcc-s1",
-}
+LIBRARIES = "libgomp1 libquadmath0 libstdc++6 libgcc-s1"  # Debian's packages of the libraries that libmxnet.so needs
 
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
@@ -107,20 +101,14 @@ def reason(error: BaseException) -> str:
         while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
             error = error.__context__
     message = str(error).strip()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
-    where = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
     module = re.search(r"No module named '(\w+)'", message)
     if module:
-        return (
-            f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which `make install` sets up, "
-            f"or `pip install {PACKAGES.get(module[1], module[1])}`"
-        )
+        pip = f"`pip install {PACKAGES.get(module[1], module[1])}`"
+        return f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which has it, or run {pip}"
     library = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
-    if not library:
-        return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
-    if library[1] not in LIBRARIES:
-        return f"{library[1]} is missing on this machine: install the package that contains it"
-    return (
-        f"MXNet needs {library[1]}, which is missing on this machine: run `apt install {' '.join(LIBRARIES.values())}` "
-        "on Debian or Ubuntu"
-    )
+    if library:
+        apt = f"MXNet needs `apt install {LIBRARIES}` on Debian or Ubuntu"
+        return f"{library[1]} is missing on this machine: install the package that contains it; {apt}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"

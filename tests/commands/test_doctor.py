@@ -112,12 +112,6 @@ def test_a_broken_numpy_is_a_problem_with_its_first_cause(bare, cause):
         assert debug.startswith("Traceback") and debug.endswith(done.stderr)
 
 
-def test_versions_of_python_that_are_not_tested_are_noted(monkeypatch):
-    for version, mark in (((3, 8), "note"), ((3, 9), "ok"), ((3, 13), "ok"), ((3, 14), "note")):
-        monkeypatch.setattr(sys, "version_info", (*version, 0, "final", 0))
-        assert doctor._python()[0] == mark
-
-
 def test_a_missing_system_library_is_named_with_the_packages_that_mxnet_needs():
     for library, remedy in (("libgomp.so.1", "`apt install libgomp1 "), ("libnone.so.1", "install the package")):
         reason = errors.reason(OSError(f"{library}: cannot open shared object file: No such file or directory"))
