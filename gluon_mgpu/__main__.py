@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 
@@ -20,6 +21,7 @@ def run(module: str, command: str, program: str | None = None) -> None:
     program: the program's name in messages; None: `python` followed by the script's path.
     """
     _open_closed_streams()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then SIGTERM also stops child processes
     try:
         function = getattr(importlib.import_module(module), command)
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from mxnet import nd
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from gluon_mgpu import TRAINABLE, implementations
 from gluon_mgpu.runtime import devices, log
@@ -83,11 +83,11 @@ def class_names(dataset: str, count: int) -> Sequence[str]:
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     """Compute the network's scores (n, classes) for images (n, channels, height, width)."""
     replicas = trained.replicas
-    test_iter = batches(images, np.zeros(len(images)), min(trained.settings.batch_size, LARGEST_BATCH))
-    found = []
-    for X, _ in test_iter:
+    found: list[np.ndarray] = []
+    for X, _ in batches(images, np.zeros(len(images)), min(trained.settings.batch_size, LARGEST_BATCH)):
         assert X is not None
-        found += [shard.asnumpy() for shard in [replicas.predict(X_shard) for X_shard in replicas.split(X)]]
+        queued = list(map(replicas.predict, replicas.split(X)))
+        found += [shard.asnumpy() for shard in queued]
     return np.concatenate(found)
 
 
@@ -134,12 +134,8 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
                 image = image.convert("L" if channels == 1 else "RGB")
-    except UnidentifiedImageError:
-        raise Error(f"{path}: not an image; supported formats: {', '.join(FORMATS)}") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Error(f"{path}: has more than {Image.MAX_IMAGE_PIXELS} pixels; use a smaller image") from None
     except Exception as error:  # decoders raise many exception types for damaged files
-        raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise Error(f"{path}: not an image that can be read ({error}); use {', '.join(FORMATS)}") from None
     if image.size != (width, height):
         log.say(f"{path}: resized from {image.width}x{image.height} to {width}x{height}")
         image = image.resize((width, height))

@@ -10,14 +10,13 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, nd
+from mxnet import nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import implementations
+from gluon_mgpu.implementations import GluonReplicas, replicas
 from gluon_mgpu.runtime import devices
 from gluon_mgpu.training import batches, datasets
 from gluon_mgpu.training.replicas import Replicas
@@ -47,7 +46,7 @@ def walk(
     data = datasets.load(dataset, data_dir, EXAMPLES * len(ctx), seed)
     X, y = next(batches.batches(data.train_images, data.train_labels, EXAMPLES * len(ctx)))
     mx.random.seed(seed)
-    net = implementations.replicas(impl, ctx, Settings(impl, tune=False))
+    net = replicas(impl, ctx, Settings(impl, tune=False))
     net.load_state_dict({name: array * SCALE for name, array in net.state_dict().items()})
     print(f"{impl} on {ctx}, with {data.name}")
     with np.printoptions(precision=3, suppress=True, linewidth=WIDTH):
@@ -59,60 +58,40 @@ def walk(
         missing_context(net, X)
 
 
-class Texts(NamedTuple):
-    """What differs between the lessons' explanations."""
-
-    copying: str
-    summing: str
-    missing: str
-
-
-TEXTS = {
-    implementations.ArrayReplicas: Texts(
-        "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy.",
-        "allreduce(data) adds all arrays on the first device and copies the sum back to the other devices.",
-        "An NDArray is on exactly one context. MXNet only checks that an operator's inputs are all on CPUs or all on "
-        "GPUs, and scratch adds no check. Here, lenet is called with the first device's parameters and with images on "
-        "a context without a replica",
-    ),
-    implementations.GluonReplicas: Texts(
-        "initialize(net, ctx) draws each parameter once and puts a copy, with a gradient, on every device.",
-        'Trainer.step uses a KVStore of type "device": pushpull(key, data) leaves the sum on each device.',
-        "The parameters are on the contexts that the network was initialized on, and Gluon rejects any other context. "
-        "Here, weight.data(context) of the first convolution is called with a context without a replica",
-    ),
-}
-
-
 def copied_parameters(net: Replicas) -> None:
+    how = "get_params(params, ctx) copies each parameter with copyto and attaches a gradient to the copy."
+    if isinstance(net, GluonReplicas):
+        how = "initialize(net, ctx) draws each parameter once and puts a copy, with a gradient, on every device."
     b1 = net.arrays[0]["b1"]
-    show(f"1. {TEXTS[type(net)].copying} This is b1, the first convolution's 20 biases, and its gradient:", b1, b1.grad)
+    show(f"1. {how} This is b1, the first convolution's 20 biases, and its gradient:", b1, b1.grad)
 
 
 def allreduce(net: Replicas) -> None:
+    how = "allreduce(data) adds all arrays on the first device and copies the sum back to the other devices."
+    if isinstance(net, GluonReplicas):
+        how = 'Trainer.step uses a KVStore of type "device": pushpull(key, data) leaves the sum on each device.'
     data = [nd.ones((1, 2), ctx=c) * (i + 1) for i, c in enumerate(net.ctx)]
-    text = f"2. Allreduce sums arrays, one per device, and gives every device the sum. {TEXTS[type(net)].summing}"
-    show(f"{text} Before:", *data)
-    if isinstance(net, implementations.ArrayReplicas):
-        net.lesson.allreduce(data)
-    else:
+    show(f"2. Allreduce sums arrays, one per device, and gives every device the sum. {how} Before:", *data)
+    if isinstance(net, GluonReplicas):
         store = mx.kv.create("device")
         store.init("data", data[0])
         store.pushpull("data", data)
+    else:
+        net.lesson.allreduce(data)
     show("After:", *data)
 
 
 def split_batch(net: Replicas, X: NDArray, y: NDArray) -> None:
     batch = nd.arange(24).reshape((6, 4))
     show("3. split_and_load(data, ctx) splits a batch into shards of nearly equal size, one per device. Batch:", batch)
-    show("Shards:", *net.lesson.split_and_load(batch, net.ctx))
+    show("Shards:", *net.split(batch))
     show(f"Shards of a batch of {len(y)} images with labels:")
-    for X_shard, y_shard in zip(net.lesson.split_and_load(X, net.ctx), net.lesson.split_and_load(y, net.ctx)):
+    for X_shard, y_shard in zip(net.split(X), net.split(y)):
         print(f"{X_shard.shape} and {y_shard.shape} on {X_shard.context}")
 
 
 def scores(net: Replicas, X: NDArray) -> None:
-    found = [net.predict(X_shard) for X_shard in net.lesson.split_and_load(X, net.ctx)]
+    found = [net.predict(X_shard) for X_shard in net.split(X)]
     show("4. Each device computes the scores of its shard with its own replica: one row per image, 10 classes:", *found)
 
 
@@ -121,11 +100,11 @@ def first_convolution(net: Replicas, X: NDArray, y: NDArray) -> None:
     channels = [W1[0] for W1, *_ in arrays]
     show("5. Channel 0 of the first convolution, on every context:", *channels)
     compare("channel 0", channels)
-    net.forward_backward(*(net.lesson.split_and_load(data, net.ctx) for data in (X, y)))
+    net.forward_backward(net.split(X), net.split(y))
     grads = [W1.grad[0] for W1, *_ in arrays]
     show("The gradient of channel 0, which each device computes from its own shard:", *grads)
     compare("its gradient", grads)
-    net.lesson.train_batch(X, y, net.model, net.ctx, net.rule(LR))
+    net.train_batch(X, y, LR)
     step = f"train_batch with learning rate {LR} sums the gradients, and every device updates its replica."
     show(f"{step} Channel 0 is now:", arrays[0][0][0])
     compare("all 8 gradients", [[array.grad for array in of_device] for of_device in arrays])
@@ -134,24 +113,26 @@ def first_convolution(net: Replicas, X: NDArray, y: NDArray) -> None:
 
 def missing_context(net: Replicas, X: NDArray) -> None:
     other = next(c for c in map(mx.cpu, itertools.count()) if c not in net.ctx)
-    show(f"6. {TEXTS[type(net)].missing}, {other}:")
+    if isinstance(net, GluonReplicas):
+        call = "weight.data(context) of the first convolution, with a context without a replica"
+        rule = "Gluon rejects any context that the network was not initialized on."
+    else:
+        call = "lenet, with the first device's parameters and with images on a context without a replica"
+        rule = "MXNet only checks that an operator's inputs are all on CPUs or all on GPUs, and scratch adds no check."
+    show(f"6. {rule} This is the result of {call}, {other}:")
     nd.waitall()  # operators may use all OpenMP threads, so contexts must not compute at the same time (docs/engine.md)
-    print(textwrap.fill(ask(net, other, X), WIDTH))
-
-
-def ask(net: Replicas, context: Context, X: NDArray) -> str:
-    """Use a context without a replica. Returns MXNet's or Gluon's response."""
-    if isinstance(net, implementations.GluonReplicas):
-        try:
-            return f"No error: {net.net.collect_params()['cnn_conv0_weight'].data(context)}"
-        except RuntimeError as error:
-            return f"RuntimeError: {str(error).splitlines()[0]}"
     try:
-        found = net.lesson.lenet(X.as_in_context(context), net.model[0])
+        if isinstance(net, GluonReplicas):
+            found = net.net.collect_params()["cnn_conv0_weight"].data(other)
+        else:
+            found = net.lesson.lenet(X.as_in_context(other), net.model[0])
         found.wait_to_read()
+        answer = f"No error: the result is on {found.context}, because all CPU contexts share the host's memory."
     except mx.MXNetError as error:
-        return str(error).splitlines()[-1]
-    return f"No error: the scores are on {found.context}, because all CPU contexts share the host's memory."
+        answer = str(error).splitlines()[-1]
+    except RuntimeError as error:
+        answer = f"RuntimeError: {str(error).splitlines()[0]}"
+    print(textwrap.fill(answer, WIDTH))
 
 
 def show(text: str, *arrays: NDArray) -> None:
@@ -161,11 +142,11 @@ def show(text: str, *arrays: NDArray) -> None:
         print(str(array).strip())
 
 
-def compare(what: str, replicas: Sequence[NDArray | list[NDArray]]) -> None:
-    """Print whether all devices have the same values. replicas: one array, or list of arrays, per device."""
-    if len(replicas) == 1:
+def compare(what: str, of_devices: Sequence[NDArray | list[NDArray]]) -> None:
+    """Print whether all devices have the same values. of_devices: one array, or list of arrays, per device."""
+    if len(of_devices) == 1:
         print(f"{what}: only one context, so there is nothing to compare")
         return
-    first, *others = replicas
+    first, *others = of_devices
     same = all(np.array_equal(a.asnumpy(), b.asnumpy()) for other in others for a, b in zip(first, other))
-    print(f"{what}: the same on all {len(replicas)} contexts: {same}")
+    print(f"{what}: the same on all {len(of_devices)} contexts: {same}")

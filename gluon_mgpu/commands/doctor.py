@@ -6,14 +6,11 @@ click, and it runs everything that could crash or hang in a separate process wit
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
 import platform
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,10 +27,7 @@ TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")
 Facts = dict[str, Any]
 Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": something else does not work
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
-OLDEST_CUDA = 11000  # what cuDriverGetVersion returns for CUDA 11.0, which the driver must support
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
-DATA_SIZE = 31 << 20  # bytes; the size of the largest data set
 
 
 @click.command(
@@ -47,8 +41,8 @@ DATA_SIZE = 31 << 20  # bytes; the size of the largest data set
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run. This prints one line per finding about Python, NumPy, MXNet and its libraries,
-    cores, GPUs, data, free space and Horovod. If there are no problems, it then trains briefly on 2 devices.
-    The exit status is 1 if the main job, train --impl scratch --gpus 2, cannot run."""
+    cores, GPUs, data and Horovod. If there are no problems, it then trains briefly on 2 devices. The exit status is 1
+    if the main job, train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
         problems += mark == "problem"
@@ -59,32 +53,19 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
 
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     """Yields each finding as soon as it is known. If there are no problems, ends with a trial run of the main job."""
-    yield _python()
+    yield "ok", f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
     numpy, _ = _package("NumPy", import_numpy, "problem", "`pip install 'numpy>=1.22'`")
     yield numpy
     mxnet, facts = _package("MXNet", import_mxnet, "problem", "`pip install --no-deps mxnet==1.9.1`", needs=numpy)
     yield mxnet
     yield _cores()
     yield from _gpus(facts.get("cuda", False))
-    if numpy[0] == "ok":
-        data = list(_data(data_dir))
-    else:
-        data = [("note", "the data sets were not checked, because this needs NumPy")]
+    data = list(_data(data_dir)) if numpy[0] == "ok" else [("note", "the data sets were not checked: see above")]
     yield from data
-    yield _space(Path.cwd(), "the current folder", "choose another folder with --out", "note")
     horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod` to use --kvstore horovod", needs=mxnet)
     yield horovod
     if all(mark != "problem" for mark, _ in (numpy, mxnet, *data)):
         yield _trial(facts["gpus"])
-
-
-def _python() -> Finding:
-    line = f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return "note", f"{line}: this project is tested on x86-64 Linux only"
-    if not (3, 9) <= sys.version_info[:2] <= (3, 13):
-        return "note", f"{line}: this project is tested with Python 3.9 to 3.13; install one of them"
-    return "ok", line
 
 
 def _package(
@@ -133,19 +114,8 @@ def import_horovod() -> Facts:
     return {"line": f"Horovod {horovod.__version__}, built for this MXNet"}
 
 
-def ask_driver() -> Facts:
-    """Ask NVIDIA's driver for the newest CUDA version that it supports (11040 is 11.4; 0 means no driver) and for its
-    GPUs, each as (name, major, minor); major.minor is the compute capability."""
-    try:
-        driver = ctypes.CDLL(cuda.DRIVER)
-    except OSError:
-        return {"cuda": 0, "gpus": []}
-    version, count = ctypes.c_int(), ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if status not in (0, NO_DEVICE):
-        raise Error(f"the driver returned error {status}")
-    return {"cuda": version.value, "gpus": [devices.gpu(index) for index in range(count.value)]}
+def list_gpus() -> Facts:
+    return {"gpus": devices.driver_gpus()}
 
 
 def answer(probe: Callable[[], Facts]) -> None:
@@ -179,45 +149,36 @@ def _cores() -> Finding:
     sharing = f"--gpus above {contexts} works, but CPU contexts then share cores"
     if cores >= allowed:
         return "ok", f"{allowed} core{'s'[: allowed != 1]}: {sharing}"
-    return "note", (
-        f"{cores:g} of {allowed} cores (the control group's quota): {sharing}; with --gpus 1, set "
-        f"OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
-    )
+    threads = f"with --gpus 1, set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
+    return "note", f"{cores:g} of {allowed} cores (the control group's quota): {sharing}; {threads}"
 
 
 def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The number of cores that this process's control group and its parents allow; None: no quota."""
+    """The number of cores that this process's control group (version 2) and its parents allow; None: no quota."""
     quotas: list[float] = []
-    with suppress(OSError):
-        group = own.read_text().rpartition("::/")[2].strip()
-        # In a container, `group` may be the host's path; the root of `mount` is then this process's own group.
-        for folder in (mount / group, *(mount / group).parents):
-            with suppress(OSError, ValueError):
-                quota, period = (folder / "cpu.max").read_text().split()  # "150000 100000" or "max 100000"
-                quotas.append(int(quota) / int(period))
-    with suppress(OSError, ValueError):  # cgroup version 1; in a container, its root is the container's group
-        microseconds, every = (int((mount / f"cpu/cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        if microseconds > 0:
-            quotas.append(microseconds / every)
+    # In a container, `group` may be the host's path; the root of `mount` is then this process's own group.
+    group = mount / own.read_text().rpartition("::/")[2].strip()
+    for folder in (group, *group.parents):
+        with suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()  # "150000 100000" or "max 100000"
+            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
 def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
     """Yields findings about the GPUs that NVIDIA's driver reports. built_with_cuda: whether MXNet has CUDA support."""
     try:
-        found = _in_child("asking NVIDIA's driver", ask_driver)
+        gpus = _in_child("asking NVIDIA's driver", list_gpus)["gpus"]
     except Error as error:
-        yield "note", f"{error}: nvidia-smi may show details; reboot, or use --device cpu"
+        yield "note", f"{error}; reboot, or use --device cpu"
         return
-    if not found["gpus"]:
+    if not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
         yield "ok", f"no NVIDIA GPU{hidden}: training runs on CPU contexts"
-    for name, major, minor in found["gpus"]:
+    for name, major, minor in gpus:
         gpu = f"GPU {name}, compute capability {major}.{minor}"
-        if found["cuda"] < OLDEST_CUDA:
-            yield "note", f"{gpu}: mxnet-cu112 needs driver 450.80.02 or later; install one, or use --device cpu"
-        elif major not in devices.KERNELS:
+        if major not in devices.KERNELS:
             yield "note", f"{gpu}: MXNet 1.9.1 supports compute capability {devices.KERNELS_FOR}; use --device cpu"
         elif not built_with_cuda:
             yield "note", f"{gpu}: needs mxnet-cu112; run `pip uninstall -y mxnet`, then `pip install '.[cu112]'`"
@@ -229,9 +190,8 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
     try:
         from gluon_mgpu.training import datasets
     except Exception as error:  # a library that `datasets` needs is missing or broken
-        yield "problem", f"data sets cannot be read ({errors.reason(error)}): reinstall gluon_mgpu"
+        yield "note", f"the data sets were not checked: {errors.reason(error)}"
         return
-    cache_mark = "note"
     for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first data set
         try:
             folder = datasets.find(name, data_dir)
@@ -240,29 +200,8 @@ def _data(data_dir: str | Path | None) -> Iterator[Finding]:
                 yield "ok", f"{name} is in {folder}, with the expected SHA-256 checksums"
             else:
                 yield "note", f"{name} is not on this machine: it will be downloaded when needed"
-                if mark == "problem":
-                    cache_mark = mark
         except Error as error:
             yield mark, str(error)
-    cache = datasets.cache_folder("fashion-mnist").parent
-    yield _space(cache, "the cache", "set XDG_CACHE_HOME to a folder with enough space", cache_mark)
-
-
-def _space(folder: Path, name: str, remedy: str, mark: str) -> Finding:
-    """Check the free space in a folder.
-
-    mark: the finding's mark if the folder is not writable or lacks space for a data set.
-    """
-    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            free = shutil.disk_usage(existing).free
-    except OSError as error:
-        return mark, f"{name}, {folder}, is not writable ({error.strerror}): {remedy}"
-    line = f"{name}, {folder}, has {free / 1e9:.1f} GB free"
-    if free <= DATA_SIZE:
-        return mark, f"{line}, but a data set needs {DATA_SIZE / 1e9:.2f} GB: {remedy}"
-    return "ok", line
 
 
 def _trial(gpus: int) -> Finding:

@@ -53,7 +53,7 @@ def start(name: str, out: str | None) -> None:
     examples="gluon-mgpu exercise check allreduce.py --solution",
 )
 @click.argument("file", type=common.FILE)
-@click.option("--solution", is_flag=True, help="Also show a solution.")
+@common.option("--solution", is_flag=True, help="Also show a solution.")
 @click.pass_context
 def check(context: click.Context, file: str, solution: bool) -> None:
     """Check an answer. FILE runs on hidden cases in a new process. If a case fails, the mistake is named and explained.

@@ -25,7 +25,7 @@ def kernel() -> None:
 
 @kernel.command(cls=common.Command, examples="gluon-mgpu kernel install --gpus 2")
 @preparation
-@click.option("--sys-prefix", is_flag=True, help="Install for this Python environment instead of for the user.")
+@common.option("--sys-prefix", is_flag=True, help="Install for this Python environment instead of for the user.")
 def install(sys_prefix: bool, **options: Any) -> None:
     """Install the kernel. The options apply to all notebooks that use it."""
     folder = notebook.install_kernel(settings_of(**options), sys.prefix if sys_prefix else None)

@@ -24,12 +24,6 @@ PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
 @common.option("--workers", type=PROCESSES, default=2, metavar="N", help="Number of training processes.")
 @common.option("--servers", type=PROCESSES, default=1, metavar="N", help="Number of parameter servers.")
 @common.option(
-    "--port",
-    type=click.IntRange(1, launcher.MAX_PORT),
-    metavar="PORT",
-    help="The scheduler's port; the scheduler also uses the next port. Default: two free ports.",
-)
-@common.option(
     "--restarts",
     type=click.IntRange(0, launcher.MAX_RESTARTS),
     default=0,

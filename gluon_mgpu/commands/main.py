@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import click
 
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 
-COMMANDS = (
-    "train",
-    "walkthrough",
-    "exercise",
-    "batch-size",
-    "evaluate",
-    "convert",
-    "run",
-    "kernel",
-    "launch",
-    "doctor",
-)
-MOVED = ("parity", "bench")  # commands of version 0.1.0 that are now scripts
+COMMANDS = "train walkthrough exercise batch-size evaluate convert run kernel launch doctor".split()
 
 
 class Commands(common.Group):
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return COMMANDS
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
         name = name.replace("-", "_")
         return getattr(importlib.import_module(f"gluon_mgpu.commands.{name}"), name)
-
-    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
-        if args[0] in MOVED and not context.resilient_parsing:
-            context.fail(f"{args[0]} is now a script: in a source checkout, run `python scripts/{args[0]}.py`")
-        return super().resolve_command(context, args)
 
 
 @click.group(

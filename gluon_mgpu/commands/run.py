@@ -22,14 +22,14 @@ OPTIONS = (
         help="If there is no GPU, let the program use N CPU contexts as N GPUs. Without this option, "
         "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",
     ),
-    click.option(
+    common.option(
         "--map/--no-map",
         "map_gpus",
         default=True,
         help="If there is no GPU, use CPU context i wherever the program asks for mx.gpu(i); with --no-map, fail "
         "instead.",
     ),
-    click.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
+    common.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
     common.settings("data_dir"),
 )
 
@@ -56,7 +56,7 @@ def settings_of(strict_numpy: bool, **options: Any) -> prepare.Preparation:
         gluon-mgpu run -m pytest tests
     """,
 )
-@click.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
+@common.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
 @preparation
 @common.option(
     "--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE instead of NOTEBOOK."

@@ -34,9 +34,15 @@ from gluon_mgpu.training.settings import OPTIONS
     "--recipe",
     type=click.Choice(tuple(recipes.RECIPES)),
     metavar="NAME",
+    group="Network and data",
     help="Run one of the notebooks' experiments; see --list-recipes. Other options override the recipe's values.",
 )
-@click.option("--list-recipes", is_flag=True, help="Print the recipes with their options and sources.")
+@common.option(
+    "--list-recipes",
+    is_flag=True,
+    group="Network and data",
+    help="Print the recipes with their options and sources.",
+)
 @common.settings(*OPTIONS)
 @click.version_option(__version__)
 @click.pass_context

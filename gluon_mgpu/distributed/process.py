@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import importlib.util
 import os
 import socket
-import struct
+import sys
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -73,7 +71,7 @@ def identify(here: Process) -> None:
     """Tell `runtime` which process of a run this is: for what to prepare MXNet, and who prints."""
     if here.role == "worker":
         engine.plan(processes=here.local_workers, workers=here.workers)
-    log.identify("" if here.kvstore == "local" else str(here), speaks=here.role == "worker" and here.rank == 0)
+    log.identify("" if here.kvstore == "local" else str(here), is_first=here.role == "worker" and here.rank == 0)
 
 
 def require(kvstore: str) -> Process:
@@ -81,13 +79,11 @@ def require(kvstore: str) -> Process:
     here = current()
     if kvstore != here.kvstore:
         train, launch = errors.command("train ..."), errors.command("launch --workers 2 --servers 1")
+        use = errors.setting("kvstore", here.kvstore)
         how_to_start = {
-            "horovod": f"start it with `horovodrun --gloo -np 2 {train}`",
+            "horovod": f"start it with `horovodrun --gloo -np 2 {train}`, after `make horovod`",
             "dist_sync": f"start it with `{launch} -- {train}`; for several machines, see docs/distributed.md",
         }
-        if not importlib.util.find_spec("horovod"):
-            how_to_start["horovod"] = f"Horovod is not installed: run `make horovod`, then {how_to_start['horovod']}"
-        use = errors.setting("kvstore", here.kvstore)
         other = f"this process was started as {here} of a {here.kvstore} run; use {use}"
         raise UsageError("kvstore", kvstore, how_to_start.get(kvstore, other))
     identify(here)
@@ -100,9 +96,8 @@ def check_compress(compress: str | None, here: Process) -> None:
         return
     kind, _, threshold = compress.partition(":")
     if (kind, here.kvstore) != ("2bit", "dist_sync"):
-        own, horovod, dist_sync = (errors.setting("kvstore", name) for name in (here.kvstore, "horovod", "dist_sync"))
-        advice = f"not supported by {own}; fp16 requires {horovod}, and 2bit:THRESHOLD requires {dist_sync}"
-        raise UsageError("compress", compress, advice)
+        horovod, dist_sync = (errors.setting("kvstore", name) for name in ("horovod", "dist_sync"))
+        raise UsageError("compress", compress, f"fp16 requires {horovod}, and 2bit:THRESHOLD requires {dist_sync}")
     with suppress(ValueError):
         if 0 < float(threshold) < 1e30:
             return
@@ -110,24 +105,13 @@ def check_compress(compress: str | None, here: Process) -> None:
 
 
 def horovod_address() -> str:
-    """The address that the other Horovod workers use to reach this worker.
+    """The address of this machine on the network that it shares with horovodrun.
 
     This is not the machine's own name, because the machine itself may resolve that name to 127.0.1.1.
-    Raises UsageError if the interface in HOROVOD_GLOO_IFACE does not exist; Horovod itself would abort.
     """
-    interface = os.environ.get("HOROVOD_GLOO_IFACE")
-    if not interface:
-        return os.environ.get("HOROVOD_HOSTNAME", "localhost")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        try:
-            found = fcntl.ioctl(query, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR, netdevice(7)
-        except OSError as error:
-            advice = (
-                f"no such interface on this machine, or the interface has no IPv4 address ({error.strerror}); use the "
-                "interface that connects this machine to the other machines"
-            )
-            raise UsageError("HOROVOD_GLOO_IFACE", interface, advice) from None
-    return socket.inet_ntoa(found[20:24])
+        query.connect((os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "localhost"), 9))  # sends nothing
+        return query.getsockname()[0]
 
 
 def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
@@ -138,15 +122,10 @@ def prepare_ps_lite(own_address: str, scheduler_address: str) -> None:
     os.environ.pop("PORT", None)  # otherwise, every process would listen on this port
 
 
-def _number(name: str, least: int, end: int | None = None, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        number = int(text or "")
-    except ValueError:
-        number = least - 1
-    if number < least or (end is not None and number >= end):
-        allowed = f"at least {least}" if end is None else f"from {least} to {end - 1}"
-        raise UsageError(name, text, f"{'not set; ' if text is None else ''}must be an integer, {allowed}")
-    return number
+def _number(name: str, least: int, end: int = sys.maxsize, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    with suppress(ValueError):
+        if least <= int(text) < end:
+            return int(text)
+    allowed = f"at least {least}" if end == sys.maxsize else f"from {least} to {end - 1}"
+    raise UsageError(name, text, f"must be set to an integer, {allowed}")

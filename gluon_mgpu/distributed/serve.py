@@ -25,7 +25,11 @@ def serve(here: Process) -> None:
     from mxnet.base import _LIB, check_call
 
     os.environ["DMLC_ROLE"] = here.role
-    connection = _scheduler(here) if here.role == "scheduler" else _server(here)
+    if here.role == "scheduler":
+        connection: heartbeat.Coordinator | heartbeat.Client = _coordinator(here)
+    else:
+        connection = heartbeat.Client(here, here.root, here.port + 1)
+    process.prepare_ps_lite(connection.own_address, connection.coordinator_address)
     _pass_signals_on(connection.ask_to_stop)
     kv = mx.kv.create("dist_sync")
 
@@ -36,22 +40,15 @@ def serve(here: Process) -> None:
     check_call(_LIB.MXKVStoreRunServer(kv.handle, ignore, None))
 
 
-def _server(here: Process) -> heartbeat.Client:
-    client = heartbeat.Client(here, here.root, here.port + 1)
-    process.prepare_ps_lite(client.own_address, client.coordinator_address)
-    return client
-
-
-def _scheduler(here: Process) -> heartbeat.Coordinator:
+def _coordinator(here: Process) -> heartbeat.Coordinator:
     heartbeat.listen(here.root, here.port).close()  # gives a clear error if ps-lite's own port is in use
     coordinator = heartbeat.Coordinator(here, here.root, here.port + 1)
-    address = coordinator.address
+    address = coordinator.own_address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
         log.say_anyway(
             f"{here}: DMLC_PS_ROOT_URI={here.root} resolves to {address}, which other machines cannot reach; "
             "set it to the machine's network address"
         )
-    process.prepare_ps_lite(address, address)
     return coordinator
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +70,8 @@ class Workers:
         for rank, other in enumerate(others, 1):
             for name in {**first, **other}:
                 if first.get(name) != other.get(name):
-                    differ = f"worker {rank} has {name} {other.get(name)}, but worker 0 has {first.get(name)}"
-                    advice = f"{differ}: start all workers with the same options, data and version"
-                    raise UsageError(None, None, advice)
+                    both = f"worker {rank} has {name} {other.get(name)}, but worker 0 has {first.get(name)}"
+                    raise UsageError(None, both, "start all workers with the same options, data and version")
 
     def allreduce(self, array: NDArray, key: int | str) -> None:
         """Sum an array over all workers, in place. Like an MXNet operator, this runs asynchronously.
@@ -103,22 +103,18 @@ class Workers:
 ALONE = Workers()
 
 
+@dataclass(eq=False)
 class Group(Workers):
     """One worker's view of a run with several workers. Overrides the methods that involve other processes.
 
-    store: sums arrays. client: this worker's heartbeat connection. coordinator: only in worker 0 with Horovod, else
-    None.
+    store: sums arrays. client: this worker's heartbeat connection. coordinator: only in worker 0 with Horovod.
     """
 
-    def __init__(
-        self,
-        here: Process,
-        store: Horovod | DistSync,
-        client: heartbeat.Client,
-        coordinator: heartbeat.Coordinator | None = None,
-    ) -> None:
-        self.rank, self.count = here.rank, here.workers
-        self.store, self.client, self.coordinator = store, client, coordinator
+    store: Horovod | DistSync
+    client: heartbeat.Client
+    rank: int
+    count: int
+    coordinator: heartbeat.Coordinator | None = None
 
     @property
     def stopping(self) -> bool:
@@ -201,7 +197,7 @@ def _join_horovod(here: Process, compress: str | None) -> Group:
     host, port, secret = address.split()
     client = heartbeat.Client(here._replace(secret=secret), host, int(port))
     pin_to_cores(here.rank, client.all_gather)
-    return Group(here, store, client, coordinator)
+    return Group(store, client, here.rank, here.workers, coordinator)
 
 
 def _join_dist_sync(here: Process, compress: str | None) -> Group:
@@ -210,13 +206,12 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
     client = heartbeat.Client(here, here.root, here.port + 1)
     process.prepare_ps_lite(client.own_address, client.coordinator_address)
     blocked = (
-        f"{here}: all processes are connected, but MXNet's parameter servers cannot reach each other: open "
-        "DMLC_PS_ROOT_PORT and the ports above 10,000 between the machines"
+        f"{here}: MXNet's parameter servers cannot reach each other: open DMLC_PS_ROOT_PORT and ports above 10,000"
     )
     time_limit = heartbeat.after(heartbeat.CONNECT_LIMIT, heartbeat.end_process, blocked, 1, heartbeat.BEAT_INTERVAL)
     store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
     time_limit.cancel()
-    return Group(here, store, client)
+    return Group(store, client, here.rank, here.workers)
 
 
 def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
@@ -240,14 +235,15 @@ def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
 @contextmanager
 def _one_signal_ignored() -> Iterator[None]:
     """Ignore the first Ctrl-C or SIGTERM inside the `with` block."""
-    before: dict[int, Any] = {}
+    main = threading.current_thread() is threading.main_thread()  # only the main thread can set signal handlers
+    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM) if main}
 
     def restore(*_: object) -> None:
         for which, handler in before.items():
             signal.signal(which, handler)
 
-    if threading.current_thread() is threading.main_thread():  # only the main thread can set signal handlers
-        before = {which: signal.signal(which, restore) for which in (signal.SIGINT, signal.SIGTERM)}
+    for which in before:
+        signal.signal(which, restore)
     try:
         yield
     finally:

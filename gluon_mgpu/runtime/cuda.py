@@ -29,8 +29,6 @@ LIBRARIES = (
     ("nvidia-cudnn-cu11<9", "libcudnn.so.8", *CUDNN_PARTS),
     ("nvidia-nccl-cu11", "libnccl.so.2"),
 )
-# --force-reinstall is needed because pip considers a wheel installed even if its files are gone.
-REINSTALL = "pip install --force-reinstall --no-deps"
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
 
@@ -42,11 +40,8 @@ def prepare() -> None:
     """
     names = list(wheels())
     if len(names) > 1:
-        raise Error(
-            f"{' and '.join(names)} are both installed and overwrite each other's files: run "
-            f"`pip uninstall -y {' '.join(names)}`, then `pip install --no-deps mxnet==1.9.1` or, for NVIDIA GPUs, "
-            "`pip install --no-deps mxnet-cu112==1.9.1`"
-        )
+        both = f"{' and '.join(names)} are both installed and overwrite each other's files"
+        raise Error(f"{both}: run `pip uninstall -y {' '.join(names)}`, then install the one that you need")
     if names == ["mxnet-cu112"]:
         _open_libraries()
         # Without this, the first backward pass on a machine without a GPU warns "GPU context requested".
@@ -67,29 +62,26 @@ def _open_libraries() -> None:
     try:
         _open(DRIVER)
     except OSError as error:
-        raise Error(
-            f"{error}: mxnet-cu112 needs NVIDIA's driver, even for CPU contexts. Install the driver, or the CPU wheel: "
-            "`pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
-        ) from error
-    missing = {}
+        cpu = "`pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
+        raise Error(f"{error}: mxnet-cu112 needs NVIDIA's driver; install it, or the wheel for CPUs: {cpu}") from error
+    failures = {}
     for wheel, *libraries in LIBRARIES:
         in_wheel = _libraries_of(wheel)
         for library in libraries:
             try:
                 # Prefer the wheel's library, because libraries from different CUDA versions do not work together.
                 _open(in_wheel.get(library, library))
-            except OSError as error:
-                if library in in_wheel:
-                    raise Error(f"{error}: run `{REINSTALL} '{wheel}'`") from error
-                missing[library] = f"'{wheel}'"
-    if missing:
-        needed = " ".join(dict.fromkeys(missing.values()))
-        raise Error(f"mxnet-cu112 cannot find {', '.join(missing)}: run `{REINSTALL} {needed}`")
+            except OSError:
+                failures[library] = f"'{wheel}'"
+    if failures:
+        # --force-reinstall is needed because pip considers a wheel installed even if its files are gone.
+        pip = f"pip install --force-reinstall --no-deps {' '.join(dict.fromkeys(failures.values()))}"
+        raise Error(f"mxnet-cu112 cannot open {', '.join(failures)}: run `{pip}`")
 
 
 def _libraries_of(wheel: str) -> dict[str, str]:
     """Find the libraries in a wheel. Returns {name: path}, which is empty if the wheel is not installed."""
-    from importlib import metadata  # imported only if needed, because it imports many modules
+    from importlib import metadata  # imports many modules
 
     try:
         files = metadata.distribution(wheel.partition("<")[0]).files or ()

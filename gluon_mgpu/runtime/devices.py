@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gluon_mgpu.runtime import engine, errors, log
+from gluon_mgpu.runtime import cuda, engine, errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
 KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 supports (docs/engine.md)
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
@@ -79,8 +80,9 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
             advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
             raise UsageError("num_gpus", indices, advice)
         log.say(f"this machine has {has}: using {len(available)} of the {len(indices)} requested GPUs")
+    found = driver_gpus()
     for index in available:
-        name, major, minor = gpu(index)
+        name, major, minor = found[index]
         if major not in KERNELS:
             raise Error(
                 f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
@@ -103,25 +105,25 @@ def _why_no_gpu() -> str:
     return "this machine has no GPU that MXNet can use"
 
 
-def gpu(index: int) -> tuple[str, int, int]:
-    """Ask the driver for a GPU's name and compute capability. Returns (name, major, minor).
-
-    The driver and MXNet use the same GPU indices.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-    handle, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
-    status = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(handle), index)
-        or driver.cuDeviceGetName(name, len(name), handle)
-        or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
-        or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
-    )
-    if status:
-        raise Error(f"GPU {index}: the NVIDIA driver returned error {status}; run nvidia-smi for details")
-    return name.value.decode(), major.value, minor.value
-
-
-def joined(numbers: Sequence[object]) -> str:
-    """Format numbers as a value of --shares or --step-epochs, such as 80,20."""
-    return ",".join(f"{number:g}" if isinstance(number, (int, float)) else repr(number) for number in numbers)
+def driver_gpus() -> list[tuple[str, int, int]]:
+    """Ask NVIDIA's driver for its GPUs, by index. MXNet uses the same indices. Returns (name, major, minor) of each;
+    major.minor is its compute capability. Raises Error if the driver fails."""
+    try:
+        driver = ctypes.CDLL(cuda.DRIVER)
+    except OSError:
+        return []
+    count, handle, major, minor = (ctypes.c_int() for _ in range(4))
+    name, found = ctypes.create_string_buffer(96), []
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    for index in range(count.value):
+        status = (
+            status
+            or driver.cuDeviceGet(ctypes.byref(handle), index)
+            or driver.cuDeviceGetName(name, len(name), handle)
+            or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
+            or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
+        )
+        found.append((name.value.decode(), major.value, minor.value))
+    if status and status != NO_DEVICE:
+        raise Error(f"the NVIDIA driver returned error {status}; run nvidia-smi for details")
+    return found

@@ -27,23 +27,33 @@ if TYPE_CHECKING:
 
 TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait for a free space. Each grows to the largest size needed.
 SPINS = "20000"  # how often idle OpenMP threads check for work before they sleep; the default slows down busy machines
-# Variables that MXNet reads as booleans or numbers, some at startup. An invalid value makes MXNet abort or hang.
-BOOLEAN = re.compile(
-    "MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"
-    "KVSTORE_LOGTREE|ENGINE_INFO|ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|VERBOSE_TUNING_INFO|\\w+_VERBOSE_LOGGING|"
-    "SAFE_ACCUMULATION|USE_FUSION)"
+MOST_THREADS = 999
+
+# Variables that MXNet reads, some at startup: (names, valid values, description of these). The first match counts. An
+# invalid value makes MXNet abort or hang.
+VARIABLES = (
+    ("MXNET_GPU_MEM_POOL_TYPE", ".*", "text"),
+    ("MXNET_ENGINE_TYPE", "ThreadedEngine(PerDevice)?|NaiveEngine", "ThreadedEnginePerDevice or NaiveEngine"),
+    (
+        r"MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"
+        r"KVSTORE_LOGTREE|ENGINE_INFO|ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|VERBOSE_TUNING_INFO|\w+_VERBOSE_LOGGING|"
+        r"SAFE_ACCUMULATION|USE_FUSION)",
+        "0|1|true|false|",
+        "0 or 1",
+    ),
+    (
+        r"MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)",
+        "([1-9][0-9]{0,2})?",
+        f"from 1 to {MOST_THREADS}",
+    ),
+    ("MXNET_MKLDNN_CACHE_NUM", "-1|[0-9]{0,9}", "a whole number, or -1 for no limit"),
+    (
+        r"MXNET_((CPU|GPU|EXEC|KVSTORE|MKLDNN|DISABLE_MKLDNN|MP|PROFILER)_\w+|USE_(NUM_CORES_OPERATOR_TUNING|MKLDNN_RNN)|"
+        r"OMP_MAX_THREADS|ENABLE_GPU_P2P|UPDATE_ON_KVSTORE|TUNING_WEIGHT_SCALE)",
+        "[0-9]{0,9}",
+        "a whole number",
+    ),
 )
-NUMERIC = re.compile(
-    "MXNET_((CPU|GPU|EXEC|KVSTORE|MKLDNN|DISABLE_MKLDNN|MP|PROFILER)_\\w+|USE_(NUM_CORES_OPERATOR_TUNING|MKLDNN_RNN)|"
-    "OMP_MAX_THREADS|ENABLE_GPU_P2P|UPDATE_ON_KVSTORE|TUNING_WEIGHT_SCALE)"
-)
-AT_LEAST_1 = re.compile(
-    "MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)"
-)
-MOST = 1024  # limit on the number of threads and the number of temporary spaces
-NEGATIVE = ("MXNET_MKLDNN_CACHE_NUM",)  # -1 means no limit
-TEXT = ("MXNET_GPU_MEM_POOL_TYPE",)
-ENGINES = ("ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine")
 
 # (environment variable for the user's own value, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
@@ -59,9 +69,6 @@ ALLOCATOR = (
 FEWER_THREADS = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
 # These bind the worker threads of all contexts to the core of the thread that started them.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-
-LEAST_STACK = 1 << 20  # bytes; with 64 KiB, MXNet's OpenMP threads overflow their stacks
-UNITS = {"b": 1, "": 1 << 10, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}  # of OMP_STACKSIZE
 
 
 class Plan(NamedTuple):
@@ -137,8 +144,7 @@ def configure(contexts: int | None = None) -> None:
         _prepare()
         return
     _check_threads(contexts or 1)
-    copies = os.environ.get("MXNET_CPU_TEMP_COPY", "4")
-    if _prepared is None and contexts != 1 and (not copies.isdigit() or int(copies) < TEMP_COPIES):
+    if _prepared is None and contexts != 1:
         log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns; import gluon_mgpu first")
     _prepared = _plan
 
@@ -174,25 +180,9 @@ def _prepare() -> None:
 def check_environment() -> None:
     """Raise UsageError if an environment variable would make MXNet hang or abort at startup."""
     for name, value in os.environ.items():
-        if not value or name in TEXT:
-            continue
-        if BOOLEAN.fullmatch(name):
-            if value not in ("0", "1", "true", "false"):
-                raise UsageError(name, value, "must be 0 or 1; unset it to use MXNet's default")
-        elif NUMERIC.fullmatch(name):
-            least = 1 if AT_LEAST_1.fullmatch(name) else 0
-            number = value.removeprefix("-") if name in NEGATIVE else value
-            most = MOST if least else 2**31 - 1
-            if not (re.fullmatch("[0-9]{1,10}", number) and least <= int(number) <= most):
-                raise UsageError(name, value, f"must be from {least} to {most}; unset it to use MXNet's default")
-    for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
-        size = re.fullmatch(r"\s*(\d{1,12})\s*([bkmg]?)\s*", os.environ.get(name, ""), re.IGNORECASE)
-        if size and int(size[1]) * UNITS[size[2].lower()] < LEAST_STACK:
-            raise UsageError(name, os.environ[name], "MXNet's threads need at least 1M; unset it")
-    value = os.environ.get("MXNET_ENGINE_TYPE", ENGINES[0])
-    if value not in ENGINES:
-        advice = f"must be one of {', '.join(ENGINES)}; unset it to use MXNet's default"
-        raise UsageError("MXNET_ENGINE_TYPE", value, advice)
+        rule = next((rule for rule in VARIABLES if re.fullmatch(rule[0], name)), None)
+        if rule and not re.fullmatch(rule[1], value):
+            raise UsageError(name, value, f"must be {rule[2]}; unset it to use MXNet's default")
 
 
 def check(ctx: list[Context]) -> None:
@@ -235,7 +225,7 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:
         asked = os.environ.get("OMP_NUM_THREADS", "")
-        if not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST:
+        if not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST_THREADS:
             cores = len(os.sched_getaffinity(0)) // processes
             _put("OMP_NUM_THREADS", str(max(1, cores)), "it is not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:

@@ -1,7 +1,7 @@
 """Errors for the user. Each message is one line that names the problem and the invalid value, and says what to do.
 
 Messages name settings and commands through `setting` and `command`, which spell them as the caller does: `lr=0` in
-Python, and `--lr 0` on the command line. `gluon_mgpu.commands.common` sets the command line's spelling.
+Python, and `--lr 0` on the command line.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ import os
 import re
 import sys
 import traceback
-from contextvars import ContextVar
+from typing import Any
 
-# System libraries that libmxnet.so needs, with their Debian packages.
-LIBRARIES = {
-    "libgomp.so.1": "libgomp1",
-    "libquadmath.so.0": "libquadmath0",
-    "libstdc++.so.6": "libstdc++6",
-    "libgcc_s.so.1": "libgcc-s1",
-}
+LIBRARIES = "libgomp1 libquadmath0 libstdc++6 libgcc-s1"  # Debian's packages of the libraries that libmxnet.so needs
 
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
 
-
+COMMAND = "gluon-mgpu"  # `obj` of the click contexts of this package's commands
 user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
 
 
@@ -59,30 +53,33 @@ class Interrupted(KeyboardInterrupt):
         return [f"KeyboardInterrupt: {self}"]
 
 
-class Spelling:
-    """How a caller writes settings and commands. This class spells them for callers from Python."""
-
-    def setting(self, name: str, value: object) -> str:
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        return name if value is None else f"{name}={value!r}"
-
-    def command(self, words: str) -> str:
-        return f"gluon-mgpu {words}"
-
-
-PYTHON = Spelling()
-spelling: ContextVar[Spelling] = ContextVar("spelling", default=PYTHON)
-
-
 def setting(name: str, value: object = None) -> str:
     """Spell a setting for the caller: `epochs=5` in Python, `--epochs 5` on the command line. None: only the name."""
-    return spelling.get().setting(name, value)
+    context = _running_command()
+    flag = next((param.opts[0] for param in context.command.params if param.name == name), "") if context else ""
+    if not flag:
+        return name if value is None else f"{name}={(os.fspath(value) if isinstance(value, os.PathLike) else value)!r}"
+    if value is False:
+        return flag.replace("--", "--no-", 1)
+    return flag if value is None or value is True else f"{flag} {shown(value)}"
 
 
 def command(words: str) -> str:
     """Spell a command for the caller: "train --gpus 2" -> `gluon-mgpu train --gpus 2`, or the script's name."""
-    return spelling.get().command(words)
+    context = _running_command()
+    program = context.find_root().info_name if context else "gluon-mgpu"
+    if not program.endswith(".py"):
+        return f"{program} {words}"
+    folder, slash, _ = program.rpartition("/")
+    name, space, rest = words.partition(" ")
+    return f"{folder + slash if slash else 'python '}{name.replace('-', '_')}.py{space}{rest}"
+
+
+def _running_command() -> Any:
+    """The click context of the command that is running; None in calls from Python."""
+    click = sys.modules.get("click")  # not imported here, because programs that use this package may not need it
+    context = click.get_current_context(silent=True) if click else None
+    return context if context and context.obj == COMMAND else None
 
 
 def shown(value: object) -> str:
@@ -106,20 +103,14 @@ def reason(error: BaseException) -> str:
         while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
             error = error.__context__
     message = str(error).strip()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
-    where = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
     module = re.search(r"No module named '(\w+)'", message)
     if module:
-        return (
-            f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which `make install` sets up, "
-            f"or `pip install {PACKAGES.get(module[1], module[1])}`"
-        )
+        pip = f"`pip install {PACKAGES.get(module[1], module[1])}`"
+        return f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which has it, or run {pip}"
     library = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
-    if not library:
-        return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
-    if library[1] not in LIBRARIES:
-        return f"{library[1]} is missing on this machine: install the package that contains it"
-    return (
-        f"MXNet needs {library[1]}, which is missing on this machine: run `apt install {' '.join(LIBRARIES.values())}` "
-        "on Debian or Ubuntu"
-    )
+    if library:
+        apt = f"MXNet needs `apt install {LIBRARIES}` on Debian or Ubuntu"
+        return f"{library[1]} is missing on this machine: install the package that contains it; {apt}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"

@@ -50,19 +50,17 @@ def lock(folder: str | Path, name: str) -> int:
     name: the setting that gives the folder, such as "out", for error messages. Raises UsageError if another process
     holds the lock, Error if the folder cannot be locked.
     """
+    descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise
-    except BlockingIOError:
-        raise UsageError(name, folder, "another process is writing to this folder; wait until it exits") from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
     except OSError as error:
-        option = setting(name, folder)
-        raise Error(f"{option}: cannot lock the folder ({error.strerror}); use another folder") from None
-    return descriptor
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise UsageError(name, folder, "another process is writing to this folder; wait until it exits") from None
+        raise Error(f"{setting(name, folder)}: cannot lock the folder ({error.strerror}); use another folder") from None
 
 
 def read(path: str | Path) -> bytes:

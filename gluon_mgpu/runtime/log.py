@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import sys
 import unicodedata
 import warnings
@@ -18,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: name of the abstract socket on which launch.py receives errors
+LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: path of the pipe from which launch.py reads errors
 
-_name, _speaks = "", True
+name, speaks = "", True
 
 
-def identify(name: str, speaks: bool) -> None:
+def identify(process: str, is_first: bool) -> None:
     """Set this process's name in a run of several processes, such as "worker 1"; "" if it runs alone.
 
-    speaks: whether this process prints notices and progress bars.
+    is_first: whether this process prints notices and progress bars.
     """
-    global _name, _speaks
-    _name, _speaks = name, speaks
+    global name, speaks
+    name, speaks = process, is_first
 
 
 def printable(line: str) -> str:
@@ -40,7 +39,7 @@ def printable(line: str) -> str:
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, if this process speaks."""
-    if _speaks:
+    if speaks:
         say_anyway(line, prefix)
 
 
@@ -52,29 +51,11 @@ def say_anyway(line: str, prefix: str = "gluon_mgpu: ") -> None:
 
 def error(line: str) -> None:
     """Print "error: LINE". Under launch.py, send the line to the launcher, which prints one error per run."""
-    launcher = os.environ.get(LAUNCHER)
-    if launcher:
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(1)
-            sender.sendto(printable(line).encode(), f"\0{launcher}")
-            return
+    with suppress(OSError), open(os.environ.get(LAUNCHER, ""), "r+b", buffering=0) as launcher:
+        launcher.write(f"{printable(line)}\n".encode())
+        return
     with suppress(OSError, ValueError):  # the reader may be gone
         print(f"error: {printable(line)}", file=sys.stderr, flush=True)
-
-
-def started() -> bool:
-    """Whether this process is one of several in a run."""
-    return bool(_name)
-
-
-def speaks() -> bool:
-    """Whether this process prints notices and progress bars."""
-    return _speaks
-
-
-def who() -> str:
-    """The prefix of this process's error messages: "worker 1: ", or "" if it runs alone."""
-    return f"{_name}: " if _name else ""
 
 
 def progress(**options: Any) -> tqdm:
@@ -83,7 +64,7 @@ def progress(**options: Any) -> tqdm:
         warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm
 
-    hidden = not _speaks or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    hidden = not speaks or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
     if hidden:  # disable=False would override the user's TQDM_DISABLE
         options["disable"] = True
     return tqdm(leave=False, **options)

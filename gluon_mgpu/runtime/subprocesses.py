@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error, UsageError, shown
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
 LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker's output
@@ -123,7 +123,7 @@ def gluon_mgpu(
     environment. Raises Error or UsageError with the command's own error message.
     """
     flags = [
-        f"--{option.replace('_', '-')}" + ("" if value is True else f"={_text(value)}")
+        f"--{option.replace('_', '-')}" + ("" if value is True else f"={shown(value)}")
         for option, value in options.items()
         if value is not None and value is not False
     ]
@@ -131,10 +131,6 @@ def gluon_mgpu(
     finished = run([sys.executable, "-m", "gluon_mgpu", command, *flags], env=environment, on_line=on_line)
     check(name, finished)
     return finished.out
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _read(stream: IO[str], lines: list[str], on_line: Callable[[str], object] | None) -> None:

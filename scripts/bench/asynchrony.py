@@ -86,6 +86,6 @@ def work(what: str, gpus: str, device: str) -> dict[str, Any]:
     measure = copy if what == "copy" else multiply
     measure()  # warm up: the first call maps memory and loads the GPU libraries
     cpu = f"{harness.facts()['cpu']}, one OpenMP thread each"
-    names = dict.fromkeys(devices.gpu(c.device_id)[0] for c in ctx) if on_gpu else [cpu]
+    names = dict.fromkeys(devices.driver_gpus()[c.device_id][0] for c in ctx) if on_gpu else [cpu]
     about = {"devices": list(map(str, ctx)), "names": ", ".join(names), "size": size, "products": products}
     return {**measure(), "about": about}

@@ -27,7 +27,7 @@ def parse_seeds(text: str) -> list[int]:
         python scripts/parity.py --seeds 4,7 --device gpu
     """,
 )
-@click.option(
+@common.option(
     "--quick",
     is_flag=True,
     help="Train only two recipes, once each, and skip the batch-size experiment. This takes about 3 minutes.",

@@ -222,7 +222,7 @@ def test_a_cut_link_ends_every_process_that_horovodrun_started(build, tmp_path, 
     assert not runs.processes(str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("address, said", [("10.99.0.77", "10.99.0.77, port 9092"), ("node77", "host node77")])
+@pytest.mark.parametrize("address, said", [("10.99.0.77", "10.99.0.77, port 9092"), ("node77", "node77, port 9092")])
 def test_a_wrong_address_of_the_scheduler_is_named(build, address, said):
     command = [*runs.TRAIN, "--kvstore", "dist_sync"]
     process = build(1).machines[0].start(command, dist_sync(address, "worker", 1))

@@ -42,7 +42,7 @@ def test_a_device_that_is_not_there_is_a_usage_error(device):
 def give_gpus(monkeypatch, *gpus):
     """Give this machine GPUs: (name, major, minor)."""
     monkeypatch.setattr(mx.context, "num_gpus", lambda: len(gpus))
-    monkeypatch.setattr(devices, "gpu", lambda index: gpus[index])
+    monkeypatch.setattr(devices, "driver_gpus", lambda: gpus)
 
 
 def test_auto_takes_the_gpus_that_mxnet_has_kernels_for(monkeypatch, capsys):

@@ -157,9 +157,9 @@ def make_messages(rng):
     secret = rng.choice(("the secret", "another", "", None))
     greeting = {"name": "worker 0", "about": "x", "of": [2, 0], "secret": secret}
     messages = [
-        {"gather": 1},
+        {"gather": "value", "value": 1},
+        {"gather": "issued", "value": 3},
         {"stop": True},
-        {"issued": 3},
         {"beat": True},
         {"failed": "x", "status": 1},
     ]

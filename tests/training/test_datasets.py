@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import http.server
 import json
+import re
 import signal
 import sys
 import threading

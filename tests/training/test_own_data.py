@@ -1,4 +1,4 @@
-"""Your own data and network: trained from arrays or files, resumed, evaluated and converted; what does not fit is refused."""
+"""Your own data and network: trained from arrays or files, resumed, evaluated, converted, or refused before training."""
 
 import gzip
 import inspect
