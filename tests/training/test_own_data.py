@@ -1,4 +1,4 @@
-"""Your own data and network: trained from arrays or files, resumed, evaluated, converted, or refused before training."""
+"""Your own data and network are trained, resumed, evaluated and converted, or refused before training."""
 
 import gzip
 import inspect
