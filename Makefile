@@ -35,7 +35,7 @@ PROCESSORS := SSE41 AVX2 AVX512_CORE
 test-processors: dev  ## run the numerical, resume and parity tests with other instruction sets: PROCESSORS="SSE41 AVX2"
 	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
 	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest $(NUMERICAL) \
-	        tests/test_walkthrough.py tests/test_evaluate.py tests/training/test_resume.py \
+	        tests/test_evaluate.py tests/training/test_resume.py \
 	        tests/parity -m "not slow" || exit 1; done
 
 test-processors-quick: dev

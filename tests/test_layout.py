@@ -9,7 +9,7 @@ from gluon_mgpu.commands.main import COMMANDS
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"]
-USES = ["walkthrough", "evaluate", "convert"]  # of implementations
+USES = ["evaluate", "convert"]  # of implementations
 # from the bottom
 LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "implementations", "uses", "exercises", "commands"]
 # {module: path}, such as {"training.loop": ...}
@@ -61,5 +61,5 @@ def test_there_are_no_import_cycles():
 def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
     scripts = ROOT.parent / "scripts"
     links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
-    assert links == {"main", "bench", "parity", *(name.replace("-", "_") for name in COMMANDS)}
+    assert links == {"main", "batch_size", "bench", "parity", *COMMANDS}
     assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py", "build_horovod.py"}

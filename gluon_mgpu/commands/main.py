@@ -9,7 +9,7 @@ import click
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 
-COMMANDS = "train walkthrough exercise batch-size evaluate convert run kernel launch doctor".split()
+COMMANDS = "train exercise evaluate convert run kernel launch doctor".split()
 
 
 class Commands(common.Group):
@@ -19,7 +19,6 @@ class Commands(common.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        name = name.replace("-", "_")
         return getattr(importlib.import_module(f"gluon_mgpu.commands.{name}"), name)
 
 

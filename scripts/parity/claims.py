@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import mxnet as mx
 import numpy as np
+from batch_size.experiment import Result
 from mxnet import Context
 
 from gluon_mgpu import IMPLS, highlevel, implementations, networks
-from gluon_mgpu.training.batch_size import Result
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.settings import Settings
@@ -73,9 +73,9 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
 def batch_size(experiments: list[list[Result]], cpu: bool) -> Iterator[Finding]:
     """Check the claims about a second device and a larger batch.
 
-    experiments: one result of `batch_size.run` per seed.
+    experiments: one result of `experiment.run` per seed.
     """
-    accuracy, seconds = (  # shape (seeds, runs, epochs); runs are in the order of batch_size.RUNS
+    accuracy, seconds = (  # shape (seeds, runs, epochs); runs are in the order of experiment.RUNS
         np.array([[[getattr(epoch, name) for epoch in result.epochs] for result in results] for results in experiments])
         for name in ("test_accuracy", "train_seconds")
     )

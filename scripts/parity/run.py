@@ -14,12 +14,13 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
+from batch_size import experiment
 from mxnet import Context
 
 import gluon_mgpu
 from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import batch_size, datasets
+from gluon_mgpu.training import datasets
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, bands, claims, drift, examples, report
 
@@ -62,7 +63,7 @@ def run(
             findings += [Finding(claims.CHECK, claim, None, "skipped by --quick") for claim in claims.OF_BATCH_SIZE]
         else:
             experiments = [
-                batch_size.run(folder / "batch-size" / f"seed-{seed}", device=kind, data_dir=data_dir, seed=seed)
+                experiment.run(folder / "batch-size" / f"seed-{seed}", device=kind, data_dir=data_dir, seed=seed)
                 for seed in seeds
             ]
             findings += claims.batch_size(experiments, kind == "cpu")
@@ -141,7 +142,7 @@ def _train_all(
                 bar.set_description(name)
                 options = {**RECIPES[recipe].options, "seed": seed, "device": kind, "data_dir": data_dir}
                 try:
-                    history = batch_size.finish(name, folder / recipe / f"seed-{seed}", options, bar.update)
+                    history = experiment.finish(name, folder / recipe / f"seed-{seed}", options, bar.update)
                 except Error as error:
                     findings.append(Finding(ACCURACY, f"{name} can be trained", False, str(error)))
                     continue

@@ -103,7 +103,7 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("train --out", ["--out"]),
         # found by Settings and others, which are also called from Python
         ("train --lr nan", ["--lr nan: "]),
-        ("walkthrough --gpus 1,1", ["--gpus 1,1: "]),
+        ("train --gpus 1,1", ["--gpus 1,1: "]),
         ("train --accumulate 300", ["--accumulate 300: "]),
         ("train --step-epochs 2", ["--step-epochs 2: ", "--schedule step"]),
         ("train --compress fp16", ["--compress fp16: "]),

@@ -9,12 +9,13 @@ import mxnet as mx
 import numpy as np
 import printed
 import pytest
+from batch_size import experiment as lecture
+from batch_size.cli import batch_size as command
 from own_process import finished
 from runs import ROOT
 
 from gluon_mgpu import implementations
-from gluon_mgpu.commands.batch_size import batch_size as command
-from gluon_mgpu.training import batch_size, records
+from gluon_mgpu.training import records
 from gluon_mgpu.training.records import Epoch
 
 SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
@@ -68,10 +69,10 @@ def test_one_and_two_devices_learn_the_same_from_equal_batches_only(experiment):
 def test_the_picture_has_every_run_and_nothing_is_cut_off():
     config = {"model": "lenet", "dataset": "fashion-mnist", "impl": "scratch", "seed": 1}
     results = [
-        batch_size.Result(r, config, [Epoch(e, 9.0, 1000.0, 1.0, 0.1 * (i + 1) * e, 0.2) for e in (1, 2)])
-        for i, r in enumerate(batch_size.RUNS)
+        lecture.Result(r, config, [Epoch(e, 9.0, 1000.0, 1.0, 0.1 * (i + 1) * e, 0.2) for e in (1, 2)])
+        for i, r in enumerate(lecture.RUNS)
     ]
-    pixels = printed.pixels(batch_size.draw, results)
+    pixels = printed.pixels(lecture.draw, results)
     for color in ("b2b2b2", "000000", "ffd0a0", "ff7f0e", "1f77b4"):
         assert printed.of_color(pixels, color).sum() > 100
 
@@ -97,24 +98,24 @@ def test_more_epochs_continue_the_runs(experiment, tmp_path):
     folder = shutil.copytree(experiment[0] / FOLDERS[0], tmp_path / "run")
     options = {"impl": "scratch", "num_gpus": 1, "dataset": "synthetic", "limit": 1200, "device": "cpu", "seed": 1}
     first, epochs = records.last(folder)[-1].history, []
-    more = batch_size.finish("a run", folder, {**options, "epochs": 3}, epochs.append)
+    more = lecture.finish("a run", folder, {**options, "epochs": 3}, epochs.append)
     assert len(more) == 3 and more[:2] == first and sum(epochs) == 3
 
 
 def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monkeypatch):
-    monkeypatch.setattr(batch_size, "SIZES", (32, 64))
-    monkeypatch.setattr(batch_size, "FACTORS", (1, 3))
+    monkeypatch.setattr(lecture, "SIZES", (32, 64))
+    monkeypatch.setattr(lecture, "FACTORS", (1, 3))
 
     def train(name, folder, options, *_):  # in this process, which is faster
         return implementations.train(out=folder, **options)
 
-    monkeypatch.setattr(batch_size, "finish", train)
-    results = batch_size.sweep(tmp_path, dataset="synthetic", limit=300, epochs=1, device="cpu")
+    monkeypatch.setattr(lecture, "finish", train)
+    results = lecture.sweep(tmp_path, dataset="synthetic", limit=300, epochs=1, device="cpu")
     pairs = [(32, 0.2), (32, 0.6), (64, 0.2), (64, 0.6)]
     assert [(r.config["batch_size"], r.config["lr"]) for r in results] == pairs
     assert [len(r.config["devices"]) for r in results] == [2] * 4
     found = [r.epochs[-1].test_accuracy for r in results]
-    lines = batch_size.sweep_table(results).splitlines()[2:]
+    lines = lecture.sweep_table(results).splitlines()[2:]
     for row, size, steps, of_size in zip(lines, (32, 64), (10, 5), (found[:2], found[2:])):
         best = "0.6" if of_size[1] > of_size[0] else "0.2"
         assert row.split() == [str(size), str(steps), *(f"{accuracy:.3f}" for accuracy in of_size), best]

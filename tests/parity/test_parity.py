@@ -9,13 +9,14 @@ import faults
 import mxnet as mx
 import numpy as np
 import pytest
+from batch_size import experiment as lecture
 from own_process import finished
 from parity import bands, claims, drift, examples
 from parity import run as whole
 from parity.cli import parity
 from printed import call, error
 
-from gluon_mgpu.training import batch_size, datasets, recipes, records
+from gluon_mgpu.training import datasets, recipes, records
 
 CTX = [mx.cpu(i) for i in range(4)]
 STEPS = 2  # enough for every fault; parity itself takes more
@@ -227,11 +228,11 @@ def test_the_examples_in_help_are_valid_commands():
 
 
 def experiment(one, two, large, scaled, seconds=(10, 6, 10, 6, 6)):
-    """What `batch_size.run` returns: 1 and 2 devices, both with twice the batch, and with twice the learning rate."""
+    """What `lecture.run` returns: 1 and 2 devices, both with twice the batch, and with twice the learning rate."""
     curves = (one, two, large, large, scaled)
     return [
-        batch_size.Result(r, {}, [records.Epoch(e, s, 1.0, 1.0, a, 0.2) for e, a in enumerate(curve, 1)])
-        for r, curve, s in zip(batch_size.RUNS, curves, seconds)
+        lecture.Result(r, {}, [records.Epoch(e, s, 1.0, 1.0, a, 0.2) for e, a in enumerate(curve, 1)])
+        for r, curve, s in zip(lecture.RUNS, curves, seconds)
     ]
 
 

@@ -134,8 +134,6 @@ COMMANDS = {
     "convert": "--to=gluon RUN net",
     "launch": "-- true",
     "doctor": "",
-    "batch_size": "",
-    "walkthrough": "",
     "run": "program.py",
     "exercise list": "",
     "exercise start": "allreduce",
@@ -143,8 +141,7 @@ COMMANDS = {
     "kernel install": "",
     "kernel uninstall": "",
 }
-SMALL = {"batch_size": "--dataset=synthetic --epochs=1 --limit=200", "walkthrough": "--dataset=synthetic"}
-SMALL["train"] = SMALL["batch_size"] + " --batch-size=50"  # what is not drawn is small
+SMALL = {"train": "--dataset=synthetic --epochs=1 --limit=200 --batch-size=50"}  # what is not drawn is small
 
 
 def command_line(rng, box):

@@ -1,4 +1,4 @@
-"""`gluon-mgpu batch-size`: compare batch sizes on one and two devices, as in the lecture."""
+"""`python scripts/batch_size.py`: compare batch sizes on one and two devices, as in the lecture."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gluon_mgpu.commands import common
 @click.command(
     cls=common.Command,
     examples="""
-        gluon-mgpu batch-size
-        gluon-mgpu batch-size --impl highlevel --epochs 10 --out runs/batch-size-10
-        gluon-mgpu batch-size --sweep --impl highlevel
-        gluon-mgpu batch-size --dataset synthetic --limit 12000
+        python scripts/batch_size.py
+        python scripts/batch_size.py --impl highlevel --epochs 10 --out runs/batch-size-10
+        python scripts/batch_size.py --sweep --impl highlevel
+        python scripts/batch_size.py --dataset synthetic --limit 12000
     """,
 )
 @common.option(
@@ -37,7 +37,7 @@ def batch_size(sweep: bool, out: str, **options: Any) -> None:
     """Compare batch sizes on one and two devices. This runs the lecture's experiment (docs/batch-size.md): batch sizes
     256 and 512, each on 1 and 2 devices, and batch size 512 on 2 devices with a scaled learning rate. The times and
     test accuracies are shown as a table and a plot. With --sweep, learning rates are compared instead."""
-    from gluon_mgpu.training import batch_size as experiment
+    from batch_size import experiment
 
     if sweep:
         click.echo(experiment.sweep_table(experiment.sweep(out, **options)))
