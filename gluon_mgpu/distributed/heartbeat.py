@@ -102,7 +102,7 @@ class Coordinator:
         writer.close()
         if name and name not in self.ended:
             self.ended.add(name)
-            self._end(f"{name} ({about}) was lost: {why}")
+            self._end(f"{name} ({about}) was lost: {why}", lost=True)
         elif self.done and all(client.is_closing() for client in self.clients.values()):
             self._exit(None, 0, 0)
 
@@ -156,13 +156,17 @@ class Coordinator:
     def _missing(self) -> list[str]:
         return [name for name in self.expected if name not in self.clients]
 
-    def _end(self, line: str, status: int = 1, report: bool = True) -> None:
-        """Terminate all processes of the run; the first client that is still connected reports why."""
+    def _end(self, line: str, status: int = 1, report: bool = True, lost: bool = False) -> None:
+        """Terminate all processes of the run; the first client that is still connected reports why.
+
+        lost: whether a process was lost; then the report ends with advice.
+        """
         if self.finished:
             return
         remaining = [name for name in self.expected if name in self.clients and name not in self.ended]
         for name in remaining:
-            _send(self.clients[name], {"end": line, "status": status, "report": report and name == remaining[0]})
+            reports = report and name == remaining[0]
+            _send(self.clients[name], {"end": line, "status": status, "report": reports, "lost": lost})
         self.finished = True
         self._exit(None if remaining or status == 130 else f"{self.here}: {line}", status, BEAT_INTERVAL)
 
@@ -205,6 +209,7 @@ class Client:
         self.issued, self.stopping = 0, False
         self.stop_at: Future[int] = Future()
         self.finished = False
+        self.advice = ""  # what to do if a process is lost
         about = f"{socket.gethostname()}, process {os.getpid()}"
         counts = [here.workers, here.servers]
         self._send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
@@ -267,7 +272,7 @@ class Client:
             dist_sync = self.here.kvstore == "dist_sync"
             coordinator = "the scheduler" if dist_sync else "worker 0"
             report = dist_sync or self.here.rank == 1  # Horovod's workers share a terminal: one report is enough
-            self._end(f"{self.here}: lost contact with {coordinator}: {why}", 1, report)
+            self._end(f"{self.here}: lost contact with {coordinator}: {why}", 1, report, lost=True)
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "missing" in message:  # the coordinator's state, sent every BEAT_INTERVAL
@@ -288,10 +293,12 @@ class Client:
         elif "gathered" in message:
             self.gathered.put(message["values"])
         elif "end" in message and not self.finished:
-            self._end(message["end"], message["status"], message["report"])
+            self._end(message["end"], message["status"], message["report"], message.get("lost", False))
 
-    def _end(self, line: str, status: int, report: bool) -> None:
+    def _end(self, line: str, status: int, report: bool, lost: bool) -> None:
         self.finished = True
+        if lost and self.advice:
+            line = f"{line}; {self.advice}"
         # The delay lets a launcher see that the failed process exited first. An interrupt (130) is not an error.
         end_process(line if report and status != 130 else None, status, BEAT_INTERVAL / 2)
 

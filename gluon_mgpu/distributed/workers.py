@@ -94,6 +94,9 @@ class Workers:
         """Ask all workers to stop at the same step. Returns False if there are no other workers."""
         return False
 
+    def advise(self, what_to_do: str) -> None:
+        """Set what the error message says at its end if a process is lost."""
+
     def may_step(self, step: int) -> bool:
         """Whether this worker may issue step number `step`, counted from 0. After a request to stop, this becomes False
         when all workers have issued the same number of steps."""
@@ -128,6 +131,9 @@ class Group(Workers):
 
     def ask_to_stop(self) -> bool:
         return self.client.ask_to_stop()
+
+    def advise(self, what_to_do: str) -> None:
+        self.client.advice = what_to_do
 
     def may_step(self, step: int) -> bool:
         return self.client.may_step(step)

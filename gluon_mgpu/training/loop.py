@@ -178,6 +178,9 @@ class Training:
                 print("running on:", self.replicas.ctx, *more, flush=True)
             try:
                 while len(position.history) < settings.epochs:
+                    saved = settings.resume or (settings.out if position.history else None)
+                    if saved:
+                        self.workers.advise(f"continue from the last checkpoint with {setting('resume', saved)}")
                     self._train_epoch()
                     self._evaluate()
                     folder.end_epoch(self.replicas, position)

@@ -131,6 +131,19 @@ def test_a_silent_client_is_named_to_all_others_and_one_reports_it(coordinator, 
     runs.wait(lambda: ends == [(None, 1)], 10)  # the scheduler ends too; a worker reports the error
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_the_report_of_a_lost_process_ends_with_advice_and_that_of_a_failed_one_does_not(coordinator, ends, lost):
+    first, second = joined(coordinator())
+    first.advice, second.finished = "continue with --resume runs/first", True
+    if lost:
+        second.sock.shutdown(socket.SHUT_RDWR)
+    else:
+        second.failed("no space left", 1)
+    runs.wait(lambda: [line for line, _ in ends if line], 10)
+    (line,) = [line for line, _ in ends if line]
+    assert line.endswith(first.advice) == lost
+
+
 def keep_alive(connection):
     with suppress(OSError):
         while True:

@@ -165,6 +165,8 @@ def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if
     line = str(caught.value)
     assert issubclass(caught.type, KeyboardInterrupt) and "2 steps" in line and "\n" not in line and "--" not in line
     assert ("checkpoint" in line) == (str(tmp_path) in line) == kept
+    assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {line}"]  # what Jupyter shows
+    assert not kept or eval(f"dict({line.split('continue with ')[1]})") == {"resume": str(tmp_path)}
     assert not kept or checkpoint.load(tmp_path / "checkpoint.npz")[1]["steps"] == 2
 
 
