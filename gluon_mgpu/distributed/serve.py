@@ -45,10 +45,8 @@ def _coordinator(here: Process) -> heartbeat.Coordinator:
     coordinator = heartbeat.Coordinator(here, here.root, here.port + 1)
     address = coordinator.own_address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
-        log.say_anyway(
-            f"{here}: DMLC_PS_ROOT_URI={here.root} resolves to {address}, which other machines cannot reach; "
-            "set it to the machine's network address"
-        )
+        unreachable = f"{here.root} resolves to {address}, which other machines cannot reach"
+        log.say_anyway(f"{here}: DMLC_PS_ROOT_URI={unreachable}; set it to the machine's network address")
     return coordinator
 
 
