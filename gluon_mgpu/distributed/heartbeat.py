@@ -199,7 +199,7 @@ class Client:
         self._send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
-            log.say_anyway(f"{here}: waiting for {', '.join(self.missing)}")
+            log.say(f"{here}: waiting for {', '.join(self.missing)}", in_any_process=True)
             self.complete.wait()  # the coordinator terminates this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -331,5 +331,5 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
             raise Error(line)
         if waited > NOTICE_DELAY and not noticed:
             noticed = True
-            log.say_anyway(f"{name}: {line}; retrying for up to {CONNECT_LIMIT:.0f} s")
+            log.say(f"{name}: {line}; retrying for up to {CONNECT_LIMIT:.0f} s", in_any_process=True)
         time.sleep(BEAT_INTERVAL / 4)
