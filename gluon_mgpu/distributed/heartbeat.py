@@ -61,7 +61,6 @@ class Coordinator:
         while self.thread.is_alive() and self.ended != set(self.clients):
             time.sleep(BEAT_INTERVAL / 20)
         self.finished = True
-        self.thread.join(2 * BEAT_INTERVAL)
 
     def ask_to_stop(self) -> bool:
         """Ask all workers to stop at the same step. Returns False if some processes are not connected yet."""
