@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from gluon_mgpu.commands import common
@@ -9,16 +11,12 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
 
-class Shape(click.ParamType):
-    """The shape of one input, such as 1,28,28."""
-
-    name = "sizes"
-
-    def convert(self, value: str, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
-        words = value.split(",")
-        if not all(word.isdecimal() and int(word) for word in words):
-            self.fail(f"{value!r} is not a shape such as 1,28,28", param, context)
-        return tuple(map(int, words))
+def parse_shape(value: str) -> tuple[int, ...]:
+    """Parse the shape of one input, such as 1,28,28."""
+    words = value.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise click.BadParameter(f"{value!r} is not a shape such as 1,28,28")
+    return tuple(map(int, words))
 
 
 @click.command(
@@ -41,7 +39,7 @@ class Shape(click.ParamType):
 @common.option(
     "--input",
     multiple=True,
-    type=Shape(),
+    type=parse_shape,
     metavar="C,H,W",
     help="Shape of one input of NET, without the batch dimension, such as 1,28,28. If NET has several inputs, repeat "
     "the option for each of them.",
@@ -53,14 +51,7 @@ class Shape(click.ParamType):
         "help": "Implementation that computes the scores of RUN to compare with. Default: the run's implementation.",
     },
 )
-def convert(
-    sources: tuple[str, ...],
-    prefix: str,
-    to: str,
-    input: tuple[tuple[int, ...], ...],
-    impl: str | None,
-    data_dir: str | None,
-) -> None:
+def convert(sources: tuple[str, ...], prefix: str, to: str, input: tuple[Any, ...], **options: Any) -> None:
     """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote.
 
     RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
@@ -70,14 +61,14 @@ def convert(
         raise UsageError(None, None, "convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != bool(input):
         raise UsageError("input", None, "required with NET-symbol.json and NET-0000.params; omit it with RUN")
-    if len(sources) == 2 and impl is not None:
-        raise UsageError("impl", impl, "only for a RUN; omit it")
+    if len(sources) == 2 and options["impl"] is not None:
+        raise UsageError("impl", options["impl"], "only for a RUN; omit it")
     engine.configure(1)  # before `convert` imports mxnet
     from gluon_mgpu import convert as conversion
 
     conversion.check_prefix(to, prefix)
     if len(sources) == 1:
-        network = conversion.from_run(sources[0], impl, data_dir)
+        network = conversion.from_run(sources[0], **options)
     else:
         network = conversion.from_files(sources[0], sources[1], *input)
     click.echo(conversion.save(network, to, prefix))

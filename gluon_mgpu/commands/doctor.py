@@ -150,19 +150,15 @@ def _cores() -> Finding:
     if cores >= allowed:
         return "ok", f"{allowed} core{'s'[: allowed != 1]}: {sharing}"
     threads = f"with --gpus 1, set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
-    return "note", f"{cores:g} of {allowed} cores (the control group's quota): {sharing}; {threads}"
+    return "note", f"{cores:g} of {allowed} cores (the container's quota): {sharing}; {threads}"
 
 
-def cgroup_cores(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The number of cores that this process's control group (version 2) and its parents allow; None: no quota."""
-    quotas: list[float] = []
-    # In a container, `group` may be the host's path; the root of `mount` is then this process's own group.
-    group = mount / own.read_text().rpartition("::/")[2].strip()
-    for folder in (group, *group.parents):
-        with suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()  # "150000 100000" or "max 100000"
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
+def cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+    """The number of cores that this container may use; None: no quota."""
+    with suppress(OSError, ValueError):
+        quota, period = path.read_text().split()  # "150000 100000" or "max 100000"
+        return int(quota) / int(period)
+    return None
 
 
 def _gpus(built_with_cuda: bool) -> Iterator[Finding]:

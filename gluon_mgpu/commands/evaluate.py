@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from gluon_mgpu.commands import common
@@ -43,20 +45,11 @@ from gluon_mgpu.runtime.errors import UsageError, setting
         "run's implementation.",
     },
 )
-def evaluate(
-    run: str,
-    files: tuple[str, ...],
-    images: tuple[str, ...],
-    export: str | None,
-    impl: str | None,
-    num_gpus: str,
-    device: str,
-    data_dir: str | None,
-) -> None:
+def evaluate(run: str, files: tuple[str, ...], images: tuple[str, ...], export: str | None, **options: Any) -> None:
     """Show the test accuracy and the confusion matrix of a run. RUN is the folder that train --out wrote."""
     if files and not images:
         raise UsageError(None, files[0], f"only one RUN can be evaluated; image files go after {setting('images')}")
-    indices = devices.parse(num_gpus)
+    indices, impl, data_dir = devices.parse(options["num_gpus"]), options["impl"], options["data_dir"]
     engine.configure(len(indices))  # before the following modules import mxnet
     from gluon_mgpu import convert
     from gluon_mgpu import evaluate as evaluation
@@ -64,7 +57,7 @@ def evaluate(
     if export is not None:
         convert.check_prefix("gluon", export)  # before anything is computed
     paths = images + files  # in `--images *.png`, only the first file is the option's value
-    trained = evaluation.load(run, impl, indices, device)
+    trained = evaluation.load(run, impl, indices, options["device"])
     pictures = [evaluation.read_image(path, trained.replicas.image_shape) for path in paths]
     if pictures:
         click.echo(evaluation.classify(trained, paths, pictures))

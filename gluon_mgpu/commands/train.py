@@ -56,7 +56,7 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
         serve.serve(here)
         return
     process.check_compress(options["compress"], here)
-    given = {name: options[name] for name in options if _is_given(context, name)}
+    given = {n: options[n] for n in options if context.get_parameter_source(n) == ParameterSource.COMMANDLINE}
     if os.environ.get(RESTARTED) and options["out"] and records.exists(options["out"]):
         if options["profile"]:
             log.say(f"{setting('profile')} is ignored, because the run has been restarted")
@@ -67,13 +67,8 @@ def train(context: click.Context, recipe: str | None, list_recipes: bool, **opti
         raise UsageError("recipe", recipe, f"cannot be combined with {setting('resume')}: a run has its own settings")
     if recipe:
         given = {**recipes.RECIPES[recipe].options, **given}
-    settings = records.starting_settings(given, here)  # before MXNet is imported
-    contexts = len(devices.parse(settings.num_gpus))
-    engine.configure(contexts)  # before implementations imports mxnet
+    settings = records.starting_settings(given, here)
+    engine.configure(len(devices.parse(settings.num_gpus)))  # before implementations imports mxnet
     from gluon_mgpu import implementations
 
     implementations.train(**given)
-
-
-def _is_given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) == ParameterSource.COMMANDLINE

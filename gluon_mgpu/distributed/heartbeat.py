@@ -61,7 +61,6 @@ class Coordinator:
         while self.thread.is_alive() and self.ended != set(self.clients):
             time.sleep(BEAT_INTERVAL / 20)
         self.finished = True
-        self.thread.join(2 * BEAT_INTERVAL)
 
     def ask_to_stop(self) -> bool:
         """Ask all workers to stop at the same step. Returns False if some processes are not connected yet."""
@@ -79,15 +78,11 @@ class Coordinator:
                 late = f"{', '.join(self._missing())} did not connect within {CONNECT_LIMIT:.0f} s"
                 self._end(f"{late}: check that each process is running and can reach {self.here}")
             await asyncio.sleep(BEAT_INTERVAL)
-        for writer in list(self.clients.values()):
-            with suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(writer.drain(), SILENCE_LIMIT)
         server.close()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle the messages of one connection until it closes."""
         name, about, why = "", "", "its connection was closed"
-        writer.transport.set_write_buffer_limits(0)  # `drain` waits until everything has been sent
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_LIMIT):
                 message = json.loads(line)
@@ -108,27 +103,21 @@ class Coordinator:
 
     def _welcome(self, writer: asyncio.StreamWriter, greeting: dict[str, Any]) -> str:
         """Add a client to the run, and return its name. Raises ValueError if it was refused."""
-        name = str(greeting.get("name"))
-        if refusal := self._refusal(name, greeting):
-            _send(writer, {"end": refusal, "status": UsageError.exit_status, "report": True})
-            raise ValueError(refusal)
-        self.clients[name] = writer
-        self._send_state()
-        return name
-
-    def _refusal(self, name: str, greeting: dict[str, Any]) -> str:
-        """Why a client cannot take part in the run; "" if it can."""
-        here, counts = self.here, [self.here.workers, self.here.servers]
-        if not hmac.compare_digest(str(greeting.get("secret", "")).encode(), here.secret.encode()):
-            return f"{SECRET} differs from {here}'s: set the same value in all processes"
-        if greeting.get("of") != counts:
-            differ = f"{name} has [DMLC_NUM_WORKER, DMLC_NUM_SERVER] = {greeting.get('of')}, but {here} has {counts}"
-            return f"{differ}: set the same values in all processes"
-        if name in self.clients:
-            return f"{name} is already connected: give each worker and each server its own DMLC_TASK_ID"
-        if name not in self.expected:
-            return f"{name} is not part of this run: DMLC_TASK_ID must be below the number of workers or servers"
-        return ""
+        name, counts, own_counts = str(greeting.get("name")), greeting.get("of"), [self.here.workers, self.here.servers]
+        if not hmac.compare_digest(str(greeting.get("secret", "")).encode(), self.here.secret.encode()):
+            refusal = f"{SECRET} differs from {self.here}'s: set the same value in all processes"
+        elif counts != own_counts:
+            refusal = f"[DMLC_NUM_WORKER, DMLC_NUM_SERVER] is {counts} in {name}, but {own_counts} in {self.here}"
+        elif name in self.clients:
+            refusal = f"{name} is already connected: give each worker and each server its own DMLC_TASK_ID"
+        elif name not in self.expected:
+            refusal = f"{name} is not part of this run: DMLC_TASK_ID must be below the number of workers or servers"
+        else:
+            self.clients[name] = writer
+            self._send_state()
+            return name
+        _send(writer, {"end": refusal, "status": UsageError.exit_status, "report": True})
+        raise ValueError(refusal)
 
     def _handle(self, name: str, message: dict[str, Any]) -> None:
         if "gather" in message:
@@ -205,8 +194,7 @@ class Client:
         self.missing: list[str] = []  # processes that are not connected yet
         self.complete = threading.Event()
         self.gathered: SimpleQueue[list[Any]] = SimpleQueue()
-        self.stepping = threading.Lock()  # protects the next two fields
-        self.issued, self.stopping = 0, False
+        self.stepping, self.issued, self.stopping = threading.Lock(), 0, False  # the lock protects the other two
         self.stop_at: Future[int] = Future()
         self.finished = False
         self.advice = ""  # what to do if a process is lost
@@ -215,7 +203,7 @@ class Client:
         self._send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
-            log.say_anyway(f"{here}: waiting for {', '.join(self.missing)}")
+            log.say(f"{here}: waiting for {', '.join(self.missing)}", in_any_process=True)
             self.complete.wait()  # the coordinator terminates this process after CONNECT_LIMIT seconds
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -349,5 +337,5 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
             raise Error(line)
         if waited > NOTICE_DELAY and not noticed:
             noticed = True
-            log.say_anyway(f"{name}: {line}; retrying for up to {CONNECT_LIMIT:.0f} s")
+            log.say(f"{name}: {line}; retrying for up to {CONNECT_LIMIT:.0f} s", in_any_process=True)
         time.sleep(BEAT_INTERVAL / 4)

@@ -67,8 +67,7 @@ def launch(command: Sequence[str], workers: int, servers: int, restarts: int = 0
     the status is the worker's. Otherwise, it is 1.
     """
     if not command:
-        train = errors.command("train --kvstore dist_sync")
-        raise UsageError(None, None, f"no command to run: add one at the end, such as -- {train}")
+        raise UsageError(None, None, f"add a command, such as -- {errors.command('train --kvstore dist_sync')}")
     users = engine.users_environment()
     if shutil.which(command[0], path=users.get("PATH")) is None:
         raise UsageError(None, command[0], "not found, or not an executable program")

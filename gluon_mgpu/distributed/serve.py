@@ -35,7 +35,7 @@ def serve(here: Process) -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     def ignore(head: int, body: bytes, _: int) -> None:
-        log.say_anyway(f"{here}: ignoring a command from a worker: servers only sum arrays")
+        log.say(f"{here}: ignoring a command from a worker: servers only sum arrays", in_any_process=True)
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, ignore, None))
 
@@ -45,10 +45,8 @@ def _coordinator(here: Process) -> heartbeat.Coordinator:
     coordinator = heartbeat.Coordinator(here, here.root, here.port + 1)
     address = coordinator.own_address
     if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
-        log.say_anyway(
-            f"{here}: DMLC_PS_ROOT_URI={here.root} resolves to {address}, which other machines cannot reach; "
-            "set it to the machine's network address"
-        )
+        unreachable = f"{here.root} resolves to {address}, which other machines cannot reach"
+        log.say(f"{here}: DMLC_PS_ROOT_URI={unreachable}; use the network address instead", in_any_process=True)
     return coordinator
 
 

@@ -68,8 +68,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     count = mx.context.num_gpus() if device != "cpu" else 0
     if count == 0:
         if device == "gpu":
-            advice = f"{_why_no_gpu()}; see docs/install.md, or use {errors.setting('device', 'cpu')}"
-            raise UsageError("device", device, advice)
+            raise UsageError("device", device, f"{_why_no_gpu()}; use {errors.setting('device', 'cpu')}")
         ctx = [mx.cpu(i) for i in indices]
         engine.check(ctx)
         return ctx
@@ -84,10 +83,9 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
     for index in available:
         name, major, minor = found[index]
         if major not in KERNELS:
-            raise Error(
-                f"GPU {index}, {name}, has compute capability {major}.{minor}: MXNet 1.9.1 has kernels for "
-                f"{KERNELS_FOR} only; use {errors.setting('device', 'cpu')}"
-            )
+            gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
+            cpu = errors.setting("device", "cpu")
+            raise Error(f"{gpu}: MXNet 1.9.1 has kernels for {KERNELS_FOR} only; use {cpu}")
     return [mx.gpu(i) for i in available]
 
 

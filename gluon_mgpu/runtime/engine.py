@@ -155,8 +155,7 @@ def _prepare() -> None:
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
     if sys.flags.optimize > 1:
-        advice = "Python runs with -OO or PYTHONOPTIMIZE=2, but MXNet needs docstrings: use -O, or omit it"
-        raise UsageError(None, None, advice)
+        raise UsageError(None, None, "MXNet needs docstrings: do not use -OO or PYTHONOPTIMIZE=2")
     check_environment()
     users = users_environment()
     for name in _changed:
@@ -168,11 +167,8 @@ def _prepare() -> None:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
     if _plan.workers > 1:  # by default, up to 15 operators run as one, so a gradient waits for the operators after it
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
-    _changed = {
-        name: (users.get(name), os.environ.get(name))
-        for name in {*users, *os.environ}
-        if users.get(name) != os.environ.get(name)
-    }
+    both = {name: (users.get(name), os.environ.get(name)) for name in {*users, *os.environ}}
+    _changed = {name: (before, after) for name, (before, after) in both.items() if before != after}
     _set_allocator()
     _prepared = _plan
 
@@ -208,11 +204,8 @@ def openmp_threads() -> int:
 
 def _check_threads(contexts: int) -> None:
     if contexts > 1 and openmp_threads() > 1:
-        raise Error(
-            f"{contexts} CPU contexts can hang: OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu "
-            f"could limit them to 1; call gluon_mgpu.configure(contexts={contexts}) before anything imports mxnet, or "
-            "set OMP_NUM_THREADS=1"
-        )
+        loaded = f"OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu could limit them to 1"
+        raise Error(f"{contexts} CPU contexts can hang: {loaded}; import gluon_mgpu first, or set OMP_NUM_THREADS=1")
 
 
 def _set_threads(contexts: int | None, processes: int) -> None:

@@ -37,16 +37,11 @@ def printable(line: str) -> str:
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in escaped else c for c in line)
 
 
-def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
-    """Print a notice on standard error, if this process speaks."""
-    if speaks:
-        say_anyway(line, prefix)
-
-
-def say_anyway(line: str, prefix: str = "gluon_mgpu: ") -> None:
-    """Print a notice on standard error, in any process."""
-    with suppress(OSError, ValueError):  # the reader may be gone
-        print(f"{prefix}{printable(line)}", file=sys.stderr, flush=True)
+def say(line: str, prefix: str = "gluon_mgpu: ", in_any_process: bool = False) -> None:
+    """Print a notice on standard error, if this process speaks, or in any process."""
+    if speaks or in_any_process:
+        with suppress(OSError, ValueError):  # the reader may be gone
+            print(f"{prefix}{printable(line)}", file=sys.stderr, flush=True)
 
 
 def error(line: str) -> None:

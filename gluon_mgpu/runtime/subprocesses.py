@@ -89,24 +89,21 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
         return
     if finished.status is None:
         raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
-    usage = finished.status == 2
     lines = finished.err.strip().splitlines()
-    message = f"{name} {how_it_ended(finished.status)}: {lines[-1] if lines else 'no message'}"
-    for line in reversed(lines):  # searched from the end, where the error usually is; a launcher may have added lines
-        own = re.match(r"(?:error|[\w.]+\.(?P<kind>Error|UsageError)): (?P<text>.*)", line)
-        if own:
-            usage = usage or own["kind"] == "UsageError"
-            message = f"{name}: {own['text']}"
-            break
-    raise UsageError(None, None, message) if usage else Error(message)
+    own = [found for line in lines if (found := re.match(r"(?:error|[\w.]+\.(Error|UsageError)): (.*)", line))]
+    if own:  # the error is usually the last line, but a launcher may have added lines
+        kind, message = own[-1][1], f"{name}: {own[-1][2]}"
+    else:
+        kind, message = None, f"{name} {how_it_ended(finished.status)}: {lines[-1] if lines else 'no message'}"
+    raise UsageError(None, None, message) if finished.status == 2 or kind == "UsageError" else Error(message)
 
 
 def how_it_ended(status: int) -> str:
     """Describe a process's exit status; a negative status is a signal's negated number."""
     if status >= 0:
         return f"exited with status {status}"
-    name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")  # or real-time
-    return f"was killed by {name}"
+    names = {int(known): known.name for known in signal.Signals}  # real-time signals have no names
+    return f"was killed by {names.get(-status, f'signal {-status}')}"
 
 
 def gluon_mgpu(

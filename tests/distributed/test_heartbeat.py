@@ -133,7 +133,7 @@ def test_a_silent_client_is_named_to_all_others_and_one_reports_it(coordinator, 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_the_report_of_a_lost_process_ends_with_advice_and_that_of_a_failed_one_does_not(coordinator, ends, lost):
-    first, second = joined(coordinator())
+    first, second, _ = joined(coordinator(2, 1))
     first.advice, second.finished = "continue with --resume runs/first", True
     if lost:
         second.sock.shutdown(socket.SHUT_RDWR)
