@@ -134,7 +134,7 @@ class Training:
         self.recorder = self._recorder()
 
     @property
-    def step(self) -> int:
+    def steps_issued(self) -> int:
         """The number of steps issued since the start of the run."""
         return len(self.position.history) * self.steps_per_epoch + self.position.steps
 
@@ -148,7 +148,7 @@ class Training:
         if self.workers.count > 1:
             about += f", worker 0 of {self.workers.count}"
         total = settings.epochs * self.steps_per_epoch
-        return timeline.Recorder(settings.profile, ctx, about, total, self.steps_per_epoch, self.step)
+        return timeline.Recorder(settings.profile, ctx, about, total, self.steps_per_epoch, self.steps_issued)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -204,9 +204,9 @@ class Training:
         pending, loss_sum = Pending(), position.loss_sum if self.first else 0.0
         with Progress(number, self.examples, size, position.steps, loss_sum) as progress:
             for X, y in train_iter:
-                if self.stop.wanted(self.step):  # Ctrl-C here or in another worker
+                if self.stop.wanted(self.steps_issued):  # Ctrl-C here or in another worker
                     break
-                lr = settings.learning_rate(self.step, self.steps_per_epoch)
+                lr = settings.learning_rate(self.steps_issued, self.steps_per_epoch)
                 batch_size = min(size, self.examples - position.steps * size)  # across all workers
                 with self.recorder.step():
                     pending.add(self.replicas.train_batch(X, y, lr, batch_size))
@@ -254,12 +254,14 @@ class Training:
         if None in of_workers:
             raise Interrupted
         test_acc = sum(of_workers) / len(data.test_labels)
-        lr = self.settings.learning_rate(self.step - 1, self.steps_per_epoch)  # the learning rate of the last step
+        lr = self.settings.learning_rate(
+            self.steps_issued - 1, self.steps_per_epoch
+        )  # the learning rate of the last step
         position.end_epoch(self.examples, test_acc, lr)
         if self.first:
             epoch = position.history[-1]
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
-            if abs(epoch.train_loss / math.log(data.classes) - 1) < 0.01 and self.step >= PLATEAU_STEPS:
+            if abs(epoch.train_loss / math.log(data.classes) - 1) < 0.01 and self.steps_issued >= PLATEAU_STEPS:
                 log.say(
                     f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: this network starts on a "
                     "plateau, and leaves it after a few hundred steps"

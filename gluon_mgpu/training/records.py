@@ -316,7 +316,7 @@ def exists(folder: str | Path) -> bool:
     return os.path.lexists(Path(folder) / CHECKPOINT)
 
 
-def options(folder: str | Path) -> dict[str, Any]:
+def recorded_options(folder: str | Path) -> dict[str, Any]:
     """The settings that the run in `folder` has recorded, including its devices."""
     _, config, settings, _ = last(folder)
     kinds, indices = zip(*_devices(config))
@@ -332,7 +332,7 @@ def starting_settings(given: dict[str, Any], here: Process) -> Settings:
     folder = given.get("resume")
     if folder is None or (here.rank > 0 and not Path(folder).is_dir()):
         return Settings(**given)
-    recorded = options(folder)
+    recorded = recorded_options(folder)
     for name, value in given.items():
         if name == "seed" and value is None:
             continue

@@ -152,7 +152,7 @@ def finish(
 
 def _check_same(folder: Path, options: dict[str, Any]) -> None:
     """Raise UsageError if the run in `folder` has different options. The run may have fewer epochs."""
-    found, wanted = records.options(folder), {**options, "num_gpus": devices.parse(options["num_gpus"])}
+    found, wanted = records.recorded_options(folder), {**options, "num_gpus": devices.parse(options["num_gpus"])}
     if found["epochs"] < wanted["epochs"]:
         del wanted["epochs"]
     differ = [f"{o} {found[o]}, not {value}" for o, value in wanted.items() if o in found and found[o] != value]

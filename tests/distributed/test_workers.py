@@ -167,7 +167,7 @@ def test_a_tuned_run_with_shares_is_resumed_with_its_plan_if_only_worker_0_has_i
     train = " ".join(["exec", *runs.TRAIN, options])
     status, _, err = runs.run("dist_sync", 2, program=["sh", "-c", f"{change_folder}; {train}"])
     assert status == 0 and "workers" in err and "shares" in err, err  # what has changed
-    assert records.options(folder)["tune"] == (16, 0)
+    assert records.recorded_options(folder)["tune"] == (16, 0)
     expected = train_alone("highlevel", 2, tmp_path / "whole", epochs=2, tune=(16, 0))
     assert apart(folder, expected) < RTOL
 

@@ -132,7 +132,7 @@ def make_checkpoint(rng):
 def read_checkpoint(content, folder):
     """Read a checkpoint, and what `evaluate` and `train --resume` do with its facts before they import MXNet."""
     (folder / "checkpoint.npz").write_bytes(content)
-    records.options(folder)
+    records.recorded_options(folder)
     _, _, settings, position = records.last(folder)
     assert "\x1b" not in str(position)
     settings.learning_rate(position.steps, 10)

@@ -141,7 +141,7 @@ def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path
     monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
     options = {"dataset": "synthetic", "limit": 300, "seed": 1, "device": "cpu"}
     implementations.train("scratch", 2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
-    chosen = records.options(tmp_path)["shares"]
+    chosen = records.recorded_options(tmp_path)["shares"]
     assert chosen[0] > chosen[1] and sum(chosen) == 100
 
 

@@ -100,7 +100,7 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert "epochs=3" in capsys.readouterr().err
     train(resume=begun)
     np.testing.assert_equal(results(begun), whole["scratch", "plain"])
-    assert records.options(begun)["epochs"] == 3
+    assert records.recorded_options(begun)["epochs"] == 3
 
 
 def test_a_run_of_the_previous_version_is_resumed_with_the_same_bits(whole, tmp_path):
@@ -179,7 +179,7 @@ def test_a_run_is_resumed_as_it_was_if_only_its_folder_is_given(tmp_path, whole)
 
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun, monkeypatch):
     killed(monkeypatch, devices=3, resume=begun, epochs=5)
-    assert records.options(begun).items() >= {"epochs": 5, "num_gpus": [0, 1, 2]}.items()
+    assert records.recorded_options(begun).items() >= {"epochs": 5, "num_gpus": [0, 1, 2]}.items()
 
 
 @pytest.mark.parametrize(
