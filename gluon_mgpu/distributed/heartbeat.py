@@ -42,8 +42,8 @@ class Coordinator:
     """
 
     def __init__(self, here: Process, host: str, port: int) -> None:
-        self.here, self.expected = here, here.names()
-        self.workers = self.expected[: here.workers]
+        self.here, self.workers = here, [f"worker {i}" for i in range(here.workers)]
+        self.expected = self.workers + [f"server {i}" for i in range(here.servers)]
         self.listener = listen(host, port)
         self.own_address, self.port = self.listener.getsockname()
         self.coordinator_address = self.own_address
