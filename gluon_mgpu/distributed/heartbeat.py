@@ -92,8 +92,8 @@ class Coordinator:
                     name, about = self._welcome(writer, message), message.get("about")
         except asyncio.TimeoutError:
             why = f"no message for {SILENCE_LIMIT:.0f} s"
-        except Exception:  # the connection was reset, or a stranger sent something that is not a message
-            pass
+        except Exception:  # a stranger may send anything
+            why = "its connection was reset, or it sent something that is not a message"
         writer.close()
         if name and name not in self.ended:
             self.ended.add(name)
