@@ -184,6 +184,7 @@ class Client:
     def __init__(self, here: Process, host: str, port: int) -> None:
         self.here = here
         self.sock = _connect(host, port, str(here))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.own_address = self.sock.getsockname()[0]
         self.coordinator_address = self.sock.getpeername()[0]
         self.sending = threading.Lock()  # the main thread and the listening thread send
@@ -193,8 +194,7 @@ class Client:
         self.stepping, self.issued, self.stopping = threading.Lock(), 0, False  # the lock protects the other two
         self.stop_at: Future[int] = Future()
         self.finished = False
-        about = f"{socket.gethostname()}, process {os.getpid()}"
-        counts = [here.workers, here.servers]
+        about, counts = f"{socket.gethostname()}, process {os.getpid()}", [here.workers, here.servers]
         self._send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
@@ -322,10 +322,7 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
             return socket.create_connection((host, port), timeout=SILENCE_LIMIT)
         except (OSError, UnicodeError) as error:
             waited = time.monotonic() - began
-            line = (
-                f"no answer from {host}, port {port} ({error}): check that the scheduler or, with Horovod, worker 0 is "
-                "running and has this address"
-            )
+            line = f"no answer from {host}, port {port} ({error}): check that the scheduler is running at this address"
         if waited > CONNECT_LIMIT:
             raise Error(line)
         if waited > NOTICE_DELAY and not noticed:
