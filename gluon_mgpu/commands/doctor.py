@@ -41,7 +41,7 @@ SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run. This prints one line per finding about Python, NumPy, MXNet and its libraries,
-    cores, GPUs, data and Horovod. If there are no problems, it then trains briefly on 2 devices. The exit status is 1
+    cores, GPUs and data. If there are no problems, it then trains briefly on 2 devices. The exit status is 1
     if the main job, train --impl scratch --gpus 2, cannot run."""
     problems = 0
     for mark, line in findings(data_dir):
@@ -54,39 +54,30 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     """Yields each finding as soon as it is known. If there are no problems, ends with a trial run of the main job."""
     yield "ok", f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
-    numpy, _ = _package("NumPy", import_numpy, "problem", "`pip install 'numpy>=1.22'`")
+    numpy, _ = _package("NumPy", import_numpy, "`pip install 'numpy>=1.22'`")
     yield numpy
-    mxnet, facts = _package("MXNet", import_mxnet, "problem", "`pip install --no-deps mxnet==1.9.1`", needs=numpy)
+    mxnet, facts = _package("MXNet", import_mxnet, "`pip install --no-deps mxnet==1.9.1`")
     yield mxnet
     yield _cores()
     yield from _gpus(facts.get("cuda", False))
-    data = list(_data(data_dir)) if numpy[0] == "ok" else [("note", "the data sets were not checked: see above")]
-    yield from data
-    horovod, _ = _package("Horovod", import_horovod, "note", "`make horovod` to use --kvstore horovod", needs=mxnet)
-    yield horovod
-    if all(mark != "problem" for mark, _ in (numpy, mxnet, *data)):
+    data = _data(data_dir) if numpy[0] == "ok" else ("note", "the data set was not checked: see above")
+    yield data
+    if all(mark != "problem" for mark, _ in (numpy, mxnet, data)):
         yield _trial(facts["gpus"])
 
 
-def _package(
-    name: str, probe: Callable[[], Facts], mark: str, remedy: str, needs: Finding = ("ok", "")
-) -> tuple[Finding, Facts]:
+def _package(name: str, probe: Callable[[], Facts], remedy: str) -> tuple[Finding, Facts]:
     """Check a Python package. Returns the finding and the facts that `probe` returns.
 
-    probe: a function that imports the package. mark: the finding's mark if the import fails. remedy: the command that
-    installs the package. needs: the finding about another package that this package requires.
+    probe: a function that imports the package. remedy: the command that installs it.
     """
     if importlib.util.find_spec(name.lower()) is None:
-        return (mark, f"{name} is not installed: run {remedy}"), {}
-    if needs[0] != "ok":
-        return ("note", f"{name} was not checked: see above"), {}
+        return ("problem", f"{name} is not installed: run {remedy}"), {}
     try:
         facts = _in_child(f"importing {name}", probe)
-    except UsageError as error:  # a setting is wrong, not the package
-        return (mark, str(error)), {}
-    except Error as error:
-        advice = "" if "`" in str(error) else f"; try {remedy.replace('install', 'install --force-reinstall')}"
-        return (mark, f"{error}{advice}"), {}
+    except Error as error:  # a UsageError means that a setting is wrong, not the package
+        repair = f"; try {remedy.replace('install', 'install --force-reinstall')}"
+        return ("problem", f"{error}{'' if isinstance(error, UsageError) or '`' in str(error) else repair}"), {}
     return ("ok", facts["line"]), facts
 
 
@@ -104,14 +95,6 @@ def import_mxnet() -> Facts:
     with_cuda, gpus = mx.runtime.Features().is_enabled("CUDA"), mx.context.num_gpus()
     built = f"with CUDA; it sees {gpus} GPU{'s'[: gpus != 1]}" if with_cuda else "without CUDA"
     return {"line": f"MXNet {mx.__version__} ({wheels}), built {built}", "cuda": with_cuda, "gpus": gpus}
-
-
-def import_horovod() -> Facts:
-    engine.configure(2)
-    import horovod
-    import horovod.mxnet
-
-    return {"line": f"Horovod {horovod.__version__}, built for this MXNet"}
 
 
 def list_gpus() -> Facts:
@@ -182,22 +165,18 @@ def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
             yield "ok", f"{gpu}: MXNet supports it"
 
 
-def _data(data_dir: str | Path | None) -> Iterator[Finding]:
+def _data(data_dir: str | Path | None) -> Finding:
+    """Check the data set of the main job."""
     try:
         from gluon_mgpu.training import datasets
-    except Exception as error:  # a library that `datasets` needs is missing or broken
-        yield "note", f"the data sets were not checked: {errors.reason(error)}"
-        return
-    for name, mark in (("fashion-mnist", "problem"), ("mnist", "note")):  # the main job needs the first data set
-        try:
-            folder = datasets.find(name, data_dir)
-            if folder:
-                datasets.read(folder, name)
-                yield "ok", f"{name} is in {folder}, with the expected SHA-256 checksums"
-            else:
-                yield "note", f"{name} is not on this machine: it will be downloaded when needed"
-        except Error as error:
-            yield mark, str(error)
+
+        folder = datasets.find("fashion-mnist", data_dir)
+        if not folder:
+            return "note", "fashion-mnist is not on this machine: it will be downloaded when needed"
+        datasets.read(folder, "fashion-mnist")
+    except Exception as error:  # also if a library that `datasets` needs is missing or broken
+        return "problem", errors.reason(error)
+    return "ok", f"fashion-mnist is in {folder}, with the expected SHA-256 checksums"
 
 
 def _trial(gpus: int) -> Finding:

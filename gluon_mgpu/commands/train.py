@@ -37,12 +37,7 @@ from gluon_mgpu.training.settings import OPTIONS
     group="Network and data",
     help="Run one of the notebooks' experiments; see --list-recipes. Other options override the recipe's values.",
 )
-@common.option(
-    "--list-recipes",
-    is_flag=True,
-    group="Network and data",
-    help="Print the recipes with their options and sources.",
-)
+@common.option("--list-recipes", is_flag=True, group="Network and data", help="Print all recipes and their options.")
 @common.settings(*OPTIONS)
 @click.version_option(__version__)
 @click.pass_context

@@ -42,8 +42,8 @@ class Coordinator:
     """
 
     def __init__(self, here: Process, host: str, port: int) -> None:
-        self.here, self.expected = here, here.names()
-        self.workers = self.expected[: here.workers]
+        self.here, self.workers = here, [f"worker {i}" for i in range(here.workers)]
+        self.expected = self.workers + [f"server {i}" for i in range(here.servers)]
         self.listener = listen(host, port)
         self.own_address, self.port = self.listener.getsockname()
         self.coordinator_address = self.own_address
@@ -92,8 +92,8 @@ class Coordinator:
                     name, about = self._welcome(writer, message), message.get("about")
         except asyncio.TimeoutError:
             why = f"no message for {SILENCE_LIMIT:.0f} s"
-        except Exception:  # the connection was reset, or a stranger sent something that is not a message
-            pass
+        except Exception:  # a stranger may send anything
+            why = "its connection was reset, or it sent something that is not a message"
         writer.close()
         if name and name not in self.ended:
             self.ended.add(name)
@@ -188,6 +188,7 @@ class Client:
     def __init__(self, here: Process, host: str, port: int) -> None:
         self.here = here
         self.sock = _connect(host, port, str(here))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.own_address = self.sock.getsockname()[0]
         self.coordinator_address = self.sock.getpeername()[0]
         self.sending = threading.Lock()  # the main thread and the listening thread send
@@ -197,9 +198,13 @@ class Client:
         self.stepping, self.issued, self.stopping = threading.Lock(), 0, False  # the lock protects the other two
         self.stop_at: Future[int] = Future()
         self.finished = False
+<<<<<<< HEAD
         self.advice = ""  # what to do if a process is lost
         about = f"{socket.gethostname()}, process {os.getpid()}"
         counts = [here.workers, here.servers]
+=======
+        about, counts = f"{socket.gethostname()}, process {os.getpid()}", [here.workers, here.servers]
+>>>>>>> core
         self._send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
@@ -329,10 +334,7 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
             return socket.create_connection((host, port), timeout=SILENCE_LIMIT)
         except (OSError, UnicodeError) as error:
             waited = time.monotonic() - began
-            line = (
-                f"no answer from {host}, port {port} ({error}): check that the scheduler or, with Horovod, worker 0 is "
-                "running and has this address"
-            )
+            line = f"no answer from {host}, port {port} ({error}): check that the scheduler is running at this address"
         if waited > CONNECT_LIMIT:
             raise Error(line)
         if waited > NOTICE_DELAY and not noticed:

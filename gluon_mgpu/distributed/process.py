@@ -38,10 +38,6 @@ class Process(NamedTuple):
     port: int = 0
     secret: str = ""
 
-    def names(self) -> list[str]:
-        """The names of all workers and servers in the run."""
-        return [f"worker {i}" for i in range(self.workers)] + [f"server {i}" for i in range(self.servers)]
-
     def __str__(self) -> str:
         return "the scheduler" if self.role == "scheduler" else f"{self.role} {self.rank}"
 

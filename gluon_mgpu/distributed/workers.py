@@ -34,23 +34,29 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine; all
 SECONDS_TO_BLAME = 5.0  # seconds that a worker waits after an unexpected error, in case a lost process caused it
 
 
+@dataclass(eq=False)
 class Workers:
-    """One worker's view of all workers in a run. This base class is for a process that trains alone.
+    """One worker's view of all workers in a run. The defaults describe a process that trains alone.
 
-    rank: this worker's rank, from 0. count: number of workers.
+    store: sums arrays. client: this worker's heartbeat connection. rank: this worker's rank, from 0. count: number of
+    workers. coordinator: only in worker 0 with Horovod. devices: each worker's device count.
     """
 
-    rank, count = 0, 1
+    store: Horovod | DistSync | None = None
+    client: heartbeat.Client | None = None
+    rank: int = 0
+    count: int = 1
+    coordinator: heartbeat.Coordinator | None = None
     devices: Sequence[int] = (1,)
 
     @property
     def stopping(self) -> bool:
         """Whether any worker has asked to stop."""
-        return False
+        return self.client is not None and self.client.stopping
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collect one JSON value per worker, in rank order. Waits for all workers. value: this worker's value."""
-        return [value]
+        return self.client.all_gather(value) if self.client else [value]
 
     def exchange_device_counts(self, devices: int) -> Sequence[int]:
         """Return every worker's device count, in rank order. devices: this worker's count. Call this before `part`."""
@@ -79,6 +85,8 @@ class Workers:
         key: identifies the array in all workers; an int for a gradient (lower keys are sent first), a str for any other
         array.
         """
+        if self.store:
+            self.store.allreduce(array, key)
 
     def broadcast(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Send worker 0's arrays to all workers. Every worker passes arrays with the same names, shapes and types."""
@@ -92,51 +100,17 @@ class Workers:
 
     def ask_to_stop(self) -> bool:
         """Ask all workers to stop at the same step. Returns False if there are no other workers."""
-        return False
+        return self.client is not None and self.client.ask_to_stop()
 
     def advise(self, what_to_do: str) -> None:
         """Set what the error message says at its end if a process is lost."""
+        if self.client:
+            self.client.advice = what_to_do
 
     def may_step(self, step: int) -> bool:
         """Whether this worker may issue step number `step`, counted from 0. After a request to stop, this becomes False
         when all workers have issued the same number of steps."""
-        return True
-
-
-ALONE = Workers()
-
-
-@dataclass(eq=False)
-class Group(Workers):
-    """One worker's view of a run with several workers. Overrides the methods that involve other processes.
-
-    store: sums arrays. client: this worker's heartbeat connection. coordinator: only in worker 0 with Horovod.
-    """
-
-    store: Horovod | DistSync
-    client: heartbeat.Client
-    rank: int
-    count: int
-    coordinator: heartbeat.Coordinator | None = None
-
-    @property
-    def stopping(self) -> bool:
-        return self.client.stopping
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return self.client.all_gather(value)
-
-    def allreduce(self, array: NDArray, key: int | str) -> None:
-        self.store.allreduce(array, key)
-
-    def ask_to_stop(self) -> bool:
-        return self.client.ask_to_stop()
-
-    def advise(self, what_to_do: str) -> None:
-        self.client.advice = what_to_do
-
-    def may_step(self, step: int) -> bool:
-        return self.client.may_step(step)
+        return self.client is None or self.client.may_step(step)
 
     def leave(self) -> None:
         """Wait until all workers have finished or stopped, and leave the run."""
@@ -147,6 +121,7 @@ class Group(Workers):
             except KeyboardInterrupt as error:
                 self.fail(error)
                 raise
+            assert self.store and self.client  # a process that trains alone does not leave
             self.store.close()
             self.client.close()
             if self.coordinator:
@@ -159,9 +134,13 @@ class Group(Workers):
             line, status = "interrupted", 130
         elif not isinstance(error, Error):
             time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat meanwhile ends this process
-        self.client.failed(line, status)
+        if self.client:
+            self.client.failed(line, status)
         if self.coordinator:
             self.coordinator.close()  # waits until the other processes have been told
+
+
+ALONE = Workers()
 
 
 @contextmanager
@@ -192,7 +171,7 @@ def join(kvstore: str = "local", compress: str | None = None) -> Iterator[Worker
     workers.leave()
 
 
-def _join_horovod(here: Process, compress: str | None) -> Group:
+def _join_horovod(here: Process, compress: str | None) -> Workers:
     from gluon_mgpu.distributed import stores
 
     own_address = process.horovod_address()
@@ -203,10 +182,10 @@ def _join_horovod(here: Process, compress: str | None) -> Group:
     host, port, secret = address.split()
     client = heartbeat.Client(here._replace(secret=secret), host, int(port))
     pin_to_cores(here.rank, client.all_gather)
-    return Group(store, client, here.rank, here.workers, coordinator)
+    return Workers(store, client, here.rank, here.workers, coordinator)
 
 
-def _join_dist_sync(here: Process, compress: str | None) -> Group:
+def _join_dist_sync(here: Process, compress: str | None) -> Workers:
     from gluon_mgpu.distributed import stores
 
     client = heartbeat.Client(here, here.root, here.port + 1)
@@ -217,7 +196,7 @@ def _join_dist_sync(here: Process, compress: str | None) -> Group:
     time_limit = heartbeat.after(heartbeat.CONNECT_LIMIT, heartbeat.end_process, blocked, 1, heartbeat.BEAT_INTERVAL)
     store = stores.DistSync(float(compress.partition(":")[2]) if compress else None)
     time_limit.cancel()
-    return Group(store, client, here.rank, here.workers)
+    return Workers(store, client, here.rank, here.workers)
 
 
 def pin_to_cores(rank: int, all_gather: Callable[[Any], list[Any]]) -> None:

@@ -64,30 +64,21 @@ def _open_libraries() -> None:
     except OSError as error:
         cpu = "`pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
         raise Error(f"{error}: mxnet-cu112 needs NVIDIA's driver; install it, or the wheel for CPUs: {cpu}") from error
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    in_wheels = {path.name: str(path) for folder in folders for path in folder.glob("*/lib/*.so*")}
     failures = {}
     for wheel, *libraries in LIBRARIES:
-        in_wheel = _libraries_of(wheel)
         for library in libraries:
             try:
                 # Prefer the wheel's library, because libraries from different CUDA versions do not work together.
-                _open(in_wheel.get(library, library))
+                _open(in_wheels.get(library, library))
             except OSError:
                 failures[library] = f"'{wheel}'"
     if failures:
         # --force-reinstall is needed because pip considers a wheel installed even if its files are gone.
         pip = f"pip install --force-reinstall --no-deps {' '.join(dict.fromkeys(failures.values()))}"
         raise Error(f"mxnet-cu112 cannot open {', '.join(failures)}: run `{pip}`")
-
-
-def _libraries_of(wheel: str) -> dict[str, str]:
-    """Find the libraries in a wheel. Returns {name: path}, which is empty if the wheel is not installed."""
-    from importlib import metadata  # imports many modules
-
-    try:
-        files = metadata.distribution(wheel.partition("<")[0]).files or ()
-    except metadata.PackageNotFoundError:
-        return {}
-    return {file.name: str(file.locate()) for file in files if ".so" in file.name}
 
 
 def _open(library: str) -> None:

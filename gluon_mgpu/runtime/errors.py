@@ -38,10 +38,7 @@ class UsageError(Error):
 
     def __init__(self, name: str | None, value: object, advice: str) -> None:
         self.name, self.value, self.advice = name, value, advice
-        if name is None:
-            subject = "" if value is None else str(value)
-        else:
-            subject = setting(name, value)
+        subject = setting(name, value) if name else str(value or "")
         super().__init__(f"{subject}: {advice}" if subject else advice)
 
 

@@ -12,14 +12,9 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-
-
-def _financial(name: str, *args: object, **kwargs: object) -> NoReturn:
-    raise RuntimeError(f"numpy.{name} was removed in NumPy 1.20 (NEP 32): use numpy_financial")
-
 
 # MXNet keeps its own functions in a table whose keys are NumPy's functions, so two names must not share an object.
 # Each partial is a new object.
@@ -40,8 +35,8 @@ REMOVED = {
     "in1d": lambda ar1, ar2, *args, **kwargs: np.isin(np.ravel(ar1), ar2, *args, **kwargs),
     "trapz": lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs),
 }
-FINANCIAL = {name: functools.partial(_financial, name) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")}
-WHILE_IMPORTED = {**REMOVED, **FINANCIAL}
+FINANCIAL = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")  # moved to the package numpy_financial in 1.20
+WHILE_IMPORTED = {**REMOVED, **{name: object() for name in FINANCIAL}}
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
 READERS = (  # the modules that use WHEN_CALLED, and the name that each gives to numpy
     ("mxnet.gluon.contrib.estimator.event_handler", "np"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,17 +31,12 @@ def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None
 
 def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, NDArray]]:
     """Split a batch in host memory into up to `parts` parts of nearly equal size. Yields (X, y) for each part."""
-    start = 0
-    for size in shard_sizes(X.shape[0], min(parts, X.shape[0])):
-        yield X[start : start + size], y[start : start + size]
-        start += size
+    sizes = shard_sizes(X.shape[0], min(parts, X.shape[0]))
+    for size, end in zip(sizes, accumulate(sizes)):
+        yield X[end - size : end], y[end - size : end]
 
 
 def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]) -> list[NDArray]:
     """Split a batch into one shard per device, in proportion to shares. Empty shards are omitted."""
-    shards, start = [], 0
-    for size, c in zip(shard_sizes(data.shape[0], len(ctx), shares), ctx):
-        if size:
-            shards.append(data[start : start + size].as_in_context(c))
-        start += size
-    return shards
+    sizes = shard_sizes(data.shape[0], len(ctx), shares)
+    return [data[end - size : end].as_in_context(c) for c, size, end in zip(ctx, sizes, accumulate(sizes)) if size]

@@ -254,9 +254,7 @@ class Training:
         if None in of_workers:
             raise Interrupted
         test_acc = sum(of_workers) / len(data.test_labels)
-        lr = self.settings.learning_rate(
-            self.steps_issued - 1, self.steps_per_epoch
-        )  # the learning rate of the last step
+        lr = self.settings.learning_rate(self.steps_issued - 1, self.steps_per_epoch)
         position.end_epoch(self.examples, test_acc, lr)
         if self.first:
             epoch = position.history[-1]

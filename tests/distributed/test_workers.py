@@ -382,7 +382,7 @@ def test_fp16_sends_gradients_as_16_bit_numbers(tmp_path):
 def group(rank, count, *others):
     """A worker whose all_gather returns its own value, then `others`."""
     client = SimpleNamespace(all_gather=lambda value: [value, *others])
-    return workers.Group(None, client, rank, count)
+    return workers.Workers(None, client, rank, count)
 
 
 def test_workers_that_differ_are_refused_with_both_values():
