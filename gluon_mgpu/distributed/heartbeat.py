@@ -198,13 +198,8 @@ class Client:
         self.stepping, self.issued, self.stopping = threading.Lock(), 0, False  # the lock protects the other two
         self.stop_at: Future[int] = Future()
         self.finished = False
-<<<<<<< HEAD
         self.advice = ""  # what to do if a process is lost
-        about = f"{socket.gethostname()}, process {os.getpid()}"
-        counts = [here.workers, here.servers]
-=======
         about, counts = f"{socket.gethostname()}, process {os.getpid()}", [here.workers, here.servers]
->>>>>>> core
         self._send({"name": str(here), "about": about, "of": counts, "secret": here.secret})
         threading.Thread(target=self._listen, daemon=True).start()
         if not self.complete.wait(NOTICE_DELAY):
