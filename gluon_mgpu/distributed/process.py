@@ -77,7 +77,7 @@ def require(kvstore: str) -> Process:
         train, launch = errors.command("train ..."), errors.command("launch --workers 2 --servers 1")
         use = errors.setting("kvstore", here.kvstore)
         how_to_start = {
-            "horovod": f"start it with `horovodrun --gloo -np 2 {train}`, after `make horovod`",
+            "horovod": f"start it with `horovodrun --gloo -np 2 {train}` (`make horovod` installs it)",
             "dist_sync": f"start it with `{launch} -- {train}`; for several machines, see docs/distributed.md",
         }
         other = f"this process was started as {here} of a {here.kvstore} run; use {use}"
