@@ -29,10 +29,12 @@ TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait for a free space
 SPINS = "20000"  # how often idle OpenMP threads check for work before they sleep; the default slows down busy machines
 MOST_THREADS = 999
 
-# Variables that MXNet reads, some at startup: (names, valid values, description of these). The first match counts. An
+# Variables that MXNet or OpenMP reads, some at startup: (names, valid values, description of these). The first match counts. An
 # invalid value makes MXNet abort or hang.
 VARIABLES = (
     ("MXNET_GPU_MEM_POOL_TYPE", ".*", "text"),
+    # With 64 KiB, MXNet's OpenMP threads overflow their stacks.
+    ("G?OMP_STACKSIZE", r"(?i) *([1-9]\d* *[mg]|[1-9]\d{3,} *k?|[1-9]\d{6,} *b) *", "at least 1M"),
     ("MXNET_ENGINE_TYPE", "ThreadedEngine(PerDevice)?|NaiveEngine", "ThreadedEnginePerDevice or NaiveEngine"),
     (
         r"MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"
