@@ -148,7 +148,7 @@ def cells(page):
 
 
 # Functions that pages define for themselves.
-OWN = {"losses_of", "record", "counted", "ring_allreduce"}
+OWN = {"losses_of", "counted", "ring_allreduce"}
 
 
 @pytest.mark.parametrize(
