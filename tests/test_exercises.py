@@ -194,17 +194,15 @@ def test_list_shows_every_exercise_and_an_existing_page():
         assert Path(__file__).parents[1].joinpath(line.split()[-1]).exists()
 
 
-def test_the_page_has_the_table_that_list_shows():
-    page = (Path(__file__).parents[1] / "docs/exercises.md").read_text()
-    rows = re.findall(r"^\| \d+ \| `(\w+)` \| (.*) \| \[.*\]\(([\w-]+)\.md\) \|$", page, re.MULTILINE)
-    assert rows == [(name, exercises.title(name), lesson) for name, lesson in exercises.PAGES.items()]
+def test_each_lesson_names_its_exercises():
+    for name, lesson in exercises.PAGES.items():
+        page = (Path(__file__).parents[1] / f"docs/{lesson}.md").read_text()
+        assert f"exercise start {name}`" in page
 
 
-def test_the_page_shows_what_start_and_check_print():
+def test_the_page_shows_what_check_prints():
     page = (Path(__file__).parents[1] / "docs/exercises.md").read_text()
-    written, *attempts = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    printed = re.findall(r"^```text\n(.*?)(?:^next.*?)?^```", page, re.DOTALL | re.MULTILINE)
-    assert written == exercises.skeleton("allreduce") and len(attempts) == len(printed) == 2
-    for code, text in zip(attempts, printed):
-        mistake = found("allreduce", code)
-        assert check.report("allreduce.py", "allreduce", mistake) + "\n" == text
+    attempt, printed = (
+        re.search(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1] for kind in ("python", "text")
+    )
+    assert check.report("allreduce.py", "allreduce", found("allreduce", attempt)) + "\n" == printed

@@ -157,11 +157,12 @@ def test_gradients_cross_the_network_and_train_as_in_one_process(build, tmp_path
         )
 
 
-PAGE = (runs.ROOT / "docs/distributed.md").read_text()
+DOCS = runs.ROOT / "docs"
+MANIFEST = (DOCS / "cluster/kubernetes.yaml").read_text()
 SCRIPTS = {
-    "by hand": re.search(r"```bash\n(# On each machine.*?)```", PAGE, re.DOTALL)[1],
-    "Slurm": re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", PAGE, re.DOTALL)[1],
-    "Kubernetes": textwrap.dedent(re.search(r"        - \|\n(.*?)```", PAGE, re.DOTALL)[1]),
+    "by hand": re.search(r"```bash\n(# On each machine.*?)```", (DOCS / "distributed.md").read_text(), re.DOTALL)[1],
+    "Slurm": (DOCS / "cluster/slurm.sh").read_text(),
+    "Kubernetes": textwrap.dedent(re.search(r"        - \|\n(.*)", MANIFEST, re.DOTALL)[1]),
 }
 
 
@@ -183,7 +184,7 @@ def test_the_scripts_of_the_docs_train_on_several_machines(name, build, tmp_path
         slurm = {"SLURM_JOB_NODELIST": "node[0-2]", "SLURM_NNODES": "3", "SLURM_CPUS_ON_NODE": "1"}
         scripts = [(script, {**given, **slurm})]
     else:
-        given.update(re.findall(r"- \{name: (\w+), value: \"?([^\"}]+)\"?\}", PAGE))
+        given.update(re.findall(r"- \{name: (\w+), value: \"?([^\"}]+)\"?\}", MANIFEST))
         scripts = [(script, {**given, "JOB_COMPLETION_INDEX": str(i)}) for i in range(2)]
     started = {
         i: network.machines[i].start(["bash", "-c", f"cd {runs.ROOT}\n{script}"], own)
