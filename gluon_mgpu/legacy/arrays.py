@@ -1,5 +1,5 @@
 """Lets a program use `loss.mean().asnumpy()` as a number: float(a), int(a), "%f" % a, b[0] = a. NumPy 2.4 and later
-refuse this for an array with one element, unless it has no dimension."""
+refuse this for an array with one element, unless it has no dimensions."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def setting(name: str, value: object = None) -> str:
-    """Spell a setting for the caller: `epochs=5` in Python, `--epochs 5` on the command line. None: only the name."""
+    """Write a setting as the caller does: `epochs=5` in Python, `--epochs 5` on the command line. If the value is None,
+    write only the name."""
     context = _running_command()
     flag = next((param.opts[0] for param in context.command.params if param.name == name), "") if context else ""
     if not flag:

@@ -30,7 +30,7 @@ from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings
 
-PLATEAU_STEPS = 50  # the first steps always have this loss
+PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
 
 # Creates replicas with new parameters: (ctx, settings, workers, image_shape) -> replicas
 Build = Callable[[list[Context], Settings, Workers, Sequence[int]], Replicas]
