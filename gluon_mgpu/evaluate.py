@@ -39,10 +39,7 @@ class Trained(NamedTuple):
 
 
 def load(
-    folder: str | Path,
-    impl: str | ModuleType | None = None,
-    gpus: int | str | Sequence[int] = 1,
-    device: str = "auto",
+    folder: str | Path, impl: str | ModuleType | None = None, gpus: int | str | Sequence[int] = 1, device: str = "auto"
 ) -> Trained:
     """Load the network of the run in `folder`.
 
@@ -86,8 +83,8 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     found: list[np.ndarray] = []
     for X, _ in batches(images, np.zeros(len(images)), min(trained.settings.batch_size, LARGEST_BATCH)):
         assert X is not None
-        queued = list(map(replicas.predict, replicas.split(X)))
-        found += [shard.asnumpy() for shard in queued]
+        shards = [replicas.predict(X_shard) for X_shard in replicas.split(X)]  # computed at the same time
+        found += [shard.asnumpy() for shard in shards]
     return np.concatenate(found)
 
 

@@ -422,7 +422,7 @@ def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
         ((runs / "lenet", "--input", "1,28,28", *out), "input"),
         ((symbol, params, *out), "input"),
         ((symbol, params, "--input", "4", "--input", "9", *out), "'data'"),
-        ((symbol, params, "--input", "4,x", *out), "--input: '4,x'"),
+        ((symbol, params, "--input", "4,x", *out), "'4,x' is not a shape"),
         ((symbol, params, "--input", "4,5", *out), "--input 4,5: "),
         ((symbol, tmp_path / "none", "--input", "4,9,9", *out), "none: does not exist"),
         ((tmp_path / "text", params, "--input", "4,9,9", *out), "text"),

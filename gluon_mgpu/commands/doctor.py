@@ -152,17 +152,14 @@ def _gpus(built_with_cuda: bool) -> Iterator[Finding]:
         yield "note", f"{error}; reboot, or use --device cpu"
         return
     if not gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
-        yield "ok", f"no NVIDIA GPU{hidden}: training runs on CPU contexts"
+        yield "ok", "no NVIDIA GPU is visible: training runs on CPU contexts"
     for name, major, minor in gpus:
         gpu = f"GPU {name}, compute capability {major}.{minor}"
-        if major not in devices.KERNELS:
-            yield "note", f"{gpu}: MXNet 1.9.1 supports compute capability {devices.KERNELS_FOR}; use --device cpu"
-        elif not built_with_cuda:
-            yield "note", f"{gpu}: needs mxnet-cu112; run `pip uninstall -y mxnet`, then `pip install '.[cu112]'`"
-        else:
+        if built_with_cuda and major in devices.KERNELS:
             yield "ok", f"{gpu}: MXNet supports it"
+        else:
+            needs = f"needs mxnet-cu112 (docs/install.md) and compute capability {devices.KERNELS_FOR}"
+            yield "note", f"{gpu}: {needs}; use --device cpu"
 
 
 def _data(data_dir: str | Path | None) -> Finding:

@@ -30,7 +30,7 @@ SILENCE_LIMIT = 10.0  # seconds; a process that is silent for longer counts as l
 CONNECT_LIMIT = 300.0  # seconds within which all processes must connect
 NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds that the scheduler waits for the other processes to disconnect
-MAX_LINE = 1 << 20  # maximum size of a message, in bytes: enough for the history of 5,000 epochs
+MAX_LINE = 16 << 20  # maximum size of a message, in bytes: enough for the history of 80,000 epochs
 ISSUED = "issued"  # key of the gather in which the workers agree on their last step
 
 

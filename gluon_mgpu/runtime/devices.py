@@ -20,33 +20,26 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
-def parse(gpus: int | str | Sequence[int]) -> list[int]:
-    """Parse a number of devices (2), device indices ([0, 2]), or the value of --gpus. Returns device indices.
-
-    Raises UsageError for any other value, or if indices are repeated or out of range.
-    """
-    try:
-        return count_or_list(gpus)
-    except (TypeError, ValueError):
-        advice = f"must be a number of devices, such as 2, or distinct indices below {MOST}, such as 0,2"
-        raise UsageError("num_gpus", gpus, advice) from None
-
-
-def count_or_list(given: int | str | Sequence[int], first: int = 0, below: int = MOST) -> list[int]:
+def parse(given: int | str | Sequence[int], name: str = "num_gpus", first: int = 0, below: int = MOST) -> list[int]:
     """Parse a count or a list of distinct numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
 
-    Raises ValueError or TypeError for anything else, for more than 1024 numbers, or if a number is not in range(below).
+    Raises UsageError for anything else, for more than 1024 numbers, or if a number is not in range(below). name: the
+    setting in the error message.
     """
     text = str(given)
-    if isinstance(given, (list, tuple)):
-        numbers = [operator.index(number) for number in given]
-    elif "," in text:
-        numbers = [int(part) for part in text.strip().removesuffix(",").split(",")]
-    else:
-        numbers = list(range(first, first + min(int(text), MOST + 1)))
+    try:
+        if isinstance(given, (list, tuple)):
+            numbers = [operator.index(number) for number in given]
+        elif "," in text:
+            numbers = [int(part) for part in text.strip().removesuffix(",").split(",")]
+        else:
+            numbers = list(range(first, first + min(int(text), MOST + 1)))
+    except (TypeError, ValueError):
+        numbers = []
     distinct = len(set(numbers)) == len(numbers)
     if not (distinct and 1 <= len(numbers) <= MOST and all(0 <= number < below for number in numbers)):
-        raise ValueError(text)
+        advice = f"must be a number up to {MOST}, such as 2, or distinct numbers below {below}, such as 0,2"
+        raise UsageError(name, given, advice)
     return numbers
 
 

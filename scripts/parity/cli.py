@@ -13,10 +13,7 @@ from gluon_mgpu.runtime.errors import UsageError
 
 
 def parse_seeds(text: str) -> list[int]:
-    try:
-        return devices.count_or_list(text, first=1, below=2**31)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a number of seeds (3) or a list of distinct seeds (4,7)") from None
+    return devices.parse(text, "seeds", first=1, below=2**31)
 
 
 @click.command(
