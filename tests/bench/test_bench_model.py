@@ -6,10 +6,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from bench import model
-from printed import pixels
 
 from gluon_mgpu import implementations
-from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.settings import Settings
 
 MACHINE = {"cores": 2, "cpu": "Some CPU"}
@@ -124,41 +122,3 @@ def test_a_formula_is_what_the_messages_take_one_by_one(way):
             wanted, heard = simulated(ROUNDS[way](k, size), k, latency, bandwidth)
             assert heard == [set(range(k))] * k
             assert model.allreduce_seconds(way, k, size, latency, bandwidth) == pytest.approx(wanted), (k, size)
-
-
-@pytest.mark.parametrize(
-    "devices, compute, of_8, of_4096",
-    [("as fast as one core here", "47.58", "97.9%", "82.1%"), ("100 times as fast", "1.96", "66.2%", "15.9%")],
-)
-def test_the_table_shows_the_best_way_for_each_cluster(devices, compute, of_8, of_4096, result):
-    # Compute: 1.5 + 256 * 0.18 = 47.58 ms, or 1.5 + 2.56 * 0.18 = 1.96 ms.
-    # On 8 devices, ring: 14 * 0.02 + 1.75 * 516272 / 1.25e6 = 1.0028 ms.
-    # On 4096, tree: 24 * (0.02 + 0.413) = 10.4 ms; ring: 8190 * 0.02 + 0.83 = 164.6 ms.
-    rows = [line for line in model.table(result).splitlines() if f"LeNet, devices {devices}, 10 Gbit/s, 20 us" in line]
-    cells = rows[0].split()
-    assert compute in cells and cells[-8:-6] == [of_8, "ring"] and cells[-2:] == [of_4096, "tree"]
-
-
-def test_nothing_in_the_picture_is_cut_off(result):
-    assert pixels(model.draw, json.loads(json.dumps(result))).std() > 0
-
-
-WHOLE = json.dumps(scaling())
-INCOMPLETE = {
-    "a time of 0": WHOLE.replace('"step_ms": [', '"step_ms": [0, 0, 0, 0, '),
-    "text": WHOLE.replace('"step_ms": [', '"step_ms": ["fast", '),
-    "no runs": "{}",
-    "no 8 contexts": WHOLE.replace('"contexts": 8', '"contexts": 4'),
-    "no ResNet-18": WHOLE.replace("resnet18", "lenet"),
-    "not JSON": "{",
-    "missing": None,
-}
-
-
-@pytest.mark.parametrize("text", INCOMPLETE.values(), ids=INCOMPLETE)
-def test_an_incomplete_file_is_one_line_that_says_what_to_run(text, tmp_path):
-    if text:
-        (tmp_path / "scaling.json").write_text(text)
-    with pytest.raises(UsageError, match="bench.py scaling") as caught:
-        model.run(tmp_path)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)

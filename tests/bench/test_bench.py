@@ -1,0 +1,127 @@
+"""The numbers of the smaller benchmarks, compared with NumPy, with values computed by hand and with counted bytes."""
+
+import os
+import sys
+from functools import partial
+
+import mxnet as mx
+import numpy as np
+import pytest
+import runs
+from bench import allreduce, asynchrony, batch, distributed, harness, scaling, steps
+from own_process import finished
+
+from gluon_mgpu.training import datasets
+
+SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
+EPSILON = np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("shapes", [SHAPES, [(10007,)]], ids=["many", "flat"])
+def test_every_allreduce_leaves_numpys_sum_on_every_context(k, shapes):
+    rng = np.random.default_rng(k)
+    values = [rng.normal(size=(k, *shape)).astype(np.float32) for shape in shapes]
+    for way in allreduce.WAYS:
+        arrays = [[mx.nd.array(x, mx.cpu(i)) for i, x in enumerate(data)] for data in values]
+        sum_all = allreduce.ways(arrays)[way]
+        sum_all()
+        sum_all()  # again: k times the sum
+        for data, value in zip(arrays, values):
+            exact, size = k * value.astype(np.float64).sum(0), k * np.abs(value).sum(0)
+            for i, x in enumerate(data):
+                assert (x.context, x.shape) == (mx.cpu(i), value.shape[1:]), way
+                assert (np.abs(x.asnumpy() - exact) <= 2 * k * EPSILON * size).all(), way
+                assert (x.asnumpy() == data[0].asnumpy()).all(), f"{way}: {x.context} differs in rounding"
+
+
+def test_a_ratio_of_asynchrony_is_of_one_round_and_a_rate_of_the_median():
+    facts = {"devices": ["cpu(0)", "cpu(1)"], "names": "x", "size": 1000, "products": 10}
+    rows = {asynchrony.CALLS: [0.5, 0.1, 1], asynchrony.BASE: [2, 1, 5]}
+    rows.update(zip(asynchrony.ALL_DEVICES, ([6, 2, 9], [2, 3, 2])))
+    lines = asynchrony.table({**facts, "rows": rows}).splitlines()
+    found = [next(line for line in lines if line.startswith(name))[len(name) :].split()[2:] for name in rows]
+    # One device: 10 products of 2 GFLOP in the median's 2 s. Ratios: 0.5/2, 0.1/1, 1/5 -> 0.2; 6/2, 2/1, 9/5 -> 2;
+    # 2/2, 3/1, 2/5 -> 1. Both devices: 20 products in 6 s and in 2 s.
+    assert found == [["0.20"], ["10.0", "1.00"], ["6.7", "2.00"], ["20.0", "1.00"]]
+
+
+def test_the_lost_milliseconds_of_a_second_device_are_differences_of_its_rows():
+    of_rows = ((40, 500), (22, 400), (25, 0), (32, 600))
+    found = [{"step_ms": [ms], "python_ms": [3.0], "peak_mb": [mb]} for ms, mb in of_rows]
+    printed = batch.table({"rounds": 1, "rows": [{"model": "lenet", "batch_size": 256, "runs": found}]})
+    times, memory = [line.split() for line in printed.splitlines() if line.startswith("256")]
+    assert times[1::2] == ["40.0", "32.0", "1.25", "2.0", "3.0", "7.0", "3.0"] and memory == ["256", "500", "600"]
+
+
+def test_without_the_allreduce_each_replica_trains_on_its_own_shard(monkeypatch):
+    made, build = [], harness.replicas
+    monkeypatch.setattr(harness, "replicas", lambda *args, **options: made.append(build(*args, **options)) or made[-1])
+    for subject in batch.compared("lenet", 256)[2:]:
+        steps.trainer(subject)(datasets.synthetic(512, 100, seed=0), np.arange(512))
+        first, second = ([array.asnumpy() for array in arrays.values()] for arrays in made[-1].arrays)
+        assert all(map(np.array_equal, first, second)) == subject.exchange
+
+
+@pytest.mark.parametrize(
+    "run, points",
+    [
+        (batch.run, 5 + 4 + 4 + 3 + 2 + 2),  # 1 device, 2, 2 without allreduce
+        (partial(scaling.run, contexts=(2, 4), batch_size=(32, 64), steps=10), 3 * 9),
+    ],
+)
+def test_each_step_is_measured_once_per_round_and_with_one_thread_on_one_context(run, points, monkeypatch):
+    asked = []
+
+    def start(name, job):
+        subject = job.arguments["subject"]
+        asked.append(subject)
+        assert (job.env.get("OMP_NUM_THREADS") == "1") == (subject.contexts == 1)
+        return {"step_ms": 10.0, "python_ms": 1.0, "peak_mb": 1.0}
+
+    monkeypatch.setattr(harness, "start", start)
+    run(("lenet", "resnet18"), rounds=2)
+    assert len(asked) == 2 * len(set(asked)) == 2 * points
+
+
+@pytest.mark.parametrize(
+    "batch_sizes, contexts, cores, ms, efficiency",
+    [
+        ((256, 256), 4, 2, (40, 30), 40 / 30 / 2),  # only 2 of 4 contexts have a core
+        ((256, 256), 2, 4, (40, 25), 40 / 25 / 2),  # only 2 of 4 cores have a context
+        ((256, 8 * 256), 8, 2, (40, 160), 1.0),  # 8 * 256 examples in 160 ms instead of 256 in 40: twice the speed
+    ],
+)
+def test_efficiency_is_the_speed_relative_to_one_context_per_core_in_use(batch_sizes, contexts, cores, ms, efficiency):
+    one, many = (
+        {"contexts": n, "batch_size": size, "step_ms": [first, 10 * first]}
+        for n, size, first in zip((1, contexts), batch_sizes, ms)
+    )
+    assert scaling.efficiencies(one, many, cores) == pytest.approx([efficiency] * 2)
+
+
+@pytest.mark.parametrize("kvstore", runs.ENGINES)
+@pytest.mark.parametrize("exchange, copies", [(True, 1), pytest.param(False, 0, marks=pytest.mark.slow)])
+def test_a_step_sends_and_receives_each_gradient_once_and_nothing_without_the_exchange(kvstore, exchange, copies):
+    job = distributed.job(kvstore, exchange=exchange, impl="scratch", model="lenet", steps=10)
+    found = harness.start("it", job)
+    for name in ("sent_bytes", "received_bytes"):
+        assert copies <= found[name] / (4 * (200 + 25050 + 102528 + 1290)) < copies + 0.05, name  # LeNet's layers
+    assert found["step_ms"] > 1
+
+
+AFFINITIES = """
+import os
+from bench import shares
+
+shares.work([80, 20], steps=10)
+print(*({*os.sched_getaffinity(int(thread))} for thread in os.listdir("/proc/self/task")), sep=";")
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 2 cores")
+def test_each_context_of_shares_stays_on_a_core_of_its_own_and_python_on_none():
+    done = finished(sys.executable, "-c", AFFINITIES, env=harness.environment(harness.ONE_THREAD), check=True)
+    cores, own = os.sched_getaffinity(0), sorted(os.sched_getaffinity(0))[:2]
+    threads = [set(map(int, text.strip("{}").split(","))) for text in done.stdout.strip().split(";")]
+    assert {own[0]} in threads and threads.count({own[1]}) == 1 and cores in threads
