@@ -263,10 +263,7 @@ class Box:
         }
         if plan["impl"] == "highlevel":
             plan["model"] = rng.choice(("lenet", "lenet-max"))
-        plan = plan if workers == 1 else {**plan, "workers": workers, "kvstore": kvstore}
-        if plan["impl"] == "highlevel":
-            self.undisturbed(plan)  # measures how the network is tuned, before anything disturbs that
-        return plan
+        return plan if workers == 1 else {**plan, "workers": workers, "kvstore": kvstore}
 
     def undisturbed(self, plan):
         """The folder of an undisturbed run of a plan, which is run once and kept in the cache."""

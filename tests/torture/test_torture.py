@@ -58,22 +58,6 @@ def test_a_box_finds_other_bits_and_an_incomplete_checkpoint(empty):
         empty.check_checkpoint(empty.folder / "a")
 
 
-def test_a_scenario_that_hangs_and_an_error_of_the_test_itself_are_violations(tmp_path, monkeypatch):
-    monkeypatch.setattr(torture, "SECONDS", 0.2)
-    runner = torture.Runner(0.01, 1, ["readers"])
-    runner.run(str(tmp_path))
-    assert runner.counts["readers", "violations"] and runner.table()
-    runner = torture.Runner(0.01, 1, ["readers"])
-    monkeypatch.setattr(runner, "_count", None)
-    runner.run(str(tmp_path))
-    assert runner.table()
-
-
-def test_after_its_time_a_scenario_ends_without_another_command(empty):
-    (empty.folder / "box").mkdir()
-    assert torture.one("environment", 1, empty.folder / "box", empty.cache, until=0) == torture.CUT
-
-
 def test_after_sigterm_nothing_is_left(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, torture.__file__, "--only", "readers"], env=environment)
@@ -82,21 +66,6 @@ def test_after_sigterm_nothing_is_left(tmp_path):
     process.terminate()
     assert process.wait(60) == 130
     assert not list(tmp_path.iterdir()) and not box.processes(tmp_path)
-
-
-def test_a_run_goes_on_after_the_shell_that_started_it(tmp_path):
-    log = tmp_path / "log"
-    command = f"'{sys.executable}' '{torture.__file__}' --minutes 0.1 --only readers > '{log}' & sleep 3"
-    subprocess.run(["sh", "-c", command], check=True)
-    until = time.monotonic() + 60
-    while "minutes\nreaders" not in log.read_text() and time.monotonic() < until:  # the table
-        time.sleep(0.1)
-    assert "minutes\nreaders" in log.read_text()
-
-
-def test_a_fault_that_fails_is_found(empty):
-    with pytest.raises(box.Violation, match="the test itself failed"):
-        empty.run(["true"], faults=[None])
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])

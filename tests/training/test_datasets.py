@@ -1,7 +1,6 @@
 """Where data comes from, what is refused, and what a download leaves behind, with tiny files and a local server."""
 
 import gzip
-import hashlib
 import http.server
 import json
 import signal
@@ -142,18 +141,6 @@ def test_a_given_folder_without_the_data_is_a_usage_error_even_if_the_data_is_el
         datasets.load(NAME)
 
 
-@pytest.mark.parametrize("place", ["system", "cache/gluon_mgpu", "given"])
-def test_a_file_with_one_altered_byte_is_refused_with_both_sums_wherever_it_is(tmp_path, place):
-    raw = bytearray(FILES[IMAGES])
-    raw[5000] ^= 1
-    path = put(tmp_path / place / NAME, {**GZIPPED, f"{IMAGES}.gz": gzip.compress(bytes(raw))}) / f"{IMAGES}.gz"
-    with pytest.raises(Error) as caught:
-        datasets.load(NAME, data_dir=tmp_path / "given" if place == "given" else None)
-    assert not isinstance(caught.value, UsageError) and "\n" not in str(caught.value)
-    for part in (str(path), SUMS[IMAGES], hashlib.sha256(raw).hexdigest()):
-        assert part in str(caught.value)
-
-
 def test_a_small_gzip_file_that_decompresses_to_a_large_one_is_refused_without_decompressing_all_of_it(tmp_path):
     content = gzip.compress(bytes(1 << 20)) * 256
     folder = put(tmp_path / NAME, {**GZIPPED, f"{IMAGES}.gz": content})
@@ -164,12 +151,16 @@ def test_a_small_gzip_file_that_decompresses_to_a_large_one_is_refused_without_d
     tracemalloc.stop()
 
 
-def test_a_truncated_or_corrupt_gzip_file_is_named(tmp_path):
-    path, whole = put(tmp_path) / f"{IMAGES}.gz", GZIPPED[f"{IMAGES}.gz"]
-    for damaged in (whole[:-20], whole[:30] + b"\xff" * 30 + whole[60:], whole + b"more"):
+@pytest.mark.parametrize("place", ["system", "cache/gluon_mgpu", "given"])
+def test_a_truncated_corrupt_or_altered_file_is_refused_by_name_wherever_it_is(tmp_path, place):
+    path, whole = put(tmp_path / place / NAME) / f"{IMAGES}.gz", GZIPPED[f"{IMAGES}.gz"]
+    altered = bytearray(FILES[IMAGES])
+    altered[5000] ^= 1
+    for damaged in (whole[:-20], whole[:30] + b"\xff" * 30 + whole[60:], whole + b"more", gzip.compress(altered)):
         path.write_bytes(damaged)
-        with pytest.raises(Error, match=str(path)):
-            datasets.load(NAME, data_dir=tmp_path)
+        with pytest.raises(Error, match=str(path)) as caught:
+            datasets.load(NAME, data_dir=tmp_path / "given" if place == "given" else None)
+        assert caught.type is Error and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("limit, tests", [(1, 100), (660, 110), (700, 116)])
@@ -266,9 +257,10 @@ def test_if_no_mirror_answers_the_package_is_used_without_root(tmp_path, monkeyp
         assert f"Dir::State::Lists={datasets.cache_folder(NAME)}" in command
 
 
-@pytest.mark.parametrize(
-    "fault", [{"unpacked": {}}, {"unpacked": dict.fromkeys(GZIPPED, b"?")}, {"download": "sleep 5"}], ids=str
-)
+WRONG_PACKAGES = [{"unpacked": {}}, {"unpacked": dict.fromkeys(GZIPPED, b"?")}]
+
+
+@pytest.mark.parametrize("fault", [*WRONG_PACKAGES, {"download": "sleep 5"}, {"download": "exit 100"}], ids=str)
 def test_a_package_that_is_missing_or_wrong_is_an_error_that_leaves_no_file(tmp_path, monkeypatch, fault):
     stub_apt(tmp_path, monkeypatch, **fault)
     monkeypatch.setattr(datasets, "APT_SECONDS", 0.2)
@@ -277,31 +269,11 @@ def test_a_package_that_is_missing_or_wrong_is_an_error_that_leaves_no_file(tmp_
     assert in_cache() == []
 
 
-@pytest.mark.parametrize("name, ways", [(NAME, ["apt install dataset-fashion-mnist"]), ("mnist", [])])
-def test_if_nothing_works_one_line_names_every_way_to_get_the_data(tmp_path, monkeypatch, name, ways):
-    log = stub_apt(tmp_path, monkeypatch, download="exit 100")
-    with pytest.raises(Error) as caught:
-        datasets.load(name)
-    assert "\n" not in str(caught.value) and not isinstance(caught.value, UsageError)
-    for way in ("127.0.0.1:1", "GLUON_MGPU_DATA", *ways):
-        assert way in str(caught.value)
-    assert log.exists() is (name == NAME)  # no package has mnist
-
-
 def test_synthetic_is_the_same_for_the_same_seed_only():
     first, again, other = (datasets.load("synthetic", limit=300, seed=seed) for seed in (3, 3, 4))
     assert first.checksum() == again.checksum() != other.checksum()
     assert datasets.load("synthetic", limit=1, seed=None).source == "synthetic, seed 0"
     assert (first.train_images != other.train_images).mean() > 0.5
-
-
-def test_synthetic_has_the_size_asked_for_and_balanced_classes():
-    for limit, tests in ((1, 100), (4097, 682), (None, 10000)):
-        data = datasets.load("synthetic", limit=limit)
-        for images, labels, size in ((*data[1:3], limit or 60000), (*data[3:5], tests)):
-            assert (images.shape, images.dtype) == ((size, 1, 28, 28), np.uint8)
-            assert (labels.shape, labels.dtype) == ((size,), np.uint8)
-            assert np.ptp(np.bincount(labels, minlength=10)) <= 1
 
 
 @pytest.mark.parametrize("seed", [0, 1, 172])

@@ -268,19 +268,14 @@ def reconfigure(folder, **changed):
         lambda folder: resave(folder, format=99),  # of a later version
         lambda folder: resave(folder, history=[{}]),
         lambda folder: resave(folder, history=[dict.fromkeys(records.Epoch._fields, "\x1b[31m")]),
-        lambda folder: resave(folder, history=[dict.fromkeys(records.Epoch._fields, 10**400)]),
         lambda folder: resave(folder, steps="3"),
-        lambda folder: resave(folder, seconds=None),
-        lambda folder: resave(folder, config=[]),
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
-        lambda folder: reconfigure(folder, devices=3),
-        lambda folder: reconfigure(folder, lr="x"),
         lambda folder: reconfigure(folder, limit=5 * 10**9),
         lambda folder: reconfigure(folder, shares=[10**400]),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated version history text huge steps seconds config device devices lr limit shares shape W9".split(),
+    ids="truncated version history text steps device limit shares shape W9".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)

@@ -29,17 +29,11 @@ def test_after_the_warm_up_the_cosine_schedule_is_that_of_mxnets_scheduler(warmu
     assert own[warmup:] == pytest.approx([mxnets(update) for update in range(warmup, 50)])
 
 
-def test_the_warm_up_is_linear_and_the_learning_rate_then_constant_by_default():
+def test_by_default_the_rate_is_constant_after_a_linear_warm_up_and_scale_lr_changes_nothing_at_256():
     own = rates(Settings(lr=0.4, warmup_epochs=0.5))
     assert own[:5] == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.40]) and set(own[5:]) == {0.4}
-
-
-def test_scale_lr_is_proportional_to_the_batch_size_and_changes_nothing_at_256():
-    assert [Settings(batch_size=n, lr=0.1, scale_lr=True).learning_rate(0, 1) for n in (64, 256, 512)] == [
-        0.025,
-        0.1,
-        0.2,
-    ]
+    for batch_size, rate in ((64, 0.025), (256, 0.1), (512, 0.2)):
+        assert Settings(batch_size=batch_size, lr=0.1, scale_lr=True).learning_rate(0, 1) == rate
 
 
 @pytest.mark.parametrize(
@@ -49,15 +43,11 @@ def test_scale_lr_is_proportional_to_the_batch_size_and_changes_nothing_at_256()
         {"out": ""},
         {"schedule": "exponential"},
         {"schedule": "step"},
-        {"lr": "0.2"},
         {"lr": float("nan")},
         {"lr": 1e38, "batch_size": 512, "scale_lr": True},
-        {"scale_lr": 1},
         {"batch_size": 10**400, "scale_lr": True},
-        {"epochs": 10**400},
         {"limit": 5 * 10**9},
         {"milestones": (2,)},
-        {"milestones": (3, 2), "schedule": "step"},
         {"milestones": (4,), "schedule": "step"},
         {"shares": (1, "x")},
         {"shares": "fast"},

@@ -25,19 +25,13 @@ def network(*layers, channels=1):
 
 NETWORKS = {  # without kinks: then two ways to compute a network differ by rounding alone
     "lenet with sigmoids": lambda: network(
-        nn.Conv2D(20, 3, activation="sigmoid"),
-        nn.AvgPool2D(),
-        nn.Conv2D(50, 5, activation="sigmoid", use_bias=False),
-        nn.AvgPool2D(),
-        nn.Dense(128, activation="sigmoid"),
-        nn.Dense(10),
+        *(nn.Conv2D(20, 3, activation="sigmoid"), nn.AvgPool2D()),
+        *(nn.Conv2D(50, 5, activation="sigmoid", use_bias=False), nn.AvgPool2D()),
+        *(nn.Dense(128, activation="sigmoid"), nn.Dense(10)),
     ),
     "activation layers, strides and padding": lambda: network(
-        nn.Conv2D(7, 3, strides=2, padding=1),
-        nn.Activation("tanh"),
-        nn.Conv2D(33, 3),
-        nn.GlobalAvgPool2D(),
-        nn.Dense(10),
+        *(nn.Conv2D(7, 3, strides=2, padding=1), nn.Activation("tanh"), nn.Conv2D(33, 3)),
+        *(nn.GlobalAvgPool2D(), nn.Dense(10)),
     ),
     "convolutions to the end": lambda: network(nn.Conv2D(20, 28), nn.Activation("sigmoid"), nn.Conv2D(10, 1)),
 }
@@ -120,11 +114,6 @@ def test_networks_are_tuned_if_onednn_uses_avx_512(isa, flags, expected, monkeyp
     assert isinstance(made.model, tuning.InPieces) == expected
     recorded = implementations.replicas("highlevel", [mx.cpu(0)], Settings(tune=[16, 32]))  # by version 0.2.0
     assert recorded.model.piece == 32
-
-
-def test_few_channels_are_not_padded():
-    fast = tuning.tuned(network(nn.Conv2D(6, 3), nn.Conv2D(20, 3), nn.Dense(10)))
-    assert [layer.weight.shape[0] for layer in fast if type(layer) is nn.Conv2D] == [6]
 
 
 def test_an_unused_parameter_is_an_error_as_in_gluons_trainer():
