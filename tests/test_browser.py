@@ -12,18 +12,6 @@ KINDS = ["star", "ring", "tree"]
 PHASES = ["copy", "split", "forward and backward", "allreduce", "update"]
 
 WIDER_THAN_ITS_CARD = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth)"
-# The labels that a line, a device or another label touches. A line is checked every 2 pixels of its length.
-COVERED = """(() => {
-    const all = (selector) => [...document.querySelectorAll(`#step-links > ${selector}`)];
-    const inside = (box, {x, y}) => box.left <= x && x <= box.right && box.top <= y && y <= box.bottom;
-    const toScreen = document.getElementById('step-links').getScreenCTM();
-    const lines = all('path').flatMap(path => Array.from({length: path.getTotalLength() / 2}, (_, i) =>
-        path.getPointAtLength(2 * i).matrixTransform(toScreen)));
-    const labels = all('text'), boxes = [...labels, ...all('g')].map(element => element.getBoundingClientRect());
-    const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
-    return labels.filter((_, i) => lines.some(point => inside(boxes[i], point))
-        || boxes.some((box, j) => i !== j && !apart(boxes[i], box))).map(label => label.textContent);
-})()"""
 
 
 def shards(array, devices):
@@ -59,38 +47,26 @@ def go(page, steps):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_step_through_computes_what_numpy_computes(page, kind):
+def test_step_through_computes_and_shows_what_numpy_computes(page, kind):
     opened = page("step.html")
     for devices, batch in SETTINGS:
-        trace = opened.value(RUN, devices, batch, kind)
-        local = gradients(trace, devices)
-        updated = np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
-        [backward], [update] = of_phase(trace, "backward"), of_phase(trace, "update")
-        examples = [[row["example"] for row in device["rows"]] for device in backward["devices"]]
-        assert examples == [list(part) for part in shards(range(batch), devices)]
-        assert local.any() and np.array_equal([device["gradient"] for device in backward["devices"]], local)
-        summed = of_phase(trace, "allreduce")[-1]["devices"]
-        assert np.array_equal([device["gradient"] for device in summed], [local.sum(0)] * devices)
-        replicas = np.array([device["params"] for device in update["devices"]])
-        assert (replicas == replicas[0]).all() and np.allclose(replicas[0], updated, rtol=1e-12)
-        assert trace["oneDevice"]["params"] == list(replicas[0]) and trace["loss"][1] < trace["loss"][0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_step_through_shows_the_numbers_of_each_device(page, kind):
-    opened = page("step.html")
-    for devices, batch in SETTINGS[2:7:2]:
         choose(opened, devices, batch, kind)
         trace = opened.value(RUN, devices, batch, kind)
         local = gradients(trace, devices)
+        summed, updated = local.sum(0), np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
+        [backward], [update] = of_phase(trace, "backward"), of_phase(trace, "update")
+        examples = [[row["example"] for row in device["rows"]] for device in backward["devices"]]
+        assert examples == [list(part) for part in shards(range(batch), devices)]
         go(opened, 4)  # copy, split, forward, backward
-        assert np.array_equal(shown(opened, "g"), local)
-        go(opened, trace["rounds"])
-        assert np.array_equal(shown(opened, "g"), [local.sum(0)] * devices)
+        assert local.any() and np.array_equal(shown(opened, "g"), local)
+        go(opened, len(of_phase(trace, "allreduce")))
+        assert np.array_equal(shown(opened, "g"), [summed] * devices)
         go(opened, 1)
-        updated = np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
-        assert len(shown(opened, "w")) == devices + 1  # and one device with the whole batch, for comparison
+        assert len(shown(opened, "w")) == devices + 1  # and one device with the whole batch
         assert np.abs(shown(opened, "w") - updated).max() <= 0.0005  # three decimals
+        replicas = np.array([device["params"] for device in update["devices"]])
+        assert (replicas == replicas[0]).all() and np.allclose(replicas[0], updated, rtol=1e-12)
+        assert trace["oneDevice"]["params"] == list(replicas[0]) and trace["loss"][1] < trace["loss"][0]
 
 
 def test_step_through_sends_the_messages_of_each_allreduce(page):
@@ -135,10 +111,7 @@ def test_step_through_works_with_the_keyboard(page):
     from selenium.webdriver.common.keys import Keys
 
     opened = page("step.html")
-    order = []
-    opened.press(Keys.ARROW_RIGHT)  # before anything has the focus
-    assert opened.text("#step-count").startswith("step 1 ")
-    opened.press(Keys.ARROW_LEFT)
+    order, phases = [], []
     for _ in range(9):
         opened.press(Keys.TAB)
         order.append(opened.focused())
@@ -147,25 +120,18 @@ def test_step_through_works_with_the_keyboard(page):
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
     steps = opened.value(RUN, 4, 10, "star")["steps"]
     opened.value("document.getElementById('step-stage').focus()")
-    phases = []
     for i, step in enumerate(steps):
         assert opened.text("#step-text").startswith(step["text"])
         assert opened.text("#step-count") == f"step {i} of {len(steps) - 1}"
         phases += opened.value("[...document.querySelectorAll('#step-through [aria-current]')].map(e => e.innerText)")
         opened.press(Keys.ARROW_RIGHT)
     assert list(dict.fromkeys(phases)) == PHASES
-    for step in reversed(steps):
-        assert opened.text("#step-text").startswith(step["text"])
-        opened.press(Keys.ARROW_LEFT)
-    assert opened.text("#step-count").startswith("step 0 ")
-    opened.value("document.getElementById('step-next').focus()")
-    for _ in range(len(steps) + 2):
-        opened.press(Keys.ENTER)
-    assert opened.text("#step-count").startswith(f"step {len(steps) - 1} ") and opened.focused() == "step-next"
-    opened.click("#step-back")
+    opened.press(Keys.ARROW_LEFT)
     assert opened.text("#step-count").startswith(f"step {len(steps) - 2} ")
-    opened.click("#step-reset")
-    assert opened.text("#step-count").startswith("step 0 ")
+    for button, step in (("next", len(steps) - 1), ("back", len(steps) - 2), ("reset", 0)):
+        opened.value(f"document.getElementById('step-{button}').focus()")
+        opened.press(Keys.ENTER)
+        assert opened.text("#step-count").startswith(f"step {step} ") and opened.focused() == f"step-{button}"
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -177,17 +143,6 @@ def test_step_through_fits_the_window(page, width):
             for _ in opened.value(RUN, devices, batch, kind)["steps"]:
                 assert opened.overflow() == 0 and not opened.value(WIDER_THAN_ITS_CARD)
                 go(opened, 1)
-
-
-def test_labels_cover_neither_arrows_nor_devices(page):
-    opened = page("step.html")
-    for kind in KINDS:
-        for devices in range(2, 9):
-            choose(opened, devices, 8, kind)
-            go(opened, 4)  # copy, split, forward, backward
-            for _ in range(opened.value(RUN, devices, 8, kind)["rounds"]):
-                go(opened, 1)
-                assert opened.value(COVERED) == [], (kind, devices)
 
 
 def test_the_memory_of_each_device_is_what_the_paper_says(page):
@@ -207,12 +162,7 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
     opened.choose("#step-network", "7.5 billion parameters")
     opened.choose("#step-optimizer", "Adam, mixed precision")
     rows = "[...document.querySelectorAll('#step-memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
-    assert opened.value(rows) == [  # parameters, gradients, optimizer state, sum
-        ["data parallelism", "15 GB", "15 GB", "90 GB", "120 GB"],
-        ["ZeRO-1", "15 GB", "15 GB", "22.5 GB", "52.5 GB"],
-        ["ZeRO-2", "15 GB", "3.75 GB", "22.5 GB", "41.3 GB"],
-        ["ZeRO-3", "3.75 GB", "3.75 GB", "22.5 GB", "30 GB"],
-    ]
+    assert [row[-1] for row in opened.value(rows)] == ["120 GB", "52.5 GB", "41.3 GB", "30 GB"]  # on 4 devices
 
 
 @pytest.mark.parametrize(

@@ -85,17 +85,6 @@ def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
         assert step == pytest.approx(alone + wanted), devices
 
 
-def test_the_speed_up_with_a_batch_per_device_is_the_cost_models_efficiency(pays):
-    for case in model._predict("resnet18", [54.0, 12.5, 0.4], 100, "10 Gbit/s, 20 us")["predicted_efficiency"].items():
-        way, efficiency = case
-        page_way = next(name for name, models in WAYS.items() if models == way)
-        link = dict(zip(("latency", "bandwidth"), model.LINKS["10 Gbit/s, 20 us"]))
-        cluster = {"parameters": model.GRADIENT_BYTES["resnet18"] / 4, "batch": 64, "perDevice": True, "fixed": 0.054}
-        for devices, wanted in zip(model.DEVICES, efficiency):
-            changes = {**cluster, **link, "flop": 12.5e-3, "flops": 100, "allreduce": page_way, "devices": devices}
-            assert pays.value("pays.speedUp(arguments[0])", {**SETTINGS, **changes}) / devices == pytest.approx(wanted)
-
-
 @pytest.mark.parametrize("way", ["star", "tree"])
 def test_every_message_of_the_timeline_has_a_sender_and_a_receiver(pays, way):
     for devices in (2, 3, 7, 8, 9):

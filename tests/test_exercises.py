@@ -127,12 +127,6 @@ def test_numbers_that_differ_between_processes_are_not_repeatable(tmp_path, capf
     assert "Mistake: not-repeatable\n" in capfd.readouterr().out
 
 
-def test_an_error_shows_for_which_arguments():
-    code = "def split_and_load(data, ctx):\n    raise KeyError\n"
-    case = found("split", f"{exercises.solution('split')}\n{code}").case
-    assert "array (6, 2), [cpu(0), cpu(1)]" in case
-
-
 def run(*words, folder):
     return own_process.command("exercise", *words, cwd=folder)
 
@@ -185,13 +179,6 @@ def test_the_file_of_an_answer_may_begin_with_comments(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"#!/usr/bin/env python\n# my answer\n\n{exercises.solution('ring')}")
     assert exercises.name_of(str(file)) == "ring"
-
-
-def test_list_shows_every_exercise_and_an_existing_page():
-    shown = run("list", folder=".").stdout.splitlines()
-    assert [re.match(r" ?(\d+)  (\w+)", line)[2] for line in shown] == list(exercises.NAMES)
-    for line in shown:
-        assert Path(__file__).parents[1].joinpath(line.split()[-1]).exists()
 
 
 def test_the_page_has_the_table_that_list_shows():

@@ -25,6 +25,7 @@ from gluon_mgpu.training.replicas import LENET
 from gluon_mgpu.training.settings import Settings
 
 LR = 0.2
+OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
 MODULES = [scratch, highlevel]
 # Networks computed in a different order differ by rounding, and by ReLUs whose input is within rounding of 0. Such a
 # ReLU turns one of more than 10^5 activations on or off, which moves an update by far less than this part
@@ -153,7 +154,6 @@ def test_accuracy_is_what_numpy_counts_on_any_number_of_devices(module, devices,
 
 
 class TestWhatYouReadIsWhatRuns:
-    OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
     SCRATCH = ("get_params", "lenet", "loss", "train_batch", "split_and_load", "forward_backward", "allreduce", "sgd")
 
     @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ class TestWhatYouReadIsWhatRuns:
     def test_train_calls_every_function_of_the_lesson(self, module, names, monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Mock(wraps=getattr(module, name)))
-        implementations.train(module, 2, 64, LR, **self.OPTIONS)
+        implementations.train(module, 2, 64, LR, **OPTIONS)
         assert {name for name in names if getattr(module, name).called} == {*names}
 
     @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ class TestWhatYouReadIsWhatRuns:
     def test_a_setting_that_replaces_a_function_of_a_changed_lesson_says_so(self, impl, changes, not_called, capsys):
         original = implementations.load(impl).forward_backward
         lesson = implementations.load(impl, forward_backward=lambda *args: original(*args))
-        implementations.train(lesson, 2, 64, LR, **changes, **self.OPTIONS)
+        implementations.train(lesson, 2, 64, LR, **changes, **OPTIONS)
         said = [line for line in capsys.readouterr().err.splitlines() if "does not call your own" in line]
         assert len(said) == bool(not_called) and all(name in said[0] for name in not_called)
 
@@ -201,7 +201,7 @@ class TestWhatYouReadIsWhatRuns:
 
         networks.register("own-sequential", build)
         for options in ({}, {"tune": False}, {"hybridize": False}):
-            (epoch,) = implementations.train("highlevel", 2, 64, LR, model="own-sequential", **options, **self.OPTIONS)
+            (epoch,) = implementations.train("highlevel", 2, 64, LR, model="own-sequential", **options, **OPTIONS)
             assert np.isfinite(epoch.train_loss)
 
 
@@ -239,8 +239,6 @@ class TestTrain:
 
 
 class TestOwnLesson:
-    OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
-
     @pytest.fixture
     def path(self, tmp_path):
         """A copy of scratch.py."""
@@ -250,7 +248,7 @@ class TestOwnLesson:
 
     def test_a_copy_of_a_lesson_trains_to_the_same_bits_and_its_run_can_be_resumed_and_evaluated(self, path, tmp_path):
         for impl, out in (("scratch", "theirs"), (str(path), "mine")):
-            implementations.train(impl, 2, 64, LR, **{**self.OPTIONS, "epochs": 2, "out": tmp_path / out})
+            implementations.train(impl, 2, 64, LR, **{**OPTIONS, "epochs": 2, "out": tmp_path / out})
         theirs, mine = (records.last(tmp_path / name)[0] for name in ("theirs", "mine"))
         np.testing.assert_equal(mine, theirs)
         with pytest.raises(UsageError):  # the path in the checkpoint is not executed
@@ -260,13 +258,8 @@ class TestOwnLesson:
         assert len(implementations.train(str(path), resume=tmp_path / "mine", epochs=3)) == 3
         assert str(path) in evaluate.load(tmp_path / "mine", str(path)).title
 
-    def test_a_changed_function_runs(self, path):
-        path.write_text(path.read_text().replace("data[0].copyto(data[i])", "data[0].copyto(data[i]); raise KeyError"))
-        with pytest.raises(KeyError):
-            implementations.train(str(path), 2, 64, LR, **self.OPTIONS)
-
     def test_a_restarted_run_continues_with_it(self, path, tmp_path, capsys, monkeypatch):
-        implementations.train(str(path), 2, 64, LR, **self.OPTIONS, out=tmp_path / "run")
+        implementations.train(str(path), 2, 64, LR, **OPTIONS, out=tmp_path / "run")
         capsys.readouterr()
         monkeypatch.setenv(launch.RESTARTED, "1")
         words = [f"--impl={path}", f"--out={tmp_path / 'run'}", "--epochs=1"]
@@ -280,35 +273,30 @@ class TestOwnLesson:
         status, _, said = call(capsys, train_command, *words)
         assert status == 1 and f"{path}, line {line}: ZeroDivisionError" in said.splitlines()[-1]
 
-    @pytest.mark.parametrize(
-        "old, new",
-        [
-            ("def allreduce(data: list[NDArray])", "def allreduced(data)"),
-            ("def sgd(params: Params, lr: float, batch_size: int)", "def sgd(params, lr)"),
-            ("def init_params(", "def initial_params("),
-        ],
-    )
-    def test_a_missing_function_or_other_arguments_are_a_usage_error_that_names_the_function(self, old, new, path):
+    def test_a_missing_function_or_other_arguments_are_a_usage_error_that_names_the_function(self, path):
         code = path.read_text()
-        assert old in code
-        path.write_text(code.replace(old, new))
-        with pytest.raises(UsageError, match=old.split("(")[0].removeprefix("def ")):
-            implementations.load(str(path))
+        for name, old, new in (
+            ("allreduce", "def allreduce(data: list[NDArray])", "def allreduced(data)"),
+            ("sgd", "def sgd(params: Params, lr: float, batch_size: int)", "def sgd(params, lr)"),
+            ("init_params", "def init_params(", "def initial_params("),
+        ):
+            assert old in code
+            path.write_text(code.replace(old, new))
+            with pytest.raises(UsageError, match=name):
+                implementations.load(str(path))
+        with pytest.raises(UsageError, match="alreduce"):
+            implementations.load("scratch", alreduce=lambda data: None)
 
     @pytest.mark.parametrize("impl", ["torch", "nowhere.py", ".", "", None])
     def test_what_is_not_a_lesson_is_a_usage_error(self, impl):
         with pytest.raises(UsageError):
-            implementations.train(impl, **self.OPTIONS)
-
-    def test_replacing_a_function_that_the_lesson_does_not_have_is_a_usage_error(self):
-        with pytest.raises(UsageError, match="alreduce"):
-            implementations.load("scratch", alreduce=lambda data: None)
+            implementations.train(impl, **OPTIONS)
 
     def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(self, capsys):
         lesson = implementations.load("scratch", allreduce=lambda data: None)
-        implementations.train(lesson, 2, 64, LR, **{**self.OPTIONS, "epochs": 2})
+        implementations.train(lesson, 2, 64, LR, **{**OPTIONS, "epochs": 2})
         assert capsys.readouterr().err.count("the replicas differ") == 2
-        implementations.train("scratch", 2, 64, LR, **self.OPTIONS)
+        implementations.train("scratch", 2, 64, LR, **OPTIONS)
         assert "differ" not in capsys.readouterr().err
 
 
@@ -332,14 +320,6 @@ def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(modu
         assert distance < 2.5 / np.sqrt(array.size), name
 
 
-def test_max_pooling_keeps_the_largest_of_each_window():
-    net = highlevel.lenet(gluon.nn.MaxPool2D)
-    highlevel.initialize(net, contexts(1))
-    X = nd.random.uniform(shape=(2, 20, 26, 26))
-    expected = X.asnumpy().reshape(2, 20, 13, 2, 13, 2).max((3, 5))
-    np.testing.assert_array_equal(net[1](X).asnumpy(), expected)
-
-
 class TestResNet18:
     def test_it_has_the_layers_and_the_parameters_of_resnet_18(self):
         made = implementations.replicas("highlevel", [mx.cpu(0)], Settings(model="resnet18"))
@@ -361,8 +341,8 @@ class TestResNet18:
         for layer in net:
             X = layer(X)
             shapes.append(X.shape[1:])
-        after_blocks = [(64, 28, 28)] * 2 + [(128, 14, 14)] * 2 + [(256, 7, 7)] * 2 + [(512, 4, 4)] * 2
-        assert shapes == [*[(64, 28, 28)] * 3, *after_blocks, (512, 1, 1), (512,), (10,)]
+        after_blocks = [(64, 28, 28), (128, 14, 14), (256, 7, 7), (512, 4, 4)]
+        assert shapes[3:-3:2] == after_blocks and shapes[-3:] == [(512, 1, 1), (512,), (10,)]
 
     def test_a_residual_block_adds_its_input(self):
         block = networks.Residual(3)

@@ -51,18 +51,7 @@ def trained_by_scratch():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_after_20_steps_a_program_has_the_parameters_of_scratch(name, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = [
-        "--dataset",
-        "synthetic",
-        "--limit",
-        SIZE * STEPS,
-        "--epochs",
-        1,
-        "--lr",
-        LR,
-        "--out",
-        tmp_path / "params.npz",
-    ]
+    options = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR} --out {tmp_path}/params.npz".split()
     done = finished(*torchrun, FOLDER / f"{name}.py", *options, env=engine.users_environment())
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "params.npz").values()
@@ -83,9 +72,8 @@ def functions(name):
 
 def test_the_programs_differ_only_in_the_functions_that_the_page_is_about():
     codes = [functions(name) for name in PROGRAMS]
-    differing = [
-        {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)
-    ]
+    names = {name for code in codes for name in code}
+    differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)]
     own = {"init_params", "lenet", "sgd", "train_batch", "train"}
     assert differing == [own, own, {"train"}]
 

@@ -1,6 +1,5 @@
 """Workers and their failures, rounds, and the arithmetic of tables."""
 
-import json
 import math
 import re
 import shutil
@@ -51,11 +50,6 @@ def test_a_worker_gets_its_settings_and_none_of_the_users(monkeypatch, bench):
     assert "MXNET_ENGINE_TYPE" not in found
 
 
-def test_a_spread_is_the_median_the_least_and_the_most():
-    assert harness.spread([3, 1, 2.26], 1) == "2.3 (1.0-3.0)"
-    assert harness.spread([1234.5, 0.0123, 45.67]) == "45.7 (0.012-1234)"
-
-
 def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_one_round(monkeypatch):
     times = {"notebook": [60, 30, 90], "scratch": [20, 10, 45], "highlevel": [20, 20, 20]}
     left, started = {name: iter(ms) for name, ms in times.items()}, []
@@ -84,13 +78,6 @@ def test_the_facts_name_the_processor_and_the_instruction_sets_that_it_may_use(m
     assert re.fullmatch("[a-z0-9-]+-avx2", harness.processor())  # in the names of files
     for flag, name in (("avx2", "avx2"), ("avx512f", "avx512"), ("amx_tile", "amx")):
         assert (name in found["instruction_sets"]) == bool(re.search(rf"\b{flag}\b", cpuinfo))
-
-
-def test_a_result_is_written_as_json_with_the_machine(tmp_path):
-    harness.create(tmp_path / "new/folder")
-    harness.write(tmp_path / "new/folder", "it", {"ms": [1.0, 2.0]})
-    kept = json.loads((tmp_path / "new/folder/it.json").read_text())
-    assert kept["ms"] == [1.0, 2.0] and kept["machine"]["cores"] >= 1
 
 
 @pytest.mark.slow

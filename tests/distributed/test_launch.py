@@ -71,6 +71,11 @@ class Run:
         out, err = self.process.communicate(typed, timeout=PROMISED)
         return self.process.returncode, out, err.splitlines()
 
+    def interrupt(self, which=signal.SIGINT):
+        """Send a signal to the launcher, once all processes note signals."""
+        self.wait_for(*(f"{name}.ready" for name in ALL))
+        self.process.send_signal(which)
+
     def left(self):
         """The processes that still run."""
         names = [name for name in (*ALL, "grandchild") if self.told(name)]
@@ -222,7 +227,6 @@ for which in (signal.SIGINT, signal.SIGTERM):
     signal.signal(which, note)
 tell(f"{me}.ready")
 """
-READY = [f"{name}.ready" for name in ALL]
 ONCE = {name: [signal.SIGINT if "worker" in name else signal.SIGTERM] for name in ALL}
 
 
@@ -233,17 +237,13 @@ def signals_by_name(run):
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_reaches_each_worker_once_and_the_other_processes_end_after_them(run, which):
     ends = 'until(lambda: got)\nif role == "worker": time.sleep(0.5); sys.exit(130)'
-    run.start(NOTES + ends)
-    run.wait_for(*READY)
-    run.process.send_signal(which)
+    run.start(NOTES + ends).interrupt(which)
     assert run.end() == (130, "", [])
     assert signals_by_name(run) == ONCE and not run.left()
 
 
 def test_a_second_ctrl_c_ends_all_at_once(run):
-    run.start(NOTES + "time.sleep(60)")
-    run.wait_for(*READY)
-    run.process.send_signal(signal.SIGINT)
+    run.start(NOTES + "time.sleep(60)").interrupt()
     run.wait_for("worker0.signals", "worker1.signals")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == (130, "", [])
@@ -251,17 +251,13 @@ def test_a_second_ctrl_c_ends_all_at_once(run):
 
 
 def test_workers_that_ignore_ctrl_c_are_named_and_ended(run):
-    run.start(NOTES + 'until(lambda: got)\nif me == "worker1": time.sleep(60)', launcher=SOONER)
-    run.wait_for(*READY)
-    run.process.send_signal(signal.SIGINT)
+    run.start(NOTES + 'until(lambda: got)\nif me == "worker1": time.sleep(60)', launcher=SOONER).interrupt()
     status, _, (line,) = run.end()
     assert status == 130 and "worker 1 (process " in line and not run.left()
 
 
 def test_if_the_launcher_is_killed_its_processes_end(run):
-    run.start(NOTES + "time.sleep(60)")
-    run.wait_for(*READY)
-    run.process.kill()
+    run.start(NOTES + "time.sleep(60)").interrupt(signal.SIGKILL)
     runs.wait(lambda: not run.left(), PROMISED)
 
 

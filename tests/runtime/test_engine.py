@@ -1,13 +1,12 @@
 """Settings that MXNet reads when it loads. Checks run in separate processes."""
 
 import os
-import sys
 
 import pytest
 from own_process import overlap, program, python
 
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import UsageError
 
 CORES = len(os.sched_getaffinity(0))
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
@@ -151,13 +150,6 @@ def test_a_configured_allocator_maps_only_arrays_above_32_mib():
     """)
     assert python(code).stdout == "1 0 1\n"
     assert python(code, MALLOC_MMAP_THRESHOLD_="131072").stdout == "1 1 1\n"  # the user's setting is kept
-
-
-def test_a_missing_mxnet_is_an_error_that_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "mxnet", raising=False)
-    with pytest.raises(Error, match="pip install"):
-        engine.configure(1)
 
 
 BAD = ["CPU_WORKER_NTHREADS=0", "CPU_PRIORITY_NTHREADS=-1", "CPU_TEMP_COPY=x", "ENGINE_TYPE=", "USE_FUSION=-1"]

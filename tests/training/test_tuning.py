@@ -63,13 +63,6 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, ex
         np.testing.assert_allclose(fast_grads[name], grad, rtol=0, atol=atol)
 
 
-def test_images_of_three_channels_are_not_padded():
-    net, X = network(nn.Conv2D(20, 3), nn.Dense(10), channels=3), nd.random.uniform(shape=(5, 3, 28, 28))
-    scores = net(X).asnumpy()
-    found = tuning.tuned(net, *PLAN)(X).asnumpy()
-    np.testing.assert_allclose(found, scores, rtol=0, atol=(27 + 13520) * EPS * np.abs(scores).max())
-
-
 def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
     made = implementations.replicas("highlevel", [mx.cpu(0)])
     before = str(made.net)
