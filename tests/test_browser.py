@@ -96,17 +96,6 @@ def test_step_through_sends_the_messages_of_each_allreduce(page):
                 assert all(len({message[end] for message in round}) == len(round) for end in ("from", "to"))
 
 
-def test_devices_outside_a_round_wait(page):
-    opened = page("step.html")
-    for kind in KINDS:
-        for step in of_phase(opened.value(RUN, 6, 4, kind), "allreduce"):
-            active = {message[end] for message in step["messages"] for end in ("from", "to")}
-            assert {i for i, device in enumerate(step["devices"]) if device["busy"]} == active
-            assert all((device["doing"] == "waits") != device["busy"] for device in step["devices"])
-    [forward] = of_phase(opened.value(RUN, 6, 4, "star"), "forward")
-    assert [device["busy"] for device in forward["devices"]] == [True] * 4 + [False] * 2  # two have no examples
-
-
 def test_step_through_works_with_the_keyboard(page):
     from selenium.webdriver.common.keys import Keys
 

@@ -111,15 +111,6 @@ def test_devices_do_not_divide_an_example(pays):
         assert np.array(widths[1:]) / widths[0] == pytest.approx(np.array(shards) / examples, abs=1e-3)
 
 
-def test_a_slow_link_makes_the_second_device_useless_and_a_larger_batch_helps(pays):
-    pays.choose("#pays-link", "ethernet1")
-    pays.choose("#pays-flops", 10000)
-    slow = pays.value("pays.speedUp(pays.current())")
-    assert slow < 1 and f"speed-up {slow:.2f} " in pays.text("#pays-verdict")
-    pays.choose("#pays-batch", 65536)
-    assert pays.value("pays.speedUp(pays.current())") > 1.5
-
-
 def test_every_control_can_be_reached_and_changed_with_the_keyboard(pays):
     keys = importlib.import_module("selenium.webdriver").Keys
     controls = pays.driver.find_elements("css selector", "#pays input, #pays select")

@@ -175,12 +175,6 @@ def test_an_answer_is_a_regular_file(tmp_path):
             exercises.name_of(path)
 
 
-def test_the_file_of_an_answer_may_begin_with_comments(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(f"#!/usr/bin/env python\n# my answer\n\n{exercises.solution('ring')}")
-    assert exercises.name_of(str(file)) == "ring"
-
-
 def test_the_page_has_the_table_that_list_shows():
     page = (Path(__file__).parents[1] / "docs/exercises.md").read_text()
     rows = re.findall(r"^\| \d+ \| `(\w+)` \| (.*) \| \[.*\]\(([\w-]+)\.md\) \|$", page, re.MULTILINE)

@@ -183,13 +183,6 @@ def test_the_differences_on_the_page_are_between_the_steps():
             assert line[1:] in (new if line[0] == "+" else old), line
 
 
-def test_collect_returns_what_place_was_given():
-    for is_sharded in (False, True):
-        buckets = sharded.place(sharded.LENET, parameters(), contexts(3), is_sharded)
-        for a, b in zip(sharded.collect(sharded.LENET, buckets, is_sharded), parameters()):
-            np.testing.assert_array_equal(a.asnumpy(), b.asnumpy())
-
-
 def run(folder, impl, devices, epochs=1, **options):
     """The arrays of the checkpoint after training or, if the folder holds a run, after continuing it."""
     if folder.exists():

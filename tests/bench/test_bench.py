@@ -1,7 +1,5 @@
 """The numbers of the smaller benchmarks, compared with NumPy, with values computed by hand and with counted bytes."""
 
-import os
-import sys
 from functools import partial
 
 import mxnet as mx
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 import runs
 from bench import allreduce, asynchrony, batch, distributed, harness, roofline, scaling, steps
-from own_process import finished
 
 from gluon_mgpu.training import datasets
 
@@ -108,23 +105,6 @@ def test_a_step_sends_and_receives_each_gradient_once_and_nothing_without_the_ex
     for name in ("sent_bytes", "received_bytes"):
         assert copies <= found[name] / (4 * (200 + 25050 + 102528 + 1290)) < copies + 0.05, name  # LeNet's layers
     assert found["step_ms"] > 1
-
-
-AFFINITIES = """
-import os
-from bench import shares
-
-shares.work([80, 20], steps=10)
-print(*({*os.sched_getaffinity(int(thread))} for thread in os.listdir("/proc/self/task")), sep=";")
-"""
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 2 cores")
-def test_each_context_of_shares_stays_on_a_core_of_its_own_and_python_on_none():
-    done = finished(sys.executable, "-c", AFFINITIES, env=harness.environment(harness.ONE_THREAD), check=True)
-    cores, own = os.sched_getaffinity(0), sorted(os.sched_getaffinity(0))[:2]
-    threads = [set(map(int, text.strip("{}").split(","))) for text in done.stdout.strip().split(";")]
-    assert {own[0]} in threads and threads.count({own[1]}) == 1 and cores in threads
 
 
 BLOCKED = "src_f32::blocked:aBcd16b:f0 wei_f32::blocked:ABcd16b16a:f0 bia_f32::blocked:a:f0 dst_f32::blocked:aBcd16b:f0"

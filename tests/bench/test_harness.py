@@ -41,15 +41,6 @@ def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, bench):
     assert "this subject" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_worker_gets_its_settings_and_none_of_the_users(monkeypatch, bench):
-    for name, value in (("OMP_NUM_THREADS", "7"), ("MXNET_ENGINE_TYPE", "NaiveEngine"), ("UNRELATED", "kept")):
-        monkeypatch.setenv(name, value)
-    bench("environment_shown", "import os\ndef work(): return dict(os.environ)")
-    found = harness.start("it", Job("environment_shown", {}, harness.environment({"OMP_NUM_THREADS": "3"})))
-    assert (found["OMP_NUM_THREADS"], found["UNRELATED"]) == ("3", "kept")
-    assert "MXNET_ENGINE_TYPE" not in found
-
-
 def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_one_round(monkeypatch):
     times = {"notebook": [60, 30, 90], "scratch": [20, 10, 45], "highlevel": [20, 20, 20]}
     left, started = {name: iter(ms) for name, ms in times.items()}, []

@@ -61,19 +61,6 @@ def test_an_install_that_fails_ends_with_a_line_on_what_it_needs_and_is_not_mark
     assert (venv / "bin/python").exists() and not list(venv.glob(".installed*"))
 
 
-def test_test_all_fails_if_a_suite_fails_or_a_python_cannot_be_installed(tmp_path):
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    for name, status in {"3.9": 0, "3.10": 1}.items():
-        write_program(tmp_path / ".venvs" / name / "bin/python", f"case $* in *pytest*) exit {status};; esac")
-    write_program(tmp_path / "bin/make", "case $* in *3.11*) exit 2;; esac")
-
-    def test_all(pythons):
-        environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONS": pythons}
-        return finished(tmp_path / "scripts/test-all.sh", env=environment).returncode
-
-    assert [test_all(pythons) for pythons in ("3.9", "3.9 3.10", "3.9 3.11")] == [0, 1, 1]
-
-
 def run(*command, cwd):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = finished(*command, cwd=cwd, env=environment, timeout=900)

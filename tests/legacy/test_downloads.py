@@ -76,13 +76,6 @@ def test_a_damaged_copy_is_written_again(program, tmp_path):
     assert program(code).stdout == "10\n"
 
 
-def test_a_model_of_the_zoo_is_read_from_the_place_that_the_error_names(program, tmp_path):
-    call = "from mxnet.gluon.model_zoo.model_store import get_model_file; get_model_file('alexnet', root='.')"
-    [place] = [word for word in program(call).stderr.split() if word.endswith(".zip")][-1:]
-    (tmp_path / place).write_text("not an archive")
-    assert "BadZipFile" in program(call).stderr
-
-
 def test_a_damaged_file_is_refused(program, data):
     file = data[0] / "mnist" / "t10k-labels-idx1-ubyte"
     content = file.read_bytes()

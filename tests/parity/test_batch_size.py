@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 
-import mxnet as mx
 import numpy as np
 import printed
 import pytest
@@ -94,13 +93,3 @@ def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monk
     written = [((int(row["batch_size"]), float(row["lr"])), int(row["step"])) for row in rows]
     assert written == list(zip(pairs, (10, 10, 5, 5)))
     assert (tmp_path / "batch-size-sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_machine_with_one_gpu_is_refused_in_terms_of_the_commands_own_options(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)
-    assert "--device auto: " in printed.error(capfd, command, *SMALL[:-2], "--device", "auto", "--out", tmp_path)
-
-
-def test_a_run_that_fails_says_so_in_one_line_and_leaves_no_picture(tmp_path, capfd):
-    printed.error(capfd, command, *SMALL, "--out", tmp_path / "new", "--lr", "1e37", status=1)
-    assert not list(tmp_path.rglob("*.png"))

@@ -185,14 +185,6 @@ def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_
     assert [finding.holds for finding in findings if "diverges" in finding.claim] == [False]
 
 
-@pytest.mark.parametrize("out", ["", "a-file", "locked"])
-def test_an_unusable_out_is_refused_at_once(out, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a-file").touch()
-    monkeypatch.chdir(tmp_path)
-    with whole._locked("locked"):
-        assert call(capsys, parity, "--out", out)[0] == 2
-
-
 # The claims of the lecture
 
 

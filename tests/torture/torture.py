@@ -45,18 +45,16 @@ PLAIN = ("environment", "command line", "horovod", "file size", "memory", "reade
 
 def scenarios():
     """{kind: (function(rng, box), share of the time)}"""
-    import crashes
     import fuzz
-    import starts
-    import storage
+    import scenarios
 
-    return {**starts.SCENARIOS, **crashes.SCENARIOS, **storage.SCENARIOS, **fuzz.SCENARIOS}
+    return {**scenarios.SCENARIOS, **fuzz.SCENARIOS}
 
 
 def one(kind, seed, folder, cache, until):
     """Run one scenario; after the time `until`, it starts no more commands. Returns the exit status."""
     from box import Box, Skipped, TimeIsUp, Violation
-    from starts import surroundings
+    from scenarios import surroundings
 
     box = Box(random.Random(seed), folder, cache, ISOLATED in os.environ, until)
     try:

@@ -10,7 +10,6 @@ import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
 
 from gluon_mgpu import evaluate, implementations
-from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import records
 from gluon_mgpu.training.settings import Settings
 
@@ -54,11 +53,6 @@ def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices
     train(1, epochs=2, resume=tmp_path)
     said = capsys.readouterr().err  # of larger shards: the result differs by more than rounding
     assert "batch normalization" in said
-
-
-def test_a_network_that_is_not_registered_is_a_usage_error():
-    with pytest.raises(UsageError):
-        train(model="not-registered")
 
 
 def test_a_command_that_does_not_know_the_network_says_so_in_one_line(run):
