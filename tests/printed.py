@@ -1,9 +1,7 @@
-"""Reads what programs and commands print and draw."""
+"""Reads what programs and commands print."""
 
-import io
 import re
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -30,19 +28,3 @@ def arrays(text):
         values = np.array(re.sub(r"[\[\]]", " ", numbers).split(), float)
         found.append((values.reshape([int(n) for n in shape.split("x")]), context))
     return found
-
-
-def pixels(draw, *drawn):
-    """The pixels (height, width, 3) of the PNG that draw(*drawn, file) writes. Nothing may be cut off at an edge."""
-    file = io.BytesIO()
-    draw(*drawn, file)
-    file.seek(0)
-    found = matplotlib.image.imread(file)[..., :3]
-    for edge in (found[0], found[-1], found[:, 0], found[:, -1]):
-        assert (edge == 1).all()
-    return found
-
-
-def of_color(found, color):
-    """Which pixels have a color, such as "dbe7f3"."""
-    return (np.abs(found - np.array([*bytes.fromhex(color)]) / 255) < 0.01).all(axis=-1)

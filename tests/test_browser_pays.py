@@ -134,17 +134,6 @@ def test_a_value_that_is_not_valid_changes_nothing(pays):
         assert pays.value("pays.current()") == before and pays.value("document.querySelector('#pays-flops').value")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_nothing_is_wider_than_a_phone(page, dark):
-    narrow = page("pays.html", width=390, dark=dark)
-    narrow.click("#pays-measured summary")
-    for device, link in (("core", "memory"), ("h100", "nvlink4"), ("v100", "ethernet100")):
-        narrow.choose("#pays-device", device)
-        narrow.choose("#pays-link", link)
-        narrow.choose("#pays-devices", 64)
-        assert narrow.overflow() == 0, device
-
-
 def test_the_page_loads_nothing():
     text = (ROOT / "docs/interactive/pays.html").read_text()
     assert not re.search(r"\bsrc=|\bhref=|@import|url\(|fetch\(|import\(|XMLHttp", text)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, namedtuple
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -133,16 +134,10 @@ class Box:
         before = self.files(paths)
         began, sent, failed = time.monotonic(), [], []
         with open(self.folder / "out", "w+b") as out, open(self.folder / "err", "w+b") as err:
-            process = subprocess.Popen(
-                command,
-                env={**self.environment, **environment},
-                cwd=self.folder / "cwd",
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                preexec_fn=lambda: _prepare_child(limits or {}, ordinary),
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            options = {"env": {**self.environment, **environment}, "cwd": self.folder / "cwd", **streams}
+            prepare = partial(_prepare_child, limits or {}, ordinary)
+            process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare, **options)
             arguments = (self, process, sent, failed)
             threads = [threading.Thread(target=_disturb, args=(fault, *arguments), daemon=True) for fault in faults]
             for thread in threads:

@@ -37,13 +37,6 @@ def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
     assert len(velocities) == len(trained) - 5  # not of the frozen array, the means and the variances
 
 
-def test_its_accuracy_is_the_one_that_the_run_recorded(run):
-    (epoch,), folder = run
-    trained = evaluate.load(folder, gpus=2, device="cpu")
-    images, labels = evaluate.held_out(trained.settings)
-    assert (evaluate.scores(trained, images).argmax(1) == labels).mean() == epoch.test_accuracy
-
-
 def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(run, tmp_path, capsys):
     with interrupts.at_step(5, (signal.SIGINT, 0)):
         train(epochs=1, out=tmp_path)

@@ -103,13 +103,6 @@ def test_fashion_mnist_is_found_or_downloaded_and_learned():
     assert float(done.stdout.split()[-1]) > 0.5, done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_main_job_reaches_the_accuracy_that_the_notebook_printed(impl):
-    done = finished(*runs.TRAIN, "--impl", impl, "--gpus", 2, "--seed", 1)
-    assert 0.66 < float(done.stdout.split()[-1]) < 0.86, done.stdout  # the notebook: 0.71 on 1 device, 0.76 on 2
-
-
 def test_tensorboard_reads_the_numbers_of_every_epoch_of_a_run_even_if_it_is_asked_for_later(tmp_path, monkeypatch):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train(out=tmp_path)
