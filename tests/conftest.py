@@ -28,11 +28,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = [
-        item
-        for item in items
-        if any(mark in item.keywords and mark not in config.option.markexpr for mark in OF_THEIR_OWN_TARGETS)
-    ]
+    own = [mark for mark in OF_THEIR_OWN_TARGETS if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(mark in item.keywords for mark in own)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:

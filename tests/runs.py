@@ -16,6 +16,7 @@ from gluon_mgpu.runtime import engine
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]
 LAUNCH = [sys.executable, str(ROOT / "scripts/launch.py")]
+FILES = ("cmdline", "environ")  # in /proc/PID
 HORIZON = 240  # seconds, on a busy machine
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
 HOROVOD = importlib.util.find_spec("horovod")
@@ -81,18 +82,15 @@ def processes(mark):
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
-            environment = dict(
-                e.partition("=")[::2] for e in (folder / "environ").read_text(errors="replace").split("\0")
-            )
+            arguments, variables = ((folder / name).read_text(errors="replace").split("\0") for name in FILES)
         except OSError:
             continue
-        if mark not in arguments or "train.py" not in arguments[1] or not alive([folder.name]):
-            continue
-        role = environment.get("DMLC_ROLE", "worker")
-        rank = environment.get("HOROVOD_RANK") or environment.get("DMLC_TASK_ID")
-        if rank or role == "scheduler":
-            found[role if role == "scheduler" else f"{role} {rank}"] = int(folder.name)
+        if mark in arguments and "train.py" in arguments[1] and alive([folder.name]):
+            environment = dict(variable.partition("=")[::2] for variable in variables)
+            role = environment.get("DMLC_ROLE", "worker")
+            rank = environment.get("HOROVOD_RANK") or environment.get("DMLC_TASK_ID")
+            if rank or role == "scheduler":
+                found[role if role == "scheduler" else f"{role} {rank}"] = int(folder.name)
     return found
 
 

@@ -222,32 +222,19 @@ def operations(F, x, y, words):
     yield from (1 - y, 2 / (y + 1), y**2, 2**y, y % 0.3, F.maximum(y, 0.5), F.minimum(y, y * y), y > 0.5, y == y)
     yield from (F.sum(x, axis=(2, 3)), F.sum(x, axis=(0, 1), exclude=True), F.max(x, axis=1), F.min(y, axis=1))
     yield from (F.squeeze(F.expand_dims(y, 1), 1), F.stack(y, -y, axis=1), F.tile(y, (1, 2)), F.repeat(y, 2, axis=1))
-    yield from (
-        F.slice(x, begin=(None, 1, 2), end=(None, 4, -1), step=(1, 2, 3)),
-        F.slice_axis(x, axis=2, begin=-3, end=None),
-    )
-    yield from F.split(x, num_outputs=2, axis=1)
+    yield F.slice(x, begin=(None, 1, 2), end=(None, 4, -1), step=(1, 2, 3))
+    yield from (F.slice_axis(x, axis=2, begin=-3, end=None), *F.split(x, num_outputs=2, axis=1))
     yield from (F.where(y > 0.5, y, y * 3), F.softmax(y, temperature=2.5), F.log_softmax(y, axis=-1), F.flip(y, axis=1))
     yield from (F.broadcast_maximum(y, F.mean(y, axis=1, keepdims=True)), F.broadcast_div(y, y + 1), F.norm(y, axis=1))
     yield from (F.batch_dot(x.reshape((0, 4, -1)), x.reshape((0, 4, -1)), transpose_b=True), F.argmax(y, axis=1))
     yield from (F.UpSampling(x, scale=2, sample_type="nearest"), F.contrib.AdaptiveAvgPooling2D(x, output_size=3))
     yield from (F.contrib.BilinearResize2D(x, height=5, width=12), F.LRN(x, nsize=3), F.L2Normalization(x))
-    yield from (
-        F.reshape(x, (0, -4, 2, -1, -2)),
-        F.reshape(x, (-1, 9), reverse=True),
-        F.slice_like(F.flatten(x), y, axes=(1,)),
-    )
-    yield from (
-        F.one_hot(words, 7),
-        F.take(y, F.zeros_like(words)),
-        F.pick(y, F.ones_like(y).sum(axis=1) / 3),
-        F.topk(y, k=2),
-    )
-    yield from (F.depth_to_space(x, 2), F.broadcast_like(x.sum(axis=1, keepdims=True), x), F.add_n(y, y, y), F.erf(y))
-    yield from (
-        F.GroupNorm(x, F.ones((2,)), F.zeros((2,)), num_groups=2),
-        F.Embedding(words, F.arange(24).reshape((8, 3)), 8, 3),
-    )
+    yield from (F.reshape(x, (0, -4, 2, -1, -2)), F.reshape(x, (-1, 9), reverse=True), F.one_hot(words, 7))
+    yield from (F.slice_like(F.flatten(x), y, axes=(1,)), F.take(y, F.zeros_like(words)), F.topk(y, k=2))
+    yield from (F.pick(y, F.ones_like(y).sum(axis=1) / 3), F.depth_to_space(x, 2), F.add_n(y, y, y), F.erf(y))
+    yield F.broadcast_like(x.sum(axis=1, keepdims=True), x)
+    yield F.GroupNorm(x, F.ones((2,)), F.zeros((2,)), num_groups=2)
+    yield F.Embedding(words, F.arange(24).reshape((8, 3)), 8, 3)
 
 
 @needs("pytorch")

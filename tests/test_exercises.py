@@ -92,24 +92,20 @@ def test_a_name_that_only_a_pytorch_tensor_has_is_translated(name, instead):
 
 
 WRONG = "def allreduce(data): pass\n"
+ENDS = ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise KeyboardInterrupt"]
+ENDS += ["import os; os.execvp('true', ['true'])", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
+CHECKS = "from gluon_mgpu.exercises import checks; checks."
+CHEATS = ["import sys; print('null'); sys.stdout.close()", f"{CHECKS}allreduce = lambda answer: None"]
+CHEATS += ["import numpy; numpy.allclose = lambda *args, **kwargs: True"]
 
 
 @pytest.mark.parametrize(
     "code, mistake",
     [
-        (WRONG + "import os; os._exit(0)", "ended-early"),
-        (WRONG + "import sys; sys.exit(0)", "ended-early"),
-        (WRONG + "raise KeyboardInterrupt", "ended-early"),
-        (WRONG + "import os; os.execvp('true', ['true'])", "ended-early"),
-        (WRONG + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended-early"),
+        *((WRONG + end, "ended-early") for end in ENDS),
         ("def allreduce(data):\n    import os\n    print('answer.py: correct')\n    os._exit(0)", "ended-early"),
-        (WRONG + "import sys; print('null'); sys.stdout.close()", "not-in-place"),
-        (WRONG + "import numpy; numpy.allclose = lambda *args, **kwargs: True", "not-in-place"),
-        (WRONG + "from gluon_mgpu.exercises import checks; checks.allreduce = lambda answer: None", "not-in-place"),
-        (
-            WRONG + "from gluon_mgpu.exercises import checks; checks.compare = checks.copies = lambda *args: []",
-            "changes-check",
-        ),
+        *((WRONG + cheat, "not-in-place") for cheat in CHEATS),
+        (f"{WRONG}{CHECKS}compare = checks.copies = lambda *args: []", "changes-check"),
     ],
 )
 def test_an_answer_is_correct_only_if_all_cases_ran(tmp_path, capfd, code, mistake):

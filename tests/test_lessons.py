@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from unittest.mock import Mock
@@ -52,30 +53,18 @@ def assert_replicas_equal(made):
 
 
 class TestSignatures:
+    COMMON = "split_and_load(data, ctx), evaluate_accuracy(data_iter, net, ctx), "
+    COMMON += "train(num_gpus, batch_size, lr, epochs, seed)"
     NOTEBOOK = {  # of the original cells
-        scratch: {
-            "lenet": ["X", "params"],
-            "get_params": ["params", "ctx"],
-            "allreduce": ["data"],
-            "split_and_load": ["data", "ctx"],
-            "train_batch": ["X", "y", "device_params", "ctx", "lr"],
-            "sgd": ["params", "lr", "batch_size"],
-            "evaluate_accuracy": ["data_iter", "net", "ctx"],
-            "train": ["num_gpus", "batch_size", "lr", "epochs", "seed"],
-        },
-        highlevel: {
-            "forward_backward": ["net", "data", "label"],
-            "split_and_load": ["data", "ctx"],
-            "train_batch": ["X", "y", "net", "ctx", "trainer"],
-            "evaluate_accuracy": ["data_iter", "net", "ctx"],
-            "train": ["num_gpus", "batch_size", "lr", "epochs", "seed"],
-        },
+        scratch: f"lenet(X, params), get_params(params, ctx), allreduce(data), {COMMON}, "
+        "train_batch(X, y, device_params, ctx, lr), sgd(params, lr, batch_size)",
+        highlevel: f"forward_backward(net, data, label), {COMMON}, train_batch(X, y, net, ctx, trainer)",
     }
 
     @pytest.mark.parametrize("module", MODULES)
     def test_functions_have_the_notebooks_arguments_and_no_others(self, module):
-        for name, expected in self.NOTEBOOK[module].items():
-            assert [*inspect.signature(getattr(module, name)).parameters] == expected
+        for name, arguments in re.findall(r"(\w+)\((.*?)\)", self.NOTEBOOK[module]):
+            assert ", ".join(inspect.signature(getattr(module, name)).parameters) == arguments
 
     @pytest.mark.parametrize("module, most", [(scratch, 150), (highlevel, 120)])
     def test_a_lesson_contains_only_functions_and_is_short(self, module, most):
@@ -154,16 +143,11 @@ def test_accuracy_is_what_numpy_counts_on_any_number_of_devices(module, devices,
 
 
 class TestWhatYouReadIsWhatRuns:
-    SCRATCH = ("get_params", "lenet", "loss", "train_batch", "split_and_load", "forward_backward", "allreduce", "sgd")
-
     @pytest.mark.parametrize(
-        "module, names",
-        [
-            (scratch, (*SCRATCH, "evaluate_accuracy")),
-            (highlevel, ("initialize", "train_batch", "split_and_load", "forward_backward", "evaluate_accuracy")),
-        ],
+        "module, own", [(scratch, ("get_params", "lenet", "loss", "allreduce", "sgd")), (highlevel, ("initialize",))]
     )
-    def test_train_calls_every_function_of_the_lesson(self, module, names, monkeypatch):
+    def test_train_calls_every_function_of_the_lesson(self, module, own, monkeypatch):
+        names = (*own, "train_batch", "split_and_load", "forward_backward", "evaluate_accuracy")
         for name in names:
             monkeypatch.setattr(module, name, Mock(wraps=getattr(module, name)))
         implementations.train(module, 2, 64, LR, **OPTIONS)
@@ -222,20 +206,13 @@ class TestTrain:
         printed = capsys.readouterr().out
         words = [f"--impl={implementations.name_of(module)}", "--gpus=2", "--batch-size=64", f"--lr={LR}", "--epochs=1"]
         words += ["--seed=7", f"--out={tmp_path}", *(["--no-tune"] if options else [])]
-        assert call(capsys, train_command, *words)[1].splitlines()[0] == printed.splitlines()[0]
+        without_time = partial(re.sub, r"time: \d+\.\d sec", "time")
+        assert without_time(call(capsys, train_command, *words)[1]) == without_time(printed)
         found = trained[0] if module is scratch else [p.data(mx.cpu(0)) for p in trained.collect_params().values()]
         recorded = records.last(tmp_path)[0]
         assert len(found) == 8
         for array, expected in zip(found, recorded.values()):
             np.testing.assert_array_equal(array.asnumpy(), expected)
-
-    @pytest.mark.parametrize("module", MODULES)
-    def test_it_prints_the_notebooks_lines_and_learns(self, module, twenty_steps, capsys):
-        module.train(2, 32, LR, epochs=3, seed=1)
-        first, *epochs = capsys.readouterr().out.splitlines()
-        assert first == "running on: [cpu(0), cpu(1)]" and len(epochs) == 3
-        lines = [re.fullmatch(r"epoch (\d), time: \d+\.\d sec, test acc: (\d\.\d\d)", line) for line in epochs]
-        assert [line[1] for line in lines] == ["1", "2", "3"]
 
 
 class TestOwnLesson:
@@ -286,11 +263,6 @@ class TestOwnLesson:
                 implementations.load(str(path))
         with pytest.raises(UsageError, match="alreduce"):
             implementations.load("scratch", alreduce=lambda data: None)
-
-    @pytest.mark.parametrize("impl", ["torch", "nowhere.py", ".", "", None])
-    def test_what_is_not_a_lesson_is_a_usage_error(self, impl):
-        with pytest.raises(UsageError):
-            implementations.train(impl, **OPTIONS)
 
     def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(self, capsys):
         lesson = implementations.load("scratch", allreduce=lambda data: None)

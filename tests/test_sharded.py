@@ -11,7 +11,6 @@ from mxnet.gluon import nn
 from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
 
 from gluon_mgpu import implementations, networks, scratch, sharded
-from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import checkpoint
 
 STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
@@ -191,14 +190,3 @@ def test_other_lessons_continue_a_sharded_run_and_the_other_way_round(first, the
     found = run(tmp_path / "run", then, 3, epochs=2, **({"tune": False} if then == "highlevel" else zero[then]))
     for name, array in expected.items():
         assert_close(found[name], array, additions(32) ** 0.5 * 8)  # the random errors of 8 steps
-
-
-@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"max_grad_norm": 1.0}, {"model": "resnet18"}])
-def test_a_setting_that_sharded_does_not_support_is_a_usage_error(setting, tmp_path):
-    with pytest.raises(UsageError):
-        implementations.train("sharded", 2, dataset="synthetic", limit=100, **setting)
-
-
-def test_zero_needs_the_lesson_that_implements_it():
-    with pytest.raises(UsageError):
-        implementations.train("scratch", 2, dataset="synthetic", limit=100, zero=1)

@@ -70,16 +70,13 @@ def test_two_processes_of_horovodrun_sum_their_arrays():
 
 @pytest.mark.parametrize("count", (1, 2, 3, 4, 5))
 def test_workers_on_one_machine_are_pinned_to_different_cores_if_there_are_enough(count, monkeypatch):
-    cores, pinned = {0, 2, 3, 5}, []
+    cores, found = {0, 2, 3, 5}, [{} for _ in range(count)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, own: pinned.append((thread, own)))
-    found = []
-    for rank in range(count):
-        pinned.clear()
+    for rank, threads in enumerate(found):
+        monkeypatch.setattr(os, "sched_setaffinity", threads.__setitem__)
         workers.pin_to_cores(rank, lambda own: [own] * count)
-        assert {thread for thread, _ in pinned} in ({int(thread) for thread in os.listdir("/proc/self/task")}, set())
-        found.append({core for _, own in pinned for core in own})
-    if 1 < count <= len(cores):
-        assert set().union(*found) == cores and sum(map(len, found)) == len(cores)
-    else:
-        assert not any(found)
+    pinned = 1 < count <= len(cores)
+    for threads in found:
+        assert threads.keys() == ({int(thread) for thread in os.listdir("/proc/self/task")} if pinned else set())
+    of_workers = [set().union(*threads.values()) for threads in found]
+    assert not pinned or (set().union(*of_workers) == cores and sum(map(len, of_workers)) == len(cores))

@@ -139,11 +139,9 @@ def test_if_one_process_is_killed_one_line_names_it_and_all_end_even_stopped_and
 def test_of_the_errors_that_the_processes_report_the_first_is_the_only_line(run):
     reports = """
     from gluon_mgpu.runtime import log
-    if me != "worker1":
-        until(lambda: told("failed"))
+    until(lambda: me == "worker1" or told("failed"))
     log.error(f"{me} has a reason")
-    if me == "worker1":
-        tell("failed")
+    tell("failed")
     time.sleep(0.2)
     os._exit(2)
     """
@@ -202,15 +200,9 @@ def test_ctrl_c_ends_a_run_instead_of_restarting_it(run):
 
 @pytest.mark.parametrize("name, status, launchers", [("worker0", 2, 2), ("worker1", 3, 1), ("server0", 2, 1)])
 def test_the_exit_status_is_that_of_the_worker_that_failed_first(run, name, status, launchers):
-    fails = f"""
-    if me == "{name}":
-        tell("failed")
-        os._exit({status})
-    until(lambda: told("failed"))
-    time.sleep(0.5)
-    sys.exit(1 if {status} == 2 else 2)
-    """
-    found, _, (line,) = run.start(fails, launcher=SOONER).end()
+    first = f'if me == "{name}": tell("failed"); os._exit({status})\n'
+    then = f'until(lambda: told("failed")); time.sleep(0.5); sys.exit(1 if {status} == 2 else 2)'
+    found, _, (line,) = run.start(first + then, launcher=SOONER).end()
     assert found == launchers
     assert line.startswith(f"error: {name[:-1]} {name[-1]} ") and line.endswith(f"status {status}")
 
@@ -271,14 +263,14 @@ def test_a_port_in_use_is_refused_before_anything_starts(run, offset):
 
 
 def test_a_worker_that_outlives_the_servers_is_named_and_not_stopped(run):
-    body = """
-        if me == "worker1":
-            until(lambda: told("all others ended"))
-            time.sleep(2.5)  # SOONER waits 1 s for the workers
+    outlives = """
+    if me == "worker1":
+        until(lambda: told("ended"))
+        time.sleep(2.5)  # SOONER waits 1 s for the workers
     """
-    run.start(body, launcher=SOONER).wait_for("worker1")
+    run.start(outlives, launcher=SOONER).wait_for("worker1")
     runs.wait(lambda: run.left() == ["worker1"], PROMISED)
-    (run.folder / "all others ended").write_text("true")
+    (run.folder / "ended").write_text("true")
     status, _, (line,) = run.end()
     assert status == 0 and "worker 1" in line and "worker 0" not in line
 
@@ -289,9 +281,8 @@ gluon_mgpu.configure(contexts=1)
 import os
 import mxnet as mx
 
-store = mx.kv.create("dist_sync")
-store.init("x", mx.nd.zeros(3))
-total = mx.nd.zeros(3)
+store, total = mx.kv.create("dist_sync"), mx.nd.zeros(3)
+store.init("x", total)
 for step in range(3):
     store.push("x", mx.nd.array([1, 10, 100]) * (int(os.environ["DMLC_TASK_ID"]) + 1 + step))
     store.pull("x", out=total)
@@ -299,10 +290,8 @@ for step in range(3):
 """
 
 
-def test_any_mxnet_program_can_be_launched_and_its_store_sums_over_the_workers(tmp_path):
-    program = tmp_path / "sums.py"
-    program.write_text(SUMS)
-    status, out, err = runs.run("dist_sync", 2, program=[sys.executable, program])
+def test_any_mxnet_program_can_be_launched_and_its_store_sums_over_the_workers():
+    status, out, err = runs.run("dist_sync", 2, program=[sys.executable, "-c", SUMS])
     assert (status, err) == (0, "")
     expected = [f"{step} 2 {[float((3 + 2 * step) * unit) for unit in (1, 10, 100)]}" for step in range(3)]
     assert sorted(out.splitlines()) == sorted(2 * expected)

@@ -185,10 +185,8 @@ def test_the_scripts_of_the_docs_train_on_several_machines(name, build, tmp_path
     else:
         given.update(re.findall(r"- \{name: (\w+), value: \"?([^\"}]+)\"?\}", PAGE))
         scripts = [(script, {**given, "JOB_COMPLETION_INDEX": str(i)}) for i in range(2)]
-    started = {
-        i: network.machines[i].start(["bash", "-c", f"cd {runs.ROOT}\n{script}"], own)
-        for i, (script, own) in enumerate(scripts)
-    }
+    lines = [(["bash", "-c", f"cd {runs.ROOT}\n{script}"], own) for script, own in scripts]
+    started = {i: network.machines[i].start(*line) for i, line in enumerate(lines)}
     ended = ends(started, runs.HORIZON)
     assert {status for status, _, _ in ended.values()} == {0}, ended
     assert f"as worker 0 of {len(network.machines)}" in ended[0][1]

@@ -486,21 +486,10 @@ def value(rng, option):
 
 
 # {command: its arguments}
-COMMANDS = {
-    "train": "",
-    "evaluate": "RUN",
-    "convert": "--to=gluon RUN net",
-    "launch": "-- true",
-    "doctor": "",
-    "batch_size": "",
-    "walkthrough": "",
-    "run": "program.py",
-    "exercise list": "",
-    "exercise start": "allreduce",
-    "exercise check": "answer.py",
-    "kernel install": "",
-    "kernel uninstall": "",
-}
+COMMANDS = {"evaluate": "RUN", "convert": "--to=gluon RUN net", "launch": "-- true", "run": "program.py"}
+COMMANDS |= {"exercise start": "allreduce", "exercise check": "answer.py"}
+COMMANDS |= dict.fromkeys(("train", "doctor", "batch_size", "walkthrough"), "")
+COMMANDS |= dict.fromkeys(("exercise list", "kernel install", "kernel uninstall"), "")
 SMALL = {"batch_size": "--dataset=synthetic --epochs=1 --limit=200", "walkthrough": "--dataset=synthetic"}
 SMALL["train"] = SMALL["batch_size"] + " --batch-size=50"  # what is not drawn is small
 

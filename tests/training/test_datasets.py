@@ -105,15 +105,6 @@ def assert_tiny(data):
         np.testing.assert_array_equal(data[part], TINY[part])
 
 
-@pytest.mark.parametrize("files", [FILES, GZIPPED], ids=["plain", "gzip"])
-@pytest.mark.parametrize("inside", [NAME, "."])
-def test_a_given_folder_contains_a_folder_with_the_name_or_the_files(tmp_path, inside, files):
-    folder = put(tmp_path / "given" / inside, files)
-    data = datasets.load(NAME, data_dir=str(tmp_path / "given"))
-    assert_tiny(data)
-    assert (data.name, data.source) == (NAME, str(folder))
-
-
 def test_each_place_is_searched_in_its_turn(tmp_path, monkeypatch):
     def check(folder, **options):
         assert datasets.load(NAME, **options).source == str(folder)

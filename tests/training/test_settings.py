@@ -36,24 +36,13 @@ def test_by_default_the_rate_is_constant_after_a_linear_warm_up_and_scale_lr_cha
         assert Settings(batch_size=batch_size, lr=0.1, scale_lr=True).learning_rate(0, 1) == rate
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"dataset": "cifar"},
-        {"out": ""},
-        {"schedule": "exponential"},
-        {"schedule": "step"},
-        {"lr": float("nan")},
-        {"lr": 1e38, "batch_size": 512, "scale_lr": True},
-        {"batch_size": 10**400, "scale_lr": True},
-        {"limit": 5 * 10**9},
-        {"milestones": (2,)},
-        {"milestones": (4,), "schedule": "step"},
-        {"shares": (1, "x")},
-        {"shares": "fast"},
-    ],
-    ids=str,
-)
+WRONG = [{"dataset": "cifar"}, {"out": ""}, {"schedule": "exponential"}, {"schedule": "step"}, {"lr": float("nan")}]
+WRONG += [{"lr": 1e38, "batch_size": 512, "scale_lr": True}, {"batch_size": 10**400, "scale_lr": True}]
+WRONG += [{"limit": 5 * 10**9}, {"milestones": (2,)}, {"milestones": (4,), "schedule": "step"}]
+WRONG += [{"shares": (1, "x")}, {"shares": "fast"}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
     with pytest.raises(UsageError) as caught:
         Settings(**wrong)

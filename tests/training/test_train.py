@@ -151,20 +151,15 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"batch_size": 1},
-        {"model": "resnet18"},
-        {"shares": (80,), "num_gpus": 1},
-        {"shares": (80, 20, 1)},
-        {"tensorboard": True, "out": None},
-        {"resume": "", "out": None},
-        {"out": ""},
-        {"profile": "/nonexistent/profile.json"},
-    ],
-    ids=lambda options: " ".join(options),
-)
+WRONG = [{"batch_size": 1}, {"model": "resnet18"}, {"tensorboard": True, "out": None}, {"out": ""}]
+WRONG += [{"resume": "", "out": None}, {"profile": "/nonexistent/profile.json"}, {"impl": "highlevel", "model": "none"}]
+WRONG += [{"shares": (80,), "num_gpus": 1}, {"shares": (80, 20, 1)}]
+WRONG += [{"impl": impl} for impl in ("torch", "nowhere.py", ".", "", None)]  # not a lesson
+OF_OTHER_LESSONS = [{"weight_decay": 0.1}, {"max_grad_norm": 1.0}, {"model": "resnet18"}]
+WRONG += [{"zero": 1}, *({**setting, "impl": "sharded"} for setting in OF_OTHER_LESSONS)]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_what_cannot_be_trained_is_a_usage_error_before_anything_is_printed_or_written(wrong, tmp_path, capsys):
     with pytest.raises(UsageError) as caught:
         train(**{"out": tmp_path / "run", **wrong})
