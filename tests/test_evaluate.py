@@ -42,13 +42,6 @@ def float64_scores(run, images):
     return lenet64.scores([arrays[name].astype(np.float64) for name in LENET], images / 255)
 
 
-def recorded_accuracy(run):
-    """What the run wrote after its last epoch."""
-    accuracy = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["test_accuracy"]
-    assert 0.2 < accuracy < 1, f"{accuracy}: a network that knows nothing or everything tests little"
-    return accuracy
-
-
 def printed(capfd, *arguments):
     """What the command prints."""
     status, out, err = call(capfd, command, *arguments, "--device", "cpu")
@@ -61,7 +54,8 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(i
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (runs / impl).iterdir()}
     text = printed(capfd, runs / impl, "--gpus", gpus)
     accuracy, right, total = re.search(r"^test accuracy: (\S+) \((\d+)/(\d+)\)$", text, re.M).groups()
-    expected = recorded_accuracy(runs / impl)
+    expected = json.loads((runs / impl / "metrics.jsonl").read_text().splitlines()[-1])["test_accuracy"]
+    assert 0.2 < expected < 1, f"{expected}: a network that knows nothing or everything tests little"
     assert int(right) / int(total) == expected and accuracy == f"{expected:.4f}"
     rows = [line.split() for line in text.splitlines() if re.match(r"\d ", line)]
     predicted = float64_scores(runs / impl, data.test_images).argmax(1)

@@ -192,16 +192,12 @@ class TestWhatYouReadIsWhatRuns:
 class TestTrain:
     """The lessons' own `train`."""
 
-    @pytest.fixture
-    def twenty_steps(self, monkeypatch):
-        """Fashion-MNIST is 20 batches of synthetic images."""
-        data = datasets.synthetic(20 * 64, 100, seed=3)
-        monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
-
     @pytest.mark.parametrize("module, options", [(scratch, {}), (highlevel, {"tune": False})])
     def test_after_20_steps_it_has_the_parameters_of_the_command_line_bit_for_bit(
-        self, module, options, twenty_steps, capsys, tmp_path
+        self, module, options, monkeypatch, capsys, tmp_path
     ):
+        data = datasets.synthetic(20 * 64, 100, seed=3)  # 20 batches
+        monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
         trained = module.train(2, 64, LR, epochs=1, seed=7)
         printed = capsys.readouterr().out
         words = [f"--impl={implementations.name_of(module)}", "--gpus=2", "--batch-size=64", f"--lr={LR}", "--epochs=1"]

@@ -28,14 +28,9 @@ def scaling():
     return {"machine": MACHINE, "rounds": 3, "runs": runs}
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("measured")
-    (folder / "scaling.json").write_text(json.dumps(scaling()))
-    return model.run(folder)
-
-
-def test_the_fit_finds_the_parameters_that_made_the_points(result):
+def test_the_fit_finds_the_parameters_that_made_the_points(tmp_path):
+    (tmp_path / "scaling.json").write_text(json.dumps(scaling()))
+    result = model.run(tmp_path)
     assert set(result["steps"]) == {"scratch, LeNet", "highlevel, LeNet", "highlevel, ResNet-18"}
     for name, found in result["steps"].items():
         of = "lenet" if "LeNet" in name else "resnet18"

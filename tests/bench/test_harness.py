@@ -15,14 +15,6 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 SCRIPT = Path(__file__).parents[2] / "scripts/bench.py"
 
 
-@pytest.fixture
-def bench(monkeypatch, tmp_path):
-    """A function that adds a module to a copy of `bench`, for workers."""
-    shutil.copytree(SCRIPT.parent / "bench", tmp_path / "bench")
-    monkeypatch.setattr(harness, "SCRIPTS", tmp_path)
-    return lambda name, code: (tmp_path / f"bench/{name}.py").write_text(code)
-
-
 @pytest.mark.parametrize(
     "code, kind",
     [
@@ -31,8 +23,10 @@ def bench(monkeypatch, tmp_path):
         ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError(None, None, 'use 2')", UsageError),
     ],
 )
-def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, bench):
-    bench("failing", code)
+def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, monkeypatch, tmp_path):
+    shutil.copytree(SCRIPT.parent / "bench", tmp_path / "bench")
+    monkeypatch.setattr(harness, "SCRIPTS", tmp_path)
+    (tmp_path / "bench/failing.py").write_text(code)
     with pytest.raises(Error) as caught:
         harness.start("this subject", Job("failing", {}))
     assert type(caught.value) is kind

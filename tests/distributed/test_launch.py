@@ -148,21 +148,13 @@ def test_of_the_errors_that_the_processes_report_the_first_is_the_only_line(run)
     assert run.start(reports, launcher=SOONER).end() == (2, "", ["error: worker1 has a reason"])
 
 
-REPORTS = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from gluon_mgpu.runtime import log
-os.setuid(int(sys.argv[2]))
-log.error("mine")
-"""
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 @pytest.mark.parametrize("user, error", [(0, "mine"), (65534, "worker 1 (process ")])
 def test_an_error_that_another_user_of_the_machine_sends_is_ignored(run, user, error):
     run.start("until(lambda: told('sent'))\nif me == 'worker1': sys.exit(3)", launcher=SOONER)
     environment = run.wait_for(*ALL)["worker1"]["environment"]
-    line = [sys.executable, "-S", "-c", REPORTS, str(runs.ROOT), str(user)]
+    code = f"import os, sys; sys.path.insert(0, {str(runs.ROOT)!r}); from gluon_mgpu.runtime import log; "
+    line = [sys.executable, "-S", "-c", f"{code}os.setuid({user}); log.error('mine')"]
     sent = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert (sent.returncode, sent.stdout, sent.stderr) == (0, "", "")
     (run.folder / "sent").write_text("true")

@@ -275,15 +275,8 @@ def run_program(folder, kvstore, body, count=2, compress=None, **options):
 FAILS, IS_LOST = "raise UsageError(None, None, 'no room')", "os.kill(os.getpid(), 9)"
 
 
-@pytest.mark.parametrize(
-    "engine, rank, what",
-    [
-        *(("dist_sync", rank, what) for rank in (0, 1) for what in (FAILS, IS_LOST)),
-        pytest.param("horovod", 1, FAILS, marks=runs.needs_horovod),
-        pytest.param("horovod", 0, IS_LOST, marks=runs.needs_horovod),
-    ],
-    indirect=["engine"],
-)
+@pytest.mark.parametrize("what", [FAILS, IS_LOST])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_if_a_worker_fails_or_is_lost_one_line_names_it(engine, rank, what, tmp_path):
     body = f"""
         group.all_gather(None)

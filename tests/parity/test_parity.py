@@ -103,21 +103,13 @@ OUTSIDE = {
 }
 
 
-TRAIN_WITH_FAULT = """
-import sys
-from gluon_mgpu.commands.train import train
-import faults
-getattr(faults, sys.argv[1])(setattr)
-train(sys.argv[2:])
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", OUTSIDE)
 @pytest.mark.parametrize("fault", CAUGHT)
 def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_path):
+    code = f"import faults; from gluon_mgpu.commands.train import train; faults.{fault}(setattr); train()"
     options = ("--recipe", recipe, "--seed", "1", "--device", "cpu", "--out", tmp_path / "run")
-    done = finished(sys.executable, "-c", TRAIN_WITH_FAULT, fault, *options, cwd=HERE, timeout=None)
+    done = finished(sys.executable, "-c", code, *options, cwd=HERE, timeout=None)
     assert done.returncode == 0 or "not finite" in done.stderr, done.stderr
     held = []
     if done.returncode == 0:

@@ -1,7 +1,7 @@
 """If a process of a run is killed or stopped, all others end, one line names it, and the run can be resumed.
 
-`make test-faults` runs these tests in a `Box` and prints a table: the lost process, when it was lost, the seconds until
-every process had ended, and what was left.
+`make test-faults` runs these tests in a `Box` and prints, for each, the lost process, when it was lost, the seconds
+until every process had ended, and what was left.
 """
 
 import os
@@ -36,15 +36,8 @@ PLAN = {"dataset": "synthetic", "limit": 4096, "seed": 1, "epochs": 500, "worker
 HOROVODRUNS = re.compile(r"Process name: (\d+)\s+Exit code: \d+")
 
 
-@pytest.fixture(scope="module")
-def table():
-    rows = []
-    yield rows
-    print(*("\n| " + " | ".join(row) + " |" for row in rows))
-
-
 @pytest.mark.parametrize("engine, who, how, when", CASES)
-def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engine, who, how, when, empty, table):
+def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engine, who, how, when, empty):
     printed, delay = MOMENTS[when]
     lost = []
 
@@ -62,7 +55,7 @@ def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engi
     named = re.search(f"{who} .*was (lost|killed)|lost contact with (the )?{who}:", "".join(errors))
     by_horovodrun = engine == "horovod" and who[-1] in HOROVODRUNS.findall(done.err)
     assert len(errors) <= 1 and (named or by_horovodrun), done.err
-    table.append([engine, who, how, when, f"{seconds:.1f} s", resumed(empty)])
+    print(f"\n| {engine} | {who} | {how} | {when} | {seconds:.1f} s | {resumed(empty)} |")
 
 
 def resumed(empty):

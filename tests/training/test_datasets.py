@@ -2,7 +2,6 @@
 
 import gzip
 import http.server
-import json
 import signal
 import sys
 import threading
@@ -23,12 +22,6 @@ FILES, SUMS = tiny.files(TINY)
 GZIPPED = {f"{file}.gz": gzip.compress(raw) for file, raw in FILES.items()}
 IMAGES = "train-images-idx3-ubyte"
 MIRRORS = ("school", "ftp://school/data", "http://[")
-CHILD = """
-import json, sys
-from gluon_mgpu.training import datasets
-datasets.SHA256[sys.argv[1]] = json.loads(sys.argv[2])
-print(datasets.load(sys.argv[1]).train_labels.sum())
-"""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -96,7 +89,10 @@ def use_mirrors(monkeypatch, server, *behaviours):
 
 
 def start_child(mirror):
-    return runs.start([sys.executable, "-c", CHILD, NAME, json.dumps(SUMS)], {"GLUON_MGPU_MIRROR": mirror})
+    """Start a process that loads the data set and prints the sum of its labels."""
+    code = f"from gluon_mgpu.training import datasets; datasets.SHA256[{NAME!r}] = {SUMS}; "
+    code += f"print(datasets.load({NAME!r}).train_labels.sum())"
+    return runs.start([sys.executable, "-c", code], {"GLUON_MGPU_MIRROR": mirror})
 
 
 def assert_tiny(data):
