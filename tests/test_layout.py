@@ -9,8 +9,6 @@ from pathlib import Path
 
 from own_process import finished
 
-from gluon_mgpu.commands.main import COMMANDS
-
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"]
 USES = ["walkthrough", "evaluate", "convert"]  # of implementations
@@ -60,13 +58,6 @@ def test_only_commands_import_modules_by_name():
 def test_there_are_no_import_cycles():
     others = {name: found - {name} for name, found in IMPORTS.items()}
     TopologicalSorter(others).prepare()  # raises CycleError
-
-
-def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
-    scripts = ROOT.parent / "scripts"
-    links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
-    assert links == {"main", "bench", "parity", *(name.replace("-", "_") for name in COMMANDS)}
-    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py", "build_horovod.py"}
 
 
 # The type hints reject incorrect uses of the package in a user's program, and accept correct ones.

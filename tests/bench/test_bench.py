@@ -1,13 +1,17 @@
-"""The numbers of the smaller benchmarks, compared with NumPy, with values computed by hand and with counted bytes."""
+"""The harness, and the numbers of the smaller benchmarks, compared with NumPy, values computed by hand and bytes."""
 
+import shutil
 from functools import partial
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
 import runs
 from bench import allreduce, asynchrony, batch, distributed, harness, roofline, scaling, steps
+from bench.harness import Job
 
+from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import datasets
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
@@ -118,3 +122,38 @@ def test_a_measured_step_has_the_flop_of_lenet_and_no_operator_takes_longer_than
     assert convolutions >= 0.999 * 2 * 128 * (2 * 20 * 26**2 * 9 + 3 * 50 * 9**2 * 20 * 25)
     assert 0 < sum(row["ms"] for row in found["operators"]) < found["step_ms"]
     assert min(found["flops"], found["bytes_per_s"]) > 1e8
+
+
+SCRIPT = Path(__file__).parents[2] / "scripts/bench.py"
+
+
+@pytest.mark.parametrize(
+    "code, kind",
+    [
+        ("def work(): print('12 pears')", Error),
+        ("def work(): pass", Error),
+        ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError(None, None, 'use 2')", UsageError),
+    ],
+)
+def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, monkeypatch, tmp_path):
+    shutil.copytree(SCRIPT.parent / "bench", tmp_path / "bench")
+    monkeypatch.setattr(harness, "SCRIPTS", tmp_path)
+    (tmp_path / "bench/failing.py").write_text(code)
+    with pytest.raises(Error) as caught:
+        harness.start("this subject", Job("failing", {}))
+    assert type(caught.value) is kind
+    assert "this subject" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_one_round(monkeypatch):
+    times = {"notebook": [60, 30, 90], "scratch": [20, 10, 45], "highlevel": [20, 20, 20]}
+    left, started = {name: iter(ms) for name, ms in times.items()}, []
+
+    def start(name, job):
+        started.append(name)
+        return {"step_ms": next(left[name])}
+
+    monkeypatch.setattr(harness, "start", start)
+    measured = harness.measure(dict.fromkeys(times, Job("it", {})), rounds=3)
+    assert started == [*times] * 3 and measured == {name: {"step_ms": ms} for name, ms in times.items()}
+    assert harness.ratios(measured["notebook"], measured["scratch"]) == [3, 3, 2]

@@ -7,7 +7,6 @@ import textwrap
 import pytest
 from own_process import command, finished
 
-from gluon_mgpu.legacy import prepare
 from gluon_mgpu.runtime import engine
 
 
@@ -247,15 +246,3 @@ def test_another_sitecustomize_still_runs(program, tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import builtins; builtins.customized = 1")
     assert program("print(customized)", PYTHONPATH=str(tmp_path / "site")).stdout == "1\n"
-
-
-@pytest.mark.parametrize("text", ["{", '{"gpus": 0}', '{"other": 1}', "[1]"])
-def test_settings_that_run_did_not_make_are_refused(program, text):
-    environment = {**prepare.environment(prepare.Preparation()), prepare.VARIABLE: text}
-    run = program("print(1)", by_python=True, **environment)
-    assert run.stdout == "" and "error: " in run.stderr
-
-
-def test_a_missing_program_is_a_wrong_command():
-    run = command("run", "no-such.py")
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1

@@ -1,7 +1,10 @@
-"""A box finds each kind of broken invariant; scenarios repeat from their seed."""
+"""A box finds each kind of broken invariant; scenarios repeat from their seed. `make test-faults` also runs a test that
+loses each process of a run, and prints which, when, the seconds until every process had ended, and what was left.
+"""
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -12,10 +15,19 @@ import box
 import fuzz
 import numpy as np
 import pytest
+import runs
 import torture
 from scenarios import Send
 
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, records
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """A box for the commands of a test."""
+    (tmp_path / "box").mkdir()
+    return box.Box(random.Random(1), tmp_path / "box", tmp_path, isolated=False)
+
 
 BROKEN = {
     "did not end in time": "import time; time.sleep(60)",
@@ -85,3 +97,56 @@ def test_inputs_repeat_from_their_seed_and_readers_refuse_them(reader):
         content = make(random.Random(n))
         assert content == make(random.Random(n))
         fuzz.check(read, content)
+
+
+PROMISED = 30  # seconds
+ROLES = {"dist_sync": ("worker 0", "worker 1", "server 0", "scheduler"), "horovod": ("worker 0", "worker 1")}
+# {moment: (what the run has printed, the least and the most seconds afterward)}
+MOMENTS = {
+    "starting": (b"", (0, 0)),
+    "training": (b"running on", (0.3, 0.3)),
+    "epoch": (b"epoch 1", (0, 0)),
+    "any": (b"running on", (0, 3)),
+    "later": (b"running on", (3, 6)),
+}
+CASES = [
+    pytest.param(engine, who, how, when, marks=runs.MARKS[engine])
+    for engine, roles in ROLES.items()
+    for who in roles
+    for how, when in [*(("SIGKILL", moment) for moment in MOMENTS), ("SIGSTOP", "training")]
+]
+PLAN = {"dataset": "synthetic", "limit": 4096, "seed": 1, "epochs": 500, "workers": 2}
+HOROVODRUNS = re.compile(r"Process name: (\d+)\s+Exit code: \d+")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("engine, who, how, when", CASES)
+def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engine, who, how, when, empty):
+    printed, delay = MOMENTS[when]
+    lost = []
+
+    def lose(box, process, sent):
+        runs.wait(lambda: who in runs.processes(str(box.out)))
+        runs.wait(lambda: printed in (box.folder / "out").read_bytes())
+        time.sleep(random.Random(f"{engine} {who} {how} {when}").uniform(*delay))
+        os.kill(runs.processes(str(box.out))[who], getattr(signal, how))
+        lost.append(time.monotonic())
+
+    done = empty.go_on({**PLAN, "kvstore": engine}, faults=[lose])  # a box requires that no process is left
+    seconds = time.monotonic() - lost[0]
+    errors = runs.errors(done.err)
+    assert done.status != 0 and seconds < PROMISED
+    named = re.search(f"{who} .*was (lost|killed)|lost contact with (the )?{who}:", "".join(errors))
+    by_horovodrun = engine == "horovod" and who[-1] in HOROVODRUNS.findall(done.err)
+    assert len(errors) <= 1 and (named or by_horovodrun), done.err
+    print(f"\n| {engine} | {who} | {how} | {when} | {seconds:.1f} s | {resumed(empty)} |")
+
+
+def resumed(empty):
+    """What was left of the run. It must be complete, and resuming it must work."""
+    if not empty.check_checkpoint():
+        return "no checkpoint yet"
+    before = records.last(empty.out)[3]
+    assert empty.train({"epochs": len(before.history) + 1}, "--resume", empty.out).status == 0
+    assert len(records.last(empty.out)[3].history) == len(before.history) + 1
+    return f"resumed {before}"

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import runs
 from mxnet import nd
-from own_process import finished
+from own_process import finished, python
 
 from gluon_mgpu import IMPLS, implementations, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
@@ -200,3 +200,46 @@ def test_results_are_read_in_order_and_none_is_lost_while_later_steps_are_issued
     read += pending.rest()
     np.testing.assert_array_equal(np.concatenate([[], *read]), np.repeat(np.arange(steps), 3))
     assert steps < 100 or max(ahead) >= 8
+
+
+TRAIN = """
+    import json, sys
+    import gluon_mgpu
+    gluon_mgpu.configure(2)
+    import mxnet as mx
+    from gluon_mgpu import implementations
+    from gluon_mgpu.legacy import contexts
+    from gluon_mgpu.runtime import devices
+
+    device, options = sys.argv[2], json.loads(sys.argv[3])
+    stores, create_store = [], mx.kv.create
+    mx.kvstore.create = mx.kv.create = lambda name="local": stores.append(name) or create_store(name)
+    if device == "gpu":
+        contexts.replace(mx, gpus=2, map_gpus=True)
+        create, real = mx.Context.__init__, mx.Context.device_type
+        def named(context, device_type, device_id=0):
+            create(context, device_type, device_id)
+            context.named = device_type
+        mx.Context.__init__ = named
+        mx.Context.device_type = property(lambda context: getattr(context, "named", None) or real.fget(context))
+        mx.Context.__str__ = lambda context: f"{real.fget(context)}({context.device_id})"  # MXNet's library reads it
+        devices.gpu = lambda index: ("a GPU", 7, 0)
+    data = {"dataset": "synthetic", "limit": 512, "epochs": 2, "seed": 1}
+    epochs = implementations.train(sys.argv[1], 2, 64, 0.2, device=device, **data, **options)
+    print(json.dumps({"losses": [epoch.train_loss for epoch in epochs], "stores": stores}))
+"""
+
+
+def trained(lesson, device, **options):
+    done = python(TRAIN, lesson, device, json.dumps(options))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.parametrize("lesson, plain", [("scratch", {}), ("highlevel", {"tune": False})])
+def test_training_on_gpus_is_training_without_tuning(lesson, plain):
+    on_gpus, notices = trained(lesson, "gpu")
+    on_cpu, _ = trained(lesson, "cpu", **plain)
+    assert on_gpus["losses"] == on_cpu["losses"]
+    assert "CPU context" not in notices.replace("mx.gpu(i) is CPU context i", "")
+    assert on_gpus["stores"] == ([] if lesson == "scratch" else ["device"])
