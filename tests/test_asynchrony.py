@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from own_process import output, overlap
+from runs import output, overlap
 
 from gluon_mgpu import asynchrony
 

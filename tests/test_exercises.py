@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import mxnet as mx
-import own_process
 import pytest
+import runs
 
 from gluon_mgpu import UsageError, exercises
 from gluon_mgpu.exercises import Mistake, check
@@ -124,7 +124,7 @@ def test_numbers_that_differ_between_processes_are_not_repeatable(tmp_path, capf
 
 
 def run(*words, folder):
-    return own_process.command("exercise", *words, cwd=folder)
+    return runs.gluon_mgpu("exercise", *words, cwd=folder)
 
 
 def test_start_edit_check_and_correct(tmp_path):

@@ -7,7 +7,7 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from own_process import finished
+from runs import finished
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"]
@@ -65,17 +65,10 @@ PROGRAM = """\
 import gluon_mgpu
 from gluon_mgpu import highlevel, implementations, scratch
 from gluon_mgpu.runtime import devices
-from gluon_mgpu.training import batches, datasets
 from gluon_mgpu.training.settings import Settings
 
-gluon_mgpu.configure(contexts=2)
 gluon_mgpu.configure(contexts="2")  # wrong
-ctx = devices.contexts([0, 1], "cpu")
-data = datasets.load("synthetic", limit=512)
-settings = Settings(model="resnet18", shares=(80, 20))
-for replicas in (implementations.replicas("scratch", ctx), implementations.replicas("highlevel", ctx, settings)):
-    for X, y in batches.batches(data.train_images, data.train_labels, 256):
-        replicas.train_batch(X, y, lr=0.2)
+replicas = implementations.replicas("highlevel", devices.contexts([0, 1], "cpu"), Settings(shares=(80, 20)))
 scratch.allreduce(2)  # wrong
 highlevel.initialize(highlevel.lenet(), "cpu(0)")  # wrong
 Settings(momentum=None)  # wrong

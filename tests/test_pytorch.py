@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from lenet64 import EPSILON, additions
 from mxnet import nd
-from own_process import finished
+from runs import finished
 
 from gluon_mgpu import scratch
 from gluon_mgpu.runtime import engine

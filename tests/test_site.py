@@ -9,7 +9,7 @@ import browser
 import nbclient
 import nbformat
 import pytest
-from own_process import finished
+from runs import finished
 
 from gluon_mgpu.runtime import engine
 

@@ -1,7 +1,6 @@
 """The harness, and the numbers of the smaller benchmarks, compared with NumPy, values computed by hand and bytes."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 
 import mxnet as mx
@@ -47,14 +46,6 @@ def test_a_ratio_of_asynchrony_is_of_one_round_and_a_rate_of_the_median():
     assert found == [["0.20"], ["10.0", "1.00"], ["6.7", "2.00"], ["20.0", "1.00"]]
 
 
-def test_the_lost_milliseconds_of_a_second_device_are_differences_of_its_rows():
-    of_rows = ((40, 500), (22, 400), (25, 0), (32, 600))
-    found = [{"step_ms": [ms], "python_ms": [3.0], "peak_mb": [mb]} for ms, mb in of_rows]
-    printed = batch.table({"rounds": 1, "rows": [{"model": "lenet", "batch_size": 256, "runs": found}]})
-    times, memory = [line.split() for line in printed.splitlines() if line.startswith("256")]
-    assert times[1::2] == ["40.0", "32.0", "1.25", "2.0", "3.0", "7.0", "3.0"] and memory == ["256", "500", "600"]
-
-
 def test_without_the_allreduce_each_replica_trains_on_its_own_shard(monkeypatch):
     made, build = [], harness.replicas
     monkeypatch.setattr(harness, "replicas", lambda *args, **options: made.append(build(*args, **options)) or made[-1])
@@ -62,27 +53,6 @@ def test_without_the_allreduce_each_replica_trains_on_its_own_shard(monkeypatch)
         steps.trainer(subject)(datasets.synthetic(512, 100, seed=0), np.arange(512))
         first, second = ([array.asnumpy() for array in arrays.values()] for arrays in made[-1].arrays)
         assert all(map(np.array_equal, first, second)) == subject.exchange
-
-
-@pytest.mark.parametrize(
-    "run, points",
-    [
-        (batch.run, 5 + 4 + 4 + 3 + 2 + 2),  # 1 device, 2, 2 without allreduce
-        (partial(scaling.run, contexts=(2, 4), batch_size=(32, 64), steps=10), 3 * 9),
-    ],
-)
-def test_each_step_is_measured_once_per_round_and_with_one_thread_on_one_context(run, points, monkeypatch):
-    asked = []
-
-    def start(name, job):
-        subject = job.arguments["subject"]
-        asked.append(subject)
-        assert (job.env.get("OMP_NUM_THREADS") == "1") == (subject.contexts == 1)
-        return {"step_ms": 10.0, "python_ms": 1.0, "peak_mb": 1.0}
-
-    monkeypatch.setattr(harness, "start", start)
-    run(("lenet", "resnet18"), rounds=2)
-    assert len(asked) == 2 * len(set(asked)) == 2 * points
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,14 @@ import sys
 
 import numpy as np
 import pytest
-from bench import harness, peers
+from bench import harness
 from mxnet import nd
-from own_process import finished, program
+from runs import finished, program
 
 from gluon_mgpu import highlevel
 from gluon_mgpu.training import datasets
 
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make bench-peers installs PyTorch")
-
-
-@pytest.mark.slow
-@needs_torch
-def test_ddp_trains_as_ours_and_as_one_process(tmp_path):
-    jobs = peers.jobs("lenet", str(tmp_path), steps=10)
-    losses = {name: harness.start(name, jobs[name])["loss"] for name in (peers.DDP, peers.PYTORCH, peers.HIGHLEVEL)}
-    assert losses[peers.DDP] == pytest.approx(losses[peers.PYTORCH], rel=1e-5)
-    assert losses[peers.HIGHLEVEL] == pytest.approx(losses[peers.PYTORCH], rel=1e-5)
 
 
 def step_in_float64(model):

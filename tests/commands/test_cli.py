@@ -7,14 +7,13 @@ import shlex
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
 import pytest
-from own_process import command as run_command
-from own_process import finished
 from printed import call, error
+from runs import finished
+from runs import gluon_mgpu as run_command
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.launch import launch
@@ -146,11 +145,6 @@ def test_sigterm_ends_a_command_like_ctrl_c(capsys):
 
     before = signal.getsignal(signal.SIGTERM)
     assert call(capsys, ended) == (130, "", "interrupted\n") and signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_command_may_be_called_in_any_thread(capsys):
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(call, capsys, main, "train", "--list-recipes").result()[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import click
 import numpy as np
 import pytest
 import tiny
-from own_process import finished
+from runs import finished
 
 from gluon_mgpu.commands import doctor
 from gluon_mgpu.runtime import engine

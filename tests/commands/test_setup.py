@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from own_process import finished, write_program
+from runs import finished, write_program
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 import runs
-from own_process import finished, write_program
+from runs import finished, write_program
 
 from gluon_mgpu.distributed import workers
 

@@ -16,7 +16,7 @@ import machines
 import mxnet as mx
 import pytest
 import runs
-from own_process import write_program
+from runs import write_program
 from test_workers import ARGS, RTOL, STEPS, apart, train_alone
 
 from gluon_mgpu import IMPLS, implementations

@@ -7,7 +7,7 @@ import textwrap
 import numpy as np
 import pytest
 import tiny
-from own_process import finished
+from runs import finished
 
 from gluon_mgpu.legacy import prepare
 from gluon_mgpu.training import datasets

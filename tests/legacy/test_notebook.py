@@ -9,7 +9,6 @@ from pathlib import Path
 
 import lenet64
 import numpy as np
-import own_process
 import pytest
 import runs
 import tiny
@@ -53,7 +52,7 @@ def outputs(path):
 
 
 def command(environment, *arguments):
-    return own_process.command(*arguments, env=environment)
+    return runs.gluon_mgpu(*arguments, env=environment)
 
 
 EXECUTE = f"""
@@ -66,7 +65,7 @@ nbformat.write(notebook, sys.argv[1])
 
 def execute(path, environment):
     """Execute a notebook with the installed kernel, in place."""
-    run = own_process.finished(sys.executable, "-c", EXECUTE, path, path.parent, env=environment, timeout=600)
+    run = runs.finished(sys.executable, "-c", EXECUTE, path, path.parent, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr
 
 

@@ -5,7 +5,8 @@ import sys
 import textwrap
 
 import pytest
-from own_process import command, finished
+from runs import finished
+from runs import gluon_mgpu as command
 
 from gluon_mgpu.runtime import engine
 

@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import printed
 import pytest
-from own_process import finished
-from runs import ROOT
+from runs import ROOT, finished
 
 from gluon_mgpu import implementations
 from gluon_mgpu.commands.batch_size import batch_size as command

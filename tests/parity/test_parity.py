@@ -9,12 +9,12 @@ import faults
 import mxnet as mx
 import numpy as np
 import pytest
-from own_process import finished
 from parity import bands, claims, drift, examples
 from parity import run as whole
 from parity.cli import parity
 from parity.run import RECORDED
 from printed import call
+from runs import finished
 
 from gluon_mgpu.training import batch_size, datasets, recipes, records
 from gluon_mgpu.training.recipes import RECIPES

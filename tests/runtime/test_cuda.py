@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from own_process import python
+from runs import python
 
 from gluon_mgpu.runtime import cuda
 

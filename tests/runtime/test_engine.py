@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from own_process import overlap, program, python
+from runs import overlap, program, python
 
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError

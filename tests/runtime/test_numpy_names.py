@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-from own_process import output, program, python
+from runs import output, program, python
 
 from gluon_mgpu.runtime import numpy_names
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import runs
-from own_process import python
+from runs import python
 
 from gluon_mgpu.runtime import log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError

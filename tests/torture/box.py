@@ -13,9 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, namedtuple
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -132,20 +132,17 @@ class Box:
         self.log.append(shlex.join([*(f"{n}={v}" for n, v in environment.items()), *command])[:2000])
         self.counts["starts"] += 1
         before = self.files(paths)
-        began, sent, failed = time.monotonic(), [], []
+        began, sent = time.monotonic(), []
         with open(self.folder / "out", "w+b") as out, open(self.folder / "err", "w+b") as err:
             streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
             options = {"env": {**self.environment, **environment}, "cwd": self.folder / "cwd", **streams}
             prepare = partial(_prepare_child, limits or {}, ordinary)
             process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare, **options)
-            arguments = (self, process, sent, failed)
-            threads = [threading.Thread(target=_disturb, args=(fault, *arguments), daemon=True) for fault in faults]
-            for thread in threads:
-                thread.start()
+            pool = ThreadPoolExecutor(1 + len(faults))
+            disturbing = [pool.submit(fault, self, process, sent) for fault in faults]
             try:
                 status = self._wait(process, began + seconds)
-                for thread in threads:
-                    thread.join(SECONDS_TO_END)
+                ended, _ = wait(disturbing, SECONDS_TO_END)
                 left = self._left_processes()
             finally:
                 self.kill()
@@ -155,6 +152,7 @@ class Box:
         self.counts["signals"] += len(sent)
         self.counts["kills"] += sent.count(signal.SIGKILL)
         self.killed = signal.SIGKILL in sent and status != 0
+        failed = [fault.exception() for fault in ended if fault.exception()]
         self.require(not failed, f"the test itself failed: {failed}", done)
         self._check_end(done, left, command, may_crash)
         changed = {path for path, what in self.files(paths).items() ^ before.items()}
@@ -327,13 +325,6 @@ def kill(folder):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def _disturb(fault, box, process, sent, failed):
-    try:
-        fault(box, process, sent)
-    except Exception as error:
-        failed.append(error)
 
 
 def be_ordinary():

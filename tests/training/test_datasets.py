@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import runs
 import tiny
-from own_process import write_program
+from runs import write_program
 
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import datasets

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import interrupts
 import mxnet as mx
 import numpy as np
-import own_process
 import pytest
+import runs
 import small_networks  # noqa: F401 (registers the network "normalized")
 from mxnet import nd
 from small_networks import softmax_regression
@@ -203,5 +203,5 @@ def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices
 
 
 def test_a_command_that_does_not_know_the_network_says_so_in_one_line(run):
-    done = own_process.command("evaluate", run[1], "--device", "cpu")
+    done = runs.gluon_mgpu("evaluate", run[1], "--device", "cpu")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "normalized" in done.stderr

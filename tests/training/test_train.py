@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import runs
 from mxnet import nd
-from own_process import finished, python
+from runs import finished, python
 
 from gluon_mgpu import IMPLS, implementations, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
