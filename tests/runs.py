@@ -11,6 +11,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gluon_mgpu.runtime import engine
@@ -85,6 +86,33 @@ def overlap(setup, operators, folder, **environment):
             spans[begin["pid"]].append((begin["ts"], end["ts"]))
     assert all(spans), spans
     return sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1])
+
+
+# What programs and commands print
+
+
+def call(capture, command, *words, program="gluon-mgpu"):
+    """(exit status, standard output, standard error) of a command, called in this process."""
+    with pytest.raises(SystemExit) as ended:
+        command.main([*map(str, words)], prog_name=program)
+    return (ended.value.code, *capture.readouterr())
+
+
+def error(capture, command, *words, status=2):
+    """The error of a command that fails: one line on standard error, and nothing on standard output."""
+    found, out, err = call(capture, command, *words)
+    assert (found, out, err.count("\n")) == (status, "", 1), err
+    assert err.startswith("error: ")
+    return err.removeprefix("error: ")
+
+
+def arrays(text):
+    """[(array, context)] of the NDArrays printed in a text."""
+    found = []
+    for numbers, shape, context in re.findall(r"(^\[[^<]*)<NDArray ([\dx]+) @(\w+\(\d+\))>", text, re.M):
+        values = np.array(re.sub(r"[\[\]]", " ", numbers).split(), float)
+        found.append((values.reshape([int(n) for n in shape.split("x")]), context))
+    return found
 
 
 # Runs with several workers

@@ -15,7 +15,7 @@ import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
-from printed import call
+from runs import call
 
 from gluon_mgpu import convert, evaluate, implementations
 from gluon_mgpu.commands.convert import convert as command

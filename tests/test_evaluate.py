@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mxnet import gluon, nd
 from PIL import Image
-from printed import call
+from runs import call
 
 from gluon_mgpu import IMPLS, evaluate, implementations
 from gluon_mgpu.commands.evaluate import evaluate as command

@@ -83,14 +83,6 @@ def split_and_load(data, ctx):
         mx.nd.waitall()
 
 
-@pytest.mark.parametrize("name, instead", check.TORCH.items())
-def test_a_name_that_only_a_pytorch_tensor_has_is_translated(name, instead):
-    assert all(hasattr(mx.nd.NDArray, method) for method in re.findall(r"[xy]\.(\w+)", instead))
-    code = exercises.solution("allreduce") + f"    data[0].{name}\n"
-    mistake = found("allreduce", code)
-    assert mistake.name == "error" and f"'{name}'" in mistake.case and mistake.case.endswith(f"{instead} in MXNet")
-
-
 WRONG = "def allreduce(data): pass\n"
 ENDS = ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise KeyboardInterrupt"]
 ENDS += ["import os; os.execvp('true', ['true'])", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]

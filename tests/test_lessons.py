@@ -14,7 +14,7 @@ import pytest
 from lenet64 import scores
 from mxnet import autograd, gluon, nd
 from parity import drift
-from printed import call
+from runs import call
 from test_partition import batch, contexts, parameters
 
 from gluon_mgpu import evaluate, highlevel, implementations, networks, scratch

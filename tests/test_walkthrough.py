@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon
-from printed import arrays, call
+from runs import arrays, call
 
 from gluon_mgpu import scratch, walkthrough
 from gluon_mgpu.commands.walkthrough import walkthrough as command

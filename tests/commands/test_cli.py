@@ -11,8 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from printed import call, error
-from runs import finished
+from runs import call, error, finished
 from runs import gluon_mgpu as run_command
 
 from gluon_mgpu.commands import common

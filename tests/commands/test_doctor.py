@@ -184,16 +184,3 @@ def test_a_cache_that_is_not_writable_is_a_problem_if_data_must_be_downloaded(da
     (tmp_path / "cache").write_text("a file instead of a folder")
     found, line = list(doctor._data(None))[-1]
     assert found == mark and "XDG_CACHE_HOME" in line
-
-
-def test_horovod_is_ok_only_if_it_is_built_for_mxnet(tmp_path, monkeypatch):
-    tiny.put(tmp_path / "horovod", {"__init__.py": b"__version__ = '0.28.1'"})
-    monkeypatch.syspath_prepend(str(tmp_path))  # for this process
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for doctor's child processes
-    for code, expected, text in (
-        ("import mxnet", "ok", "0.28.1"),
-        ("raise ImportError('Extension horovod.mxnet has not been built')", "note", "horovod.mxnet has not been built"),
-    ):
-        tiny.put(tmp_path / "horovod", {"mxnet.py": code.encode()})
-        (mark, line), _ = doctor._package("Horovod", doctor.import_horovod, "note", "`make horovod`")
-        assert mark == expected and text in line

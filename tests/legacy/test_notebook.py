@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import runs
 import tiny
-from printed import arrays
+from runs import arrays
 
 from gluon_mgpu.legacy import notebook
 from gluon_mgpu.runtime import engine

@@ -6,8 +6,8 @@ import shutil
 import sys
 
 import numpy as np
-import printed
 import pytest
+import runs
 from runs import ROOT, finished
 
 from gluon_mgpu import implementations
@@ -54,13 +54,13 @@ def test_one_and_two_devices_learn_the_same_from_equal_batches_only(experiment):
 def test_finished_runs_are_shown_again_and_not_trained_again(experiment, capfd):
     out, text = experiment
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    assert printed.call(capfd, command, *SMALL, "--out", out) == (0, text, "")
+    assert runs.call(capfd, command, *SMALL, "--out", out) == (0, text, "")
     assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 5
 
 
 @pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
 def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
-    printed.error(capfd, command, *SMALL, "--out", experiment[0], *options)
+    runs.error(capfd, command, *SMALL, "--out", experiment[0], *options)
 
 
 def test_more_epochs_continue_the_runs(experiment, tmp_path):

@@ -13,8 +13,7 @@ from parity import bands, claims, drift, examples
 from parity import run as whole
 from parity.cli import parity
 from parity.run import RECORDED
-from printed import call
-from runs import finished
+from runs import call, finished
 
 from gluon_mgpu.training import batch_size, datasets, recipes, records
 from gluon_mgpu.training.recipes import RECIPES
