@@ -4,7 +4,6 @@ several workers are started by launch.py or horovodrun."""
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -153,11 +152,11 @@ def command(kvstore, workers, *args, servers=1, program=None, launcher=LAUNCH):
 
 
 class Run(subprocess.Popen):
-    """If its `with` block fails, the run ends, with all processes that it started."""
+    """If its `with` block fails, the run ends."""
 
     def __exit__(self, kind, error, traceback):
         if error:
-            end(self)
+            self.kill()
         super().__exit__(kind, error, traceback)
 
 
@@ -200,7 +199,14 @@ def processes(mark):
 
 def alive(pids):
     """The processes that have not ended."""
-    return [pid for pid in pids if (_stat(pid) or "Z")[0] not in "ZX"]
+    return [pid for pid in pids if _state(pid) not in "ZX"]
+
+
+def _state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "X"
 
 
 def wait(done, seconds=HORIZON):
@@ -209,24 +215,3 @@ def wait(done, seconds=HORIZON):
     while not done():
         assert time.monotonic() < until, f"not within {seconds} s"
         time.sleep(0.05)
-
-
-def end(process):
-    """Kill a run and all processes that it started."""
-    parents = {int(f.name): _stat(f.name) for f in Path("/proc").glob("[0-9]*")}
-    found = [process.pid]
-    for parent in found:
-        found += [pid for pid, stat in parents.items() if stat and stat[1] == str(parent)]
-    for pid in found:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def _stat(pid):
-    """The fields of /proc/PID/stat from the state on, or None."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None

@@ -218,7 +218,7 @@ def by_hand():
 
     yield start
     for one in started:
-        runs.end(one)
+        one.kill()
 
 
 @pytest.mark.parametrize("asked", [(0,), (1, 1), (0, 1, 2) * 2], ids=["scheduler", "server twice", "all twice"])

@@ -86,16 +86,16 @@ class Box:
 
     # Commands
 
-    def train(self, plan, *more, **options):
+    def train(self, plan, *more, restarts=0, **options):
         """Run train.py with a plan's options, on a plan's number of workers."""
-        words = [f"--{name}={value}" for name, value in plan.items() if name not in ("workers", "restarts")]
+        words = [f"--{name}={value}" for name, value in plan.items() if name != "workers"]
         command = [sys.executable, str(ROOT / "scripts/train.py"), "--device=cpu", *words, *map(str, more)]
         workers = plan.get("workers", 1)
         if plan.get("kvstore") == "horovod":
             horovodrun = str(Path(sys.executable).with_name("horovodrun"))
             command = [horovodrun, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *command]
         elif workers > 1:
-            counts = [f"--workers={workers}", f"--restarts={plan.get('restarts', 0)}"]
+            counts = [f"--workers={workers}", f"--restarts={restarts}"]
             command = [sys.executable, str(ROOT / "scripts/launch.py"), *counts, "--", *command]
         return self.run(command, **options)
 
@@ -222,7 +222,7 @@ class Box:
     def finish(self, plan):
         """Without faults, the run in the folder `out` can be finished, with the bits of an undisturbed run."""
         self.check_checkpoint()
-        done = self.go_on({**plan, "restarts": 0} if "restarts" in plan else plan)
+        done = self.go_on(plan)
         self.require(done.status == 0, "the run cannot be finished", done)
         self.require(set(os.listdir(self.out)) == FILES, f"has the files {sorted(os.listdir(self.out))}", done)
         # With dist_sync, the order in which the gradients of more than 2 workers arrive changes the rounding.
@@ -260,13 +260,12 @@ class Box:
 
     def undisturbed(self, plan):
         """The folder of an undisturbed run of a plan, which is run once and kept in the cache."""
-        name = "-".join(str(value) for key, value in sorted(plan.items()) if key != "restarts")
+        name = "-".join(str(value) for _, value in sorted(plan.items()))
         folder = self.cache / re.sub(r"\W", "_", name)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "seconds").exists():
-                plan = {name: value for name, value in plan.items() if name != "restarts"}
                 surroundings, self.surroundings = self.surroundings, {}
                 shutil.rmtree(folder / "run", ignore_errors=True)  # of a scenario that was killed
                 done = self.train(plan, "--out", folder / "run")

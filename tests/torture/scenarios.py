@@ -71,10 +71,10 @@ def _ignores(pid, which):
     return int(mask, 16) >> (which - 1) & 1
 
 
-def disturb(rng, box, plan, which=SIGNALS):
+def disturb(rng, box, plan):
     seconds = box.usual_seconds(plan)
     for _ in range(rng.randint(1, 3)):
-        faults = [Send(rng, seconds, which, plan.get("workers", 1)) for _ in range(rng.randint(1, 3))]
+        faults = [Send(rng, seconds, workers=plan.get("workers", 1)) for _ in range(rng.randint(1, 3))]
         done = box.go_on(plan, faults=faults)
         box.check_checkpoint()
         if {fault.which for fault in faults} <= {signal.SIGSTOP, signal.SIGPIPE}:  # Python ignores SIGPIPE
@@ -101,7 +101,7 @@ def horovod(rng, box):
 
 def restarts(rng, box):
     """`launch --restarts`: a run that loses processes again and again ends with the bits of an undisturbed run."""
-    plan = {**box.plan(rng.choice((2, 2, 4))), "restarts": 9}
+    plan = box.plan(rng.choice((2, 2, 4)))
     seconds = box.usual_seconds(plan)
     delays = [rng.uniform(0.1, 1) * seconds for _ in range(rng.randint(1, 3))]
     checkpoints = []  # for each kill, whether there was one
@@ -117,7 +117,7 @@ def restarts(rng, box):
                     box.counts["kills"] += 1
                     checkpoints.append(records.exists(box.out))
 
-    done = box.train(plan, "--out", box.out, faults=[kill_some], seconds=600)
+    done = box.train(plan, "--out", box.out, restarts=9, faults=[kill_some], seconds=600)
     box.require(done.status == 0, "the run is not restarted", done)
     box.resumed = min(sum(checkpoints), done.err.count("restarting all processes"))
     box.finish(plan)
