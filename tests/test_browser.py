@@ -249,18 +249,6 @@ def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
         assert step == pytest.approx(alone + wanted), devices
 
 
-@pytest.mark.parametrize("way", ["star", "tree"])
-def test_every_message_of_the_timeline_has_a_sender_and_a_receiver(pays, way):
-    for devices in (2, 3, 7, 8, 9):
-        spans = [pays.value("pays.busy(...arguments)", way, devices, i) for i in range(devices)]
-        slots = model.CLUSTER[way](devices)[0]
-        starts = [round(start * slots) for of_it in spans for start, _ in of_it]
-        assert all(start * slots == pytest.approx(round(start * slots)) for of_it in spans for start, _ in of_it)
-        assert all(len({round(s * slots) for s, _ in of_it}) == len(of_it) for of_it in spans)  # one at a time
-        assert sorted(set(starts)) == [*range(slots)] and all(starts.count(slot) % 2 == 0 for slot in range(slots))
-        assert len(starts) == 4 * (devices - 1)  # devices - 1 messages each way, each of which keeps two devices busy
-
-
 def test_devices_do_not_divide_an_example(pays):
     for examples, devices, one_after_another in [(8, 8, 1), (8, 4096, 1), (9, 8, 2), (10, 4, 3)]:
         parts, _ = predicted(pays, batch=examples, devices=devices)

@@ -208,12 +208,17 @@ def gluon_files(folder, block, *inputs):
     return folder / "net-symbol.json", folder / "net-0000.params"
 
 
-def check(files, folder, *shapes, to=("pytorch", "onnx")):
-    """Converts a network, and returns it. The conversion compares the scores with MXNet's."""
-    given = convert.from_files(*files, *shapes)
+def save(given, folder, to=("pytorch", "onnx")):
+    """Converts a network. The conversion compares the scores with MXNet's."""
     for target in to:
         if all(map(importlib.util.find_spec, convert.TARGETS[target].PACKAGES)):
             convert.save(given, target, str(folder / f"converted_to_{target}"))
+
+
+def check(files, folder, *shapes, **options):
+    """Converts a network, and returns it."""
+    given = convert.from_files(*files, *shapes)
+    save(given, folder, **options)
     return given
 
 
@@ -327,9 +332,7 @@ def test_pooling_that_rounds_up_gives_mxnets_shape_for_every_image_size(kind, tm
     for height in range(8, 14):
         X = (np.random.default_rng(0).random((3, 4, height, height + 1), np.float32),)
         given.samples.append(network.Sample(X, given.predict(X)))
-    for to in ("pytorch", "onnx"):
-        if all(map(importlib.util.find_spec, convert.TARGETS[to].PACKAGES)):
-            convert.save(given, to, str(tmp_path / f"{to}_net"))
+    save(given, tmp_path)
 
 
 @needs("onnx")

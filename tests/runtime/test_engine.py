@@ -34,25 +34,21 @@ CONVOLUTION = program("""
 RIGHT = {2: (PRODUCTS, "1.0 1.0\n"), 1: (CONVOLUTION, f"{20 * 5 * 5}.0 {20 * 5 * 5}.0 {64 * 9 * 9}.0 {64 * 9 * 9}.0\n")}
 
 
+OF_2_CONTEXTS = ["OMP_NUM_THREADS=2", "OMP_NUM_THREADS=2,2 OMP_NESTED=true OMP_DYNAMIC=true", "MXNET_OMP_MAX_THREADS=4"]
+OF_2_CONTEXTS += ["MXNET_CPU_WORKER_NTHREADS=3 OMP_NUM_THREADS=2", "MXNET_ENGINE_TYPE=ThreadedEngine OMP_NUM_THREADS=2"]
+OF_2_CONTEXTS += ["MXNET_ENGINE_TYPE=NaiveEngine"]
+OF_2_CONTEXTS += ["MXNET_MKLDNN_CACHE_NUM=-1 MXNET_USE_FUSION=false MXNET_KVSTORE_USETREE="]
+# Without configure, the first of these hangs, and these give wrong results.
+OF_1_CONTEXT = [f"OMP_NUM_THREADS=2 OMP_{more}" for more in ("DYNAMIC=true", "THREAD_LIMIT=1", "MAX_ACTIVE_LEVELS=0")]
+OF_1_CONTEXT += ["OMP_NUM_THREADS=abc"]
+ENVIRONMENTS = [*((2, text) for text in OF_2_CONTEXTS), *((1, text) for text in OF_1_CONTEXT)]
+
+
 @pytest.mark.parametrize(
-    "contexts, setting",
-    [
-        (2, {"OMP_NUM_THREADS": "2"}),  # without configure, this one hangs
-        (2, {"OMP_NUM_THREADS": "2,2", "OMP_NESTED": "true", "OMP_DYNAMIC": "true"}),
-        (2, {"MXNET_OMP_MAX_THREADS": "4"}),
-        (2, {"MXNET_CPU_WORKER_NTHREADS": "3", "OMP_NUM_THREADS": "2"}),
-        (2, {"MXNET_ENGINE_TYPE": "ThreadedEngine", "OMP_NUM_THREADS": "2"}),
-        (2, {"MXNET_ENGINE_TYPE": "NaiveEngine"}),
-        (2, {"MXNET_MKLDNN_CACHE_NUM": "-1", "MXNET_USE_FUSION": "false", "MXNET_KVSTORE_USETREE": ""}),
-        (1, {"OMP_NUM_THREADS": "2", "OMP_DYNAMIC": "true"}),  # without configure, these three give wrong results
-        (1, {"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"}),
-        (1, {"OMP_NUM_THREADS": "2", "OMP_MAX_ACTIVE_LEVELS": "0"}),
-        (1, {"OMP_NUM_THREADS": "abc"}),
-    ],
-    ids=str,
+    "contexts, text", [*((2, text) for text in OF_2_CONTEXTS), *((1, text) for text in OF_1_CONTEXT)]
 )
-def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts, setting):
-    code, expected = RIGHT[contexts]
+def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts, text):
+    (code, expected), setting = RIGHT[contexts], dict(part.split("=") for part in text.split())
     done = python(CONFIGURE.format(contexts) + code, **setting)
     assert done.stdout == expected, done.stderr
     for name in setting.keys() & {"OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"}:
