@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import browser
 import pytest
+from browser import chromium, page  # noqa: F401 (fixtures)
 
 import gluon_mgpu
 
@@ -66,23 +66,3 @@ def wheel(tmp_path_factory):
     subprocess.run([*pip, folder / "source"], cwd=folder, check=True)
     (found,) = folder.glob("*.whl")
     return found
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    with browser.chromium() as driver:
-        yield driver
-
-
-@pytest.fixture
-def page(chromium):
-    """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `browser.Page`.
-
-    The test fails if the page writes an error to the console.
-    """
-
-    def opened(name, width=1280, dark=False):
-        return browser.Page(chromium, browser.INTERACTIVE / name, width, dark)
-
-    yield opened
-    assert not browser.errors(chromium)

@@ -32,8 +32,6 @@ CONVOLUTION = program("""
     print(*(f(a).asscalar() for a in (y, W.grad) for f in (nd.min, nd.max)))
 """)
 RIGHT = {2: (PRODUCTS, "1.0 1.0\n"), 1: (CONVOLUTION, f"{20 * 5 * 5}.0 {20 * 5 * 5}.0 {64 * 9 * 9}.0 {64 * 9 * 9}.0\n")}
-
-
 OF_2_CONTEXTS = ["OMP_NUM_THREADS=2", "OMP_NUM_THREADS=2,2 OMP_NESTED=true OMP_DYNAMIC=true", "MXNET_OMP_MAX_THREADS=4"]
 OF_2_CONTEXTS += ["MXNET_CPU_WORKER_NTHREADS=3 OMP_NUM_THREADS=2", "MXNET_ENGINE_TYPE=ThreadedEngine OMP_NUM_THREADS=2"]
 OF_2_CONTEXTS += ["MXNET_ENGINE_TYPE=NaiveEngine"]
@@ -44,9 +42,7 @@ OF_1_CONTEXT += ["OMP_NUM_THREADS=abc"]
 ENVIRONMENTS = [*((2, text) for text in OF_2_CONTEXTS), *((1, text) for text in OF_1_CONTEXT)]
 
 
-@pytest.mark.parametrize(
-    "contexts, text", [*((2, text) for text in OF_2_CONTEXTS), *((1, text) for text in OF_1_CONTEXT)]
-)
+@pytest.mark.parametrize("contexts, text", ENVIRONMENTS)
 def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts, text):
     (code, expected), setting = RIGHT[contexts], dict(part.split("=") for part in text.split())
     done = python(CONFIGURE.format(contexts) + code, **setting)
