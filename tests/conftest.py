@@ -12,7 +12,7 @@ import gluon_mgpu
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
 LONGEST = 3600  # seconds, for tests of these markers and slow ones; setup.cfg has the limit for all others
 # What --no-skips does not require, because no command installs it.
-MAY_BE_MISSING = ("needs root", "needs 2 cores", "needs the original notebooks")
+MAY_BE_MISSING = ("needs root", "needs the original notebooks")
 
 ROOT = Path(__file__).parents[1]
 

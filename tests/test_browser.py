@@ -5,7 +5,6 @@ import math
 import re
 from pathlib import Path
 
-import browser
 import numpy as np
 import pytest
 from bench import model
@@ -156,22 +155,6 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
     opened.choose("#step-optimizer", "Adam, mixed precision")
     rows = "[...document.querySelectorAll('#step-memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
     assert [row[-1] for row in opened.value(rows)] == ["120 GB", "52.5 GB", "41.3 GB", "30 GB"]  # on 4 devices
-
-
-@pytest.mark.parametrize(
-    "picture", sorted(browser.INTERACTIVE.parent.glob("pictures/*.svg")), ids=lambda path: path.stem
-)
-def test_diagrams_are_legible_on_a_phone(chromium, picture):
-    opened = browser.Page(chromium, picture, 1280, False)
-    width = opened.value("document.documentElement.viewBox.baseVal.width")
-    texts = "[...document.querySelectorAll('text:not(defs text)')]"
-    sizes = opened.value(f"{texts}.map(text => parseFloat(getComputedStyle(text).fontSize))")
-    assert len(sizes) > 10 and min(sizes) * 358 / width >= 11  # a window of 390 px leaves 358 px to a picture
-    margins = """(text => {
-        const box = text.getBoundingClientRect(), card = document.documentElement.getBoundingClientRect();
-        return [box.left - card.left, box.top - card.top, card.right - box.right, card.bottom - box.bottom];
-    })"""
-    assert np.min(opened.value(f"{texts}.map({margins})")) >= 5
 
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,6 @@ missing.
 
 import importlib.util
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from mxnet import nd
 from runs import finished, program
 
 from gluon_mgpu import highlevel, implementations
-from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import datasets
 from gluon_mgpu.training.settings import Settings
 
@@ -66,20 +64,12 @@ def test_without_the_allreduce_each_replica_trains_on_its_own_shard(monkeypatch)
         assert all(map(np.array_equal, first, second)) == subject.exchange
 
 
-@pytest.mark.parametrize(
-    "batch_sizes, contexts, cores, ms, efficiency",
-    [
-        ((256, 256), 4, 2, (40, 30), 40 / 30 / 2),  # only 2 of 4 contexts have a core
-        ((256, 256), 2, 4, (40, 25), 40 / 25 / 2),  # only 2 of 4 cores have a context
-        ((256, 8 * 256), 8, 2, (40, 160), 1.0),  # 8 * 256 examples in 160 ms instead of 256 in 40: twice the speed
-    ],
-)
-def test_efficiency_is_the_speed_relative_to_one_context_per_core_in_use(batch_sizes, contexts, cores, ms, efficiency):
-    one, many = (
-        {"contexts": n, "batch_size": size, "step_ms": [first, 10 * first]}
-        for n, size, first in zip((1, contexts), batch_sizes, ms)
-    )
-    assert scaling.efficiencies(one, many, cores) == pytest.approx([efficiency] * 2)
+@pytest.mark.parametrize("size, contexts, cores", [(256, 4, 2), (256, 2, 4), (8 * 256, 8, 2)])
+def test_efficiency_is_the_speed_relative_to_one_context_per_core_in_use(size, contexts, cores):
+    one = {"contexts": 1, "batch_size": 256, "step_ms": [40, 400]}
+    many = {"contexts": contexts, "batch_size": size, "step_ms": [30, 300]}
+    expected = size / 256 * 40 / 30 / 2  # 2 of 4 contexts have a core, or 2 of 4 cores a context
+    assert scaling.efficiencies(one, many, cores) == pytest.approx([expected] * 2)
 
 
 @pytest.mark.parametrize("kvstore", runs.ENGINES)
@@ -106,24 +96,6 @@ def test_a_measured_step_has_the_flop_of_lenet_and_no_operator_takes_longer_than
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts/bench.py"
-
-
-@pytest.mark.parametrize(
-    "code, kind",
-    [
-        ("def work(): print('12 pears')", Error),
-        ("def work(): pass", Error),
-        ("from gluon_mgpu.runtime.errors import UsageError; raise UsageError(None, None, 'use 2')", UsageError),
-    ],
-)
-def test_a_worker_that_fails_is_one_error_line_that_names_it(code, kind, monkeypatch, tmp_path):
-    shutil.copytree(SCRIPT.parent / "bench", tmp_path / "bench")
-    monkeypatch.setattr(harness, "SCRIPTS", tmp_path)
-    (tmp_path / "bench/failing.py").write_text(code)
-    with pytest.raises(Error) as caught:
-        harness.start("this subject", Job("failing", {}))
-    assert type(caught.value) is kind
-    assert "this subject" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_one_round(monkeypatch):

@@ -13,7 +13,6 @@ import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
-import runs
 import small_networks  # noqa: F401 (registers the network "normalized")
 from mxnet import nd
 from small_networks import softmax_regression
@@ -200,8 +199,3 @@ def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices
     train(1, epochs=2, resume=tmp_path)
     said = capsys.readouterr().err  # of larger shards: the result differs by more than rounding
     assert "batch normalization" in said
-
-
-def test_a_command_that_does_not_know_the_network_says_so_in_one_line(run):
-    done = runs.gluon_mgpu("evaluate", run[1], "--device", "cpu")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "normalized" in done.stderr

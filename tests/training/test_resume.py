@@ -123,17 +123,12 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_f
     np.testing.assert_equal(results(tmp_path), whole["scratch", "plain"])
 
 
-@pytest.mark.parametrize(
-    "first, then",
-    [
-        *((("scratch", 2), then) for then in (("highlevel", 2), ("scratch", 1), ("highlevel", 4))),
-        *((("highlevel", 2), then) for then in (("scratch", 2), ("highlevel", 3))),
-    ],
-    ids=str,
-)
-def test_another_implementation_or_number_of_devices_gives_the_same_to_rounding_and_is_said(
-    first, then, tmp_path, capsys
-):
+OF_SCRATCH = [(("scratch", 2), then) for then in (("highlevel", 2), ("scratch", 1), ("highlevel", 4))]
+OF_HIGHLEVEL = [(("highlevel", 2), then) for then in (("scratch", 2), ("highlevel", 3))]
+
+
+@pytest.mark.parametrize("first, then", [*OF_SCRATCH, *OF_HIGHLEVEL], ids=str)
+def test_another_lesson_or_number_of_devices_gives_the_same_to_rounding_and_is_said(first, then, tmp_path, capsys):
     # Without a ReLU, which takes rounding errors around 0 for a difference, rounding can be bounded.
     zeros = [nd.zeros((10, 784)), nd.zeros(10)]
     own = implementations.load("scratch", lenet=softmax_regression, init_params=lambda: zeros)

@@ -79,14 +79,11 @@ def test_other_networks_are_left_alone():
         assert not tuning.tunable(net, [mx.cpu(0)])
 
 
-@pytest.mark.parametrize(
-    "flags, limits, expected",
-    [
-        ("fpu avx2 avx512f avx512bw", (None, "ALL", "AVX512_CORE"), True),
-        ("fpu avx2 avx512f avx512bw", ("AVX2", "SSE41"), False),
-        ("fpu avx2", (None,), False),
-    ],
-)
+AVX512 = "fpu avx2 avx512f avx512bw"
+PROCESSORS = [(AVX512, (None, "ALL", "AVX512_CORE"), True), (AVX512, ("AVX2", "SSE41"), False), ("fpu", (None,), False)]
+
+
+@pytest.mark.parametrize("flags, limits, expected", PROCESSORS)
 def test_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expected, monkeypatch):
     monkeypatch.setattr(tuning.Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
     for isa in limits:
