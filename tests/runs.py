@@ -122,8 +122,7 @@ LAUNCH = [sys.executable, str(ROOT / "scripts/launch.py")]
 FILES = ("cmdline", "environ")  # in /proc/PID
 HORIZON = 240  # seconds, on a busy machine
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
-HOROVOD = importlib.util.find_spec("horovod")
-needs_horovod = pytest.mark.skipif(not HOROVOD, reason="Horovod is not installed: make horovod")
+needs_horovod = pytest.mark.skipif(not importlib.util.find_spec("horovod"), reason="Horovod is missing: make horovod")
 MARKS = {"dist_sync": (), "horovod": needs_horovod}
 ENGINES = [pytest.param(kvstore, marks=marks) for kvstore, marks in MARKS.items()]
 

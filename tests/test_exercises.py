@@ -91,15 +91,12 @@ CHEATS = ["import sys; print('null'); sys.stdout.close()", f"{CHECKS}allreduce =
 CHEATS += ["import numpy; numpy.allclose = lambda *args, **kwargs: True"]
 
 
-@pytest.mark.parametrize(
-    "code, mistake",
-    [
-        *((WRONG + end, "ended-early") for end in ENDS),
-        ("def allreduce(data):\n    import os\n    print('answer.py: correct')\n    os._exit(0)", "ended-early"),
-        *((WRONG + cheat, "not-in-place") for cheat in CHEATS),
-        (f"{WRONG}{CHECKS}compare = checks.copies = lambda *args: []", "changes-check"),
-    ],
-)
+CASES = [(WRONG + end, "ended-early") for end in ENDS] + [(WRONG + cheat, "not-in-place") for cheat in CHEATS]
+CASES += [("def allreduce(data):\n    import os\n    print('answer.py: correct')\n    os._exit(0)", "ended-early")]
+CASES += [(f"{WRONG}{CHECKS}compare = checks.copies = lambda *args: []", "changes-check")]
+
+
+@pytest.mark.parametrize("code, mistake", CASES)
 def test_an_answer_is_correct_only_if_all_cases_ran(tmp_path, capfd, code, mistake):
     file = tmp_path / "answer.py"
     start = exercises.solution("allreduce")

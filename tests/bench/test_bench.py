@@ -18,9 +18,8 @@ from bench.harness import Job
 from mxnet import nd
 from runs import finished, program
 
-from gluon_mgpu import highlevel, implementations
+from gluon_mgpu import highlevel
 from gluon_mgpu.training import datasets
-from gluon_mgpu.training.settings import Settings
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
 EPSILON = np.finfo(np.float32).eps
@@ -138,19 +137,6 @@ def test_the_fit_finds_the_parameters_that_made_the_points(tmp_path):
         of = "lenet" if "LeNet" in name else "resnet18"
         assert found["terms"] == pytest.approx([CONTEXT_MS[of], EXAMPLE_MS[of], SHARED_MS])
         assert found["fitted_error"][1] < 1e-9 and found["checked_error"][1] < 1e-9
-
-
-@pytest.mark.parametrize("name", model.GRADIENT_BYTES)
-def test_the_gradients_have_the_size_of_the_networks(name):
-    gradients = implementations.replicas("highlevel", [mx.cpu()], Settings(model=name)).gradients()
-    assert model.GRADIENT_BYTES[name] == sum(gradient.nbytes for gradient in gradients.values())
-
-
-def test_the_fit_has_no_negative_terms():
-    rows, times = np.array([[1.0, 1], [2, 5], [3, 9]]), np.array([2.0, 3, 4])
-    assert np.linalg.lstsq(rows / times[:, None], np.ones(3), rcond=None)[0].min() < 0
-    slope = (rows[:, 0] / times).sum() / ((rows[:, 0] / times) ** 2).sum()  # of the best fit with the first term alone
-    assert model.fit(rows, times) == pytest.approx([slope, 0])
 
 
 def simulated(rounds, devices, latency, bandwidth):

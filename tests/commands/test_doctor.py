@@ -177,10 +177,8 @@ def test_data_sets_are_listed_with_their_folders_and_a_problem_is_what_the_main_
     assert found() == ["problem", "note"]
 
 
-@pytest.mark.parametrize("present, mark", [(False, "problem"), (True, "note")])
-def test_a_cache_that_is_not_writable_is_a_problem_if_data_must_be_downloaded(data, tmp_path, present, mark):
-    if present:
-        data(tmp_path / "system/fashion-mnist")
+def test_a_cache_that_is_not_writable_is_a_problem_if_data_must_be_downloaded(data, tmp_path):
     (tmp_path / "cache").write_text("a file instead of a folder")
-    found, line = list(doctor._data(None))[-1]
-    assert found == mark and "XDG_CACHE_HOME" in line
+    assert list(doctor._data(None))[-1][0] == "problem"
+    data(tmp_path / "system/fashion-mnist")
+    assert list(doctor._data(None))[-1][0] == "note"

@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
 
@@ -48,15 +49,14 @@ test ! -e "{folder}/failed"
 
 @pytest.fixture
 def build(tmp_path):
-    made = []
+    with ExitStack() as networks:
 
-    def build(n, slow=False):
-        made.append(machines.Network(n, tmp_path, slow))
-        return made[-1]
+        def build(n, slow=False):
+            made = machines.Network(n, tmp_path, slow)
+            networks.callback(made.end)
+            return made
 
-    yield build
-    for network in made:
-        network.end()
+        yield build
 
 
 def environment(**given):

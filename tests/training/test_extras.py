@@ -5,9 +5,6 @@ only by rounding. A registered network with batch normalization and a frozen arr
 """
 
 import signal
-import time
-from functools import partial
-from types import SimpleNamespace
 
 import interrupts
 import mxnet as mx
@@ -18,7 +15,7 @@ from mxnet import nd
 from small_networks import softmax_regression
 
 from gluon_mgpu import evaluate, highlevel, implementations, scratch
-from gluon_mgpu.training import datasets, loop, records
+from gluon_mgpu.training import records
 from gluon_mgpu.training.settings import Settings
 
 MODULES = [scratch, highlevel]
@@ -146,24 +143,6 @@ def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path
     implementations.train("scratch", 2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
     chosen = records.options(tmp_path)["shares"]
     assert chosen[0] > chosen[1] and sum(chosen) == 100
-
-
-def test_auto_shares_do_not_count_the_first_step_of_a_device():
-    class ColdOnTheSecond:
-        """The second device is slow in its first step of any size, and afterwards as fast as the first one."""
-
-        ctx, settings, seen = [mx.cpu(0), mx.cpu(1)], Settings(), set()
-
-        def forward_backward(self, Xs, ys):
-            sizes = tuple(len(y) for y in ys)
-            self.seconds = [0.1, 0.1 if sizes in self.seen else 0.5]
-            self.seen.add(sizes)
-
-        def grads(self):
-            return [{"W": SimpleNamespace(wait_to_read=partial(time.sleep, seconds))} for seconds in self.seconds]
-
-    shares = loop.measured_shares(ColdOnTheSecond(), datasets.synthetic(256, 100, seed=0))
-    assert 40 <= shares[0] <= 60
 
 
 OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}

@@ -78,11 +78,7 @@ def begun(two_epochs, tmp_path):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    "kind, at_steps",
-    [("extras", [1]), ("extras", [10]), ("extras", [30]), ("extras", [7, 6, 7]), ("plain", [7, 6, 7])],
-    ids=str,
-)
+@pytest.mark.parametrize("kind, at_steps", [*(("extras", [n]) for n in (1, 10, 30)), *((k, [7, 6, 7]) for k in KINDS)])
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(impl, kind, at_steps, whole, tmp_path):
     options, done = KINDS[kind], 0
     for at_step, by in zip(at_steps, (signal.SIGINT, signal.SIGTERM, signal.SIGINT)):

@@ -80,16 +80,13 @@ FORWARD |= {"log_softmax", "pick", "_mul_scalar", "mean", "elemwise_add", "broad
 FORWARD |= {"Concat", "slice_axis"}  # running statistics; tuning: padded weights, pieces of a shard
 
 
-@pytest.mark.parametrize(
-    "module, options",
-    [
-        (scratch, {"momentum": 0.9, "max_grad_norm": 1.0, "grad_accum_steps": 2, "weight_decay": 0.1}),
-        (highlevel, {"momentum": 0.9, "max_grad_norm": 1.0, "grad_accum_steps": 2, "batch_size": 4 * SIZE}),
-        (highlevel, {"model": "lenet-max", "shares": (80, 20), "tune": False}),
-        (highlevel, {"model": "resnet18", "batch_size": 2}),
-    ],
-    ids=str,
-)
+EXTRAS = {"momentum": 0.9, "max_grad_norm": 1.0, "grad_accum_steps": 2}
+CASES = [(scratch, {**EXTRAS, "weight_decay": 0.1}), (highlevel, {**EXTRAS, "batch_size": 4 * SIZE})]
+CASES += [(highlevel, {"model": "lenet-max", "shares": (80, 20), "tune": False})]
+CASES += [(highlevel, {"model": "resnet18", "batch_size": 2})]
+
+
+@pytest.mark.parametrize("module, options", CASES, ids=str)
 def test_under_all_settings_only_layers_and_the_loss_count_as_forward(module, options, tmp_path, monkeypatch):
     if options.get("model") == "resnet18":
         monkeypatch.setattr(timeline, "WARM_UP", 1)
