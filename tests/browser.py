@@ -1,7 +1,6 @@
-"""Controls pages of the website in headless Chromium. The fixture `page` in conftest.py opens them."""
+"""Controls pages of the website in headless Chromium. The fixture `page` opens them."""
 
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 INTERACTIVE = Path(__file__).parents[1] / "docs/interactive"
 
 
-@contextmanager
+@pytest.fixture(scope="session")
 def chromium():
     """Start a headless Chromium. Skips the test if the library, the browser or its driver is missing."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: pip install -e '.[browser]'")
@@ -76,3 +75,17 @@ class Page:
 def errors(driver):
     """The errors in the browser's console since the last call, including uncaught exceptions."""
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.fixture
+def page(chromium):
+    """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `Page`.
+
+    The test fails if the page writes an error to the console.
+    """
+
+    def opened(name, width=1280, dark=False):
+        return Page(chromium, INTERACTIVE / name, width, dark)
+
+    yield opened
+    assert not errors(chromium)

@@ -4,15 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import browser
 import pytest
+from browser import chromium, page  # noqa: F401 (fixtures)
 
 import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
 LONGEST = 3600  # seconds, for tests of these markers and slow ones; setup.cfg has the limit for all others
 # What --no-skips does not require, because no command installs it.
-MAY_BE_MISSING = ("needs root", "needs 2 cores", "needs the original notebooks")
+MAY_BE_MISSING = ("needs root", "needs the original notebooks")
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,11 +28,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = [
-        item
-        for item in items
-        if any(mark in item.keywords and mark not in config.option.markexpr for mark in OF_THEIR_OWN_TARGETS)
-    ]
+    own = [mark for mark in OF_THEIR_OWN_TARGETS if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(mark in item.keywords for mark in own)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:
@@ -69,23 +66,3 @@ def wheel(tmp_path_factory):
     subprocess.run([*pip, folder / "source"], cwd=folder, check=True)
     (found,) = folder.glob("*.whl")
     return found
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    with browser.chromium() as driver:
-        yield driver
-
-
-@pytest.fixture
-def page(chromium):
-    """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `browser.Page`.
-
-    The test fails if the page writes an error to the console.
-    """
-
-    def opened(name, width=1280, dark=False):
-        return browser.Page(chromium, browser.INTERACTIVE / name, width, dark)
-
-    yield opened
-    assert not browser.errors(chromium)

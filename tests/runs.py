@@ -1,25 +1,128 @@
-"""Runs of train.py with several workers on this machine, started by launch.py or horovodrun, for the tests."""
+"""Runs programs in their own processes, because MXNet reads its settings only once per process. Runs of train.py with
+several workers are started by launch.py or horovodrun."""
 
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gluon_mgpu.runtime import engine
+from gluon_mgpu.training import timeline
+
+SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_")
+
+
+def program(text):
+    """Code without its indentation, to which other code can be added."""
+    return textwrap.dedent(text).lstrip()
+
+
+def finished(*words, **options):
+    """A program that has ended, with its status and what it printed. options: of subprocess.run."""
+    options = {"capture_output": True, "text": True, "timeout": 300, **options}
+    return subprocess.run([*map(str, words)], **options)
+
+
+def gluon_mgpu(*words, **options):
+    """`gluon-mgpu WORDS`, finished."""
+    return finished(sys.executable, "-m", "gluon_mgpu", *words, **options)
+
+
+def write_program(path, code):
+    """Write an executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{code}\n")
+    path.chmod(0o755)
+
+
+def python(code, *arguments, **environment):
+    """Run code in a new process, which has these settings of the engine and no others."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
+    words = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return finished(*words, env={**kept, **environment}, timeout=60)
+
+
+def output(code, *arguments, **environment):
+    """What code prints on standard output in a new process, as `python` runs it. It must end with status 0."""
+    done = python(code, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PROFILE = """
+import gluon_mgpu
+gluon_mgpu.configure(2)
+import mxnet as mx
+from gluon_mgpu import implementations, partition, scratch
+ctx = [mx.cpu(0), mx.cpu(1)]
+X, y = mx.nd.random.uniform(shape=(256, 1, 28, 28)), mx.nd.zeros(256)
+{setup}
+step()
+mx.nd.waitall()
+mx.profiler.set_config(profile_imperative=True, filename={file!r})
+mx.profiler.set_state("run")
+for _ in range(4):
+    step()
+mx.nd.waitall()
+mx.profiler.set_state("stop")
+mx.profiler.dump()
+"""
+
+
+def overlap(setup, operators, folder, **environment):
+    """Microseconds during which both contexts are running one of the operators. setup: code that defines step."""
+    file, spans = folder / "profile.json", ([], [])
+    output(PROFILE.format(setup=textwrap.dedent(setup), file=str(file)), **environment)
+    for begin, end in timeline.operator_spans(timeline.read_profile(file)):
+        if begin["name"] in operators:
+            spans[begin["pid"]].append((begin["ts"], end["ts"]))
+    assert all(spans), spans
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1])
+
+
+# What programs and commands print
+
+
+def call(capture, command, *words, program="gluon-mgpu"):
+    """(exit status, standard output, standard error) of a command, called in this process."""
+    with pytest.raises(SystemExit) as ended:
+        command.main([*map(str, words)], prog_name=program)
+    return (ended.value.code, *capture.readouterr())
+
+
+def error(capture, command, *words, status=2):
+    """The error of a command that fails: one line on standard error, and nothing on standard output."""
+    found, out, err = call(capture, command, *words)
+    assert (found, out, err.count("\n")) == (status, "", 1), err
+    assert err.startswith("error: ")
+    return err.removeprefix("error: ")
+
+
+def arrays(text):
+    """[(array, context)] of the NDArrays printed in a text."""
+    found = []
+    for numbers, shape, context in re.findall(r"(^\[[^<]*)<NDArray ([\dx]+) @(\w+\(\d+\))>", text, re.M):
+        values = np.array(re.sub(r"[\[\]]", " ", numbers).split(), float)
+        found.append((values.reshape([int(n) for n in shape.split("x")]), context))
+    return found
+
+
+# Runs with several workers
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]
 LAUNCH = [sys.executable, str(ROOT / "scripts/launch.py")]
+FILES = ("cmdline", "environ")  # in /proc/PID
 HORIZON = 240  # seconds, on a busy machine
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
-HOROVOD = importlib.util.find_spec("horovod")
-needs_horovod = pytest.mark.skipif(not HOROVOD, reason="Horovod is not installed: make horovod")
+needs_horovod = pytest.mark.skipif(not importlib.util.find_spec("horovod"), reason="Horovod is missing: make horovod")
 MARKS = {"dist_sync": (), "horovod": needs_horovod}
 ENGINES = [pytest.param(kvstore, marks=marks) for kvstore, marks in MARKS.items()]
 
@@ -48,11 +151,11 @@ def command(kvstore, workers, *args, servers=1, program=None, launcher=LAUNCH):
 
 
 class Run(subprocess.Popen):
-    """If its `with` block fails, the run ends, with all processes that it started."""
+    """If its `with` block fails, the run ends."""
 
     def __exit__(self, kind, error, traceback):
         if error:
-            end(self)
+            self.kill()
         super().__exit__(kind, error, traceback)
 
 
@@ -81,24 +184,28 @@ def processes(mark):
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
-            environment = dict(
-                e.partition("=")[::2] for e in (folder / "environ").read_text(errors="replace").split("\0")
-            )
+            arguments, variables = ((folder / name).read_text(errors="replace").split("\0") for name in FILES)
         except OSError:
             continue
-        if mark not in arguments or "train.py" not in arguments[1] or not alive([folder.name]):
-            continue
-        role = environment.get("DMLC_ROLE", "worker")
-        rank = environment.get("HOROVOD_RANK") or environment.get("DMLC_TASK_ID")
-        if rank or role == "scheduler":
-            found[role if role == "scheduler" else f"{role} {rank}"] = int(folder.name)
+        if mark in arguments and "train.py" in arguments[1] and alive([folder.name]):
+            environment = dict(variable.partition("=")[::2] for variable in variables)
+            role = environment.get("DMLC_ROLE", "worker")
+            rank = environment.get("HOROVOD_RANK") or environment.get("DMLC_TASK_ID")
+            if rank or role == "scheduler":
+                found[role if role == "scheduler" else f"{role} {rank}"] = int(folder.name)
     return found
 
 
 def alive(pids):
     """The processes that have not ended."""
-    return [pid for pid in pids if (_stat(pid) or "Z")[0] not in "ZX"]
+    return [pid for pid in pids if _state(pid) not in "ZX"]
+
+
+def _state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "X"
 
 
 def wait(done, seconds=HORIZON):
@@ -107,24 +214,3 @@ def wait(done, seconds=HORIZON):
     while not done():
         assert time.monotonic() < until, f"not within {seconds} s"
         time.sleep(0.05)
-
-
-def end(process):
-    """Kill a run and all processes that it started."""
-    parents = {int(f.name): _stat(f.name) for f in Path("/proc").glob("[0-9]*")}
-    found = [process.pid]
-    for parent in found:
-        found += [pid for pid, stat in parents.items() if stat and stat[1] == str(parent)]
-    for pid in found:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def _stat(pid):
-    """The fields of /proc/PID/stat from the state on, or None."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None

@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from own_process import output, overlap
+from runs import output, overlap
 
 from gluon_mgpu import asynchrony
 
@@ -100,18 +100,13 @@ def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(funct
 
 def test_the_cells_print_what_the_notebooks_cells_print(capsys):
     x, *_ = matrices = asynchrony.matrices([mx.cpu(0), mx.cpu(1)], 16)
-    for function in ("run_asynchronously", "run_synchronously"):
-        getattr(asynchrony, function)(x, 2)
-    for function in ("run_one_after_another", "run_at_once"):
-        getattr(asynchrony, function)(matrices, 2)
-    for function in ("run_then_copy", "run_and_copy"):
-        getattr(asynchrony, function)(x, 2)
+    asynchrony.run_asynchronously(x, 2)
+    asynchrony.run_synchronously(x, 2)
+    asynchrony.run_one_after_another(matrices, 2)
+    asynchrony.run_at_once(matrices, 2)
+    asynchrony.run_then_copy(x, 2)
+    asynchrony.run_and_copy(x, 2)
+    first, second, total = "cpu(0) SECONDS", "cpu(1) SECONDS", "Total time elapsed is SECONDS"
+    copies = ["Run on cpu(0) SECONDS", "Copy to CPU SECONDS", "Copy to CPU SECONDS"]
     printed = re.sub(r"\d+\.\d+(e-\d+)?", "SECONDS", capsys.readouterr().out).splitlines()
-    assert printed == [
-        "cpu(0) SECONDS",
-        "cpu(0) SECONDS",
-        *("cpu(0) SECONDS", "cpu(1) SECONDS", "Total time elapsed is SECONDS"),
-        "all devices SECONDS",
-        *("Run on cpu(0) SECONDS", "Copy to CPU SECONDS"),
-        "Copy to CPU SECONDS",
-    ]
+    assert printed == [first, first, first, second, total, "all devices SECONDS", *copies]

@@ -1,10 +1,13 @@
-"""The interactive pages in a real browser. Their numbers are compared with NumPy's."""
+"""The interactive pages in a real browser. Their numbers are compared with NumPy's, measurements and bench/model.py."""
 
+import importlib
 import math
+import re
+from pathlib import Path
 
-import browser
 import numpy as np
 import pytest
+from bench import model
 
 RUN = "window.stepThrough.run(...arguments)"
 SETTINGS = [(1, 3), (2, 8), (3, 10), (4, 10), (5, 16), (6, 5), (7, 7), (8, 16), (8, 3)]  # devices, batch size
@@ -12,18 +15,6 @@ KINDS = ["star", "ring", "tree"]
 PHASES = ["copy", "split", "forward and backward", "allreduce", "update"]
 
 WIDER_THAN_ITS_CARD = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth)"
-# The labels that a line, a device or another label touches. A line is checked every 2 pixels of its length.
-COVERED = """(() => {
-    const all = (selector) => [...document.querySelectorAll(`#step-links > ${selector}`)];
-    const inside = (box, {x, y}) => box.left <= x && x <= box.right && box.top <= y && y <= box.bottom;
-    const toScreen = document.getElementById('step-links').getScreenCTM();
-    const lines = all('path').flatMap(path => Array.from({length: path.getTotalLength() / 2}, (_, i) =>
-        path.getPointAtLength(2 * i).matrixTransform(toScreen)));
-    const labels = all('text'), boxes = [...labels, ...all('g')].map(element => element.getBoundingClientRect());
-    const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
-    return labels.filter((_, i) => lines.some(point => inside(boxes[i], point))
-        || boxes.some((box, j) => i !== j && !apart(boxes[i], box))).map(label => label.textContent);
-})()"""
 
 
 def shards(array, devices):
@@ -59,38 +50,26 @@ def go(page, steps):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_step_through_computes_what_numpy_computes(page, kind):
+def test_step_through_computes_and_shows_what_numpy_computes(page, kind):
     opened = page("step.html")
     for devices, batch in SETTINGS:
-        trace = opened.value(RUN, devices, batch, kind)
-        local = gradients(trace, devices)
-        updated = np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
-        [backward], [update] = of_phase(trace, "backward"), of_phase(trace, "update")
-        examples = [[row["example"] for row in device["rows"]] for device in backward["devices"]]
-        assert examples == [list(part) for part in shards(range(batch), devices)]
-        assert local.any() and np.array_equal([device["gradient"] for device in backward["devices"]], local)
-        summed = of_phase(trace, "allreduce")[-1]["devices"]
-        assert np.array_equal([device["gradient"] for device in summed], [local.sum(0)] * devices)
-        replicas = np.array([device["params"] for device in update["devices"]])
-        assert (replicas == replicas[0]).all() and np.allclose(replicas[0], updated, rtol=1e-12)
-        assert trace["oneDevice"]["params"] == list(replicas[0]) and trace["loss"][1] < trace["loss"][0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_step_through_shows_the_numbers_of_each_device(page, kind):
-    opened = page("step.html")
-    for devices, batch in SETTINGS[2:7:2]:
         choose(opened, devices, batch, kind)
         trace = opened.value(RUN, devices, batch, kind)
         local = gradients(trace, devices)
+        summed, updated = local.sum(0), np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
+        [backward], [update] = of_phase(trace, "backward"), of_phase(trace, "update")
+        examples = [[row["example"] for row in device["rows"]] for device in backward["devices"]]
+        assert examples == [list(part) for part in shards(range(batch), devices)]
         go(opened, 4)  # copy, split, forward, backward
-        assert np.array_equal(shown(opened, "g"), local)
-        go(opened, trace["rounds"])
-        assert np.array_equal(shown(opened, "g"), [local.sum(0)] * devices)
+        assert local.any() and np.array_equal(shown(opened, "g"), local)
+        go(opened, len(of_phase(trace, "allreduce")))
+        assert np.array_equal(shown(opened, "g"), [summed] * devices)
         go(opened, 1)
-        updated = np.array(trace["start"]) - trace["learningRate"] * local.sum(0) / batch
-        assert len(shown(opened, "w")) == devices + 1  # and one device with the whole batch, for comparison
+        assert len(shown(opened, "w")) == devices + 1  # and one device with the whole batch
         assert np.abs(shown(opened, "w") - updated).max() <= 0.0005  # three decimals
+        replicas = np.array([device["params"] for device in update["devices"]])
+        assert (replicas == replicas[0]).all() and np.allclose(replicas[0], updated, rtol=1e-12)
+        assert trace["oneDevice"]["params"] == list(replicas[0]) and trace["loss"][1] < trace["loss"][0]
 
 
 def test_step_through_sends_the_messages_of_each_allreduce(page):
@@ -120,25 +99,11 @@ def test_step_through_sends_the_messages_of_each_allreduce(page):
                 assert all(len({message[end] for message in round}) == len(round) for end in ("from", "to"))
 
 
-def test_devices_outside_a_round_wait(page):
-    opened = page("step.html")
-    for kind in KINDS:
-        for step in of_phase(opened.value(RUN, 6, 4, kind), "allreduce"):
-            active = {message[end] for message in step["messages"] for end in ("from", "to")}
-            assert {i for i, device in enumerate(step["devices"]) if device["busy"]} == active
-            assert all((device["doing"] == "waits") != device["busy"] for device in step["devices"])
-    [forward] = of_phase(opened.value(RUN, 6, 4, "star"), "forward")
-    assert [device["busy"] for device in forward["devices"]] == [True] * 4 + [False] * 2  # two have no examples
-
-
 def test_step_through_works_with_the_keyboard(page):
     from selenium.webdriver.common.keys import Keys
 
     opened = page("step.html")
-    order = []
-    opened.press(Keys.ARROW_RIGHT)  # before anything has the focus
-    assert opened.text("#step-count").startswith("step 1 ")
-    opened.press(Keys.ARROW_LEFT)
+    order, phases = [], []
     for _ in range(9):
         opened.press(Keys.TAB)
         order.append(opened.focused())
@@ -147,25 +112,18 @@ def test_step_through_works_with_the_keyboard(page):
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
     steps = opened.value(RUN, 4, 10, "star")["steps"]
     opened.value("document.getElementById('step-stage').focus()")
-    phases = []
     for i, step in enumerate(steps):
         assert opened.text("#step-text").startswith(step["text"])
         assert opened.text("#step-count") == f"step {i} of {len(steps) - 1}"
         phases += opened.value("[...document.querySelectorAll('#step-through [aria-current]')].map(e => e.innerText)")
         opened.press(Keys.ARROW_RIGHT)
     assert list(dict.fromkeys(phases)) == PHASES
-    for step in reversed(steps):
-        assert opened.text("#step-text").startswith(step["text"])
-        opened.press(Keys.ARROW_LEFT)
-    assert opened.text("#step-count").startswith("step 0 ")
-    opened.value("document.getElementById('step-next').focus()")
-    for _ in range(len(steps) + 2):
-        opened.press(Keys.ENTER)
-    assert opened.text("#step-count").startswith(f"step {len(steps) - 1} ") and opened.focused() == "step-next"
-    opened.click("#step-back")
+    opened.press(Keys.ARROW_LEFT)
     assert opened.text("#step-count").startswith(f"step {len(steps) - 2} ")
-    opened.click("#step-reset")
-    assert opened.text("#step-count").startswith("step 0 ")
+    for button, step in (("next", len(steps) - 1), ("back", len(steps) - 2), ("reset", 0)):
+        opened.value(f"document.getElementById('step-{button}').focus()")
+        opened.press(Keys.ENTER)
+        assert opened.text("#step-count").startswith(f"step {step} ") and opened.focused() == f"step-{button}"
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -177,17 +135,6 @@ def test_step_through_fits_the_window(page, width):
             for _ in opened.value(RUN, devices, batch, kind)["steps"]:
                 assert opened.overflow() == 0 and not opened.value(WIDER_THAN_ITS_CARD)
                 go(opened, 1)
-
-
-def test_labels_cover_neither_arrows_nor_devices(page):
-    opened = page("step.html")
-    for kind in KINDS:
-        for devices in range(2, 9):
-            choose(opened, devices, 8, kind)
-            go(opened, 4)  # copy, split, forward, backward
-            for _ in range(opened.value(RUN, devices, 8, kind)["rounds"]):
-                go(opened, 1)
-                assert opened.value(COVERED) == [], (kind, devices)
 
 
 def test_the_memory_of_each_device_is_what_the_paper_says(page):
@@ -207,25 +154,114 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
     opened.choose("#step-network", "7.5 billion parameters")
     opened.choose("#step-optimizer", "Adam, mixed precision")
     rows = "[...document.querySelectorAll('#step-memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
-    assert opened.value(rows) == [  # parameters, gradients, optimizer state, sum
-        ["data parallelism", "15 GB", "15 GB", "90 GB", "120 GB"],
-        ["ZeRO-1", "15 GB", "15 GB", "22.5 GB", "52.5 GB"],
-        ["ZeRO-2", "15 GB", "3.75 GB", "22.5 GB", "41.3 GB"],
-        ["ZeRO-3", "3.75 GB", "3.75 GB", "22.5 GB", "30 GB"],
-    ]
+    assert [row[-1] for row in opened.value(rows)] == ["120 GB", "52.5 GB", "41.3 GB", "30 GB"]  # on 4 devices
 
 
-@pytest.mark.parametrize(
-    "picture", sorted(browser.INTERACTIVE.parent.glob("pictures/*.svg")), ids=lambda path: path.stem
-)
-def test_diagrams_are_legible_on_a_phone(chromium, picture):
-    opened = browser.Page(chromium, picture, 1280, False)
-    width = opened.value("document.documentElement.viewBox.baseVal.width")
-    texts = "[...document.querySelectorAll('text:not(defs text)')]"
-    sizes = opened.value(f"{texts}.map(text => parseFloat(getComputedStyle(text).fontSize))")
-    assert len(sizes) > 10 and min(sizes) * 358 / width >= 11  # a window of 390 px leaves 358 px to a picture
-    margins = """(text => {
-        const box = text.getBoundingClientRect(), card = document.documentElement.getBoundingClientRect();
-        return [box.left - card.left, box.top - card.top, card.right - box.right, card.bottom - box.bottom];
-    })"""
-    assert np.min(opened.value(f"{texts}.map({margins})")) >= 5
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs/second-device.md"
+WAYS = {"star": "star", "tree": "tree", "ring": "ring", "servers": "PS"}  # the page's name: bench/model.py's
+CLUSTER = {  # of a cluster: numbers that are not round
+    **{"parameters": 1.3e6, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
+    **{"fixed": 0.0017, "python": 0.0009, "allreduce": "ring", "bandwidth": 1.2e9, "latency": 3.3e-5},
+    **{"cores": 4, "slowdown": 0.09},
+}
+MEASURED = "Object.entries(pays.MEASURED).map(([name, {terms, fitted, heldOut}]) => [name, terms, fitted, heldOut])"
+
+
+@pytest.fixture
+def pays(page):
+    return page("pays.html")
+
+
+def predicted(pays, **changes):
+    """{part: seconds}, and the seconds of the step."""
+    found = pays.value("pays.predict(arguments[0])", {**CLUSTER, **changes})
+    assert sum(found["parts"].values()) == pytest.approx(found["step"])
+    return found["parts"], found["step"]
+
+
+def test_predictions_are_within_15_percent_of_measurements_that_were_not_used_for_the_fit(pays):
+    rows = [row for row in pays.value("pays.compared()") if row["heldOut"]]
+    measured = [[name, *point] for name, _, _, held_out in pays.value(MEASURED) for point in held_out]
+    assert [[row["fit"], row["devices"], row["batch"], row["ms"]] for row in rows] == measured
+    assert len({tuple(point[:3]) for point in measured}) >= 12
+    for row in rows:
+        step = pays.value("pays.predict(arguments[0])", row["settings"])["step"]
+        assert 1000 * step == pytest.approx(row["ms"], rel=0.15), row
+
+
+def test_the_table_in_the_docs_has_the_errors_of_the_page(pays):
+    errors = {}
+    for row in pays.value("pays.compared()"):
+        if row["heldOut"]:
+            errors.setdefault(row["fit"], []).append(abs(row["error"]))
+    rows = re.findall(r"^\| (.*) \| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|$", DOCS.read_text(), re.MULTILINE)
+    wanted = [(name, str(len(e)), f"{100 * np.median(e):.1f}", f"{100 * max(e):.1f}") for name, e in errors.items()]
+    assert rows == wanted
+
+
+def test_the_terms_are_fitted_to_the_other_measurements(pays):
+    for name, terms, fitted, held_out in pays.value(MEASURED):
+        assert not {tuple(point[:2]) for point in fitted} & {tuple(point[:2]) for point in held_out}
+        rows = np.array([row(contexts, batch, cores=2) for contexts, batch, _ in fitted], float)
+        assert terms == pytest.approx(model.fit(rows, np.array([ms for *_, ms in fitted])), rel=1e-3), name
+
+
+def row(contexts, batch_size, cores):
+    """The cost model's factors, and the first one again if no core is free."""
+    fixed, *others = model.step_row(contexts, batch_size, cores)
+    return [fixed, fixed * (contexts >= cores), *others]
+
+
+@pytest.mark.parametrize("devices, cores", [(1, 2), (2, 2), (3, 4), (8, 2), (16, 16)])
+def test_contexts_on_shared_cores_take_as_long_as_in_the_cost_model(pays, devices, cores):
+    _, step = predicted(pays, allreduce="memory", devices=devices, cores=cores)
+    example = 1000 * CLUSTER["flop"] / CLUSTER["flops"]
+    terms = [1000 * CLUSTER["fixed"], 1000 * CLUSTER["python"], example, CLUSTER["slowdown"] * example]
+    assert 1000 * step == pytest.approx(np.dot(row(devices, CLUSTER["batch"], cores), terms))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
+    for devices in (1, 2, 3, 5, 8, 63, 64, 65, 4096):
+        parts, step = predicted(pays, allreduce=way, devices=devices)
+        link = CLUSTER["latency"], CLUSTER["bandwidth"]
+        wanted = model.allreduce_seconds(WAYS[way], devices, 4 * CLUSTER["parameters"], *link)
+        assert parts["allreduce"] == pytest.approx(wanted), devices
+        alone = CLUSTER["fixed"] + math.ceil(CLUSTER["batch"] / devices) * CLUSTER["flop"] / CLUSTER["flops"]
+        assert step == pytest.approx(alone + wanted), devices
+
+
+def test_devices_do_not_divide_an_example(pays):
+    for examples, devices, one_after_another in [(8, 8, 1), (8, 4096, 1), (9, 8, 2), (10, 4, 3)]:
+        parts, _ = predicted(pays, batch=examples, devices=devices)
+        assert parts["compute"] == pytest.approx(one_after_another * CLUSTER["flop"] / CLUSTER["flops"])
+        parts, _ = predicted(pays, batch=examples, devices=devices, allreduce="memory", cores=2)
+        assert parts["compute"] == pytest.approx(examples / 2 * CLUSTER["flop"] / CLUSTER["flops"])
+    pays.choose("#pays-link", "ethernet10")
+    pays.choose("#pays-devices", 4)
+    for examples, shards in [(10, [3, 3, 2, 2]), (3, [1, 1, 1, 0])]:
+        pays.choose("#pays-batch", examples)
+        widths = pays.value("[...document.querySelectorAll('#pays .compute[width]')].map(e => e.width.baseVal.value)")
+        assert np.array(widths[1:]) / widths[0] == pytest.approx(np.array(shards) / examples, abs=1e-3)
+
+
+def test_every_control_can_be_reached_and_changed_with_the_keyboard(pays):
+    keys = importlib.import_module("selenium.webdriver").Keys
+    controls = pays.driver.find_elements("css selector", "#pays input, #pays select")
+    visible, reached = [control.get_attribute("id") for control in controls if control.is_displayed()], []
+    for _ in visible:
+        pays.press(keys.TAB)
+        reached.append(pays.focused())
+    assert reached == visible and len(visible) > 15
+    pays.driver.find_element("id", "pays-devices-slider").send_keys(keys.ARROW_RIGHT)
+    assert pays.value("pays.current().devices") == 4
+    assert pays.driver.find_element("id", "pays-devices").get_attribute("value") == "4"
+    pays.driver.find_element("id", "pays-batch").send_keys(keys.CONTROL, "a", keys.NULL, "77")
+    assert pays.value("pays.current().batch") == 77
+    assert len(pays.driver.find_elements("css selector", "#pays .compute[width]")) == 5  # one device, and four
+
+
+def test_the_page_loads_nothing():
+    text = (ROOT / "docs/interactive/pays.html").read_text()
+    assert not re.search(r"\bsrc=|\bhref=|@import|url\(|fetch\(|import\(|XMLHttp", text)

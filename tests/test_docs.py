@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import itertools
 import pkgutil
 import re
@@ -18,7 +19,6 @@ from gluon_mgpu.training import recipes
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 del PAGES["CHANGELOG.md"]  # names what is gone too
-TEXT = "\n".join(PAGES.values())
 COURSE = re.search(r":caption: The course.*?\n\n(.*?)\n```", PAGES["index.md"], re.DOTALL)[1].split()
 PROGRAM = r"(?:gluon-mgpu|python -m gluon_mgpu|python scripts/(\w+)\.py) ([a-z-][^`#|\n]*)"
 
@@ -173,3 +173,18 @@ def test_the_page_names_each_function_of_the_notebook_that_the_lesson_changes():
     changed = {name for name, tree in of(notebook) if dict(of(scratch))[name] != tree}
     _, differences = PAGES["from-scratch.md"].split("## From the notebook to this code")
     assert changed < {*re.findall(r"`(\w+)`", differences)}
+
+
+PROGRAMS = [ROOT / "gluon_mgpu/scratch.py", *(ROOT / f"docs/pytorch/{name}.py" for name in ("scratch", "ddp", "fsdp"))]
+STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
+DIFFS = {"pytorch.md": [path.read_text() for path in PROGRAMS], "what-came-after.md": [*map(inspect.getsource, STEPS)]}
+
+
+@pytest.mark.parametrize("page", DIFFS)
+def test_the_lines_of_a_diff_on_a_page_are_in_the_code(page):
+    diffs, codes = blocks(page, "diff"), DIFFS[page]
+    assert len(diffs) > 1
+    for diff, old, new in zip(diffs, codes, codes[1:]):
+        for line in diff.splitlines():
+            code = line[1:].split("(")[0] if line[1:].startswith("def") else line[1:]  # a page omits type hints
+            assert f"\n{code}" in "\n" + (new if line[0] == "+" else old), line

@@ -1,9 +1,13 @@
-"""Imports never go up, even for type hints, and there are no cycles. All scripts for commands are one file."""
+"""What can be told without running the package: imports, scripts, types."""
 
 import ast
+import os
 import re
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from runs import finished
 
 from gluon_mgpu.commands.main import COMMANDS
 
@@ -63,3 +67,31 @@ def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
     links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
     assert links == {"main", "batch_size", "bench", "parity", *COMMANDS}
     assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py", "build_horovod.py"}
+
+
+# The type hints reject incorrect uses of the package in a user's program, and accept correct ones.
+PROGRAM = """\
+import gluon_mgpu
+from gluon_mgpu import highlevel, implementations, scratch
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.training.settings import Settings
+
+gluon_mgpu.configure(contexts="2")  # wrong
+replicas = implementations.replicas("highlevel", devices.contexts([0, 1], "cpu"), Settings(shares=(80, 20)))
+scratch.allreduce(2)  # wrong
+highlevel.initialize(highlevel.lenet(), "cpu(0)")  # wrong
+Settings(momentum=None)  # wrong
+history = implementations.train("scratch", 2, 256, 0.2, out="runs/first", epochs=1, momentum=0.9)
+accuracies: list[float] = [epoch.test_accuracy for epoch in history]
+implementations.train("scratch", 2, "256", 0.2)  # wrong
+implementations.train("scratch", momentun=0.9)  # wrong
+"""
+
+
+def test_mypy_refuses_each_wrong_line_and_no_other(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    mypy = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent"]
+    done = finished(*mypy, "program.py", cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT.parent)})
+    refused = [int(number) for number in re.findall(r"^program.py:(\d+): error: ", done.stdout, re.MULTILINE)]
+    wrong = [number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")]
+    assert refused == wrong, done.stdout + done.stderr

@@ -9,7 +9,7 @@ import pytest
 from lenet64 import additions, assert_close, losses_and_gradients
 from mxnet import nd
 from mxnet.ndarray import register
-from own_process import overlap
+from runs import overlap
 
 from gluon_mgpu import partition, scratch
 from gluon_mgpu.runtime.errors import UsageError

@@ -29,7 +29,7 @@ TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait for a free space
 SPINS = "20000"  # how often idle OpenMP threads check for work before they sleep; the default slows down busy machines
 MOST_THREADS = 999
 
-# Variables that MXNet or OpenMP reads, some at startup: (names, valid values, description of these). The first match counts. An
+# Variables that MXNet or OpenMP reads: (names, valid values, description of these). The first match counts. An
 # invalid value makes MXNet abort or hang.
 VARIABLES = (
     ("MXNET_GPU_MEM_POOL_TYPE", ".*", "text"),

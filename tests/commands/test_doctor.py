@@ -11,10 +11,10 @@ import click
 import numpy as np
 import pytest
 import tiny
-from own_process import finished
+from runs import finished
 
 from gluon_mgpu.commands import doctor
-from gluon_mgpu.runtime import devices, engine, errors
+from gluon_mgpu.runtime import devices, engine
 from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training import datasets
 
@@ -112,17 +112,6 @@ def test_a_broken_numpy_is_a_problem_with_its_first_cause(bare, cause):
         assert debug.startswith("Traceback") and debug.endswith(done.stderr)
 
 
-def test_a_missing_system_library_is_named_with_the_packages_that_mxnet_needs():
-    for library, remedy in (("libgomp.so.1", "`apt install libgomp1 "), ("libnone.so.1", "install the package")):
-        reason = errors.reason(OSError(f"{library}: cannot open shared object file: No such file or directory"))
-        assert library in reason and remedy in reason
-
-
-def test_a_variable_that_mxnet_cannot_read_is_a_problem_that_no_installation_mends():
-    [problem] = marked(examine(MXNET_CPU_TEMP_COPY="many"), "problem")
-    assert "MXNET_CPU_TEMP_COPY=many" in problem and "pip install" not in problem
-
-
 def test_the_cores_are_the_ones_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for quota, mark, gpus in ((None, "ok", 8), (8, "ok", 8), (3.9, "note", 3), (0.5, "note", 1)):
@@ -188,21 +177,15 @@ def data(tmp_path, monkeypatch):
     return lambda folder: tiny.put(folder, {f"{file}.gz": gzip.compress(raw) for file, raw in files.items()})
 
 
-def test_the_data_set_is_found_or_noted_as_missing(data, tmp_path):
+def test_the_data_set_is_found_or_noted_as_missing_and_a_problem_if_it_is_damaged(data, tmp_path, monkeypatch):
     assert doctor._data(None)[0] == "note"
     folder = data(tmp_path / "system/fashion-mnist")
     mark, line = doctor._data(None)
     assert mark == "ok" and str(folder) in line
-
-
-def test_a_damaged_file_is_a_problem(data, tmp_path):
+    assert doctor._data(str(tmp_path))[0] == "problem"  # a given folder without the data
     path = data(tmp_path / "here/fashion-mnist") / "t10k-labels-idx1-ubyte.gz"
     path.write_bytes(gzip.compress(b"damaged"))
     mark, line = doctor._data(tmp_path / "here")
     assert mark == "problem" and str(path) in line
-
-
-def test_a_data_folder_without_the_data_is_a_problem(data, tmp_path, monkeypatch):
-    assert doctor._data(str(tmp_path))[0] == "problem"
     monkeypatch.setenv("GLUON_MGPU_DATA", "/nonexistent")
     assert doctor._data(None)[0] == "problem"

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[i] / name) for i, name in ((0, ""), (1, ""), (2, ""), (2, "scripts"))]
@@ -73,12 +74,11 @@ def measure(mbit, kvstore, *arguments):
 
     machines.SLOW_BITS = mbit * 1e6
     test_network.WORKERS = test_network.SERVERS = 2
-    words = [kvstore, *map(str, arguments)]
+    program = [sys.executable, __file__, kvstore, *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         network = machines.Network(2, Path(folder), slow=True)
         try:
-            started = test_network.start_program(network, kvstore, Path(folder), [sys.executable, __file__, *words])
-            ended = test_network.ends(started, 600)
+            ended = test_network.ends(test_network.start_program(network, kvstore, Path(folder), program), 600)
         finally:
             network.end()
     for _, out, _ in ended.values():
@@ -87,7 +87,10 @@ def measure(mbit, kvstore, *arguments):
     sys.exit("\n".join(f"{name}: {status} {err[-2000:]}" for name, (status, _, err) in ended.items()))
 
 
-def main():
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        work(*sys.argv[1:4], int(sys.argv[4]))
+        sys.exit()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=int, action="append", required=True)
     parser.add_argument("--rounds", type=int, default=5)
@@ -95,17 +98,8 @@ def main():
     os.environ["OMP_NUM_THREADS"] = "1"  # the workers are pinned to different cores of this machine
     print(harness.machine_line())
     print(f"medians (min-max): ms per {', '.join(PARTS)}; step / longer part")
-    for model, impl in CASES:
-        for mbit in options.mbit:
-            for kvstore in distributed.installed():
-                times = measure(mbit, kvstore, model, impl, options.rounds)
-                ratio = [step / max(compute, sums) for step, compute, sums in zip(*(times[part] for part in PARTS))]
-                cells = [harness.spread(times[part], 1) for part in PARTS]
-                print(f"{model}, {impl}, {kvstore}, {mbit} Mbit/s:", *cells, harness.spread(ratio, 2), flush=True)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-        work(*sys.argv[1:4], int(sys.argv[4]))
-    else:
-        main()
+    for (model, impl), mbit, kvstore in product(CASES, options.mbit, distributed.installed()):
+        times = measure(mbit, kvstore, model, impl, options.rounds)
+        ratio = [step / max(compute, sums) for step, compute, sums in zip(*(times[part] for part in PARTS))]
+        cells = [harness.spread(times[part], 1) for part in PARTS]
+        print(f"{model}, {impl}, {kvstore}, {mbit} Mbit/s:", *cells, harness.spread(ratio, 2), flush=True)

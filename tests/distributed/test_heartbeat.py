@@ -240,17 +240,12 @@ def test_a_worker_that_loses_worker_0_ends_and_only_worker_1_reports_it(coordina
     assert any(re.match("worker 1: .*worker 0", line or "") for line, _ in ends) == reported
 
 
-WAITS = """
-import sys
-from gluon_mgpu.distributed import heartbeat, process
-heartbeat.Client(process.Process("horovod", "worker", 1, 2), "127.0.0.1", int(sys.argv[1]))
-"""
-
-
 @pytest.mark.parametrize("gone", ["closed", "closed by its reader"])
 def test_a_process_whose_output_nobody_reads_ends_too(coordinator, gone):
     made = coordinator()
-    line = [sys.executable, "-c", WAITS, str(made.port)]
+    here = 'process.Process("horovod", "worker", 1, 2)'
+    waits = f"from gluon_mgpu.distributed import heartbeat, process; heartbeat.Client({here}, '127.0.0.1', {made.port})"
+    line = [sys.executable, "-c", waits]
     if gone == "closed":
         line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *line]
     with runs.start(line) as process:

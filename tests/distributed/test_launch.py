@@ -68,6 +68,11 @@ class Run:
         out, err = self.process.communicate(typed, timeout=PROMISED)
         return self.process.returncode, out, err.splitlines()
 
+    def interrupt(self, which=signal.SIGINT):
+        """Send a signal to the launcher, once all processes note signals."""
+        self.wait_for(*(f"{name}.ready" for name in ALL))
+        self.process.send_signal(which)
+
     def left(self):
         """The processes that still run."""
         names = [name for name in (*ALL, "grandchild") if self.told(name)]
@@ -131,24 +136,13 @@ def test_if_one_process_is_killed_one_line_names_it_and_all_end_even_stopped_and
 def test_of_the_errors_that_the_processes_report_the_first_is_the_only_line(run):
     reports = """
     from gluon_mgpu.runtime import log
-    if me != "worker1":
-        until(lambda: told("failed"))
+    until(lambda: me == "worker1" or told("failed"))
     log.error(f"{me} has a reason")
-    if me == "worker1":
-        tell("failed")
+    tell("failed")
     time.sleep(0.2)
     os._exit(2)
     """
     assert run.start(reports, launcher=SOONER).end() == (2, "", ["error: worker1 has a reason"])
-
-
-REPORTS = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from gluon_mgpu.runtime import log
-os.setuid(int(sys.argv[2]))
-log.error("mine")
-"""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
@@ -156,7 +150,8 @@ log.error("mine")
 def test_an_error_that_another_user_of_the_machine_sends_is_ignored(run, user, error):
     run.start("until(lambda: told('sent'))\nif me == 'worker1': sys.exit(3)", launcher=SOONER)
     environment = run.wait_for(*ALL)["worker1"]["environment"]
-    line = [sys.executable, "-S", "-c", REPORTS, str(runs.ROOT), str(user)]
+    code = f"import os, sys; sys.path.insert(0, {str(runs.ROOT)!r}); from gluon_mgpu.runtime import log; "
+    line = [sys.executable, "-S", "-c", f"{code}os.setuid({user}); log.error('mine')"]
     sent = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert (sent.returncode, sent.stdout, sent.stderr) == (0, "", "" if user == 0 else "error: mine\n")
     (run.folder / "sent").write_text("true")
@@ -194,15 +189,9 @@ def test_ctrl_c_ends_a_run_instead_of_restarting_it(run):
 
 @pytest.mark.parametrize("name, status, launchers", [("worker0", 2, 2), ("worker1", 3, 1), ("server0", 2, 1)])
 def test_the_exit_status_is_that_of_the_worker_that_failed_first(run, name, status, launchers):
-    fails = f"""
-    if me == "{name}":
-        tell("failed")
-        os._exit({status})
-    until(lambda: told("failed"))
-    time.sleep(0.5)
-    sys.exit(1 if {status} == 2 else 2)
-    """
-    found, _, (line,) = run.start(fails, launcher=SOONER).end()
+    first = f'if me == "{name}": tell("failed"); os._exit({status})\n'
+    then = f'until(lambda: told("failed")); time.sleep(0.5); sys.exit(1 if {status} == 2 else 2)'
+    found, _, (line,) = run.start(first + then, launcher=SOONER).end()
     assert found == launchers
     assert line.startswith(f"error: {name[:-1]} {name[-1]} ") and line.endswith(f"status {status}")
 
@@ -219,7 +208,6 @@ for which in (signal.SIGINT, signal.SIGTERM):
     signal.signal(which, note)
 tell(f"{me}.ready")
 """
-READY = [f"{name}.ready" for name in ALL]
 ONCE = {name: [signal.SIGINT if "worker" in name else signal.SIGTERM] for name in ALL}
 
 
@@ -230,17 +218,13 @@ def signals_by_name(run):
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_reaches_each_worker_once_and_the_other_processes_end_after_them(run, which):
     ends = 'until(lambda: got)\nif role == "worker": time.sleep(0.5); sys.exit(130)'
-    run.start(NOTES + ends)
-    run.wait_for(*READY)
-    run.process.send_signal(which)
+    run.start(NOTES + ends).interrupt(which)
     assert run.end() == (130, "", [])
     assert signals_by_name(run) == ONCE and not run.left()
 
 
 def test_a_second_ctrl_c_ends_all_at_once(run):
-    run.start(NOTES + "time.sleep(60)")
-    run.wait_for(*READY)
-    run.process.send_signal(signal.SIGINT)
+    run.start(NOTES + "time.sleep(60)").interrupt()
     run.wait_for("worker0.signals", "worker1.signals")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == (130, "", [])
@@ -248,17 +232,13 @@ def test_a_second_ctrl_c_ends_all_at_once(run):
 
 
 def test_workers_that_ignore_ctrl_c_are_named_and_ended(run):
-    run.start(NOTES + 'until(lambda: got)\nif me == "worker1": time.sleep(60)', launcher=SOONER)
-    run.wait_for(*READY)
-    run.process.send_signal(signal.SIGINT)
+    run.start(NOTES + 'until(lambda: got)\nif me == "worker1": time.sleep(60)', launcher=SOONER).interrupt()
     status, _, (line,) = run.end()
     assert status == 130 and "worker 1 (process " in line and not run.left()
 
 
 def test_if_the_launcher_is_killed_its_processes_end(run):
-    run.start(NOTES + "time.sleep(60)")
-    run.wait_for(*READY)
-    run.process.kill()
+    run.start(NOTES + "time.sleep(60)").interrupt(signal.SIGKILL)
     runs.wait(lambda: not run.left(), PROMISED)
 
 
@@ -268,9 +248,8 @@ gluon_mgpu.configure(contexts=1)
 import os
 import mxnet as mx
 
-store = mx.kv.create("dist_sync")
-store.init("x", mx.nd.zeros(3))
-total = mx.nd.zeros(3)
+store, total = mx.kv.create("dist_sync"), mx.nd.zeros(3)
+store.init("x", total)
 for step in range(3):
     store.push("x", mx.nd.array([1, 10, 100]) * (int(os.environ["DMLC_TASK_ID"]) + 1 + step))
     store.pull("x", out=total)
@@ -278,10 +257,8 @@ for step in range(3):
 """
 
 
-def test_any_mxnet_program_can_be_launched_and_its_store_sums_over_the_workers(tmp_path):
-    program = tmp_path / "sums.py"
-    program.write_text(SUMS)
-    status, out, err = runs.run("dist_sync", 2, program=[sys.executable, program])
+def test_any_mxnet_program_can_be_launched_and_its_store_sums_over_the_workers():
+    status, out, err = runs.run("dist_sync", 2, program=[sys.executable, "-c", SUMS])
     assert (status, err) == (0, "")
     expected = [f"{step} 2 {[float((3 + 2 * step) * unit) for unit in (1, 10, 100)]}" for step in range(3)]
     assert sorted(out.splitlines()) == sorted(2 * expected)

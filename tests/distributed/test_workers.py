@@ -1,4 +1,4 @@
-"""Several workers train as a single process does, agree on what to do, and end together."""
+"""Several workers train as a single process does, agree on what to do, and end together; `make horovod`."""
 
 import json
 import os
@@ -8,14 +8,16 @@ import signal
 import socket
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
 import pytest
 import runs
+from runs import finished, write_program
 
-from gluon_mgpu import IMPLS, Error, UsageError, implementations
+from gluon_mgpu import IMPLS, UsageError, implementations
 from gluon_mgpu.distributed import launch, process, workers
 from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.training import records, timeline
@@ -32,6 +34,13 @@ def flags(options):
 
 
 ARGS = ["--device", "cpu", "--batch-size", BATCH, "--lr", 0.2, *flags(OPTIONS)]
+
+
+def train(folder, kvstore, count, *args, **options):
+    """Run train.py with `count` workers, which write to the folder. Returns standard output and standard error."""
+    status, out, err = runs.run(kvstore, count, "--out", folder, *args, **options)
+    assert status == 0, err
+    return out, err
 
 
 def apart(folder, expected_folder):
@@ -72,9 +81,7 @@ def impl(request):
 def two(engine, impl, tmp_path_factory):
     """(folder, standard output, standard error) of a run with 2 workers of 1 context each."""
     folder = tmp_path_factory.mktemp("two") / "run"
-    status, out, err = runs.run(engine, 2, "--impl", impl, "--out", folder, *ARGS)
-    assert status == 0, err
-    return folder, out, err
+    return folder, *train(folder, engine, 2, "--impl", impl, *ARGS)
 
 
 def test_two_workers_of_one_context_end_with_the_parameters_of_one_process(two, impl, alone):
@@ -104,8 +111,7 @@ CONTEXTS = {"dist_sync": "$((1 + ${DMLC_TASK_ID:-0}))", "horovod": "2"}  # worke
 def test_three_workers_of_horovod_end_with_the_same_bits_each_time(tmp_path):
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
-        status, _, err = runs.run("horovod", 3, "--impl", "scratch", "--out", folder, *ARGS)
-        assert status == 0, err
+        train(folder, "horovod", 3, "--impl", "scratch", *ARGS)
     assert apart(*folders) == 0
 
 
@@ -113,9 +119,8 @@ def test_three_workers_of_horovod_end_with_the_same_bits_each_time(tmp_path):
 def test_workers_of_several_contexts_with_every_extra_are_one_process(engine, impl, tmp_path):
     extras = ["--momentum", 0.9, "--clip-norm", 0.1, "--accumulate", 3, "--weight-decay", 0.001]
     args = ["--kvstore", engine, "--impl", impl, "--out", tmp_path / "run", *ARGS, *extras]
-    train = " ".join(map(str, ["exec", *runs.TRAIN, *args, "--gpus", CONTEXTS[engine]]))
-    status, _, err = runs.run(engine, 2, program=["sh", "-c", train], servers=2)
-    assert status == 0, err
+    program = " ".join(map(str, ["exec", *runs.TRAIN, *args, "--gpus", CONTEXTS[engine]]))
+    train(tmp_path / "run", engine, 2, program=["sh", "-c", program], servers=2)
     options = {"momentum": 0.9, "max_grad_norm": 0.1, "grad_accum_steps": 3, "weight_decay": 0.001}
     expected = train_alone(impl, 3, tmp_path / "alone", **options)
     assert apart(tmp_path / "run", expected) < RTOL
@@ -124,9 +129,8 @@ def test_workers_of_several_contexts_with_every_extra_are_one_process(engine, im
 @pytest.mark.slow
 def test_resnet18_on_two_workers_has_the_running_statistics_of_two_contexts(engine, tmp_path):
     options = {"model": "resnet18", "dataset": "synthetic", "limit": 9, "epochs": 1, "seed": 3}
-    args = ["--impl", "highlevel", "--batch-size", 4, "--lr", 0.01, "--device", "cpu", "--out", tmp_path / "run"]
-    status, _, err = runs.run(engine, 2, *args, *flags(options))
-    assert status == 0, err
+    args = ["--impl", "highlevel", "--batch-size", 4, "--lr", 0.01, "--device", "cpu"]
+    train(tmp_path / "run", engine, 2, *args, *flags(options))
     implementations.train("highlevel", 2, 4, 0.01, device="cpu", out=str(tmp_path / "alone"), **options)
     found, expected = (records.last(tmp_path / name)[0] for name in ("run", "alone"))
     assert sum("running" in name for name in expected) == 34 and found.keys() == expected.keys()
@@ -138,18 +142,16 @@ def test_resnet18_on_two_workers_has_the_running_statistics_of_two_contexts(engi
 def test_late_layers_are_summed_over_workers_while_early_layers_compute_their_gradients(engine, impl, tmp_path):
     file, steps = tmp_path / "profile.json", timeline.WARM_UP + timeline.STEPS + timeline.AROUND
     args = ["--impl", impl, "--batch-size", 256, "--limit", 256 * steps, "--profile", file]
-    status, _, err = runs.run(engine, 2, *ARGS, *args)
-    assert status == 0, err
+    train(tmp_path / "run", engine, 2, *ARGS, *args)
     trace = json.loads(file.read_text())
     lanes = timeline.lanes(trace)
     sums = [begin for _, begin, _ in lanes["workers"]]
     gradients = [begin for phase, begin, _ in lanes["cpu(0)"] if phase == "backward"]
     shown = [(e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "step"]
     assert len(shown) == timeline.STEPS
-    overlaps = [
-        min(b for b in sums if start <= b < end) < max(b for b in gradients if start <= b < end) for start, end in shown
-    ]
-    assert any(overlaps)  # all, unless other programs delay the engine's threads
+    within = [[[b for b in begins if start <= b < end] for begins in (sums, gradients)] for start, end in shown]
+    # in all steps, unless other programs delay the engine's threads
+    assert any(min(sums) < max(gradients) for sums, gradients in within)
 
 
 @TWO_CASES
@@ -164,9 +166,9 @@ def test_a_tuned_run_with_shares_is_resumed_with_its_plan_if_only_worker_0_has_i
     folder = train_alone("highlevel", 2, tmp_path / "tuned", tune=(16, 0), shares=(70, 30))
     change_folder = f'if [ "$DMLC_TASK_ID" = 0 ]; then cd "{tmp_path}"; else cd /; fi'
     options = "--kvstore dist_sync --resume tuned --impl highlevel --gpus 1 --epochs 2 --device cpu"
-    train = " ".join(["exec", *runs.TRAIN, options])
-    status, _, err = runs.run("dist_sync", 2, program=["sh", "-c", f"{change_folder}; {train}"])
-    assert status == 0 and "workers" in err and "shares" in err, err  # what has changed
+    program = " ".join([change_folder, "; exec", *runs.TRAIN, options])
+    _, err = train(folder, "dist_sync", 2, program=["sh", "-c", program])
+    assert "workers" in err and "shares" in err, err  # what has changed
     assert records.recorded_options(folder)["tune"] == (16, 0)
     expected = train_alone("highlevel", 2, tmp_path / "whole", epochs=2, tune=(16, 0))
     assert apart(folder, expected) < RTOL
@@ -218,7 +220,7 @@ def by_hand():
 
     yield start
     for one in started:
-        runs.end(one)
+        one.kill()
 
 
 @pytest.mark.parametrize("asked", [(0,), (1, 1), (0, 1, 2) * 2], ids=["scheduler", "server twice", "all twice"])
@@ -275,15 +277,8 @@ def run_program(folder, kvstore, body, count=2, compress=None, **options):
 FAILS, IS_LOST = "raise UsageError(None, None, 'no room')", "os.kill(os.getpid(), 9)"
 
 
-@pytest.mark.parametrize(
-    "engine, rank, what",
-    [
-        *(("dist_sync", rank, what) for rank in (0, 1) for what in (FAILS, IS_LOST)),
-        pytest.param("horovod", 1, FAILS, marks=runs.needs_horovod),
-        pytest.param("horovod", 0, IS_LOST, marks=runs.needs_horovod),
-    ],
-    indirect=["engine"],
-)
+@pytest.mark.parametrize("what", [FAILS, IS_LOST])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_if_a_worker_fails_or_is_lost_one_line_names_it(engine, rank, what, tmp_path):
     body = f"""
         group.all_gather(None)
@@ -403,23 +398,20 @@ def test_every_example_of_a_batch_belongs_to_one_worker(devices):
         assert np.concatenate(parts).tolist() == list(range(n))
 
 
-WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h"}
+WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+ENVIRONMENTS = [  # kvstore, environment, the variable or setting that does not fit
+    ("local", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "kvstore"),  # valid, but training alone would be wrong
+    ("horovod", {}, "kvstore"),  # started alone
+    ("dist_sync", {}, "kvstore"),
+    ("local", {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "2"}, "HOROVOD_RANK"),
+    ("dist_sync", {"DMLC_ROLE": "boss"}, "DMLC_ROLE"),
+    ("dist_sync", {"DMLC_ROLE": "worker"}, "DMLC_PS_ROOT_URI"),
+    ("dist_sync", {**WORKER, "DMLC_NUM_WORKER": "x"}, "DMLC_NUM_WORKER"),
+    ("dist_sync", {**WORKER, "DMLC_TASK_ID": "1"}, "DMLC_TASK_ID"),
+]
 
 
-@pytest.mark.parametrize(
-    "kvstore, environment, named",
-    [
-        # A valid environment, but training alone would be wrong.
-        ("local", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "kvstore"),
-        ("horovod", {}, "kvstore"),  # started alone
-        ("dist_sync", {}, "kvstore"),
-        ("local", {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "2"}, "HOROVOD_RANK"),
-        ("dist_sync", {"DMLC_ROLE": "boss"}, "DMLC_ROLE"),
-        ("dist_sync", {"DMLC_ROLE": "worker"}, "DMLC_PS_ROOT_URI"),
-        ("dist_sync", {**WORKER, "DMLC_NUM_WORKER": "x"}, "DMLC_NUM_WORKER"),
-        ("dist_sync", {**WORKER, "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_TASK_ID": "1"}, "DMLC_TASK_ID"),
-    ],
-)
+@pytest.mark.parametrize("kvstore, environment, named", ENVIRONMENTS)
 def test_an_environment_that_does_not_fit_is_refused_with_the_variable(kvstore, environment, named, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -428,9 +420,7 @@ def test_an_environment_that_does_not_fit_is_refused_with_the_variable(kvstore, 
     assert caught.value.name == named
 
 
-@pytest.mark.parametrize(
-    "compress, kvstore", [("fp16", "dist_sync"), ("2bit:0.5", "local"), ("2bit:0", "dist_sync"), ("2bit", "dist_sync")]
-)
+@pytest.mark.parametrize("compress, kvstore", [("fp16", "dist_sync"), ("2bit:0.5", "local"), ("2bit", "dist_sync")])
 def test_a_compression_that_the_kvstore_does_not_support_is_refused(compress, kvstore):
     with pytest.raises(UsageError) as caught:
         process.check_compress(compress, Process(kvstore))
@@ -444,15 +434,6 @@ def test_2bit_is_refused_for_a_network_with_running_statistics():
     assert len(runs.errors(err)) == 1 and "running statistics" in err
 
 
-def test_a_horovod_that_does_not_load_is_an_error_that_says_how_to_install_it(monkeypatch):
-    monkeypatch.setenv("HOROVOD_RANK", "0")
-    monkeypatch.setenv("HOROVOD_SIZE", "1")
-    monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(Error, match="make horovod"):
-        with workers.join("horovod"):
-            pass
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "no.host.invalid"])
 def test_a_scheduler_that_cannot_listen_is_one_error(host, by_hand, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -461,3 +442,75 @@ def test_a_scheduler_that_cannot_listen_is_one_error(host, by_hand, monkeypatch)
         _, err = scheduler.communicate(timeout=runs.HORIZON)
     assert scheduler.returncode == 1 and err.count("\n") == 1
     assert err.startswith("error: the scheduler: ") and host in err
+
+
+PYTHON = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+WHEEL = f"gluon_mgpu/wheels/mxnet-1.9.1/horovod-0.28.1+gluon.mgpu.2-{PYTHON}-{PYTHON}-linux_x86_64.whl"
+# What the script does up to the wheel, if Horovod is not installed yet.
+BUILD = """
+import build_horovod
+from gluon_mgpu.runtime.errors import Error
+try:
+    print(build_horovod.wheel())
+except Error as error:
+    print(error)
+"""
+
+
+def run_script(program, **environment):
+    environment = {"PYTHONPATH": str(runs.ROOT / "scripts"), **environment}
+    return finished(sys.executable, "-c", program, env=environment, check=True).stdout.strip()
+
+
+def built(folder, *programs):
+    """What build_horovod.wheel() returns or says, with an empty cache, these programs, and no network."""
+    for name in programs:
+        write_program(folder / "bin" / name, "")
+    cache = str(folder / "cache")
+    return run_script(BUILD, XDG_CACHE_HOME=cache, PATH=str(folder / "bin"), PIP_NO_INDEX="1", HOME=cache)
+
+
+@pytest.mark.parametrize("programs, packages", [("", "g++ make"), ("make", "g++"), ("g++", "make"), ("c++", "make")])
+def test_missing_tools_are_one_line_with_their_packages_before_anything_is_fetched(tmp_path, programs, packages):
+    said = built(tmp_path, *programs.split())
+    assert said.count("\n") == 0 and f"apt-get install {packages})" in said
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_kept_wheel_is_used_unless_it_is_truncated_or_altered(tmp_path):
+    kept = tmp_path / "cache" / WHEEL
+    kept.parent.mkdir(parents=True)
+    with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("horovod/__init__.py", "\n".join(map(str, range(1000))))
+    assert built(tmp_path) == str(kept)  # there is no compiler: it was not built
+    whole = kept.read_bytes()
+    for damaged in (whole[:-1], whole[:100], whole[:400] + b"????" + whole[404:]):
+        kept.write_bytes(damaged)
+        assert "g++" in built(tmp_path)
+
+
+def test_a_build_that_fails_leaves_no_wheel_and_names_the_error_and_the_log(tmp_path):
+    said = built(tmp_path, "g++", "make")
+    (log,) = (tmp_path / "cache" / WHEEL).parent.iterdir()
+    assert "ERROR: " in said and str(log) in said and said.count("\n") == 0
+    assert "ERROR: " in log.read_text()
+
+
+@runs.needs_horovod
+def test_two_processes_of_horovodrun_sum_their_arrays():
+    said = run_script("import build_horovod; print(build_horovod.check())", **os.environ)
+    assert said == "Horovod 0.28.1 with MXNet 1.9.1: two processes summed an array with gloo"
+
+
+@pytest.mark.parametrize("count", (1, 2, 3, 4, 5))
+def test_workers_on_one_machine_are_pinned_to_different_cores_if_there_are_enough(count, monkeypatch):
+    cores, found = {0, 2, 3, 5}, [{} for _ in range(count)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    for rank, threads in enumerate(found):
+        monkeypatch.setattr(os, "sched_setaffinity", threads.__setitem__)
+        workers.pin_to_cores(rank, lambda own: [own] * count)
+    pinned = 1 < count <= len(cores)
+    for threads in found:
+        assert threads.keys() == ({int(thread) for thread in os.listdir("/proc/self/task")} if pinned else set())
+    of_workers = [set().union(*threads.values()) for threads in found]
+    assert not pinned or (set().union(*of_workers) == cores and sum(map(len, of_workers)) == len(cores))

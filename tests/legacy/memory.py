@@ -30,20 +30,13 @@ for _ in range({steps}):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 LAYERS = "gluon.nn.Conv2D(32, 3, activation='relu'), gluon.nn.BatchNorm(), gluon.nn.Conv2D(32, 3), gluon.nn.Dense(1)"
+BIG = "x = [nd.ones({}, device) for device in ctx]\nstep = lambda: [{} for a in x]"
+CONVOLUTIONS = f"net = gluon.nn.Sequential()\nnet.add({LAYERS})\nstep = training(net, (16, 3, 224, 224))"
 JOBS = {  # {name: (steps, code that defines step)}
-    "sums of arrays of 200 MB": (
-        20,
-        "x = [nd.ones(50_000_000, device) for device in ctx]\nstep = lambda: [a + a for a in x]",
-    ),
+    "sums of arrays of 200 MB": (20, BIG.format("50_000_000", "a + a")),
     "training a dense layer of 100 MB": (10, "step = training(gluon.nn.Dense(5000), (64, 5000))"),
-    "training convolutions, activations of 100 MB": (
-        4,
-        f"net = gluon.nn.Sequential()\nnet.add({LAYERS})\nstep = training(net, (16, 3, 224, 224))",
-    ),
-    "topk of arrays of 100 MB": (
-        40,
-        "x = [nd.ones((25_000, 1000), device) for device in ctx]\nstep = lambda: [nd.topk(a, k=3) for a in x]",
-    ),
+    "training convolutions, activations of 100 MB": (4, CONVOLUTIONS),
+    "topk of arrays of 100 MB": (40, BIG.format("(25_000, 1000)", "nd.topk(a, k=3)")),
 }
 RUN = ["-m", "gluon_mgpu", "run", "--gpus", "2"]
 COLUMNS = {"stock MXNet": ([], {"OMP_NUM_THREADS": "1"})}  # with more threads, two contexts can hang

@@ -25,8 +25,8 @@ def install(program: Path) -> Path:
     folder = FOLDER / program.stem
     if not folder.exists():
         packages = shlex.split(program.read_text().splitlines()[0])[3:]
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--target", str(folder), *packages], check=True)
+        options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
+        subprocess.run([sys.executable, "-m", "pip", "install", *options, *packages], check=True)
     return folder
 
 
@@ -39,18 +39,14 @@ def start(command: list[str], program: Path, folder: Path) -> str:
     return "runs" if run.returncode == 0 else (errors or [f"exit status {run.returncode}"])[-1]
 
 
-def main(chosen: list[str]) -> int:
-    numpy = metadata.version("numpy")
-    print(f"| Python {platform.python_version()}, NumPy {numpy} | `python` | `gluon-mgpu run` |\n|---|---|---|")
-    failed = 0
+if __name__ == "__main__":
+    chosen, failed = sys.argv[1:], 0
+    print(f"| Python {platform.python_version()}, NumPy {metadata.version('numpy')} | `python` | `gluon-mgpu run` |")
+    print("|---|---|---|")
     for program in sorted(PROGRAMS.glob("*.py")):
         if not chosen or program.stem in chosen:
             folder = install(program)
             plain, run = (start(command, program, folder) for command in ([sys.executable], RUN))
             failed += run != "runs"
             print(f"| {program.stem} | {plain} | {run} |", flush=True)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(bool(failed))

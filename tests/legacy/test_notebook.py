@@ -9,11 +9,10 @@ from pathlib import Path
 
 import lenet64
 import numpy as np
-import own_process
 import pytest
 import runs
 import tiny
-from printed import arrays
+from runs import arrays
 
 from gluon_mgpu.legacy import notebook
 from gluon_mgpu.runtime import engine
@@ -53,7 +52,7 @@ def outputs(path):
 
 
 def command(environment, *arguments):
-    return own_process.command(*arguments, env=environment)
+    return runs.gluon_mgpu(*arguments, env=environment)
 
 
 EXECUTE = f"""
@@ -66,7 +65,7 @@ nbformat.write(notebook, sys.argv[1])
 
 def execute(path, environment):
     """Execute a notebook with the installed kernel, in place."""
-    run = own_process.finished(sys.executable, "-c", EXECUTE, path, path.parent, env=environment, timeout=600)
+    run = runs.finished(sys.executable, "-c", EXECUTE, path, path.parent, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr
 
 
@@ -98,19 +97,15 @@ def test_ctrl_c_ends_with_one_line(tmp_path, environment):
     assert process.returncode == 130 and "Traceback" not in error, error
 
 
-def test_a_folder_that_does_not_exist_is_refused_before_anything_runs(tmp_path, environment):
+def test_a_missing_folder_and_a_file_that_is_not_a_notebook_are_refused_before_anything_runs(tmp_path, environment):
     path = write(tmp_path / "old.ipynb", ["open('started', 'w').close()"])
     assert command(environment, "run", "--out", tmp_path / "no" / "new.ipynb", path).returncode == 2
+    for content in ("", "{}", '{"cells": 3}', "not JSON"):
+        path.write_text(content)
+        run = command(environment, "run", path)
+        assert run.returncode == 2 and str(path) in run.stderr and len(run.stderr.splitlines()) == 1
+        assert path.read_text() == content
     assert not (tmp_path / "started").exists()
-
-
-@pytest.mark.parametrize("content", ["", "{}", '{"cells": 3}', "not JSON"])
-def test_a_file_that_is_not_a_notebook_is_refused_and_left_unchanged(tmp_path, environment, content):
-    path = tmp_path / "old.ipynb"
-    path.write_text(content)
-    run = command(environment, "run", path)
-    assert run.returncode == 2 and str(path) in run.stderr and len(run.stderr.splitlines()) == 1
-    assert path.read_text() == content
 
 
 def test_the_kernel_runs_notebooks_and_can_be_removed(tmp_path, environment, install):

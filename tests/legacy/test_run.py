@@ -1,14 +1,21 @@
-"""`gluon-mgpu run` runs programs as `python` does, and adds what old MXNet programs need. Each test runs a program."""
+"""`gluon-mgpu run` runs programs as `python` does, and adds what old MXNet programs need: names, contexts, downloads.
+
+MNIST and Fashion-MNIST come from verified files. Each test runs a program.
+"""
 
 import json
 import sys
 import textwrap
 
+import numpy as np
 import pytest
-from own_process import command, finished
+import tiny
+from runs import finished
+from runs import gluon_mgpu as command
 
 from gluon_mgpu.legacy import prepare
 from gluon_mgpu.runtime import engine
+from gluon_mgpu.training import datasets
 
 
 @pytest.fixture
@@ -85,7 +92,7 @@ def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
 
 
 def test_mxnets_old_name_is_there_and_a_result_with_one_element_is_a_number(program):
-    text = """
+    run = program("""
         import math, pickle, mxnet as mx, numpy as np
         assert mx.gluon.autograd.record
         mean, losses = mx.nd.array([1.5, 2.5]).mean().asnumpy(), np.zeros(2)
@@ -95,8 +102,7 @@ def test_mxnets_old_name_is_there_and_a_result_with_one_element_is_a_number(prog
             assert type(computed) is np.ndarray
         assert isinstance(mean.sum(), np.float32) and isinstance(mean[0], np.float32)
         float(mx.nd.ones(2).asnumpy())
-    """
-    run = program(text)
+    """)
     assert run.stdout == "2.00 2 2.0 2 2.0 [0. 2.] array([2.], dtype=float32)\n", run.stderr
     assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("TypeError: only ")
 
@@ -125,8 +131,8 @@ def test_an_installed_book_is_the_one_that_is_imported(program, tmp_path, book):
     assert program(f"import {book}; print({book}.name)").stdout == "installed\n"
 
 
-def test_recordio_packs_labels_and_images_with_any_numpy(program):
-    text = """
+def test_records_keep_labels_and_images_and_metrics_add_up_in_float64_with_any_numpy(program):
+    run = program("""
         import mxnet as mx, numpy as np
         packed = mx.recordio.pack(mx.recordio.IRHeader(0, [4.0, 5.0], 1, 0), b"data")
         header, data = mx.recordio.unpack(packed)
@@ -138,21 +144,12 @@ def test_recordio_packs_labels_and_images_with_any_numpy(program):
         mx.recordio.cv2 = OpenCV
         packed = mx.recordio.pack_img(mx.recordio.IRHeader(0, 3.0, 1, 0), np.arange(4, dtype=np.uint8), 9, ".png")
         print(list(mx.recordio.unpack(packed)[1]))
-    """
-    run = program(text)
-    assert run.stdout == "[4. 5.] 2 b'data' 3.0\n[0, 1, 2, 3]\n", run.stderr
-
-
-def test_metrics_add_up_in_float64_with_any_numpy(program):
-    text = """
-        import json, mxnet as mx, numpy as np
         loss = mx.metric.Loss()
         for value in (2.0**24, 1, 1):
             loss.update(None, [mx.nd.array([value])])
-        print(json.dumps([loss.get()[1] * 3 - 2**24, loss.get_global()[1] * 3 - 2**24]))
-    """
-    run = program(text)
-    assert run.stdout == "[2.0, 2.0]\n", run.stderr
+        print(loss.get()[1] * 3 - 2**24 == loss.get_global()[1] * 3 - 2**24 == 2)
+    """)
+    assert run.stdout == "[4. 5.] 2 b'data' 3.0\n[0, 1, 2, 3]\nTrue\n", run.stderr
 
 
 NUMPY = """
@@ -235,7 +232,7 @@ def test_a_module_of_the_program_hides_pythons(program, tmp_path):
 
 
 def test_a_new_context_does_not_raise_the_errors_of_other_operators(program):
-    text = """
+    run = program("""
         import mxnet as mx
         bad = mx.nd.random.normal(0, -1, shape=(3,))
         mx.cpu(3)
@@ -243,8 +240,8 @@ def test_a_new_context_does_not_raise_the_errors_of_other_operators(program):
             bad.asnumpy()
         except mx.MXNetError:
             print("raised here")
-    """
-    assert program(text).stdout == "raised here\n"
+    """)
+    assert run.stdout == "raised here\n"
 
 
 def test_pythons_flags_reach_the_program(program):
@@ -259,13 +256,98 @@ def test_another_sitecustomize_still_runs(program, tmp_path):
     assert program("print(customized)", PYTHONPATH=str(tmp_path / "site")).stdout == "1\n"
 
 
-@pytest.mark.parametrize("text", ["{", '{"gpus": 0}', '{"other": 1}', "[1]"])
-def test_settings_that_run_did_not_make_are_refused(program, text):
-    environment = {**prepare.environment(prepare.Preparation()), prepare.VARIABLE: text}
-    run = program("print(1)", by_python=True, **environment)
-    assert run.stdout == "" and "error: " in run.stderr
+START = "import json, sys; from gluon_mgpu.training import datasets; datasets.SHA256 = json.loads(sys.argv[1])\n"
 
 
-def test_a_missing_program_is_a_wrong_command():
-    run = command("run", "no-such.py")
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """(folder, hashes) of two tiny data sets in MNIST's format; image i of mnist has the value i + 1 everywhere."""
+    folder, hashes = tmp_path_factory.mktemp("data"), {}
+    for shift, name in enumerate(("mnist", "fashion-mnist"), 1):
+        values = np.arange(20, dtype=np.uint8) + shift
+        images, labels = np.repeat(values, 28 * 28).reshape(-1, 1, 28, 28), values % 10
+        dataset = datasets.Dataset(name, images, labels, images[:10], labels[:10], source="")
+        hashes[name] = tiny.write(folder / name, dataset)
+    return folder, hashes
+
+
+@pytest.fixture
+def download(data, tmp_path):
+    """download(text) runs it where the downloads are replaced, in an empty folder that is also the home."""
+
+    def run(text):
+        folder, hashes = data
+        folders = {"GLUON_MGPU_DATA": str(folder), "HOME": str(tmp_path), "MXNET_HOME": str(tmp_path / "mx")}
+        environment = {**prepare.environment(prepare.Preparation()), **folders}
+        words = [sys.executable, "-c", START + textwrap.dedent(text), json.dumps(hashes)]
+        return finished(*words, env=environment, cwd=tmp_path)
+
+    return run
+
+
+def test_gluons_data_sets_read_the_verified_files(download):
+    run = download("""
+        from mxnet.gluon.data import vision
+        for kind in vision.MNIST, vision.FashionMNIST:
+            for train in True, False:
+                data = kind(train=train)
+                print(len(data), data[3][0].shape, int(data[3][0].max().asscalar()), int(data[3][1]))
+    """)
+    lines = [f"{n} (28, 28, 1) {3 + shift} {3 + shift}" for shift in (1, 2) for n in (20, 10)]
+    assert run.stdout.splitlines() == lines, run.stderr
+
+
+@pytest.mark.parametrize("before", ["", "mx.test_utils.get_mnist_ubyte()"], ids=["given names", "archive"])
+def test_mnist_functions_and_iterators_read_the_verified_files(download, before):
+    run = download(f"""
+        import mxnet as mx
+        import mxnet.test_utils
+        {before}
+        mnist = mx.test_utils.get_mnist()
+        print(mnist["train_data"].shape, round(mnist["train_data"][4].max() * 255), mnist["test_label"][4])
+        batch = next(mx.io.MNISTIter(
+            image="data/t10k-images-idx3-ubyte", label="data/t10k-labels-idx1-ubyte", batch_size=5, shuffle=False))
+        print(batch.data[0].shape, round(float(batch.data[0][4].max().asscalar()) * 256), batch.label[0][4].asscalar())
+    """)
+    assert run.stdout == "(20, 1, 28, 28) 5 5\n(5, 1, 28, 28) 5 5.0\n", run.stderr
+
+
+def test_a_damaged_copy_is_written_again(download, tmp_path):
+    code = "from mxnet.gluon.data.vision import MNIST; print(len(MNIST('copies', train=False)))"
+    assert download(code).stdout == "10\n"
+    file = tmp_path / "copies" / "t10k-images-idx3-ubyte.gz"
+    file.write_bytes(file.read_bytes()[:20])
+    assert download(code).stdout == "10\n"
+
+
+ANY_OTHER = {
+    "mx.gluon.utils.download('http://127.0.0.1:1/a/net.params', path='models')": "models",
+    "mx.test_utils.download('http://127.0.0.1:1/a/b.zip', dirname='data')": "data/b.zip",
+    "mx.gluon.model_zoo.vision.alexnet(pretrained=True)": "alexnet-",
+}
+
+
+@pytest.mark.parametrize("call", ANY_OTHER)
+def test_any_other_download_that_fails_names_the_file_and_its_place(download, tmp_path, call):
+    imports = "import mxnet as mx, mxnet.test_utils, os; os.environ['MXNET_GLUON_REPO'] = 'http://127.0.0.1:1'"
+    run = download(f"{imports}\n{call}")
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 1 and last.startswith("OSError: ") and "127.0.0.1:1/" in last
+    assert str(tmp_path) in last and ANY_OTHER[call] in last
+
+
+def test_a_download_takes_its_arguments_by_position_as_mxnets_does(download, tmp_path):
+    (tmp_path / "served").write_text("content")
+    run = download("""
+        import functools, http.server, threading
+        import mxnet as mx, mxnet.test_utils
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=".")
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/served"
+        print(open(mx.gluon.utils.download(url, "first", True, None, 3, True)).read())
+        print(open(mx.test_utils.download(url, "second", None, True, 3)).read())
+        mx.gluon.utils.download(url, "first", False, "wrong", 3)
+    """)
+    assert run.stdout.count("content\n") == 2, run.stderr
+    assert run.returncode == 1 and "UserWarning" in run.stderr.splitlines()[-1]

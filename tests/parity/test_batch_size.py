@@ -5,18 +5,15 @@ import json
 import shutil
 import sys
 
-import mxnet as mx
 import numpy as np
-import printed
 import pytest
+import runs
 from batch_size import experiment as lecture
 from batch_size.cli import batch_size as command
-from own_process import finished
-from runs import ROOT
+from runs import ROOT, finished
 
 from gluon_mgpu import implementations
 from gluon_mgpu.training import records
-from gluon_mgpu.training.records import Epoch
 
 SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
 FOLDERS = (
@@ -48,17 +45,6 @@ def test_the_runs_are_those_of_the_lecture_with_one_seed(experiment):
     np.testing.assert_allclose(metrics(experiment[0])["learning_rate"], np.repeat([[0.2, 0.2, 0.2, 0.2, 0.4]], 2, 0).T)
 
 
-def test_the_table_has_the_median_seconds_the_speed_up_and_every_accuracy(experiment):
-    out, text = experiment
-    assert (out / "batch-size.png").read_bytes().startswith(b"\x89PNG")
-    found = metrics(out)
-    seconds = np.median(found["train_seconds"], axis=1)
-    lrs = (0.2, 0.2, 0.2, 0.2, 0.4)
-    for row, lr, s, accuracies in zip(text.splitlines()[2:7], lrs, seconds, found["test_accuracy"]):
-        numbers = [f"{s:.2f}", f"{seconds[0] / s:.2f}", *(f"{a:.2f}" for a in accuracies)]
-        assert row.split()[-5:] == [str(lr), *numbers]
-
-
 def test_one_and_two_devices_learn_the_same_from_equal_batches_only(experiment):
     one, two, one_large, large, scaled = metrics(experiment[0])["train_loss"]
     for a, b in ((large, two), (scaled, two), (scaled, large)):
@@ -66,32 +52,16 @@ def test_one_and_two_devices_learn_the_same_from_equal_batches_only(experiment):
             assert np.abs(same).max() < np.abs(a - b).max() / 100
 
 
-def test_the_picture_has_every_run_and_nothing_is_cut_off():
-    config = {"model": "lenet", "dataset": "fashion-mnist", "impl": "scratch", "seed": 1}
-    results = [
-        lecture.Result(r, config, [Epoch(e, 9.0, 1000.0, 1.0, 0.1 * (i + 1) * e, 0.2) for e in (1, 2)])
-        for i, r in enumerate(lecture.RUNS)
-    ]
-    pixels = printed.pixels(lecture.draw, results)
-    for color in ("b2b2b2", "000000", "ffd0a0", "ff7f0e", "1f77b4"):
-        assert printed.of_color(pixels, color).sum() > 100
-
-
-def test_the_csv_file_has_the_step_of_every_epoch(experiment):
-    rows = csv.DictReader((experiment[0] / "batch-size.csv").open())
-    assert [int(row["step"]) for row in rows] == [5, 10, 5, 10, 3, 6, 3, 6, 3, 6]  # 1200 examples in batches
-
-
 def test_finished_runs_are_shown_again_and_not_trained_again(experiment, capfd):
     out, text = experiment
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    assert printed.call(capfd, command, *SMALL, "--out", out) == (0, text, "")
+    assert runs.call(capfd, command, *SMALL, "--out", out) == (0, text, "")
     assert {path: path.stat().st_mtime_ns for path in before} == before and len(before) == 5
 
 
 @pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
 def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
-    printed.error(capfd, command, *SMALL, "--out", experiment[0], *options)
+    runs.error(capfd, command, *SMALL, "--out", experiment[0], *options)
 
 
 def test_more_epochs_continue_the_runs(experiment, tmp_path):
@@ -123,13 +93,3 @@ def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monk
     written = [((int(row["batch_size"]), float(row["lr"])), int(row["step"])) for row in rows]
     assert written == list(zip(pairs, (10, 10, 5, 5)))
     assert (tmp_path / "batch-size-sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_machine_with_one_gpu_is_refused_in_terms_of_the_commands_own_options(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)
-    assert "--device auto: " in printed.error(capfd, command, *SMALL[:-2], "--device", "auto", "--out", tmp_path)
-
-
-def test_a_run_that_fails_says_so_in_one_line_and_leaves_no_picture(tmp_path, capfd):
-    printed.error(capfd, command, *SMALL, "--out", tmp_path / "new", "--lr", "1e37", status=1)
-    assert not list(tmp_path.rglob("*.png"))

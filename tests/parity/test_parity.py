@@ -1,7 +1,7 @@
 """Parity as a whole: what the checks report on this code, on the notebooks' recorded values and on planted faults."""
 
+import itertools
 import json
-import shlex
 import sys
 from pathlib import Path
 
@@ -10,13 +10,14 @@ import mxnet as mx
 import numpy as np
 import pytest
 from batch_size import experiment as lecture
-from own_process import finished
 from parity import bands, claims, drift, examples
 from parity import run as whole
 from parity.cli import parity
-from printed import call, error
+from parity.run import RECORDED
+from runs import call, finished
 
 from gluon_mgpu.training import datasets, recipes, records
+from gluon_mgpu.training.recipes import RECIPES
 
 CTX = [mx.cpu(i) for i in range(4)]
 STEPS = 2  # enough for every fault; parity itself takes more
@@ -73,12 +74,6 @@ def test_a_planted_fault_is_caught_in_each_implementation(fault, made, reference
         assert failed(of_impl) == CAUGHT[fault]
 
 
-def test_a_fault_in_scratch_is_not_found_in_highlevel(made, reference, monkeypatch):
-    monkeypatch.setattr(faults.scratch, "sgd", lambda params, lr, batch_size: None)
-    found = list(drift.check(drift.measure(CTX[:2], made, reference)))
-    assert {f.claim.split(":")[0] for f in found if not f.holds} == {"scratch"}
-
-
 def test_float32_sums_in_any_order_are_within_the_limit_of_a_step():
     rng = np.random.default_rng(0)
     before = {"W1": rng.standard_normal(100)}
@@ -111,21 +106,13 @@ OUTSIDE = {
 }
 
 
-TRAIN_WITH_FAULT = """
-import sys
-from gluon_mgpu.commands.train import train
-import faults
-getattr(faults, sys.argv[1])(setattr)
-train(sys.argv[2:])
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", OUTSIDE)
 @pytest.mark.parametrize("fault", CAUGHT)
 def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_path):
+    code = f"import faults; from gluon_mgpu.commands.train import train; faults.{fault}(setattr); train()"
     options = ("--recipe", recipe, "--seed", "1", "--device", "cpu", "--out", tmp_path / "run")
-    done = finished(sys.executable, "-c", TRAIN_WITH_FAULT, fault, *options, cwd=HERE, timeout=None)
+    done = finished(sys.executable, "-c", code, *options, cwd=HERE, timeout=None)
     assert done.returncode == 0 or "not finite" in done.stderr, done.stderr
     held = []
     if done.returncode == 0:
@@ -136,22 +123,11 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
 
 
 # The whole command, made small
-
-SMALL = {
-    "impl": "scratch",
-    "dataset": "synthetic",
-    "num_gpus": 2,
-    "batch_size": 64,
-    "lr": 0.1,
-    "epochs": 2,
-    "limit": 300,
-}
-
-
 def add_recipe(monkeypatch, name, accuracy=(0.1, 0.1), **options):
     """Add a recipe that trains for a moment; two kept runs of it are made up."""
+    small = {"impl": "scratch", "dataset": "synthetic", "num_gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}
     monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
-    monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**SMALL, **options}, accuracy))
+    monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**small, "epochs": 2, **options}, accuracy))
 
 
 def times(folder):
@@ -195,26 +171,6 @@ def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(tmp_
     assert [finding.holds for finding in findings if "diverges" in finding.claim] == [False]
 
 
-@pytest.mark.parametrize("out", ["", "a-file", "locked"])
-def test_an_unusable_out_is_refused_at_once(out, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a-file").touch()
-    monkeypatch.chdir(tmp_path)
-    with whole._locked("locked"):
-        assert call(capsys, parity, "--out", out)[0] == 2
-
-
-@pytest.mark.parametrize("options", ["--seeds 4,4", "--quick --seeds 3"])
-def test_wrong_seeds_are_one_line_that_names_the_option_and_exit_status_2(options, capsys):
-    assert "--seeds" in error(capsys, parity, *options.split())
-
-
-def test_the_examples_in_help_are_valid_commands():
-    for example in parity.examples:
-        program, script, *options = shlex.split(example)
-        assert (program, script) == ("python", "scripts/parity.py")
-        parity.make_context("parity", options)
-
-
 # The claims of the lecture
 
 
@@ -249,3 +205,44 @@ def test_a_second_device_that_learns_less_fails_and_times_alone_never_do():
     one = (0.1, 0.6, 0.7, 0.75)
     broken = experiment(one, (0.1, 0.1, 0.1, 0.1), one, one, seconds=(10, 30, 10, 30, 30))
     assert holding([broken])[:3] == [False, None, None]
+
+
+def test_a_band_follows_the_formula_and_allows_for_the_rounding_of_the_recorded_accuracy():
+    runs, kept = [[0.7], [0.8]], [[0.68], [0.7], [0.74]]
+    today, log_kept = np.log([0.3, 0.2]), np.log([0.32, 0.3, 0.26])
+    (band,) = bands.bands(runs, (0.75,), kept, bands.decimals((0.1, 0.75)))
+    reach = 5 * np.sqrt(np.var(log_kept) * 3 / 2) * np.sqrt(3 / 2)
+    assert band.high == pytest.approx(1 - np.exp(today.mean() - reach) + 0.005)
+    assert band.low == pytest.approx(max(0, 1 - np.exp(today.mean() + reach) - 0.005))
+
+
+def test_a_band_is_as_wide_as_kept_runs_differ_or_half_as_wide_as_the_next():
+    spread = np.array([0.02, 0.2, 0.02, 0])
+    kept = 1 - 0.3 * np.exp(spread * np.random.default_rng(0).standard_normal((17, 4)))  # errors are log-normal
+    widths = [np.log((1 - band.low) / (1 - band.high)) for band in bands.bands(kept[:3], [0.7] * 4, kept, digits=9)]
+    assert widths[0] == pytest.approx(widths[1] / 2)
+    assert widths[1] > 5 * widths[2] > 0 and widths[3] < 1e-6
+
+
+@pytest.mark.parametrize("recipe", RECORDED)
+def test_a_run_that_never_learns_is_outside_and_every_kept_run_within(recipe):
+    kept = bands.kept(recipe).values()
+    assert len(kept) == 17
+    for accuracies in kept:
+        assert all(band.holds for band in bands.among_kept(recipe, accuracies))
+    assert not all(band.holds for band in bands.among_kept(recipe, [0.1] * len(accuracies)))
+
+
+@pytest.mark.parametrize("recipe", RECORDED)
+def test_fewer_than_1_in_100_ways_to_draw_the_notebook_and_todays_runs_from_the_kept_ones_raises_an_alarm(recipe):
+    kept = np.array([*bands.kept(recipe).values()])
+    digits = bands.decimals(RECIPES[recipe].test_accuracy)
+    found, ways = 0, 0
+    for record in range(len(kept)):
+        rest = [i for i in range(len(kept)) if i != record]
+        for today in itertools.combinations(rest, 3):
+            held = bands.bands(kept[list(today)], kept[record], kept[rest], digits)
+            found += not all(band.holds for band in held)
+            ways += 1
+    print(f"{recipe}: {found} of {ways}")
+    assert found < ways / 100

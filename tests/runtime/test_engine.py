@@ -1,13 +1,12 @@
 """Settings that MXNet reads when it loads. Checks run in separate processes."""
 
 import os
-import sys
 
 import pytest
-from own_process import overlap, program, python
+from runs import overlap, program, python
 
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import UsageError
 
 CORES = len(os.sched_getaffinity(0))
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
@@ -33,27 +32,19 @@ CONVOLUTION = program("""
     print(*(f(a).asscalar() for a in (y, W.grad) for f in (nd.min, nd.max)))
 """)
 RIGHT = {2: (PRODUCTS, "1.0 1.0\n"), 1: (CONVOLUTION, f"{20 * 5 * 5}.0 {20 * 5 * 5}.0 {64 * 9 * 9}.0 {64 * 9 * 9}.0\n")}
+OF_2_CONTEXTS = ["OMP_NUM_THREADS=2", "OMP_NUM_THREADS=2,2 OMP_NESTED=true OMP_DYNAMIC=true", "MXNET_OMP_MAX_THREADS=4"]
+OF_2_CONTEXTS += ["MXNET_CPU_WORKER_NTHREADS=3 OMP_NUM_THREADS=2", "MXNET_ENGINE_TYPE=ThreadedEngine OMP_NUM_THREADS=2"]
+OF_2_CONTEXTS += ["MXNET_ENGINE_TYPE=NaiveEngine"]
+OF_2_CONTEXTS += ["MXNET_MKLDNN_CACHE_NUM=-1 MXNET_USE_FUSION=false MXNET_KVSTORE_USETREE="]
+# Without configure, the first of these hangs, and these give wrong results.
+OF_1_CONTEXT = [f"OMP_NUM_THREADS=2 OMP_{more}" for more in ("DYNAMIC=true", "THREAD_LIMIT=1", "MAX_ACTIVE_LEVELS=0")]
+OF_1_CONTEXT += ["OMP_NUM_THREADS=abc"]
+ENVIRONMENTS = [*((2, text) for text in OF_2_CONTEXTS), *((1, text) for text in OF_1_CONTEXT)]
 
 
-@pytest.mark.parametrize(
-    "contexts, setting",
-    [
-        (2, {"OMP_NUM_THREADS": "2"}),  # without configure, this one hangs
-        (2, {"OMP_NUM_THREADS": "2,2", "OMP_NESTED": "true", "OMP_DYNAMIC": "true"}),
-        (2, {"MXNET_OMP_MAX_THREADS": "4"}),
-        (2, {"MXNET_CPU_WORKER_NTHREADS": "3", "OMP_NUM_THREADS": "2"}),
-        (2, {"MXNET_ENGINE_TYPE": "ThreadedEngine", "OMP_NUM_THREADS": "2"}),
-        (2, {"MXNET_ENGINE_TYPE": "NaiveEngine"}),
-        (2, {"MXNET_MKLDNN_CACHE_NUM": "-1", "MXNET_USE_FUSION": "false", "MXNET_KVSTORE_USETREE": ""}),
-        (1, {"OMP_NUM_THREADS": "2", "OMP_DYNAMIC": "true"}),  # without configure, these three give wrong results
-        (1, {"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"}),
-        (1, {"OMP_NUM_THREADS": "2", "OMP_MAX_ACTIVE_LEVELS": "0"}),
-        (1, {"OMP_NUM_THREADS": "abc"}),
-    ],
-    ids=str,
-)
-def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts, setting):
-    code, expected = RIGHT[contexts]
+@pytest.mark.parametrize("contexts, text", ENVIRONMENTS)
+def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts, text):
+    (code, expected), setting = RIGHT[contexts], dict(part.split("=") for part in text.split())
     done = python(CONFIGURE.format(contexts) + code, **setting)
     assert done.stdout == expected, done.stderr
     for name in setting.keys() & {"OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"}:
@@ -151,13 +142,6 @@ def test_a_configured_allocator_maps_only_arrays_above_32_mib():
     """)
     assert python(code).stdout == "1 0 1\n"
     assert python(code, MALLOC_MMAP_THRESHOLD_="131072").stdout == "1 1 1\n"  # the user's setting is kept
-
-
-def test_a_missing_mxnet_is_an_error_that_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "mxnet", raising=False)
-    with pytest.raises(Error, match="pip install"):
-        engine.configure(1)
 
 
 BAD = ["CPU_WORKER_NTHREADS=0", "CPU_PRIORITY_NTHREADS=-1", "CPU_TEMP_COPY=x", "ENGINE_TYPE=", "USE_FUSION=-1"]

@@ -13,10 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, namedtuple
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -85,16 +86,16 @@ class Box:
 
     # Commands
 
-    def train(self, plan, *more, **options):
+    def train(self, plan, *more, restarts=0, **options):
         """Run train.py with a plan's options, on a plan's number of workers."""
-        words = [f"--{name}={value}" for name, value in plan.items() if name not in ("workers", "restarts")]
+        words = [f"--{name}={value}" for name, value in plan.items() if name != "workers"]
         command = [sys.executable, str(ROOT / "scripts/train.py"), "--device=cpu", *words, *map(str, more)]
         workers = plan.get("workers", 1)
         if plan.get("kvstore") == "horovod":
             horovodrun = str(Path(sys.executable).with_name("horovodrun"))
             command = [horovodrun, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *command]
         elif workers > 1:
-            counts = [f"--workers={workers}", f"--restarts={plan.get('restarts', 0)}"]
+            counts = [f"--workers={workers}", f"--restarts={restarts}"]
             command = [sys.executable, str(ROOT / "scripts/launch.py"), *counts, "--", *command]
         return self.run(command, **options)
 
@@ -131,26 +132,17 @@ class Box:
         self.log.append(shlex.join([*(f"{n}={v}" for n, v in environment.items()), *command])[:2000])
         self.counts["starts"] += 1
         before = self.files(paths)
-        began, sent, failed = time.monotonic(), [], []
+        began, sent = time.monotonic(), []
         with open(self.folder / "out", "w+b") as out, open(self.folder / "err", "w+b") as err:
-            process = subprocess.Popen(
-                command,
-                env={**self.environment, **environment},
-                cwd=self.folder / "cwd",
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                preexec_fn=lambda: _prepare_child(limits or {}, ordinary),
-            )
-            arguments = (self, process, sent, failed)
-            threads = [threading.Thread(target=_disturb, args=(fault, *arguments), daemon=True) for fault in faults]
-            for thread in threads:
-                thread.start()
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            options = {"env": {**self.environment, **environment}, "cwd": self.folder / "cwd", **streams}
+            prepare = partial(_prepare_child, limits or {}, ordinary)
+            process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare, **options)
+            pool = ThreadPoolExecutor(1 + len(faults))
+            disturbing = [pool.submit(fault, self, process, sent) for fault in faults]
             try:
                 status = self._wait(process, began + seconds)
-                for thread in threads:
-                    thread.join(SECONDS_TO_END)
+                ended, _ = wait(disturbing, SECONDS_TO_END)
                 left = self._left_processes()
             finally:
                 self.kill()
@@ -160,6 +152,7 @@ class Box:
         self.counts["signals"] += len(sent)
         self.counts["kills"] += sent.count(signal.SIGKILL)
         self.killed = signal.SIGKILL in sent and status != 0
+        failed = [fault.exception() for fault in ended if fault.exception()]
         self.require(not failed, f"the test itself failed: {failed}", done)
         self._check_end(done, left, command, may_crash)
         changed = {path for path, what in self.files(paths).items() ^ before.items()}
@@ -229,7 +222,7 @@ class Box:
     def finish(self, plan):
         """Without faults, the run in the folder `out` can be finished, with the bits of an undisturbed run."""
         self.check_checkpoint()
-        done = self.go_on({**plan, "restarts": 0} if "restarts" in plan else plan)
+        done = self.go_on(plan)
         self.require(done.status == 0, "the run cannot be finished", done)
         self.require(set(os.listdir(self.out)) == FILES, f"has the files {sorted(os.listdir(self.out))}", done)
         # With dist_sync, the order in which the gradients of more than 2 workers arrive changes the rounding.
@@ -263,20 +256,16 @@ class Box:
         }
         if plan["impl"] == "highlevel":
             plan["model"] = rng.choice(("lenet", "lenet-max"))
-        plan = plan if workers == 1 else {**plan, "workers": workers, "kvstore": kvstore}
-        if plan["impl"] == "highlevel":
-            self.undisturbed(plan)  # measures how the network is tuned, before anything disturbs that
-        return plan
+        return plan if workers == 1 else {**plan, "workers": workers, "kvstore": kvstore}
 
     def undisturbed(self, plan):
         """The folder of an undisturbed run of a plan, which is run once and kept in the cache."""
-        name = "-".join(str(value) for key, value in sorted(plan.items()) if key != "restarts")
+        name = "-".join(str(value) for _, value in sorted(plan.items()))
         folder = self.cache / re.sub(r"\W", "_", name)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "seconds").exists():
-                plan = {name: value for name, value in plan.items() if name != "restarts"}
                 surroundings, self.surroundings = self.surroundings, {}
                 shutil.rmtree(folder / "run", ignore_errors=True)  # of a scenario that was killed
                 done = self.train(plan, "--out", folder / "run")
@@ -335,13 +324,6 @@ def kill(folder):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def _disturb(fault, box, process, sent, failed):
-    try:
-        fault(box, process, sent)
-    except Exception as error:
-        failed.append(error)
 
 
 def be_ordinary():

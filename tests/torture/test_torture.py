@@ -1,7 +1,10 @@
-"""A box finds each kind of broken invariant; scenarios repeat from their seed."""
+"""A box finds each kind of broken invariant; scenarios repeat from their seed. `make test-faults` also runs a test that
+loses each process of a run, and prints which, when, the seconds until every process had ended, and what was left.
+"""
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -9,13 +12,22 @@ import sys
 import time
 
 import box
-import crashes
 import fuzz
 import numpy as np
 import pytest
+import runs
 import torture
+from scenarios import Send
 
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, records
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """A box for the commands of a test."""
+    (tmp_path / "box").mkdir()
+    return box.Box(random.Random(1), tmp_path / "box", tmp_path, isolated=False)
+
 
 BROKEN = {
     "did not end in time": "import time; time.sleep(60)",
@@ -39,11 +51,6 @@ def test_a_box_finds_what_breaks_an_invariant_and_ends_all_its_processes(line, e
     assert not empty.processes()
 
 
-def test_a_box_accepts_a_refused_command_and_a_changed_cache(empty):
-    code = "import os, sys; os.makedirs(os.environ['HOME'] + '/.cache/matplotlib'); sys.exit('error: x')"
-    assert empty.run([sys.executable, "-c", code]).status == 1
-
-
 def test_a_box_finds_other_bits_and_an_incomplete_checkpoint(empty):
     for name, number in (("a", 1), ("b", 1), ("c", 2)):
         (empty.folder / name).mkdir()
@@ -58,22 +65,6 @@ def test_a_box_finds_other_bits_and_an_incomplete_checkpoint(empty):
         empty.check_checkpoint(empty.folder / "a")
 
 
-def test_a_scenario_that_hangs_and_an_error_of_the_test_itself_are_violations(tmp_path, monkeypatch):
-    monkeypatch.setattr(torture, "SECONDS", 0.2)
-    runner = torture.Runner(0.01, 1, ["readers"])
-    runner.run(str(tmp_path))
-    assert runner.counts["readers", "violations"] and runner.table()
-    runner = torture.Runner(0.01, 1, ["readers"])
-    monkeypatch.setattr(runner, "_count", None)
-    runner.run(str(tmp_path))
-    assert runner.table()
-
-
-def test_after_its_time_a_scenario_ends_without_another_command(empty):
-    (empty.folder / "box").mkdir()
-    assert torture.one("environment", 1, empty.folder / "box", empty.cache, until=0) == torture.CUT
-
-
 def test_after_sigterm_nothing_is_left(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, torture.__file__, "--only", "readers"], env=environment)
@@ -84,28 +75,13 @@ def test_after_sigterm_nothing_is_left(tmp_path):
     assert not list(tmp_path.iterdir()) and not box.processes(tmp_path)
 
 
-def test_a_run_goes_on_after_the_shell_that_started_it(tmp_path):
-    log = tmp_path / "log"
-    command = f"'{sys.executable}' '{torture.__file__}' --minutes 0.1 --only readers > '{log}' & sleep 3"
-    subprocess.run(["sh", "-c", command], check=True)
-    until = time.monotonic() + 60
-    while "minutes\nreaders" not in log.read_text() and time.monotonic() < until:  # the table
-        time.sleep(0.1)
-    assert "minutes\nreaders" in log.read_text()
-
-
-def test_a_fault_that_fails_is_found(empty):
-    with pytest.raises(box.Violation, match="the test itself failed"):
-        empty.run(["true"], faults=[None])
-
-
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_command_killed_at_random_moments_and_resumed_has_the_bits_of_a_whole_run(kills, empty):
     extras = {"momentum": 0.9, "weight-decay": 0.001, "schedule": "cosine", "warmup-epochs": 0.5}
     plan = {"dataset": "synthetic", "limit": 300, "gpus": 2, "batch-size": 32, "epochs": 6, "seed": 2, **extras}
     seconds = empty.usual_seconds(plan)
     for kill in range(kills):
-        fault = crashes.Send(empty.rng, seconds, [signal.SIGKILL])
+        fault = Send(empty.rng, seconds, [signal.SIGKILL])
         if kill == 0:
             fault.moment = "epoch"  # so that there is a checkpoint
         empty.go_on(plan, faults=[fault])
@@ -121,3 +97,56 @@ def test_inputs_repeat_from_their_seed_and_readers_refuse_them(reader):
         content = make(random.Random(n))
         assert content == make(random.Random(n))
         fuzz.check(read, content)
+
+
+PROMISED = 30  # seconds
+ROLES = {"dist_sync": ("worker 0", "worker 1", "server 0", "scheduler"), "horovod": ("worker 0", "worker 1")}
+# {moment: (what the run has printed, the least and the most seconds afterward)}
+MOMENTS = {
+    "starting": (b"", (0, 0)),
+    "training": (b"running on", (0.3, 0.3)),
+    "epoch": (b"epoch 1", (0, 0)),
+    "any": (b"running on", (0, 3)),
+    "later": (b"running on", (3, 6)),
+}
+CASES = [
+    pytest.param(engine, who, how, when, marks=runs.MARKS[engine])
+    for engine, roles in ROLES.items()
+    for who in roles
+    for how, when in [*(("SIGKILL", moment) for moment in MOMENTS), ("SIGSTOP", "training")]
+]
+PLAN = {"dataset": "synthetic", "limit": 4096, "seed": 1, "epochs": 500, "workers": 2}
+HOROVODRUNS = re.compile(r"Process name: (\d+)\s+Exit code: \d+")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("engine, who, how, when", CASES)
+def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engine, who, how, when, empty):
+    printed, delay = MOMENTS[when]
+    lost = []
+
+    def lose(box, process, sent):
+        runs.wait(lambda: who in runs.processes(str(box.out)))
+        runs.wait(lambda: printed in (box.folder / "out").read_bytes())
+        time.sleep(random.Random(f"{engine} {who} {how} {when}").uniform(*delay))
+        os.kill(runs.processes(str(box.out))[who], getattr(signal, how))
+        lost.append(time.monotonic())
+
+    done = empty.go_on({**PLAN, "kvstore": engine}, faults=[lose])  # a box requires that no process is left
+    seconds = time.monotonic() - lost[0]
+    errors = runs.errors(done.err)
+    assert done.status != 0 and seconds < PROMISED
+    named = re.search(f"{who} .*was (lost|killed)|lost contact with (the )?{who}:", "".join(errors))
+    by_horovodrun = engine == "horovod" and who[-1] in HOROVODRUNS.findall(done.err)
+    assert len(errors) <= 1 and (named or by_horovodrun), done.err
+    print(f"\n| {engine} | {who} | {how} | {when} | {seconds:.1f} s | {resumed(empty)} |")
+
+
+def resumed(empty):
+    """What was left of the run. It must be complete, and resuming it must work."""
+    if not empty.check_checkpoint():
+        return "no checkpoint yet"
+    before = records.last(empty.out)[3]
+    assert empty.train({"epochs": len(before.history) + 1}, "--resume", empty.out).status == 0
+    assert len(records.last(empty.out)[3].history) == len(before.history) + 1
+    return f"resumed {before}"

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,18 +46,16 @@ PLAIN = ("environment", "command line", "horovod", "file size", "memory", "reade
 
 def scenarios():
     """{kind: (function(rng, box), share of the time)}"""
-    import crashes
     import fuzz
-    import starts
-    import storage
+    import scenarios
 
-    return {**starts.SCENARIOS, **crashes.SCENARIOS, **storage.SCENARIOS, **fuzz.SCENARIOS}
+    return {**scenarios.SCENARIOS, **fuzz.SCENARIOS}
 
 
 def one(kind, seed, folder, cache, until):
     """Run one scenario; after the time `until`, it starts no more commands. Returns the exit status."""
     from box import Box, Skipped, TimeIsUp, Violation
-    from starts import surroundings
+    from scenarios import surroundings
 
     box = Box(random.Random(seed), folder, cache, ISOLATED in os.environ, until)
     try:
@@ -112,36 +111,26 @@ class Runner:
     def run(self, cache):
         import box
 
-        threads = [threading.Thread(target=self._work, args=(cache,)) for _ in range(JOBS)]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join(REPORT)
-                while thread.is_alive():
+        with ThreadPoolExecutor(JOBS) as pool:
+            workers = [pool.submit(self._work, cache) for _ in range(JOBS)]
+            try:
+                while wait(workers, REPORT).not_done:
                     with self.lock:
                         self.table()
-                    thread.join(REPORT)
-        except KeyboardInterrupt:
-            for which in INTERRUPTS:
-                signal.signal(which, signal.SIG_IGN)
-            print("interrupted")
-            self.until = 0
-            while any(thread.is_alive() for thread in threads):
-                for process in list(self.running):
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                time.sleep(0.1)
+            except KeyboardInterrupt:
+                for which in INTERRUPTS:
+                    signal.signal(which, signal.SIG_IGN)
+                print("interrupted")
+                self.until = 0
+                while wait(workers, 0.1).not_done:
+                    for process in list(self.running):
+                        with suppress(ProcessLookupError):
+                            os.killpg(process.pid, signal.SIGKILL)
         box.kill(cache)  # without namespaces, processes of killed scenarios may be left
+        for worker in workers:
+            worker.result()  # raises what a worker has raised
 
     def _work(self, cache):
-        try:
-            self._run_scenarios(cache)
-        except Exception:
-            traceback.print_exc()
-            self.counts["torture.py", "violations"] += 1
-
-    def _run_scenarios(self, cache):
         while time.monotonic() < self.until:
             with self.lock:
                 kind = min(self.busy, key=lambda kind: (self.busy[kind] / self.shares[kind], kind))

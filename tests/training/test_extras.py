@@ -1,21 +1,21 @@
 """What a step can do beyond the notebooks' step: 20 steps of each feature, compared with NumPy in float64.
 
 The network is softmax regression, whose gradient has a formula. It has no ReLU, so float32 and float64 results differ
-only by rounding. A network with batch normalization has what softmax regression lacks: running statistics.
+only by rounding. A registered network with batch normalization and a frozen array has what softmax regression lacks.
 """
 
-import time
-from functools import partial
-from types import SimpleNamespace
+import signal
 
+import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
+import small_networks  # noqa: F401 (registers the network "normalized")
 from mxnet import nd
 from small_networks import softmax_regression
 
-from gluon_mgpu import highlevel, implementations, scratch
-from gluon_mgpu.training import datasets, loop, records
+from gluon_mgpu import evaluate, highlevel, implementations, scratch
+from gluon_mgpu.training import records
 from gluon_mgpu.training.settings import Settings
 
 MODULES = [scratch, highlevel]
@@ -145,19 +145,36 @@ def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path
     assert chosen[0] > chosen[1] and sum(chosen) == 100
 
 
-def test_auto_shares_do_not_count_the_first_step_of_a_device():
-    class ColdOnTheSecond:
-        """The second device is slow in its first step of any size, and afterwards as fast as the first one."""
+OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}
 
-        ctx, settings, seen = [mx.cpu(0), mx.cpu(1)], Settings(), set()
 
-        def forward_backward(self, Xs, ys):
-            sizes = tuple(len(y) for y in ys)
-            self.seconds = [0.1, 0.1 if sizes in self.seen else 0.5]
-            self.seen.add(sizes)
+def train(devices=2, lr=0.05, **options):
+    return implementations.train("highlevel", devices, 50, lr, **{**OPTIONS, **options})
 
-        def grads(self):
-            return [{"W": SimpleNamespace(wait_to_read=partial(time.sleep, seconds))} for seconds in self.seconds]
 
-    shares = loop.measured_shares(ColdOnTheSecond(), datasets.synthetic(256, 100, seed=0))
-    assert 40 <= shares[0] <= 60
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return train(epochs=1, out=folder), folder
+
+
+def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
+    trained = evaluate.load(run[1], gpus=2, device="cpu").parameters
+    mx.random.seed(1)
+    initial = implementations.replicas("highlevel", [mx.cpu(0), mx.cpu(1)], Settings(model="normalized")).parameters()
+    # Weights of three layers and one bias; two times gamma, beta, mean and variance.
+    assert len(trained) == 3 + 1 + 2 * 4 and trained.keys() == initial.keys()
+    assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["5.gamma"]
+    velocities = [name for name in records.last(run[1])[0] if name.startswith("velocity/")]
+    assert len(velocities) == len(trained) - 5  # not of the frozen array, the means and the variances
+
+
+def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(run, tmp_path, capsys):
+    with interrupts.at_step(5, (signal.SIGINT, 0)):
+        train(epochs=1, out=tmp_path)
+    train(epochs=1, resume=tmp_path)
+    np.testing.assert_equal(records.last(tmp_path)[0], records.last(run[1])[0])
+    capsys.readouterr()
+    train(1, epochs=2, resume=tmp_path)
+    said = capsys.readouterr().err  # of larger shards: the result differs by more than rounding
+    assert "batch normalization" in said

@@ -11,7 +11,7 @@ import pytest
 from mxnet import nd
 
 from gluon_mgpu import highlevel, implementations, scratch
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import checkpoint, timeline
 
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -75,37 +75,26 @@ def test_each_context_runs_each_layer_once_per_step_and_every_operator_has_its_p
         assert sum(copies) == (8 + 8 + 2) * RECORDED
 
 
-FORWARD = {
-    *("Convolution", "BatchNorm", "Activation", "Pooling", "Flatten", "FullyConnected"),
-    *("elemwise_add", "broadcast_add"),  # residual blocks
-    *("log_softmax", "pick", "_mul_scalar", "mean"),  # the loss
-    *("Concat", "slice_axis"),  # running statistics; tuning: padded weights, pieces of a shard
-}
+FORWARD = {"Convolution", "BatchNorm", "Activation", "Pooling", "Flatten", "FullyConnected"}
+FORWARD |= {"log_softmax", "pick", "_mul_scalar", "mean", "elemwise_add", "broadcast_add"}  # the loss; residual blocks
+FORWARD |= {"Concat", "slice_axis"}  # running statistics; tuning: padded weights, pieces of a shard
 
 
-@pytest.mark.parametrize(
-    "module, options",
-    [
-        (scratch, {"momentum": 0.9, "max_grad_norm": 1.0, "grad_accum_steps": 2, "weight_decay": 0.1}),
-        (highlevel, {"momentum": 0.9, "max_grad_norm": 1.0, "grad_accum_steps": 2}),
-        (highlevel, {"model": "lenet-max", "shares": (80, 20), "tune": False}),
-        (highlevel, {"batch_size": 4 * SIZE}),
-        (highlevel, {"model": "resnet18"}),
-        (highlevel, {"model": "resnet18", "hybridize": False}),
-    ],
-    ids=str,
-)
+EXTRAS = {"momentum": 0.9, "max_grad_norm": 1.0, "grad_accum_steps": 2}
+CASES = [(scratch, {**EXTRAS, "weight_decay": 0.1}), (highlevel, {**EXTRAS, "batch_size": 4 * SIZE})]
+CASES += [(highlevel, {"model": "lenet-max", "shares": (80, 20), "tune": False})]
+CASES += [(highlevel, {"model": "resnet18", "batch_size": 2})]
+
+
+@pytest.mark.parametrize("module, options", CASES, ids=str)
 def test_under_all_settings_only_layers_and_the_loss_count_as_forward(module, options, tmp_path, monkeypatch):
     if options.get("model") == "resnet18":
         monkeypatch.setattr(timeline, "WARM_UP", 1)
         monkeypatch.setattr(module, "evaluate_accuracy", lambda *_: 0.0)  # takes seconds
-        options = {**options, "batch_size": 2, "limit": 2 * (1 + RECORDED)}
+        options = {**options, "limit": 2 * (1 + RECORDED)}
     train(module, profile=tmp_path / "profile.json", **options)
     found = counts(tmp_path / "profile.json", CTX[0])
     assert {name for name, phase in found if phase == "forward" and "," not in name} <= FORWARD
-    if not options.get("hybridize", True):  # a residual block adds once, and its input's two gradients meet once
-        assert found["broadcast_add", "forward"] == found["_backward_broadcast_add", "backward"] == 8 * RECORDED
-        assert found["Convolution", "forward"] == found["_backward_Convolution", "backward"] == 20 * RECORDED
     assert {phase for _, phase in found} == {*timeline.PHASES}
 
 
@@ -150,11 +139,6 @@ def test_the_summary_of_a_made_up_profile_is_the_one_computed_by_hand():
     assert lanes == {"cpu(0)": 4 + 6, "cpu(1)": 4 + 3, "host": 1, "steps": 2}
 
 
-def test_a_profile_that_lacks_an_update_is_an_error():
-    with pytest.raises(Error):
-        timeline.chrome_trace(MADE_UP[4:], LANES, steps=4)
-
-
 def record(file, epochs=1, steps_per_epoch=NEEDED, at_step=lambda step: None):
     """Record steps that each update one array per context."""
     arrays = [nd.ones(4, c) for c in CTX]
@@ -191,8 +175,8 @@ def test_a_run_that_ends_before_the_last_recorded_step_leaves_no_file_and_stops_
 
 
 def test_what_cannot_be_recorded_is_a_usage_error(tmp_path):
-    def recorder(total, steps_per_epoch, before=0, file="profile.json"):
-        timeline.Recorder(tmp_path / file, CTX, "", total, steps_per_epoch, before)
+    def recorder(total, steps_per_epoch, before=0, file="profile.json", ctx=CTX):
+        timeline.Recorder(tmp_path / file, ctx, "", total, steps_per_epoch, before)
 
     recorder(100, 100, 100 - NEEDED)  # just enough steps
     recorder(NEEDED + RECORDED - 1, RECORDED)
@@ -202,10 +186,7 @@ def test_what_cannot_be_recorded_is_a_usage_error(tmp_path):
     for file in ("profile.png", "none/profile.json", "."):
         with pytest.raises(UsageError):
             recorder(100, 100, file=file)
-
-
-def test_a_context_beyond_the_profilers_lanes_at_which_mxnet_would_abort_is_a_usage_error(tmp_path):
-    lanes = len(os.sched_getaffinity(0)) + 2
-    timeline.Recorder(tmp_path / "profile.json", [mx.cpu(lanes - 1)], "", NEEDED, NEEDED)
+    lanes = len(os.sched_getaffinity(0)) + 2  # of MXNet's profiler; beyond them, MXNet would abort
+    recorder(100, 100, ctx=[mx.cpu(lanes - 1)])
     with pytest.raises(UsageError):
-        timeline.Recorder(tmp_path / "profile.json", [mx.cpu(lanes)], "", NEEDED, NEEDED)
+        recorder(100, 100, ctx=[mx.cpu(lanes)])
