@@ -22,6 +22,16 @@ def contexts(k: int) -> list[Context]:
     return [mx.cpu(i) for i in range(k)]
 
 
+def vectors(k: int, n: int) -> Numbers:
+    """k vectors of n positive integers."""
+    return list(np.random.RandomState(k + n).randint(1, 100, (k, n)).astype(float))
+
+
+def on_devices(arrays: Sequence[np.ndarray]) -> list[NDArray]:
+    """Copy array i to device i."""
+    return [mx.nd.array(x, ctx=c) for x, c in zip(arrays, contexts(len(arrays)))]
+
+
 def values(arrays: Sequence[Any]) -> Numbers:
     """Convert each array, or list of arrays, to one flat NumPy array."""
     return [np.concatenate([a.asnumpy().ravel() for a in (x if isinstance(x, list) else [x])]) for x in arrays]
@@ -84,18 +94,24 @@ def _unknown(found: Numbers, right: Numbers, before: Numbers | None) -> tuple[st
     sizes = [array.size for array in found], [array.size for array in right]
     if sizes[0] != sizes[1]:
         return "wrong-size", f"\nnumbers of elements: expected {sizes[1]}, found {sizes[0]}"
-    zeros = np.zeros(sum(sizes[1]))
-    for what, start in (("", zeros), ("changes: ", np.concatenate(before) if before else zeros)):
-        done, wanted = np.concatenate(found) - start, np.concatenate(right) - start
-        factor = done @ wanted / max(wanted @ wanted, 1e-9)
-        if factor and allclose(done, factor * wanted, rtol=1e-3, atol=1e-6):
-            return "wrong-factor", f"\n{what}found / expected = {factor:.4g}"
+    before = before or [np.full(array.size, np.nan) for array in right]  # nothing is equal to nan
+    result, wanted, start = map(np.concatenate, (found, right, before))
+    if not result.any():
+        return "zeros", ""
+    for what, done, needed in (("changes: ", result - start, wanted - start), ("", result, wanted)):
+        factor = done @ needed / max(needed @ needed, 1e-9)
+        if factor and allclose(done, factor * needed, rtol=1e-3, atol=1e-6):
+            name = "wrong-sign" if np.isclose(factor, -1, rtol=1e-3) else "wrong-factor"
+            return name, f"\n{what}found / expected = {factor:.4g}"
     wrong = [i for i in range(len(found)) if not same(found[i : i + 1], right[i : i + 1])]
     if len(wrong) < len(found):
-        return "some-devices", f"\nwrong on: {', '.join(f'device {i}' for i in wrong)}"
+        unchanged = all(np.array_equal(found[i], before[i]) for i in wrong)
+        devices = ", ".join(f"device {i}" for i in wrong)
+        return "unchanged-devices" if unchanged else "some-devices", f"\nwrong on: {devices}"
     elements = [i for i in range(min(sizes[1])) if all(np.isclose(f[i], r[i]) for f, r in zip(found, right))]
     if elements:
-        return "some-elements", f"\nright on all devices: elements {elements}"
+        unchanged = bool(np.all(np.isclose(result, wanted) | np.isclose(result, start)))
+        return "unchanged-elements" if unchanged else "some-elements", f"\nright on all devices: elements {elements}"
     equal = same(right, [right[0]] * len(right)) and not same(found, [found[0]] * len(found))
     return "different-devices" if equal else "wrong-result", ""
 
@@ -110,13 +126,17 @@ class Wait(NamedTuple):
     array: NDArray | None  # None: all arrays on all devices
 
 
+class Backward(NamedTuple):
+    """A call of backward or autograd.grad."""
+
+
 @contextmanager
 def recording(on_wait: Callable[[NDArray | None], object] = lambda array: None) -> Iterator[list[Any]]:
-    """Record copies between devices and calls that wait, in order. on_wait: called before each wait."""
+    """Record copies between devices, waits and backward passes, in order. on_wait: called before each wait."""
     events: list[Any] = []
     copyto, asnumpy, wait_to_read = NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read
-    library = mx.base._LIB  # waitall may have been imported under any name, but always calls this library
-    wait_all = library.MXNDArrayWaitAll
+    library = mx.base._LIB  # waitall and backward may have been imported under any name, but always call this library
+    wait_all, differentiate = library.MXNDArrayWaitAll, library.MXAutogradBackwardEx
 
     def copied(array: NDArray, other: NDArray | Context) -> NDArray:
         target = other if isinstance(other, Context) else other.context
@@ -132,13 +152,17 @@ def recording(on_wait: Callable[[NDArray | None], object] = lambda array: None) 
 
         return wait
 
+    def backward(*arguments: Any) -> Any:
+        events.append(Backward())
+        return differentiate(*arguments)
+
     NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copied, waited(asnumpy), waited(wait_to_read)
-    library.MXNDArrayWaitAll = waited(wait_all)
+    library.MXNDArrayWaitAll, library.MXAutogradBackwardEx = waited(wait_all), backward
     try:
         yield events
     finally:
         NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copyto, asnumpy, wait_to_read
-        library.MXNDArrayWaitAll = wait_all
+        library.MXNDArrayWaitAll, library.MXAutogradBackwardEx = wait_all, differentiate
 
 
 def copies(case: str, events: list[Any], needed: int, allow_numpy: bool = False) -> list[Copy]:
