@@ -118,7 +118,7 @@ def _check_work(case: str, copies: list[Copy], devices: list[Context], n: int) -
 
 
 def accumulate(answer: Answer) -> None:
-    k, lr, sizes, w, earlier = 2, 0.1, (6, 3, 2), np.array([1.0, -2.0]), np.zeros(2)
+    k, lr, sizes, w, earlier = 2, 0.1, (7, 4, 2), np.array([1.0, -2.0]), np.zeros(2)
     n = sum(sizes)
     params = cases.on_devices([w] * k)
     for p in params:
