@@ -16,6 +16,7 @@ from gluon_mgpu.exercises import Mistake
 
 Answer = Callable[..., Any]  # the learner's function
 Numbers = list[np.ndarray]  # one array per device
+Known = Mapping[str, Any]  # {mistake: whether it was made, or a list of the results that it can produce}
 
 
 def contexts(k: int) -> list[Context]:
@@ -70,23 +71,36 @@ def shown(arrays: Sequence[np.ndarray]) -> str:
     return "  ".join(f"[{' '.join(f'{number:.4g}' for number in array.ravel())}]" for array in arrays)
 
 
-def compare(
-    case: str,
-    found: Numbers,
-    right: Numbers,
-    mistakes: Mapping[str, Sequence[Sequence[np.ndarray]]],
-    before: Numbers | None = None,
-) -> None:
-    """Raise the Mistake that explains the result, unless the result is correct.
+def first(case: str, mistakes: Mapping[str, object]) -> None:
+    """Raise the first Mistake whose condition holds."""
+    for name, made in mistakes.items():
+        if made:
+            raise Mistake(name, case)
 
-    found, right: one array per device. mistakes: {name: results that this mistake can produce}; the first match counts.
-    before: the values before the call, if the function changes them.
+
+def compare(
+    case: str, found: Numbers, right: Numbers | np.ndarray, mistakes: Known, before: Numbers | None = None
+) -> None:
+    """Raise the Mistake that explains the result, unless the result is correct. The first match counts.
+
+    found, right: one array per device. right and the results in mistakes may also be a single array (n,), if it is the
+    same on all devices. before: the values before the call, if the function changes them.
     """
+
+    def on_each(result: Any) -> Numbers:
+        return [result] * len(found) if np.ndim(result[0]) == 0 else list(result)
+
+    right = on_each(right)
     if same(found, right):
         return
-    names = [name for name, results in mistakes.items() if any(same(found, result) for result in results)]
-    name, hint = (names[0], "") if names else _unknown(found, right, before)
-    raise Mistake(name, f"{case}\nexpected  {shown(right)}\nfound     {shown(found)}{hint}")
+    made = {
+        name: results if isinstance(results, (bool, np.bool_)) else any(same(found, on_each(r)) for r in results)
+        for name, results in mistakes.items()
+    }
+    shown_case = f"{case}\nexpected  {shown(right)}\nfound     {shown(found)}"
+    first(shown_case, made)
+    name, hint = _unknown(found, right, before)
+    raise Mistake(name, f"{shown_case}{hint}")
 
 
 def _unknown(found: Numbers, right: Numbers, before: Numbers | None) -> tuple[str, str]:

@@ -12,18 +12,7 @@ from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import (
-    Answer,
-    Backward,
-    Copy,
-    Numbers,
-    Wait,
-    compare,
-    contexts,
-    recording,
-    shown,
-    values,
-)
+from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, recording, shown, values
 from gluon_mgpu.exercises.sums import all_gather, allreduce, buckets, reduce_scatter, ring, tree, zero1  # noqa: F401
 
 K = 3  # devices in the exercises on Gluon
@@ -39,17 +28,16 @@ def split(answer: Answer) -> None:
         sizes, devices = [len(shard) for shard in shards], [shard.context for shard in shards]
         case = f"{n} examples on {k} devices: shards of {sizes} examples on {devices}"
         known, found = data.asnumpy().tolist(), [row for shard in shards for row in shard.asnumpy().tolist()]
-        if any(row not in known for row in found):
-            raise Mistake("changes-examples", f"{case}; examples: {known}; in the shards: {found}")
         missing = [i for i in range(n) if known[i] not in found]
-        if missing:
-            raise Mistake("drops-examples", f"{case}; missing: {missing}")
-        if devices != ctx:
-            raise Mistake("wrong-device", case)
-        if len(found) != n:
-            raise Mistake("repeats-examples", case)
-        if max(sizes) - min(sizes) > 1:
-            raise Mistake("unbalanced", case)
+        case = f"{case}; rows {known}; in the shards: {found}; missing: {missing or 'none'}"
+        mistakes = {
+            "changes-examples": any(row not in known for row in found),
+            "drops-examples": missing,
+            "wrong-device": devices != ctx,
+            "repeats-examples": len(found) != n,
+            "unbalanced": max(sizes) - min(sizes) > 1,
+        }
+        cases.first(case, mistakes)
 
 
 def _linear(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -65,11 +53,6 @@ def _gradient(X: np.ndarray, y: np.ndarray, w: np.ndarray) -> np.ndarray:
 def _shards(X: np.ndarray, y: np.ndarray, w: np.ndarray, k: int) -> Numbers:
     """The gradients of k shards of nearly equal size."""
     return [_gradient(*shard, w) for shard in zip(np.array_split(X, k), np.array_split(y, k))]
-
-
-def _updates(w: np.ndarray, lr: float, k: int, wrong: dict[str, list[Any]]) -> dict[str, list[Numbers]]:
-    """Returns the replicas w - lr * g on k devices. wrong: {mistake: values of g, or lists with a g per device}."""
-    return {name: [list(np.broadcast_to(w - lr * np.array(g), (k, 2))) for g in gs] for name, gs in wrong.items()}
 
 
 def step(answer: Answer) -> None:
@@ -91,16 +74,17 @@ def step(answer: Answer) -> None:
             "mean-of-means": [sum(means) / k],
             "mean-loss": [sum(means) / size for size in (1, n)],
             "no-division": [gradient],
-            "drops-examples": [_gradient(X[:cut], y[:cut], w) / size for size in (n, cut)] if cut < n else [],
+            "drops-examples": [_gradient(X[:cut], y[:cut], w) / size for size in (n, cut) if cut < n],
             "one-replica": [[gradient / n] + [0 * w] * (k - 1)],
             "shard-size": [[gradient / size for size in sizes], gradient / cut * k, gradient / sizes[0] / k],
             "scaled-rate": [gradient / n * k],
             "no-allreduce": [[g / size for g in own] for size in (n, n // k, 1)] + [means],
             "sums-parameters": [gradient / n - (k - 1) * w / lr],
         }
-        mistakes = {"sums-twice": [found] if too_often else [], **_updates(w, lr, k, wrong)}
+        results = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         case = f"a step of {n} examples on {k} devices with lr {lr}, from w = {shown([w])}"
-        compare(f"{case}; w on each device:", found, [w - lr * gradient / n] * k, mistakes, [w] * k)
+        mistakes = {"sums-twice": too_often, **results}
+        compare(f"{case}; w on each device:", found, w - lr * gradient / n, mistakes, [w] * k)
         if not any(isinstance(event, Wait) for event in events):  # arrays may also be copied through NumPy
             _check_work(case, [event for event in events if isinstance(event, Copy)], contexts(k)[1:], n)
 
@@ -137,21 +121,20 @@ def accumulate(answer: Answer) -> None:
             "last-part": [last / n, last / sizes[-1]],
             "number-of-parts": [gradient / len(sizes)],
             "mean-of-means": [sum(g / size for g, size in zip(gradients, sizes)) / len(sizes)],
-            "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)] if round > 1 else [],
+            "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)],
             "no-allreduce": [np.sum([_shards(X, y, w, k) for X, y in parts], axis=0) / n],
         }
-        mistakes = _updates(w, lr, k, wrong)
+        mistakes: dict[str, list[Any]] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         mistakes["step-per-part"] = []
-        for divisors in (sizes, (n, n, n)):
+        for divisors in (sizes, [n] * len(sizes)):
             p = w
             for (X, y), size in zip(parts, divisors):
                 p = p - lr * _gradient(X, y, p) / size
-            mistakes["step-per-part"].append([p] * k)
-        shown_sizes = ", ".join(map(str, sizes))
-        case = f"step {round}, parts of {shown_sizes} examples, {k} devices, lr {lr}"
+            mistakes["step-per-part"].append(p)
         right = w - lr * gradient / n
-        compare(f"{case}; w on each device:", values(params), [right] * k, mistakes, [w] * k)
-        passes = sum(isinstance(event, Backward) for event in events)
+        case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
+        compare(f"{case}; w on each device:", values(params), right, mistakes, [w] * k)
+        passes = sum(isinstance(event, cases.Backward) for event in events)
         if 0 < passes < len(sizes):
             raise Mistake("one-part", f"{case}: {passes} backward passes for {len(sizes)} parts")
         w, earlier = right, gradient
@@ -171,14 +154,16 @@ def predict(answer: Answer) -> None:
         shards = [events[i] for i in calls]
         done = ", ".join(f"{len(X)} on {X.context}" for X in shards)
         case = f"{n} examples on {k} devices; net computed {done or 'nothing'}"
-        if {X.context for X in shards} != set(ctx):
-            raise Mistake("idle-devices", case)
-        if sum(map(len, shards)) != n:
-            raise Mistake("whole-batch" if sum(map(len, shards)) > n else "drops-examples", case)
-        (classes,) = cases.listed([classes])
-        found, right = [classes.asnumpy().ravel()], [scores.argmax(axis=1).astype(float)]
-        in_order = {"wrong-order": [found] if Counter(found[0]) == Counter(right[0]) else []}
-        compare(case, found, right, {"scores": [[2.0 * scores.max(axis=1)]], **in_order})
+        computed = sum(map(len, shards))
+        mistakes = {
+            "idle-devices": {X.context for X in shards} != set(ctx),
+            "whole-batch": computed > n,
+            "drops-examples": computed < n,
+        }
+        cases.first(case, mistakes)
+        found, right = values(cases.listed([classes])), scores.argmax(axis=1).astype(float)
+        in_order = Counter(found[0]) == Counter(right)
+        compare(case, found, right, {"scores": [2.0 * scores.max(axis=1)], "wrong-order": in_order})
         cases.listed([classes], shape=(n,))
         if classes.context != ctx[0]:
             raise Mistake("wrong-device", f"{case}; the classes are on {classes.context}, expected {ctx[0]}")
@@ -201,18 +186,15 @@ def replicas(answer: Answer) -> None:
     answer(net, limit)
     x, found = before[0], _numbers(net)
     right = np.clip(x, -limit, limit)
-    wrong = {
+    mistakes = {
+        "one-replica": [[right, *before[1:]]],
+        "not-in-place": [before],
         "one-limit": [np.minimum(x, limit), np.maximum(x, -limit), np.clip(x, 0, limit)],
         "zeroed": [np.where(abs(x) > limit, 0, x)],
         "rescaled": [x * limit / abs(x).max(), np.append(x[:3] * limit / 2.5, limit)],
     }
-    mistakes = {
-        "one-replica": [[right, *before[1:]]],
-        "not-in-place": [before],
-        **{name: [[result] * K for result in results] for name, results in wrong.items()},
-    }
     case = f"limit {limit}, {K} devices, each with a weight (3 elements) and a bias (1 element): {shown(before[:1])}"
-    compare(case, found, [right] * K, mistakes, before)
+    compare(case, found, right, mistakes, before)
     if any(x is not y for x, y in zip(arrays, net.weight.list_data() + net.bias.list_data())):
         raise Mistake("not-in-place", f"{case}; the values are right, but in new arrays")
 
@@ -234,13 +216,13 @@ def stats(answer: Answer) -> None:
     mistakes = {
         "not-in-place": [before],
         "one-replica": [[mean, *before[1:]]],
-        "first-device": [[before[0]] * K],
-        "sum": [[mean * K] * K],
+        "first-device": [before[0]],
+        "sum": [mean * K],
         "over-channels": [[np.repeat(x.reshape(4, 2).mean(axis=1), 2) for x in xs] for xs in ([mean] * K, before)],
-        "unequal-weights": [found[:1] * K] if weighted else [],
+        "unequal-weights": weighted and [found[0]],
     }
     case = f"{K} devices, each with means and variances of 2 channels in layer 1, then in layer 2:\n{shown(before)}"
-    compare(case, found, [mean] * K, mistakes, before)
+    compare(case, found, mean, mistakes, before)
     cases.copies(case, events, 4 * 2 * (K - 1), allow_numpy=True)
 
 
@@ -252,12 +234,12 @@ def seeds(answer: Answer) -> str:
         weights, masks = (values(cases.listed(arrays, ctx, shape)) for arrays, shape in zip(result, SHAPES))
         case = f"seed {seed}, {K} devices; the first 3 weights and 6 elements of the mask on each device:"
         case = f"{case}\n{shown([w[:3] for w in weights])}\n{shown([m[:6] for m in masks])}"
-        if not all(np.array_equal(w, weights[0]) for w in weights):
-            raise Mistake("different-weights", case)
-        if any(np.array_equal(masks[i], masks[j]) for i in range(K) for j in range(i)):
-            raise Mistake("same-masks", case)
-        if any(not set(m) <= {0, 1} for m in masks):
-            raise Mistake("not-a-mask", case)
+        mistakes = {
+            "different-weights": not all(np.array_equal(w, weights[0]) for w in weights),
+            "same-masks": any(np.array_equal(masks[i], masks[j]) for i in range(K) for j in range(i)),
+            "not-a-mask": any(not set(m) <= {0, 1} for m in masks),
+        }
+        cases.first(case, mistakes)
         drawn.append((case, weights[0], np.array(masks)))
     first, again, *_ = drawn
     for part in (1, 2):
@@ -269,9 +251,7 @@ def seeds(answer: Answer) -> str:
     weights, masks = np.concatenate([w for _, w, _ in drawn]), np.concatenate([m for *_, m in drawn], axis=1)
     mean, std, beyond = weights.mean(), weights.std(), np.mean(abs(weights) > 2)
     if abs(mean) > 0.2 or abs(std - 1) > 0.15 or abs(beyond - 0.046) > 0.025:
-        case = (
-            f"{weights.size} weights: mean {mean:.2f}, standard deviation {std:.2f}; {beyond:.1%} are beyond -2 and 2"
-        )
+        case = f"{weights.size} weights: mean {mean:.2f}, standard deviation {std:.2f}, {beyond:.1%} beyond -2 and 2"
         raise Mistake("wrong-distribution", f"{case}; expected: 0, 1, 4.6%")
     if abs(masks.mean() - 0.5) > 0.03:
         raise Mistake("wrong-rate", f"{masks.mean():.0%} of the elements of all masks are 1; expected: 50%")
@@ -329,8 +309,8 @@ def timing(answer: Answer) -> None:
             "starts-late": max(seconds),
             "no-difference": devices.now,
         }
-        results = {name: [[np.array([float(result)])]] for name, result in mistakes.items()}
-        compare(case, [np.array([found])], [np.array([float(right)])], results)
+        results = {name: [np.array([result])] for name, result in mistakes.items()}
+        compare(case, [np.array([found])], np.array([right]), results)
 
 
 def overlap(answer: Answer) -> None:
@@ -347,20 +327,17 @@ def overlap(answer: Answer) -> None:
     done = [{Copy: "copy", Wait: "wait"}.get(type(event), event) for event in events]
     case = f"{len(parts)} parts; what the function did: {', '.join(done) or 'nothing'}"
     first_wait = done.index("wait") if "wait" in done else len(done)
-    if done.count("compute") < len(parts):
-        raise Mistake("wrong-device", case)
-    if done.count("compute") > len(parts):
-        raise Mistake("computes-twice", case)
-    if "compute" in done[first_wait:]:
-        raise Mistake("waits-in-loop", case)
-    if "copy" in done[first_wait:]:
-        raise Mistake("waits-before-copies", case)
-    if done.count("copy") < len(parts) or {result.context for result in results} != {host}:
-        raise Mistake("copies-missing", case)
-    if first_wait == len(done):
-        raise Mistake("returns-early", case)
+    mistakes = {
+        "wrong-device": done.count("compute") < len(parts),
+        "computes-twice": done.count("compute") > len(parts),
+        "waits-in-loop": "compute" in done[first_wait:],
+        "waits-before-copies": "copy" in done[first_wait:],
+        "copies-missing": done.count("copy") < len(parts) or {result.context for result in results} != {host},
+        "returns-early": first_wait == len(done),
+    }
+    cases.first(case, mistakes)
     right = values([part * 10 for part in parts])
-    compare(case, values(results), right, {"one-buffer": [right[-1:] * len(parts)]})
+    compare(case, values(results), right, {"one-buffer": [right[-1]]})
     cases.listed(results, shape=parts[0].shape)
     waits = [event.array for event in events if isinstance(event, Wait)]
     single = [array for array in waits if array is not None]

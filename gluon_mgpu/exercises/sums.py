@@ -11,13 +11,24 @@ import numpy as np
 from mxnet import nd
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, compare, contexts, on_devices, recording, shown, values
+from gluon_mgpu.exercises.cases import (
+    Answer,
+    Copy,
+    Known,
+    Numbers,
+    compare,
+    contexts,
+    on_devices,
+    recording,
+    shown,
+    values,
+)
 
 SIZES = ((4, 8), (2, 4), (3, 6), (3, 7))  # numbers of devices, lengths of vectors
 SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
 
 
-def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any], dict[str, list[Numbers]]]:
+def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any], dict[str, Any]]:
     """Sum vectors of n elements on k devices, in place. Returns the case, the values before and after, the events, and
     the mistakes that are the same in all such exercises."""
     before = cases.vectors(k, n)
@@ -28,29 +39,28 @@ def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list
     found, total = values(arrays), np.sum(before, axis=0)
     replaced = len(given) != k or any(x is not y for x, y in zip(given, arrays))
     mistakes = {
-        "not-in-place": [before, *[found] * replaced],
-        "mean": [[total / k] * k],
+        "not-in-place": replaced or [before],
+        "mean": [total / k],
         "no-broadcast": [[total, *before[1:]]],
     }
     return f"{k} device{'s'[: k > 1]} with {shown(before)}", before, found, events, mistakes
 
 
-def _counts(found: Numbers, before: Numbers) -> dict[str, list[Numbers]]:
+def _counts(found: Numbers, before: Numbers) -> dict[str, bool]:
     """Name the mistake if each result is a sum in which some arrays are missing, or occur more than once."""
     counts = list(product(range(4), repeat=len(before)))[1:]
     sums = list(zip(counts, counts @ np.array(before)))
     fits = [[max(count) for count, total in sums if np.allclose(total, x)] for x in found]
     name = "sums-twice" if any(min(fit, default=0) > 1 for fit in fits) else "missing-arrays"
-    return {name: [found] if all(fits) else []}
+    return {name: all(fits)}
 
 
-def _rounds(found: Numbers, right: Numbers, events: list[Any], needed: int) -> dict[str, list[Numbers]]:
+def _rounds(found: Numbers, right: Numbers, events: list[Any], needed: int) -> dict[str, bool]:
     """Name the mistake in a ring by the number of chunks that each device sent."""
     sent = Counter(event.source for event in events if isinstance(event, Copy))
     rounds = max(sent.values(), default=0)
     name = "missing-round" if rounds < needed else "extra-round" if rounds > needed else "wrong-chunk"
-    fits = name == "missing-round" or [x.size for x in found] == [x.size for x in right]
-    return {name: [found] if rounds and fits else []}
+    return {name: rounds > 0 and (rounds < needed or [x.size for x in found] == [x.size for x in right])}
 
 
 def _traffic(case: str, events: list[Any], rounds: int, k: int, n: int) -> None:
@@ -72,18 +82,17 @@ def allreduce(answer: Answer) -> None:
     for k in (2, 3, 4, 1):
         case, before, found, events, mistakes = _reduce(answer, k, 2)
         sums = np.cumsum(before, axis=0)
-        early = {"early-broadcast": [[sums[-1], *sums[1:]]] if k > 2 else []}
-        compare(case, found, [sums[-1]] * k, {**early, **mistakes, **_counts(found, before)})
+        early = {"early-broadcast": k > 2 and [[sums[-1], *sums[1:]]]}
+        compare(case, found, sums[-1], {**early, **mistakes, **_counts(found, before)})
         cases.copies(case, events, 2 * (k - 1))
 
 
 def tree(answer: Answer) -> None:
     for k in (2, 4, 16, 1, 3, 5, 6, 7):
         case, before, found, events, mistakes = _reduce(answer, k, 2)
-        right = [np.sum(before, axis=0)] * k
-        mistakes["no-broadcast"] = [[right[0], *found[1:]]]
-        mistakes["powers-of-2"] = [found] if k in (3, 5, 6, 7) else []
-        compare(case, found, right, {**mistakes, **(_counts(found, before) if k == 4 else {})})
+        total = np.sum(before, axis=0)
+        mistakes |= {"no-broadcast": [[total, *found[1:]]], "powers-of-2": k in (3, 5, 6, 7)}
+        compare(case, found, total, {**mistakes, **(_counts(found, before) if k == 4 else {})})
         busy: Counter[Any] = Counter()  # {device: round of its last copy}, if each takes part in one copy per round
         done = cases.copies(case, events, 2 * (k - 1))
         for copy in done:
@@ -100,19 +109,18 @@ def ring(answer: Answer) -> None:
         case, before, found, events, mistakes = _reduce(answer, k, n)
         total, cut = np.sum(before, axis=0), n - n % k
         holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # per element: how many devices have its sum
-        right, needed = [total] * k, 2 * (k - 1)
-        rounds = _rounds(found, right, events, needed)
+        rounds = _rounds(found, before, events, 2 * (k - 1))
         mistakes |= {
-            "drops-remainder": [found] if cut < n and (holders[:cut] == k).all() else [],
-            "sums-twice": [found] if np.greater_equal(found, total).all() else [],  # the elements are positive
-            "no-gather": [found] if (holders == 1).all() else [],
-            "no-sum": [found] if np.isin(found, before).all() and "missing-round" not in rounds else [],
+            "drops-remainder": cut < n and (holders[:cut] == k).all(),
+            "sums-twice": np.greater_equal(found, total).all(),  # the elements are positive
+            "no-gather": (holders == 1).all(),
+            "no-sum": np.isin(found, before).all() and "missing-round" not in rounds,
         }
-        compare(case, found, right, {**mistakes, **rounds})
-        for copy in cases.copies(case, events, needed):
+        compare(case, found, total, {**mistakes, **rounds})
+        for copy in cases.copies(case, events, 2 * (k - 1)):
             if (copy.target.device_id - copy.source.device_id) % k != 1:
                 raise Mistake("not-a-ring", f"{k} devices: {copy.source} sends to {copy.target}")
-        _traffic(f"{k} devices, vectors of {n} elements", events, needed, k, n)
+        _traffic(f"{k} devices, vectors of {n} elements", events, 2 * (k - 1), k, n)
 
 
 def _chunks(vectors: Numbers) -> Numbers:
@@ -121,45 +129,45 @@ def _chunks(vectors: Numbers) -> Numbers:
     return [x[len(x) * i // k : len(x) * (i + 1) // k] for i, x in enumerate(vectors)]
 
 
+def _exchange(answer: Answer, before: Numbers, right: Numbers, mistakes: Known) -> None:
+    """Check half a ring allreduce. before, right: the array that each device has first, and in the end."""
+    k = len(before)
+    with recording() as events:
+        result = answer(on_devices(before))
+    found = values(cases.listed(result, contexts(k)))
+    case = f"{k} devices with {shown(before)}"
+    in_order = all(sorted(x) == sorted(r) for x, r in zip(found, right))
+    compare(case, found, right, {**mistakes, "wrong-order": in_order, **_rounds(found, right, events, k - 1)})
+    for array, x in zip(result, right):
+        cases.listed([array], shape=x.shape)
+    _traffic(case, events, k - 1, k, max(len(x) for x in [*before, *right]))
+
+
 def reduce_scatter(answer: Answer) -> None:
     for k, n in SIZES:
         before = cases.vectors(k, n)
-        with recording() as events:
-            result = answer(on_devices(before))
-        found, total = values(cases.listed(result, contexts(k))), np.sum(before, axis=0)
-        case, right = f"{k} devices with {shown(before)}", _chunks([total] * k)
+        total = np.sum(before, axis=0)
+        own, right = _chunks(before), _chunks([total] * k)
         mistakes = {
-            "not-scattered": [[total] * k],
-            "no-sum": [before, _chunks(before)],
+            "not-scattered": [total],
+            "no-sum": [before, own],
             "mean": [[x / k for x in right]],
-            "sums-twice": [[x + y for x, y in zip(right, _chunks(before))]],
+            "sums-twice": [[x + y for x, y in zip(right, own)]],
             "misplaced-chunks": [right[i:] + right[:i] for i in range(1, k)] + [right[::-1]],
-            **_rounds(found, right, events, k - 1),
         }
-        compare(case, found, right, mistakes)
-        for array, x in zip(result, right):
-            cases.listed([array], shape=x.shape)
-        _traffic(case, events, k - 1, k, n)
+        _exchange(answer, before, right, mistakes)
 
 
 def all_gather(answer: Answer) -> None:
     for k, n in SIZES:
         (total,) = cases.vectors(1, n)
         parts = _chunks([total] * k)
-        with recording() as events:
-            result = answer(on_devices(parts))
-        found = values(cases.listed(result, contexts(k)))
-        case, right = f"{k} devices with {shown(parts)}", [total] * k
         mistakes = {
             "not-gathered": [parts],
-            "wrong-order": [found] if all(sorted(x) == sorted(total) for x in found) else [],
             "one-replica": [[total, *parts[1:]]],
-            "sum": [[np.sum(parts, axis=0)] * k] if n % k == 0 else [],
-            **_rounds(found, right, events, k - 1),
+            "sum": n % k == 0 and [np.sum(parts, axis=0)],
         }
-        compare(case, found, right, mistakes)
-        cases.listed(result, shape=(n,))
-        _traffic(case, events, k - 1, k, n)
+        _exchange(answer, parts, [total] * k, mistakes)
 
 
 def zero1(answer: Answer) -> None:
@@ -181,20 +189,21 @@ def zero1(answer: Answer) -> None:
                 "sums-twice": [old - lr * total * k / batch_size],
                 "no-momentum": [new - old],
                 "other-momentum": [momentum * new + new - old, old + momentum * (new - old)],
-                "no-allreduce": [old - lr * own / batch_size],
+                "no-allreduce": [old - lr * g / batch_size for g in (own, np.array(grads))],
             }
             mistakes = {
-                "not-in-place": [[w] * k],
-                "no-gather": [[np.concatenate([*before[:i], after[i], *before[i + 1 :]]) for i in range(k)]],
-                **{name: [[w + change] * k for change in changes] for name, changes in wrong.items()},
+                "not-in-place": [w],
+                "no-gather": [
+                    [np.concatenate([*before[:i], after[i], *before[i + 1 :]]) for i in range(k)],
+                    np.concatenate([after[0], *before[1:]]),
+                ],
+                **{name: [w + change for change in changes] for name, changes in wrong.items()},
             }
-            mistakes["no-gather"].append([np.concatenate([after[0], *before[1:]])] * k)
-            mistakes["no-allreduce"].append([w + old - lr * g / batch_size for g in grads])
             case = (
                 f"step {number} with lr {lr}, momentum {momentum} and batch size {batch_size}, from p = {shown([w])}\n"
                 f"velocities {shown(_chunks([v] * k))}, gradients {shown(grads)}; "
             )
-            compare(f"{case}p on each device:", values(params), [w + new] * k, mistakes, [w] * k)
+            compare(f"{case}p on each device:", values(params), w + new, mistakes, [w] * k)
             mistakes = {"old-velocities": [_chunks([v] * k)], "other-momentum": [_chunks([-new / lr] * k)]}
             compare(f"{case}v on each device:", values(velocities), _chunks([new] * k), mistakes)
             _traffic(case, events, 2 * (k - 1), k, n)
@@ -227,15 +236,16 @@ def buckets(answer: Answer) -> None:
             "not-in-place": [before],
             "no-broadcast": [[total, *before[1:]]],
             "last-bucket": [[np.append(x[:unsent], total[unsent:]) for x in before]],
-            "wrong-place": [found] if np.isin(found, total).all() else [],
+            "wrong-place": np.isin(found, total).all(),
         }
-        compare(f"{arrays}: {shown(before)}", found, [total] * k, mistakes, before)
+        compare(f"{arrays}: {shown(before)}", found, total, mistakes, before)
         sent = [copy.size for copy in cases.copies(arrays, events, 2 * (k - 1)) if copy.source == ctx[-1]]
         right, forward = ([sum(bucket) for bucket in filled] for filled in (order, _filled(sizes, limit)))
-        if sent != right:
-            case = f"{arrays}; elements in each bucket:\nexpected  {right}\nfound     {sent}"
-            if any(size > limit and size not in sizes for size in sent):
-                raise Mistake("over-limit", case)
-            if sorted(sent) == sorted(sizes):
-                raise Mistake("no-buckets", case)
-            raise Mistake("first-layer-first" if sent == forward else "wrong-buckets", case)
+        case = f"{arrays}; elements in each bucket:\nexpected  {right}\nfound     {sent}"
+        mistakes = {
+            "over-limit": any(size > limit and size not in sizes for size in sent),
+            "no-buckets": sorted(sent) == sorted(sizes) != sorted(right),
+            "first-layer-first": sent == forward != right,
+            "wrong-buckets": sent != right,
+        }
+        cases.first(case, mistakes)
