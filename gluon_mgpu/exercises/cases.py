@@ -140,10 +140,6 @@ class Wait(NamedTuple):
     array: NDArray | None  # None: all arrays on all devices
 
 
-class Backward(NamedTuple):
-    """A call of backward or autograd.grad."""
-
-
 @contextmanager
 def recording(on_wait: Callable[[NDArray | None], object] = lambda array: None) -> Iterator[list[Any]]:
     """Record copies between devices, waits and backward passes, in order. on_wait: called before each wait."""
@@ -167,7 +163,7 @@ def recording(on_wait: Callable[[NDArray | None], object] = lambda array: None) 
         return wait
 
     def backward(*arguments: Any) -> Any:
-        events.append(Backward())
+        events.append("backward")
         return differentiate(*arguments)
 
     NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copied, waited(asnumpy), waited(wait_to_read)

@@ -11,18 +11,7 @@ import numpy as np
 from mxnet import nd
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import (
-    Answer,
-    Copy,
-    Known,
-    Numbers,
-    compare,
-    contexts,
-    on_devices,
-    recording,
-    shown,
-    values,
-)
+from gluon_mgpu.exercises.cases import Answer, Copy, Known, Numbers, compare, contexts, recording, shown, values
 
 SIZES = ((4, 8), (2, 4), (3, 6), (3, 7))  # numbers of devices, lengths of vectors
 SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
@@ -32,7 +21,7 @@ def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list
     """Sum vectors of n elements on k devices, in place. Returns the case, the values before and after, the events, and
     the mistakes that are the same in all such exercises."""
     before = cases.vectors(k, n)
-    arrays = on_devices(before)
+    arrays = cases.on_devices(before)
     given = list(arrays)
     with recording() as events:
         answer(given)
@@ -133,7 +122,7 @@ def _exchange(answer: Answer, before: Numbers, right: Numbers, mistakes: Known) 
     """Check half a ring allreduce. before, right: the array that each device has first, and in the end."""
     k = len(before)
     with recording() as events:
-        result = answer(on_devices(before))
+        result = answer(cases.on_devices(before))
     found = values(cases.listed(result, contexts(k)))
     case = f"{k} devices with {shown(before)}"
     in_order = all(sorted(x) == sorted(r) for x, r in zip(found, right))
@@ -175,11 +164,11 @@ def zero1(answer: Answer) -> None:
     for k, n in ((2, 4), (3, 7)):
         random = np.random.RandomState(k)
         w, v = random.randint(-5, 5, n).astype(float), np.zeros(n)
-        params, velocities = on_devices([w] * k), on_devices(_chunks([v] * k))
+        params, velocities = cases.on_devices([w] * k), cases.on_devices(_chunks([v] * k))
         for number in (1, 2, 3):
             grads = list(random.randint(1, 20, (k, n)).astype(float))
             with recording() as events:
-                answer(params, on_devices(grads), velocities, lr, momentum, batch_size)
+                answer(params, cases.on_devices(grads), velocities, lr, momentum, batch_size)
             total, own, old = np.sum(grads, axis=0), np.concatenate(_chunks(grads)), momentum * v
             new = old - lr * total / batch_size
             before, after = _chunks([w] * k), _chunks([w + new] * k)
