@@ -176,13 +176,14 @@ def recording(on_wait: Callable[[NDArray | None], object] = lambda array: None) 
 
 
 def copies(case: str, events: list[Any], needed: int, allow_numpy: bool = False) -> list[Copy]:
-    """Returns the copies between devices. Raises Mistake if there are fewer than `needed`.
+    """Returns the copies between devices. Raises Mistake if they have fewer than `needed` elements.
 
     allow_numpy: also accept copies through NumPy.
     """
     found = [event for event in events if isinstance(event, Copy)]
     waited = any(isinstance(event, Wait) for event in events)
-    if len(found) < needed and not (waited and allow_numpy):
-        case = f"{case}; copies between devices: {len(found)}, but at least {needed} are needed"
+    copied = sum(copy.size for copy in found)
+    if copied < needed and not (waited and allow_numpy):
+        case = f"{case}; elements copied between devices: {copied}, but at least {needed} are needed"
         raise Mistake("through-host" if waited else "no-copy", case)
     return found
