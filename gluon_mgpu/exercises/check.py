@@ -36,6 +36,7 @@ HINTS = {  # {part of an error message: what to do}
     "not in a computational graph": "compute the loss inside `with autograd.record():`",
     "Cannot find argument 'dim'": "PyTorch's dim is axis in MXNet",
     "could not be broadcast": "the shapes differ: give both the same shape, for example with reshape",
+    "inferring shapes failed": "perhaps an array has no elements",
     "list index out of range": "with k elements, the last index is k - 1",
     "must have NDArray type": "pass the arrays one by one, as in nd.concat(*arrays, dim=0)",
 }
@@ -103,9 +104,9 @@ def _shown(value: Any) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """The line of an error's message that says most: for errors in MXNet's C++ code, this is the last one."""
+    """The line of an error's message that says most. Errors in MXNet's C++ code begin with a traceback."""
     lines = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()
-    return lines[-1 if type(error).__name__ == "MXNetError" else 0]
+    return [line for line in lines if "MXNetError: " in line][-1] if type(error).__name__ == "MXNetError" else lines[0]
 
 
 def _hint(message: str) -> str:
