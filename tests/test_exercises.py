@@ -13,7 +13,7 @@ from gluon_mgpu import UsageError, exercises
 from gluon_mgpu.exercises import Mistake, check
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
-# replaces its function, or edits to our solution: a line "< OLD", then a line "> NEW".
+# replaces its function, or edits to our solution: lines "< OLD", then lines "> NEW".
 ANSWERS = re.findall(
     r"^## (\w+): (\S+)\n(.*?)(?=^## |\Z)",
     Path(__file__).with_name("answers.txt").read_text(),
@@ -35,8 +35,9 @@ def found(name, code, path="answer.py"):
 
 def diagnosed(name, code):
     """The name of the mistake, or None, in an answer: code that follows our solution, or edits to it."""
-    whole, edits = exercises.solution(name), re.findall(r"^< (.*)\n> (.*)", code, re.MULTILINE)
+    whole, edits = exercises.solution(name), re.findall(r"((?:^< .*\n)+)((?:^>.*\n)+)", code, re.MULTILINE)
     for old, new in edits:
+        old, new = (re.sub(r"^[<>] ?", "", lines, flags=re.MULTILINE)[:-1] for lines in (old, new))
         assert old in whole
         whole = whole.replace(old, new, 1)
     mistake = found(name, whole if edits else f"{whole}\n{code}")

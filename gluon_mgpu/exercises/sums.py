@@ -1,0 +1,241 @@
+"""The hidden cases of the exercises that sum vectors over devices, or join them; see `checks`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import numpy as np
+from mxnet import nd
+
+from gluon_mgpu.exercises import Mistake, cases
+from gluon_mgpu.exercises.cases import Answer, Copy, Known, Numbers, compare, contexts, recording, shown, values
+
+SIZES = ((4, 8), (2, 4), (3, 6), (3, 7))  # numbers of devices, lengths of vectors
+SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
+
+
+def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any], dict[str, Any]]:
+    """Sum vectors of n elements on k devices, in place. Returns the case, the values before and after, the events, and
+    the mistakes that are the same in all such exercises."""
+    before = cases.vectors(k, n)
+    arrays = cases.on_devices(before)
+    given = list(arrays)
+    with recording() as events:
+        answer(given)
+    found, total = values(arrays), np.sum(before, axis=0)
+    replaced = len(given) != k or any(x is not y for x, y in zip(given, arrays))
+    mistakes = {
+        "not-in-place": replaced or [before],
+        "mean": [total / k],
+        "no-broadcast": [[total, *before[1:]]],
+    }
+    return f"{k} device{'s'[: k > 1]} with {shown(before)}", before, found, events, mistakes
+
+
+def _counts(found: Numbers, before: Numbers) -> dict[str, bool]:
+    """Name the mistake if each result is a sum in which some arrays are missing, or occur more than once."""
+    counts = list(product(range(4), repeat=len(before)))[1:]
+    sums = list(zip(counts, counts @ np.array(before)))
+    fits = [[max(count) for count, total in sums if np.allclose(total, x)] for x in found]
+    name = "sums-twice" if any(min(fit, default=0) > 1 for fit in fits) else "missing-arrays"
+    return {name: all(fits)}
+
+
+def _rounds(found: Numbers, right: Numbers, events: list[Any], needed: int) -> dict[str, bool]:
+    """Name the mistake in a ring by the number of chunks that each device sent."""
+    sent = Counter(event.source for event in events if isinstance(event, Copy))
+    rounds = max(sent.values(), default=0)
+    name = "missing-round" if rounds < needed else "extra-round" if rounds > needed else "wrong-chunk"
+    return {name: rounds > 0 and (rounds < needed or [x.size for x in found] == [x.size for x in right])}
+
+
+def _traffic(case: str, events: list[Any], rounds: int, k: int, n: int) -> None:
+    """Check that arrays were copied, and that no device sent or received more than a chunk in each round."""
+    elements: Counter[str] = Counter()
+    copies = cases.copies(case, events, rounds * n)  # in each round, every element is sent once
+    for copy in copies:
+        elements[f"{copy.source} sends"] += copy.size
+        elements[f"{copy.target} receives"] += copy.size
+    (device, most), chunk = elements.most_common(1)[0], math.ceil(n / k)
+    enough = rounds * chunk
+    if most > enough:
+        one_more = most <= enough + chunk and max(copy.size for copy in copies) <= chunk
+        case = f"{case}; {device} {most} elements; {enough} are enough"
+        raise Mistake("extra-round" if one_more else "too-much-traffic", case)
+
+
+def allreduce(answer: Answer) -> None:
+    for k in (2, 3, 4, 1):
+        case, before, found, events, mistakes = _reduce(answer, k, 2)
+        sums = np.cumsum(before, axis=0)
+        early = {"early-broadcast": k > 2 and [[sums[-1], *sums[1:]]]}
+        compare(case, found, sums[-1], {**early, **mistakes, **_counts(found, before)})
+        cases.copies(case, events, 2 * (k - 1) * 2)
+
+
+def tree(answer: Answer) -> None:
+    for k in (2, 4, 16, 1, 3, 5, 6, 7):
+        case, before, found, events, mistakes = _reduce(answer, k, 2)
+        total = np.sum(before, axis=0)
+        mistakes |= {"no-broadcast": [[total, *found[1:]]], "powers-of-2": k in (3, 5, 6, 7)}
+        compare(case, found, total, {**mistakes, **(_counts(found, before) if k == 4 else {})})
+        busy: Counter[Any] = Counter()  # {device: round of its last copy}, if each takes part in one copy per round
+        done = cases.copies(case, events, 2 * (k - 1) * 2)
+        for copy in done:
+            busy[copy.source] = busy[copy.target] = max(busy[copy.source], busy[copy.target]) + 1
+        rounds, most = max(busy.values(), default=0), 4 * math.ceil(math.log2(k))
+        if k == 16 and rounds > most:
+            down, up = (max(Counter(copy[end] for copy in done).values()) == k - 1 for end in (0, 1))
+            name = "star-up" if up and not down else "star-down" if down and not up else "not-a-tree"
+            raise Mistake(name, f"{k} devices: the copies take {rounds} rounds; {most} are enough for any tree")
+
+
+def ring(answer: Answer) -> None:
+    for k, n in ((4, 8), (2, 4), (3, 6), (3, 7), (4, 11), (4, 5)):
+        case, before, found, events, mistakes = _reduce(answer, k, n)
+        total, cut = np.sum(before, axis=0), n - n % k
+        holders = np.sum([np.isclose(x, total) for x in found], axis=0)  # per element: how many devices have its sum
+        rounds = _rounds(found, before, events, 2 * (k - 1))
+        mistakes |= {
+            "drops-remainder": cut < n and (holders[:cut] == k).all(),
+            "sums-twice": np.greater_equal(found, total).all(),  # the elements are positive
+            "no-gather": (holders == 1).all(),
+            "no-sum": np.isin(found, before).all() and "missing-round" not in rounds,
+        }
+        compare(case, found, total, {**mistakes, **rounds})
+        for copy in (event for event in events if isinstance(event, Copy)):
+            if (copy.target.device_id - copy.source.device_id) % k != 1:
+                raise Mistake("not-a-ring", f"{k} devices: {copy.source} sends to {copy.target}")
+        _traffic(f"{k} devices, vectors of {n} elements", events, 2 * (k - 1), k, n)
+
+
+def _chunks(vectors: Numbers) -> Numbers:
+    """Chunk i of vector i, for each of k vectors."""
+    k = len(vectors)
+    return [x[len(x) * i // k : len(x) * (i + 1) // k] for i, x in enumerate(vectors)]
+
+
+def _exchange(answer: Answer, before: Numbers, right: Numbers, mistakes: Known) -> None:
+    """Check half a ring allreduce. before, right: the array that each device has first, and in the end."""
+    k = len(before)
+    with recording() as events:
+        result = answer(cases.on_devices(before))
+    found = values(cases.listed(result, contexts(k)))
+    case = f"{k} devices with {shown(before)}"
+    in_order = all(sorted(x) == sorted(r) for x, r in zip(found, right))
+    compare(case, found, right, {**mistakes, "wrong-order": in_order, **_rounds(found, right, events, k - 1)})
+    for array, x in zip(result, right):
+        cases.listed([array], shape=x.shape)
+    _traffic(case, events, k - 1, k, max(len(x) for x in [*before, *right]))
+
+
+def reduce_scatter(answer: Answer) -> None:
+    for k, n in SIZES:
+        before = cases.vectors(k, n)
+        total = np.sum(before, axis=0)
+        own, right = _chunks(before), _chunks([total] * k)
+        mistakes = {
+            "not-scattered": [total],
+            "no-sum": [before, own],
+            "mean": [[x / k for x in right]],
+            "sums-twice": [[x + y for x, y in zip(right, own)]],
+            "misplaced-chunks": [right[i:] + right[:i] for i in range(1, k)] + [right[::-1]],
+        }
+        _exchange(answer, before, right, mistakes)
+
+
+def all_gather(answer: Answer) -> None:
+    for k, n in SIZES:
+        (total,) = cases.vectors(1, n)
+        parts = _chunks([total] * k)
+        padded = [np.concatenate([part * (i == j) for j, part in enumerate(parts)]) for i in range(k)]
+        mistakes = {
+            "not-gathered": [parts, padded],
+            "one-replica": [[total, *parts[1:]]],
+            "sum": n % k == 0 and [np.sum(parts, axis=0)],
+        }
+        _exchange(answer, parts, [total] * k, mistakes)
+
+
+def zero1(answer: Answer) -> None:
+    lr, momentum, batch_size = 0.1, 0.9, 4
+    for k, n in ((2, 4), (3, 7)):
+        random = np.random.RandomState(k)
+        w, v = random.randint(-5, 5, n).astype(float), np.zeros(n)
+        params, velocities = cases.on_devices([w] * k), cases.on_devices(_chunks([v] * k))
+        for number in (1, 2, 3):
+            grads = list(random.randint(1, 20, (k, n)).astype(float))
+            with recording() as events:
+                answer(params, cases.on_devices(grads), velocities, lr, momentum, batch_size)
+            total, own, old = np.sum(grads, axis=0), np.concatenate(_chunks(grads)), momentum * v
+            new = old - lr * total / batch_size
+            before, after = _chunks([w] * k), _chunks([w + new] * k)
+            wrong = {  # {mistake: changes of the parameters}
+                "no-division": [old - lr * total],
+                "mean": [old - lr * total / k / batch_size],
+                "sums-twice": [old - lr * total * k / batch_size],
+                "no-momentum": [new - old],
+                "other-momentum": [momentum * new + new - old, old + momentum * (new - old)],
+                "no-allreduce": [old - lr * g / batch_size for g in (own, np.array(grads))],
+            }
+            mistakes = {
+                "not-in-place": [w],
+                "no-gather": [
+                    [np.concatenate([*before[:i], after[i], *before[i + 1 :]]) for i in range(k)],
+                    np.concatenate([after[0], *before[1:]]),
+                ],
+                **{name: [w + change for change in changes] for name, changes in wrong.items()},
+            }
+            case = (
+                f"step {number} with lr {lr}, momentum {momentum} and batch size {batch_size}, from p = {shown([w])}\n"
+                f"velocities {shown(_chunks([v] * k))}, gradients {shown(grads)}; "
+            )
+            compare(f"{case}p on each device:", values(params), w + new, mistakes, [w] * k)
+            mistakes = {"old-velocities": [_chunks([v] * k)], "other-momentum": [_chunks([-new / lr] * k)]}
+            compare(f"{case}v on each device:", values(velocities), _chunks([new] * k), mistakes)
+            _traffic(case, events, 2 * (k - 1), k, n)
+            w, v = w + new, new
+
+
+def _filled(sizes: list[int], limit: int) -> list[list[int]]:
+    """The sizes of the arrays in each bucket, if arrays of these sizes are added in this order."""
+    found = [sizes[:1]]
+    for size in sizes[1:]:
+        if sum(found[-1]) + size > limit:
+            found.append([])
+        found[-1].append(size)
+    return found
+
+
+def buckets(answer: Answer) -> None:
+    sizes = [math.prod(shape) for shape in SHAPES]
+    for k, limit in ((2, 5), (2, 3), (2, sum(sizes)), (3, 5)):
+        before, ctx = cases.vectors(k, sum(sizes)), contexts(k)
+        splits = [np.split(x, np.cumsum(sizes)[:-1]) for x in before]
+        grads = [[nd.array(x.reshape(s), ctx=c) for x, s in zip(split, SHAPES)] for split, c in zip(splits, ctx)]
+        with recording() as events:
+            answer([list(own) for own in grads], limit)
+        arrays = f"arrays of {', '.join(map(str, sizes))} elements, limit {limit}, {k} devices"
+        found, total = values(grads), np.sum(before, axis=0)
+        order = _filled(sizes[::-1], limit)  # of the gradients from last to first
+        unsent = sum(order[-1])  # elements in the last bucket, which contains the first gradients
+        mistakes = {
+            "not-in-place": [before],
+            "no-broadcast": [[total, *before[1:]]],
+            "last-bucket": [[np.append(x[:unsent], total[unsent:]) for x in before]],
+            "wrong-place": np.isin(found, total).all(),
+        }
+        compare(f"{arrays}: {shown(before)}", found, total, mistakes, before)
+        sent = [copy.size for copy in cases.copies(arrays, events, 2 * (k - 1) * sum(sizes)) if copy.source == ctx[-1]]
+        right, forward = ([sum(bucket) for bucket in filled] for filled in (order, _filled(sizes, limit)))
+        case = f"{arrays}; elements in each bucket:\nexpected  {right}\nfound     {sent}"
+        mistakes = {
+            "over-limit": any(size > limit and size not in sizes for size in sent),
+            "no-buckets": sorted(sent) == sorted(sizes) != sorted(right),
+            "first-layer-first": sent == forward != right,
+            "wrong-buckets": sent != right,
+        }
+        cases.first(case, mistakes)
