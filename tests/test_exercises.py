@@ -88,13 +88,15 @@ WRONG = "def allreduce(data): pass\n"
 ENDS = ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise KeyboardInterrupt"]
 ENDS += ["import os; os.execvp('true', ['true'])", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
 CHECKS = "from gluon_mgpu.exercises import checks; checks."
-CHEATS = ["import sys; print('null'); sys.stdout.close()", f"{CHECKS}allreduce = lambda answer: None"]
-CHEATS += ["import numpy; numpy.allclose = lambda *args, **kwargs: True"]
+CHEATS = [
+    "import sys; print('null'); sys.stdout.close()",
+    "import numpy; numpy.allclose = lambda *args, **kwargs: True",
+]
 
 
 CASES = [(WRONG + end, "ended-early") for end in ENDS] + [(WRONG + cheat, "not-in-place") for cheat in CHEATS]
 CASES += [("def allreduce(data):\n    import os\n    print('answer.py: correct')\n    os._exit(0)", "ended-early")]
-CASES += [(f"{WRONG}{CHECKS}compare = checks.copies = lambda *args: []", "changes-check")]
+CASES += [(f"{WRONG}{CHECKS}{name} = lambda *args: []", "changes-check") for name in ("allreduce", "compare")]
 
 
 @pytest.mark.parametrize("code, mistake", CASES)

@@ -75,9 +75,8 @@ def test_doctor_runs_without_numpy_and_mxnet_and_says_what_to_install(bare):
     assert run("-m", "gluon_mgpu", "doctor", **bare[0]).stdout == done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "run"])
-def test_other_commands_without_numpy_and_mxnet_fail_with_one_line(bare, command):
-    for program in ([ROOT / f"scripts/{command}.py"], ["-m", "gluon_mgpu", command]):
+def test_other_commands_without_numpy_and_mxnet_fail_with_one_line(bare):
+    for program in ([ROOT / "scripts/train.py"], ["-m", "gluon_mgpu", "train"]):
         error = error_of(run(*program, **bare[0]))
         assert "is not installed" in error and "pip install" in error
 
