@@ -203,10 +203,14 @@ def add_to_ipython(display: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Restore a name that early versions of MXNet had, and what MXNet and its arrays no longer do with NumPy 2."""
+    """Restore a name that early versions of MXNet had, and what MXNet and its arrays no longer do with NumPy and
+    Matplotlib."""
     import numpy as np
 
+    from gluon_mgpu.legacy import arrays
+
     _add(mx.gluon, "autograd", mx.autograd)
+    arrays.add_conversion(mx)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
     try:
@@ -214,8 +218,6 @@ def add_to_mxnet(mx: ModuleType) -> None:
             warnings.simplefilter("ignore")  # this was deprecated before it was removed
             float(np.zeros(1))
     except TypeError:
-        from gluon_mgpu.legacy import arrays
-
         arrays.replace_asnumpy(mx)
 
 

@@ -101,6 +101,22 @@ def test_mxnets_old_name_is_there_and_a_result_with_one_element_is_a_number(prog
     assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("TypeError: only ")
 
 
+def test_numpy_and_matplotlib_convert_mxnets_arrays(program):
+    text = """
+        import mxnet as mx, numpy as np
+        from matplotlib import pyplot as plt
+        old, new = mx.nd.arange(4).reshape((2, 2)), mx.np.arange(4).reshape(2, 2)
+        for a in (old, new):
+            for converted in (np.asarray(a), np.array([a, a])[1], np.array(a, copy=False), np.array(a, np.float32)):
+                assert converted.dtype == np.float32 and converted.tolist() == [[0, 1], [2, 3]]
+            assert np.asarray(a, int).dtype == int
+            plt.contour(a)
+            plt.imshow(a)
+        assert type(np.float32(2) * old) is mx.nd.NDArray and type(np.sin(new)) is mx.np.ndarray
+    """
+    assert program(text, MPLBACKEND="Agg").stderr == ""
+
+
 def test_a_notebooks_plots_can_be_svg_with_any_ipython(program):
     pytest.importorskip("IPython")
     text = "from IPython.display import set_matplotlib_formats; set_matplotlib_formats('svg'); print('set')"
