@@ -1,5 +1,13 @@
+<<<<<<< HEAD
 """Lets a program use `loss.mean().asnumpy()` as a number: float(a), int(a), "%f" % a, b[0] = a. NumPy 2.4 and later
 refuse this for an array with one element, unless it has no dimensions."""
+=======
+"""Converts MXNet's arrays for NumPy and Matplotlib, and lets a program use `loss.mean().asnumpy()` as a number.
+
+float(a), int(a), "%f" % a and b[0] = a work for an array with one element. NumPy 2.4 and later refuse this, unless the
+array has no dimension.
+"""
+>>>>>>> old-programs
 
 from __future__ import annotations
 
@@ -23,6 +31,12 @@ class array(np.ndarray):  # noqa: N801  # repr prints this name
 
     def __reduce__(self) -> Any:  # pickle an ordinary array
         return self.view(np.ndarray).__reduce__()
+
+
+def add_conversion(mx: ModuleType) -> None:
+    """Let NumPy convert MXNet's arrays to its own. Otherwise, it takes them for sequences of objects, which it, or a
+    current Matplotlib, refuses."""
+    mx.nd.NDArray.__array__ = lambda self, dtype=None, copy=None: np.asarray(self.asnumpy(), dtype)
 
 
 def replace_asnumpy(mx: ModuleType) -> None:

@@ -13,7 +13,6 @@ import errno
 import gc
 import importlib.util
 import math
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,10 +21,12 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+STANDARD = Path(collections.__file__).parents[1]  # the folder of Python's own modules
 # Modules that Python has removed: {name: file that replaces the module}.
 MODULES = {
     "imp": Path(__file__).with_name("imp.py"),
-    "xml.etree.cElementTree": Path(collections.__file__).parents[1] / "xml/etree/ElementTree.py",
+    "pipes": STANDARD / "shlex.py",  # contains the `quote` for which programs imported pipes
+    "xml.etree.cElementTree": STANDARD / "xml/etree/ElementTree.py",
 }
 # Packages of "Dive into Deep Learning": {module: what to install with `pip install --no-deps`}.
 BOOKS = {"gluonbook": "gluonbook==0.8.10", "d2lzh": "d2lzh==1.0.0", "d2l": "d2l==0.17.6"}
@@ -57,13 +58,10 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def add_to_python() -> dict[str, Callable[[ModuleType], object]]:
-    """Restore pipes.quote, and the names that Python 3.8 to 3.13 removed from modules that still exist.
+    """Restore the names that Python 3.8 to 3.13 removed from modules that still exist.
 
     Returns {module: function to call after its import} for modules that are not imported yet.
     """
-    if importlib.util.find_spec("pipes") is None:
-        sys.modules["pipes"] = ModuleType("pipes")
-        sys.modules["pipes"].quote = shlex.quote  # type: ignore[attr-defined]
     for name, restore in RESTORE.items():
         if name in sys.modules:
             restore(sys.modules[name])
@@ -141,20 +139,12 @@ def add_to_numpy(np: ModuleType) -> None:
     types = {"bool8": np.bool_, "int0": np.intp, "uint0": np.uintp, "object0": np.object_, "str0": np.str_}
     types |= {"bytes0": np.bytes_, "void0": np.void, "cfloat": np.complex128, "singlecomplex": np.complex64}
     types |= {"longfloat": np.longdouble, "longcomplex": np.clongdouble, "clongfloat": np.clongdouble}
-    constants = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str, "math": math}
+    others = {"Infinity": np.inf, "infty": np.inf, "long": int, "unicode": str, "math": math, "warnings": warnings}
     kinds = {"int": "bhilq", "uint": "BHILQ", "float": "efdg", "complex": "FDG", "others": "?OSUV"}
-    sctypes = {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()}
+    others["sctypes"] = {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()}
     if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library parses printed numbers
         np.set_printoptions(legacy="1.25")
-    for name, value in {
-        **numpy_names.REMOVED,
-        **aliases,
-        **types,
-        **exceptions,
-        **functions,
-        **constants,
-        "sctypes": sctypes,
-    }.items():
+    for name, value in (numpy_names.REMOVED | aliases | types | exceptions | functions | others).items():
         _add(np, name, value)
     _add(np.lib, "pad", np.pad)
     _add_array_methods(np)
@@ -203,10 +193,14 @@ def add_to_ipython(display: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Restore a name that early versions of MXNet had, and what MXNet and its arrays no longer do with NumPy 2."""
+    """Restore a name that early versions of MXNet had, and what MXNet and its arrays no longer do with NumPy and
+    Matplotlib."""
     import numpy as np
 
+    from gluon_mgpu.legacy import arrays
+
     _add(mx.gluon, "autograd", mx.autograd)
+    arrays.add_conversion(mx)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
     try:
@@ -214,8 +208,6 @@ def add_to_mxnet(mx: ModuleType) -> None:
             warnings.simplefilter("ignore")  # this was deprecated before it was removed
             float(np.zeros(1))
     except TypeError:
-        from gluon_mgpu.legacy import arrays
-
         arrays.replace_asnumpy(mx)
 
 

@@ -65,11 +65,12 @@ def test_a_module_runs_as_with_python_m():
 
 
 OLD_NAMES = """
-    import collections, fractions, imp, inspect, locale, time, unittest
+    import collections, fractions, imp, inspect, locale, pipes, time, unittest
     from unittest.runner import _TextTestResult
     import xml.etree.cElementTree as ET
     import numpy as np
     print(locale.format("%d", 3), ET.fromstring("<a>b</a>").text, np.float32 in np.sctypes["float"])
+    print(pipes.quote("a b"), np.warnings.filters is not None)
     print(isinstance({}, collections.Mapping), fractions.gcd(4, 6), time.clock() >= 0, imp.new_module("m").__name__)
     print(inspect.getargspec(lambda a, b=1: 0).args, unittest.TestCase.assertEquals)
     print(np.zeros(2, np.float).dtype, np.int(3.5), np.array([1, 0]).astype(np.bool), np.object is object, np.asscalar(
@@ -84,7 +85,7 @@ OLD_NAMES = """
 def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
     run = program(OLD_NAMES)
     assert run.returncode == 0, run.stderr
-    assert "float64 3 [ True False] True 2.0" in run.stdout
+    assert "'a b' True\n" in run.stdout and "float64 3 [ True False] True 2.0" in run.stdout
     assert run.stdout.splitlines()[-2:] == [
         r"b'\x00\x01\x00\x02\x00\x03\x00\x05' 4 [2 3] 256 [0 1 2 0] 2.0",
         "[1 2 3 5] [97] [1. 2.]",
@@ -105,6 +106,22 @@ def test_mxnets_old_name_is_there_and_a_result_with_one_element_is_a_number(prog
     """)
     assert run.stdout == "2.00 2 2.0 2 2.0 [0. 2.] array([2.], dtype=float32)\n", run.stderr
     assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("TypeError: only ")
+
+
+def test_numpy_and_matplotlib_convert_mxnets_arrays(program):
+    text = """
+        import mxnet as mx, numpy as np
+        from matplotlib import pyplot as plt
+        old, new = mx.nd.arange(4).reshape((2, 2)), mx.np.arange(4).reshape(2, 2)
+        for a in (old, new):
+            for converted in (np.asarray(a), np.array([a, a])[1], np.array(a, copy=False), np.array(a, np.float32)):
+                assert converted.dtype == np.float32 and converted.tolist() == [[0, 1], [2, 3]]
+            assert np.asarray(a, int).dtype == int
+            plt.contour(a)
+            plt.imshow(a)
+        assert type(np.float32(2) * old) is mx.nd.NDArray and type(np.sin(new)) is mx.np.ndarray
+    """
+    assert program(text, MPLBACKEND="Agg").stderr == ""
 
 
 def test_a_notebooks_plots_can_be_svg_with_any_ipython(program):
