@@ -1,13 +1,8 @@
-<<<<<<< HEAD
-"""Lets a program use `loss.mean().asnumpy()` as a number: float(a), int(a), "%f" % a, b[0] = a. NumPy 2.4 and later
-refuse this for an array with one element, unless it has no dimensions."""
-=======
 """Converts MXNet's arrays for NumPy and Matplotlib, and lets a program use `loss.mean().asnumpy()` as a number.
 
 float(a), int(a), "%f" % a and b[0] = a work for an array with one element. NumPy 2.4 and later refuse this, unless the
-array has no dimension.
+array has no dimensions.
 """
->>>>>>> old-programs
 
 from __future__ import annotations
 
