@@ -15,9 +15,7 @@ from gluon_mgpu.exercises import Mistake, check
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
 # replaces its function, or edits to our solution: lines "< OLD", then lines "> NEW".
 ANSWERS = re.findall(
-    r"^## (\w+): (\S+)\n(.*?)(?=^## |\Z)",
-    Path(__file__).with_name("answers.txt").read_text(),
-    re.MULTILINE | re.DOTALL,
+    r"^## (\w+): (\S+)\n(.*?)(?=^## |\Z)", Path(__file__).with_name("answers.txt").read_text(), re.MULTILINE | re.DOTALL
 )
 PLANTED = [answer for answer in ANSWERS if answer[1] != "correct"]
 CORRECT = [(name, code) for name, mistake, code in ANSWERS if mistake == "correct"]

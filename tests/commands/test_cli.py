@@ -16,7 +16,6 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.commands.launch import launch
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.commands.train import train
-from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
 from gluon_mgpu.training.settings import OPTIONS, Settings
 
@@ -133,16 +132,6 @@ def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, s
     assert said == (status, "", f"{line}\n")
     status, _, err = call(capsys, fails, "--debug")
     assert err.startswith("Traceback")
-
-
-def test_settings_are_spelled_as_options_only_while_the_command_runs(capsys):
-    @click.command(cls=common.Command)
-    @common.option("--seed")
-    def says(**options):
-        log.say(f"resumed with {setting('seed', 2)}")
-
-    assert call(capsys, says) == (0, "", "gluon_mgpu: resumed with --seed 2\n")
-    assert setting("seed", 2) == "seed=2" and command("train") == "gluon-mgpu train"
 
 
 ENDED = """

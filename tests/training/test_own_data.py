@@ -7,7 +7,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 import tiny
-from mxnet import nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import convert, evaluate, implementations, networks, scratch
@@ -100,20 +99,8 @@ def test_a_folder_gives_the_arrays_that_were_written(write, arguments, tmp_path)
         np.testing.assert_array_equal(found, array)
 
 
-def damaged(folder):
-    npz(folder)
-    content = (folder / "data.npz").read_bytes()
-    (folder / "data.npz").write_bytes(content[: len(content) // 2])
-
-
-def short_idx(folder):
-    idx(folder)
-    path = folder / tiny.NAMES[0]
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def objects(folder):
-    np.savez(folder / "data.npz", **dict(zip(own_data.PARTS, (*ARRAYS[:3], np.array([None] * 50)))))
+def change(path, to):
+    path.write_bytes(to(path.read_bytes()))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +110,9 @@ def objects(folder):
         (lambda folder: npz(folder, "abcd"), UsageError),
         (lambda folder: [npz(folder), (folder / "more.npz").touch()], UsageError),
         (lambda folder: [idx(folder), (folder / tiny.NAMES[2]).unlink()], UsageError),
-        (damaged, Error),
-        (short_idx, Error),
-        (objects, Error),
+        (lambda folder: [npz(folder), change(folder / "data.npz", lambda content: content[:-500])], Error),
+        (lambda folder: [idx(folder), change(folder / tiny.NAMES[0], lambda content: content[:-1])], Error),
+        (lambda folder: np.savez(folder / "data.npz", **dict.fromkeys(own_data.PARTS, np.array([None]))), Error),
     ],
     ids=["nothing", "other names", "two archives", "a file is missing", "damaged", "too short", "pickled"],
 )
@@ -154,12 +141,8 @@ def test_an_array_that_does_not_fit_is_a_usage_error_that_names_it(name, wrong):
     assert caught.value.name == name
 
 
-@pytest.mark.parametrize("classes", [CLASSES - 1, CLASSES])
-def test_a_network_with_too_few_scores_is_refused_before_training(classes, tmp_path):
-    networks.register("mlp", lambda: mlp(classes))
-    if classes == CLASSES:
-        train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path / "run")
-        return
+def test_a_network_with_too_few_scores_is_refused_before_training(tmp_path):
+    networks.register("mlp", lambda: mlp(CLASSES - 1))
     with pytest.raises(UsageError) as caught:
         train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path / "run")
     assert caught.value.name == "model" and not (tmp_path / "run").exists()
@@ -179,9 +162,9 @@ def test_a_network_for_other_images_or_classes_is_refused_before_training():
 def test_a_lesson_with_its_own_network_is_evaluated_and_converted(to, tmp_path):
     pytest.importorskip({"pytorch": "torch", "onnx": "onnxruntime"}.get(to, "mxnet"))
     lesson = tmp_path / "linear.py"
-    source = inspect.getsource(scratch).replace("from gluon_mgpu.", "from gluon_mgpu.")
     lesson.write_text(
-        f"{source}\n\ndef init_params():\n    return [nd.random.normal(0, 0.01, (3, 60)), nd.zeros(3)]\n\n\n"
+        f"{inspect.getsource(scratch)}\n\n"
+        "def init_params():\n    return [nd.random.normal(0, 0.01, (3, 60)), nd.zeros(3)]\n\n\n"
         "def lenet(X, params):\n    W, b = params\n    return nd.FullyConnected(nd.relu(X), W, b, num_hidden=3)\n"
     )
     (tmp_path / "data").mkdir()
@@ -195,4 +178,3 @@ def test_a_lesson_with_its_own_network_is_evaluated_and_converted(to, tmp_path):
     convert.save(network, to, str(tmp_path / "net"))
     found = np.concatenate([outputs[0] for outputs in convert.TARGETS[to].outputs(network, str(tmp_path / "net"))])
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert nd.array(found).shape == (50, 3)
