@@ -21,7 +21,7 @@ def run(module: str, command: str, program: str | None = None) -> None:
     program: the program's name in messages; None: `python` followed by the script's path.
     """
     _open_closed_streams()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then SIGTERM also stops child processes
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # then SIGTERM also stops child processes
     try:
         function = getattr(importlib.import_module(module), command)
     except KeyboardInterrupt:
@@ -30,7 +30,10 @@ def run(module: str, command: str, program: str | None = None) -> None:
         if "--debug" in sys.argv:
             traceback.print_exc()
         sys.exit(f"error: {errors.line_of(error)}")
-    function(prog_name=program)
+    try:
+        function(prog_name=program)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _open_closed_streams() -> None:

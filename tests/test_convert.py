@@ -402,5 +402,5 @@ def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
         status, printed, err = call(capfd, command, *arguments)
         assert (status, printed, err.count("\n")) == (2, "", 1) and expected in err, err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="to=onnx.*onnxruntime"):
+    with pytest.raises(UsageError, match="to='onnx'.*onnxruntime"):
         convert.check_prefix("onnx", str(tmp_path / "net"))

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,8 +175,11 @@ def _export(trained: evaluate.Trained, X: NDArray, prefix: str) -> None:
     number = int(autograd.get_symbol(start).list_arguments()[0].removeprefix("var"))
     renamed = {f"var{number + i}": name for i, name in enumerate([*params, "data"], 1)}
     graph = json.loads(autograd.get_symbol(scores).tojson())
+    counts: Counter[str] = Counter()
     for node in graph["nodes"]:
-        node["name"] = renamed.get(node["name"], node["name"])
+        kind = {"Convolution": "conv", "FullyConnected": "dense"}.get(node["op"], node["op"].strip("_").lower())
+        node["name"] = renamed.get(node["name"], f"{kind}{counts[kind]}")  # such as conv0, as in Gluon
+        counts[kind] += 1
     Path(f"{prefix}-symbol.json").write_text(json.dumps(graph))
     nd.save(f"{prefix}-0000.params", {f"arg:{name}": array for name, array in params.items()})
 

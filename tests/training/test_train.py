@@ -230,7 +230,7 @@ TRAIN = """
         mx.Context.__init__ = named
         mx.Context.device_type = property(lambda context: getattr(context, "named", None) or real.fget(context))
         mx.Context.__str__ = lambda context: f"{real.fget(context)}({context.device_id})"  # MXNet's library reads it
-        devices.gpu = lambda index: ("a GPU", 7, 0)
+        devices.driver_gpus = lambda: [("a GPU", 7, 0)] * 2
     data = {"dataset": "synthetic", "limit": 512, "epochs": 2, "seed": 1}
     epochs = implementations.train(sys.argv[1], 2, 64, 0.2, device=device, **data, **options)
     print(json.dumps({"losses": [epoch.train_loss for epoch in epochs], "stores": stores}))
