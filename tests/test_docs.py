@@ -105,7 +105,7 @@ def test_the_course_prints_allreduce_and_defines_context_once(text):
     assert [page for page in COURSE for _ in re.findall(re.escape(text), PAGES[f"{page}.md"])] == ["from-scratch"]
 
 
-@pytest.mark.parametrize("page, next_page", zip(COURSE, COURSE[1:]))
+@pytest.mark.parametrize("page, next_page", [*zip(COURSE, COURSE[1:])])
 def test_a_lesson_ends_with_what_the_reader_can_do_exercises_and_the_next_lesson(page, next_page):
     text = PAGES[f"{page}.md"]
     headings = re.findall("^## (What you should now be able to do|Exercises)", text, re.MULTILINE)

@@ -19,8 +19,8 @@ from gluon_mgpu.runtime.errors import UsageError, command
 LESSONS = {
     "from-scratch": ("split", "allreduce", "step", "predict", "accumulate", "tree", "ring"),
     "gluon": ("replicas", "stats", "seeds"),
-    "asynchrony": ("timing", "overlap"),
     "batch-size": ("rate",),
+    "asynchrony": ("timing", "overlap"),
     "what-came-after": ("reduce_scatter", "all_gather", "zero1", "buckets"),
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
