@@ -66,6 +66,14 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(i
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (runs / impl).iterdir()} == before
 
 
+def test_parameters_that_are_not_finite_are_noted_by_name(runs, tmp_path, capsys):
+    arrays, facts = checkpoint.load(runs / "scratch" / "checkpoint.npz")
+    checkpoint.save(tmp_path / "checkpoint.npz", {**arrays, "W3": arrays["W3"] + np.inf}, facts)
+    evaluate.load(tmp_path, device="cpu")
+    (notice,) = capsys.readouterr().err.splitlines()
+    assert "W3" in notice and "W1" not in notice
+
+
 @pytest.mark.parametrize("impl, gpus", [("scratch", 1), ("highlevel", [2]), ("highlevel", [0, 1, 2])])
 @pytest.mark.parametrize("run", IMPLS)
 def test_lenet_is_read_by_either_implementation_on_any_devices(run, impl, gpus, runs, data):

@@ -57,6 +57,12 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(records.FILES)
 
 
+def test_it_trains_if_a_standard_stream_is_closed():
+    for closed in ("0<&-", "2>&-"):
+        done = finished("sh", "-c", f'exec "$@" {closed}', "sh", *runs.TRAIN, *SYNTHETIC, "--limit", 300, "--epochs", 1)
+        assert done.returncode == 0 and done.stdout.startswith("running on")
+
+
 @pytest.mark.parametrize("read", [True, False], ids=["output read", "nobody reads"])
 def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
     options = ("--limit", "2000", "--epochs", "500", "--gpus", "2", "--out", str(tmp_path))
@@ -174,7 +180,7 @@ def test_what_cannot_be_trained_is_a_usage_error_before_anything_is_printed_or_w
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
+@pytest.mark.parametrize("folder", ["/proc", "/proc/run", "x" * 300])
 def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_usage(folder, capsys):
     with pytest.raises(Error) as caught:
         train(out=folder)
