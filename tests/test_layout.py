@@ -74,6 +74,7 @@ PROGRAM = """\
 import gluon_mgpu
 from gluon_mgpu import highlevel, implementations, scratch
 from gluon_mgpu.runtime import devices
+from gluon_mgpu.training import datasets
 from gluon_mgpu.training.settings import Settings
 
 gluon_mgpu.configure(contexts="2")  # wrong
@@ -83,6 +84,7 @@ highlevel.initialize(highlevel.lenet(), "cpu(0)")  # wrong
 Settings(momentum=None)  # wrong
 history = implementations.train("scratch", 2, 256, 0.2, out="runs/first", epochs=1, momentum=0.9)
 accuracies: list[float] = [epoch.test_accuracy for epoch in history]
+implementations.train(implementations.load("scratch"), dataset=datasets.load("synthetic"))
 implementations.train("scratch", 2, "256", 0.2)  # wrong
 implementations.train("scratch", momentun=0.9)  # wrong
 """

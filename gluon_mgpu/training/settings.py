@@ -82,7 +82,7 @@ files = partial(option, "Files", on_resume=NOT_KEPT)
 class Settings:
     """The settings of a run. Raises UsageError if one is invalid; the message names the setting and its value."""
 
-    impl: str = network(
+    impl: Any = network(  # str; `implementations.train` also takes a lesson
         "scratch",
         instance("a lesson's name or file", str, words=TRAINABLE),
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
@@ -116,7 +116,7 @@ class Settings:
         "scratch supports only lenet. lenet-max uses max pooling.",
         metavar="|".join(BUILT_IN),
     )
-    dataset: str = network(
+    dataset: Any = network(  # str; `implementations.train` also takes a Dataset
         "fashion-mnist",
         choice(*DATASETS),
         "synthetic needs no files; own is your own data in --data-dir.",

@@ -144,21 +144,9 @@ def test_a_configured_allocator_maps_only_arrays_above_32_mib():
     assert python(code, MALLOC_MMAP_THRESHOLD_="131072").stdout == "1 1 1\n"  # the user's setting is kept
 
 
-BAD = [
-    "OMP_STACKSIZE=64K",
-    "CPU_WORKER_NTHREADS=0",
-    "CPU_PRIORITY_NTHREADS=-1",
-    "CPU_TEMP_COPY=x",
-    "ENGINE_TYPE=",
-    "USE_FUSION=-1",
-]
-BAD += [
-    "OMP_STACKSIZE=64K",
-    "MKLDNN_ENABLED=2",
-    "OMP_MAX_THREADS=x",
-    "EXEC_BULK_EXEC_MAX_NODE_TRAIN=true",
-    "CPU_PARALLEL_SIZE=٣",
-]
+BAD = ["CPU_WORKER_NTHREADS=0", "CPU_PRIORITY_NTHREADS=-1", "CPU_TEMP_COPY=x", "ENGINE_TYPE=", "USE_FUSION=-1"]
+BAD += ["MKLDNN_ENABLED=2", "OMP_MAX_THREADS=x", "EXEC_BULK_EXEC_MAX_NODE_TRAIN=true", "CPU_PARALLEL_SIZE=٣"]
+BAD += ["OMP_STACKSIZE=64K"]
 
 
 @pytest.mark.parametrize("setting", BAD)
