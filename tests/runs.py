@@ -25,7 +25,7 @@ def program(text):
 
 
 def finished(*words, **options):
-    """A program that has ended, with its status and what it printed. options: of subprocess.run."""
+    """Run a program to its end. Returns its status and what it printed. options: passed to subprocess.run."""
     options = {"capture_output": True, "text": True, "timeout": 300, **options}
     return subprocess.run([*map(str, words)], **options)
 

@@ -15,7 +15,7 @@ from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, recording, shown, values
 from gluon_mgpu.exercises.sums import all_gather, allreduce, buckets, reduce_scatter, ring, tree, zero1  # noqa: F401
 
-K = 3  # devices in the exercises on Gluon
+K = 3  # devices in the Gluon exercises
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
 N, FEATURES, CLASSES, BATCH, LR = 288, 8, 3, 16, 0.01  # for rate
 SEEDS, SHAPES = 60, ((4, 3), (100,))  # for seeds: number of calls, shapes of weights and masks

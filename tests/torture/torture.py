@@ -40,7 +40,7 @@ COUNTS = "counts:"  # begins a line of a scenario's output
 # resumed from a checkpoint after SIGKILL
 COUNTED = ("starts", "signals", "kills", "compared", "resumed")
 COLUMNS = ("runs", "skipped", "violations", *COUNTED)
-# Kinds of scenarios that draw their own environment, or in which horovodrun or a limit would not bear some variables.
+# Kinds of scenarios that draw their own environment, or in which horovodrun or a limit would fail with some variables.
 PLAIN = ("environment", "command line", "horovod", "file size", "memory", "readers")
 
 

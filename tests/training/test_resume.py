@@ -154,7 +154,7 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
         assert [e.epoch for e in train(impl, devices, resume=begun, epochs=2)] == [1, 2]
         assert capsys.readouterr().out == "" and files(begun) == before
     (begun / ".config.json.swp").write_bytes(b"an editor's")
-    for name in ("config.json", "metrics.jsonl", "curves.png"):  # as if the run was killed after its last checkpoint
+    for name in ("config.json", "metrics.jsonl", "curves.png"):  # as if the run had been killed after its last checkpoint
         (begun / name).rename(begun / f".{name}.abc123.part")
     train(resume=begun, epochs=2)
     assert files(begun) == {**before, ".config.json.swp": b"an editor's"}

@@ -23,7 +23,7 @@ MODULES = {"scratch": scratch, "highlevel": highlevel}
 
 def train(module, batch_size=SIZE, **options):
     """Train for one epoch, with as many steps as a recording needs."""
-    gc.collect()  # networks of other tests, or freeing them is recorded too
+    gc.collect()  # otherwise, freeing other tests' networks would be recorded too
     nd.waitall()
     options = {"dataset": "synthetic", "limit": NEEDED * batch_size, "epochs": 1, "seed": 0, **options}
     implementations.train(module, 2, batch_size, 0.01, device="cpu", **options)
