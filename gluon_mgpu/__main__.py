@@ -37,8 +37,8 @@ def run(module: str, command: str, program: str | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed, or a data file would get its number, and what MXNet
-    prints."""
+    """Open /dev/null in place of each closed standard stream. Otherwise, a data file could get the stream's number, and
+    MXNet's output would be written into the data file."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)

@@ -108,7 +108,7 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
 
 
 def reference(lesson: ModuleType) -> ModuleType:
-    """The lesson of this package, scratch or highlevel, whose functions `lesson` has."""
+    """This package's lesson, scratch or highlevel, that has the same functions as `lesson`."""
     for of_package, names in OWN.items():
         if hasattr(lesson, names[0]):
             return of_package
@@ -160,7 +160,7 @@ def _say_what_is_not_called(made: Replicas) -> None:
 
 
 def _array_names(count: int) -> Sequence[str]:
-    """The names in checkpoints of the arrays of a lesson's own network, in the order of the layers."""
+    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers."""
     return LENET if count == len(LENET) else [f"p{i}" for i in range(count)]
 
 

@@ -99,7 +99,8 @@ def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[T
 
 
 def backward(tapes: list[Tape], heads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
-    """Returns the gradients of a layer's inputs, and a bucket of those of its arrays. heads: those of its outputs."""
+    """Returns the gradients of a layer's inputs, and a bucket with the gradients of its arrays. heads: the gradients of
+    its outputs."""
     grads = [autograd.grad([output], variables, [head]) for (variables, output), head in zip(tapes, heads)]
     return [of_input for of_input, *_ in grads], [bucket(of_arrays) for _, *of_arrays in grads]
 
@@ -138,7 +139,7 @@ def update(optimizer: Optimizer, weights: Buckets, grads: Buckets, moments: Stat
 
 def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
     """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. While a layer's gradients are
-    summed, the devices compute those of the layer before it. Returns the losses of each shard."""
+    summed, the devices compute the gradients of the layer before it. Returns the losses of each shard."""
     weights, *moments = state
     losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
     grads = []

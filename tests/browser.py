@@ -30,7 +30,7 @@ def chromium():
 class Page:
     """One open page.
 
-    driver: Selenium's, for everything that has no method here. width: the window's, in pixels.
+    driver: Selenium's driver, for everything that has no method here. width: the window's width in pixels.
     """
 
     def __init__(self, driver, path, width, dark):
@@ -54,7 +54,7 @@ class Page:
         self.driver.find_element("css selector", selector).click()
 
     def choose(self, selector, value):
-        """Set a form's element to a value, as a reader would."""
+        """Set a form element to a value, as a reader would."""
         script = "const e = document.querySelector(arguments[0]); e.value = arguments[1];"
         events = "for (const type of ['input', 'change']) e.dispatchEvent(new Event(type, {bubbles: true}));"
         self.driver.execute_script(script + events, selector, str(value))

@@ -10,7 +10,7 @@ from browser import chromium, page  # noqa: F401 (fixtures)
 import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
-LONGEST = 3600  # seconds, for tests of these markers and slow ones; setup.cfg has the limit for all others
+LONGEST = 3600  # seconds, for tests with these markers and slow tests; setup.cfg has the limit for all other tests
 # What --no-skips does not require, because no command installs it.
 MAY_BE_MISSING = ("needs root", "needs the original notebooks")
 

@@ -12,7 +12,7 @@ from gluon_mgpu.training.replicas import Replicas
 
 @contextmanager
 def at_step(step, *signals):
-    """While the step'th step of the block is issued, send (signal, seconds to wait after it) ... to this process.
+    """While step number `step` of the block is issued, send signals to this process: (signal, seconds to wait), ...
 
     The block must end with a KeyboardInterrupt; yields its ExceptionInfo.
     """

@@ -50,7 +50,7 @@ def python(code, *arguments, **environment):
 
 
 def output(code, *arguments, **environment):
-    """What code prints on standard output in a new process, as `python` runs it. It must end with status 0."""
+    """Run code in a new process, as `python` does, and return its standard output. It must end with status 0."""
     done = python(code, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -209,7 +209,7 @@ def _state(pid):
 
 
 def wait(done, seconds=HORIZON):
-    """Wait until done(). AssertionError if that takes longer than some seconds."""
+    """Wait until done(). Raises AssertionError if that takes more than `seconds` seconds."""
     until = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < until, f"not within {seconds} s"

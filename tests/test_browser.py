@@ -65,7 +65,7 @@ def test_step_through_computes_and_shows_what_numpy_computes(page, kind):
         go(opened, len(of_phase(trace, "allreduce")))
         assert np.array_equal(shown(opened, "g"), [summed] * devices)
         go(opened, 1)
-        assert len(shown(opened, "w")) == devices + 1  # and one device with the whole batch
+        assert len(shown(opened, "w")) == devices + 1  # plus one device with the whole batch
         assert np.abs(shown(opened, "w") - updated).max() <= 0.0005  # three decimals
         replicas = np.array([device["params"] for device in update["devices"]])
         assert (replicas == replicas[0]).all() and np.allclose(replicas[0], updated, rtol=1e-12)
@@ -75,7 +75,7 @@ def test_step_through_computes_and_shows_what_numpy_computes(page, kind):
 def test_step_through_sends_the_messages_of_each_allreduce(page):
     opened = page("step.html")
     for devices, batch in SETTINGS[1:]:
-        gradient = 4 * devices  # bytes: as many parameters as devices, float32
+        gradient = 4 * devices  # bytes: one float32 parameter per device
         expected = {  # rounds, messages, bytes of each
             "star": (2 * (devices - 1), 2 * (devices - 1), gradient),
             "ring": (2 * (devices - 1), 2 * (devices - 1) * devices, gradient / devices),
@@ -160,7 +160,7 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs/second-device.md"
 WAYS = {"star": "star", "tree": "tree", "ring": "ring", "servers": "PS"}  # the page's name: bench/model.py's
-CLUSTER = {  # of a cluster: numbers that are not round
+CLUSTER = {  # a cluster, described by numbers that are not round
     **{"parameters": 1.3e6, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
     **{"fixed": 0.0017, "python": 0.0009, "allreduce": "ring", "bandwidth": 1.2e9, "latency": 3.3e-5},
     **{"cores": 4, "slowdown": 0.09},
@@ -259,7 +259,7 @@ def test_every_control_can_be_reached_and_changed_with_the_keyboard(pays):
     assert pays.driver.find_element("id", "pays-devices").get_attribute("value") == "4"
     pays.driver.find_element("id", "pays-batch").send_keys(keys.CONTROL, "a", keys.NULL, "77")
     assert pays.value("pays.current().batch") == 77
-    assert len(pays.driver.find_elements("css selector", "#pays .compute[width]")) == 5  # one device, and four
+    assert len(pays.driver.find_elements("css selector", "#pays .compute[width]")) == 5  # for one device, and for four
 
 
 def test_the_page_loads_nothing():

@@ -116,7 +116,7 @@ def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_
 
 
 def layers(x):
-    """A network of every operator that the lessons do not have."""
+    """A network with every operator that the lessons lack."""
     s = mx.sym
     x = s.Convolution(x, kernel=(3, 2), num_filter=8, pad=(1, 0), dilate=(1, 2), num_group=2, no_bias=True, name="conv")
     x = s.InstanceNorm(s.Deconvolution(x, kernel=(2, 3), stride=(2, 1), adj=(1, 0), num_filter=12, num_group=4))
@@ -193,7 +193,7 @@ def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_wi
     net.hybridize()
     net(nd.array(X[0]))
     net.export(str(tmp_path / "language"))
-    net.hybridize(False)  # hybridized, PReLU has a wrong gradient
+    net.hybridize(False)  # PReLU's gradient is wrong in a hybridized network
     files = tmp_path / "language-symbol.json", tmp_path / "language-0000.params"
     convert.save(convert.from_files(*files, (6,)), "pytorch", str(tmp_path / "net"))
     assert_trains_alike(tmp_path, net, X, y)

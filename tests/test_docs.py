@@ -18,20 +18,20 @@ from gluon_mgpu.training import recipes
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
-del PAGES["CHANGELOG.md"]  # names what is gone too
+del PAGES["CHANGELOG.md"]  # also names what has been removed
 COURSE = re.search(r":caption: The course.*?\n\n(.*?)\n```", PAGES["index.md"], re.DOTALL)[1].split()
 PROGRAM = r"(?:gluon-mgpu|python -m gluon_mgpu|python scripts/(\w+)\.py) ([a-z-][^`#|\n]*)"
 
 
 def unknown_options(script, words):
-    """The options that a command on a page has and the program has not. script: None for gluon-mgpu."""
+    """The options that a command on a page uses but that the program lacks. script: None for gluon-mgpu."""
     module = f"{script}.cli" if script in ("bench", "parity") else f"gluon_mgpu.commands.{script}"
     command = getattr(importlib.import_module(module), script) if script else main
     while isinstance(command, click.Group) and words and words[0][0] != "-":
         command = command.get_command(click.Context(command), words.pop(0))
         if command is None:
             return {"no such command"}
-    if command.context_settings.get("allow_interspersed_args") is False:  # the rest is another program's
+    if command.context_settings.get("allow_interspersed_args") is False:  # the rest belongs to another program
         words = list(itertools.takewhile(lambda word: not word.endswith((".py", ".ipynb")), words))
     known = {"--help", "-h"}.union(*[param.opts + param.secondary_opts for param in command.params])
     options = [re.match(r"-[\w-]*", word)[0] for word in words if word.startswith("-")]

@@ -78,7 +78,7 @@ def split_and_load(data, ctx):
     return [nd.take(data, nd.array([99]), mode="raise") for _ in ctx]
 """
     assert diagnosed("split", code) == "failed-operator"
-    with pytest.raises(mx.MXNetError):  # the error of the other shard; MXNet would raise it at exit
+    with pytest.raises(mx.MXNetError):  # the other shard's error; otherwise, MXNet would raise it at exit
         mx.nd.waitall()
 
 
@@ -156,7 +156,7 @@ def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text):
 
 def test_an_answer_is_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):  # without an end, blocking, not a file
+    for path in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):  # an endless file, a pipe that blocks, a folder
         with pytest.raises(UsageError):
             exercises.name_of(path)
 

@@ -13,7 +13,7 @@ from gluon_mgpu.commands.main import COMMANDS
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"]
-USES = ["evaluate", "convert"]  # of implementations
+USES = ["evaluate", "convert"]  # these use implementations
 # from the bottom
 LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "implementations", "uses", "exercises", "commands"]
 # {module: path}, such as {"training.loop": ...}

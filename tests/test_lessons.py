@@ -55,7 +55,7 @@ def assert_replicas_equal(made):
 class TestSignatures:
     COMMON = "split_and_load(data, ctx), evaluate_accuracy(data_iter, net, ctx), "
     COMMON += "train(num_gpus, batch_size, lr, epochs, seed)"
-    NOTEBOOK = {  # of the original cells
+    NOTEBOOK = {  # signatures in the original cells
         scratch: f"lenet(X, params), get_params(params, ctx), allreduce(data), {COMMON}, "
         "train_batch(X, y, device_params, ctx, lr), sgd(params, lr, batch_size)",
         highlevel: f"forward_backward(net, data, label), {COMMON}, train_batch(X, y, net, ctx, trainer)",

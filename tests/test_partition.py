@@ -15,7 +15,7 @@ from gluon_mgpu import partition, scratch
 from gluon_mgpu.runtime.errors import UsageError
 
 LR = 0.2
-SIZES = (7, 16, 4)  # of the batches
+SIZES = (7, 16, 4)  # batch sizes
 NETWORK, LAYERS, DATA = partition.WAYS
 WAYS = [(NETWORK, {}), (NETWORK, {"micro_batches": 3}), (LAYERS, {}), (DATA, {})]
 each_way = pytest.mark.parametrize("way, options", WAYS, ids=[f"{way}{options or ''}" for way, options in WAYS])
@@ -74,7 +74,7 @@ def float64_steps():
 def test_three_steps_give_the_losses_gradients_and_parameters_of_float64(way, options, devices):
     (step, device_params), rounding = start(way, {}, devices), 0
     for (seed, n), (expected, gradients, params) in zip(enumerate(SIZES), float64_steps()):
-        if seed == 2:  # without micro-batches; the gradients of the steps with them must not be added
+        if seed == 2:  # without micro-batches; must not add the gradients of earlier steps
             options = {}
         losses = np.concatenate([part.asnumpy() for part in step(*batch(n, seed), **options)])
         rounding += additions(n)
@@ -109,7 +109,7 @@ def test_nothing_passes_between_devices_except_by_copyto(way, options, monkeypat
     def checked(handle, arrays, keys, values, out, *rest):
         result = invoke(handle, arrays, keys, values, out, *rest)
         sources = {array.context for array in arrays}
-        assert len(sources) <= 1, f"an operator reads from {sources}"  # which works on CPU contexts only
+        assert len(sources) <= 1, f"an operator reads from {sources}"  # this would work only on CPU contexts
         results = result if isinstance(result, (list, tuple)) else [result]
         crossing.extend(r for r in results if sources and r.context not in sources)
         return result
@@ -133,7 +133,7 @@ PIPELINE = """
 
 
 def test_the_devices_of_network_partitioning_take_turns_and_overlap_with_micro_batches(tmp_path):
-    operators = ("Convolution", "ImperativeBulk")  # forward, and a backward pass
+    operators = ("Convolution", "ImperativeBulk")  # one runs in the forward pass, one in the backward pass
     assert overlap(PIPELINE.format(1), operators, tmp_path) == 0
     assert overlap(PIPELINE.format(4), operators, tmp_path) > 0
 

@@ -149,7 +149,7 @@ def test_the_optimizers_compute_what_their_papers_say(optimizer):
     p64, *m64 = (a.asnumpy().astype(np.float64) for a in (p, *moments))
     for step in (1, 2, 3):
         grad = rng.random(20).astype(np.float32)
-        mean = grad.astype(np.float64) / 7  # the gradient of a batch of 7
+        mean = grad.astype(np.float64) / 7  # the mean gradient for a batch of 7
         if optimizer == "sgd":
             sharded.sgd(p, nd.array(grad), *moments, 7, lr=0.1)
             m64[0] = 0.9 * m64[0] - 0.1 * mean

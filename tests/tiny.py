@@ -32,7 +32,7 @@ def put(folder, contents):
 
 
 def hide_data_sets(monkeypatch, folder, hashes):
-    """As on a machine without data sets. folder: has the system's, the cache and MXNet's. hashes: of each data set."""
+    """Hide this machine's data sets. folder: replaces all folders searched. hashes: {file: SHA-256}."""
     monkeypatch.setattr(datasets, "SHA256", {"fashion-mnist": hashes, "mnist": hashes})
     monkeypatch.setattr(datasets, "SYSTEM_FOLDER", folder / "system")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

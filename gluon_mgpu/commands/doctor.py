@@ -171,7 +171,7 @@ def _data(data_dir: str | Path | None) -> Finding:
         if not folder:
             return "note", "fashion-mnist is not on this machine: it will be downloaded when needed"
         datasets.read(folder, "fashion-mnist")
-    except Exception as error:  # also if a library that `datasets` needs is missing or broken
+    except Exception as error:  # includes a missing or broken library that `datasets` needs
         return "problem", errors.reason(error)
     return "ok", f"fashion-mnist is in {folder}, with the expected SHA-256 checksums"
 

@@ -31,7 +31,7 @@ BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 TRUE = ("True", "true", "1")  # how the graph file represents true
 FLOATS = ("float16", "float32", "float64")
-# Layers for training, whose second input is the labels; and what they compute from the first one
+# Training layers, whose second input is the labels, and what each layer computes from its first input
 LOSSES: dict[str, tuple[str, dict[str, str]]] = {
     "SoftmaxOutput": ("SoftmaxActivation", {"mode": "instance"}),
     "LogisticRegressionOutput": ("sigmoid", {}),
@@ -43,7 +43,7 @@ Graph = dict[str, Any]  # the contents of a graph file
 
 
 class Sample(NamedTuple):
-    """Inputs of a network, float32, and its outputs in MXNet."""
+    """Float32 inputs of a network, and the outputs that MXNet computes from them."""
 
     inputs: tuple[np.ndarray, ...]
     outputs: list[np.ndarray]
@@ -266,7 +266,7 @@ def _without_losses(graph: Graph) -> Graph:
 
 
 def _words(graph: Graph) -> dict[str, int]:
-    """For each input of which an Embedding layer looks up the values: the smallest number of words."""
+    """For each input that Embedding layers use as word indices: the smallest vocabulary size of these layers."""
     nodes, found = graph["nodes"], dict[str, int]()
     for node in nodes:
         if node["op"] == "Embedding":

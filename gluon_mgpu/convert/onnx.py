@@ -1,6 +1,6 @@
 """Writes a network in ONNX format: PyTorch's exporter traces the module that pytorch.py writes.
 
-MXNet's own exporter is from 2021; it needs an onnx of that time, and converts some layers wrongly.
+MXNet's own exporter is from 2021; it needs an onnx release from that time, and converts some layers wrongly.
 """
 
 from __future__ import annotations

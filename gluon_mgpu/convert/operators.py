@@ -21,7 +21,7 @@ from gluon_mgpu.convert.network import TRUE, Shape, refuse
 
 DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float32")
 LOWEST = float(np.finfo(np.float32).min)
-# Attributes that do not change what an operator computes, or not if they have one of these values
+# Attributes that do not change what an operator computes: in any case, or (DEFAULTS) if they have one of these values
 HARMLESS = """cudnn_off cudnn_tune ctx dtype input_dim key ndev no_bias num_args num_filter num_hidden output_dim
     sparse_grad state_outputs workspace""".split()
 DEFAULTS = {

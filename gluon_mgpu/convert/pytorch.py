@@ -152,7 +152,7 @@ class _Module:
         """A node's inputs, and the parameters of its layer."""
         node = self.nodes[i]
         entries = [(j, output) for j, output, *_ in node["inputs"]]
-        if not entries and (i, 0) not in self.constants:  # zeros, with a shape that depends on the inputs'
+        if not entries and (i, 0) not in self.constants:  # zeros whose shape depends on the inputs
             return [(self.first_input, 0)], []
         if node["op"] == "RNN":  # without states that are zero, which is the default
             states = [entry for entry in entries[2:] if not self.nodes[entry[0]]["op"].endswith("zeros")]

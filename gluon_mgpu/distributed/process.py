@@ -64,7 +64,7 @@ def current() -> Process:
 
 
 def identify(here: Process) -> None:
-    """Tell `runtime` which process of a run this is: for what to prepare MXNet, and who prints."""
+    """Tell `runtime` about this process: how to prepare MXNet, and whether this process prints notices."""
     if here.role == "worker":
         engine.plan(processes=here.local_workers, workers=here.workers)
     log.identify("" if here.kvstore == "local" else str(here), is_first=here.role == "worker" and here.rank == 0)

@@ -103,7 +103,7 @@ class Workers:
         return self.client is not None and self.client.ask_to_stop()
 
     def advise(self, what_to_do: str) -> None:
-        """Set what the error message says at its end if a process is lost."""
+        """Set the advice at the end of the error message for a lost process."""
         if self.client:
             self.client.advice = what_to_do
 

@@ -174,7 +174,7 @@ def predict(answer: Answer) -> None:
         if any(isinstance(event, Wait) for event in events[calls[0] : calls[-1]]):
             raise Mistake("takes-turns", case)
         elsewhere = sum(len(X) for X in shards if X.context != ctx[0])  # examples
-        cases.copies(case, events, elsewhere * (5 + 1), allow_numpy=True)  # 5 numbers there, a class back
+        cases.copies(case, events, elsewhere * (5 + 1), allow_numpy=True)  # copy 5 numbers there, and a class back
 
 
 def _numbers(net: gluon.Block, pattern: str = ".*") -> Numbers:
@@ -217,7 +217,7 @@ def stats(answer: Answer) -> None:
     with recording() as events:
         answer(net)
     mean, found = np.mean(before, axis=0), _numbers(net, running)
-    weights = np.linalg.lstsq(np.transpose(before), found[0], rcond=None)[0]  # of each device in the result
+    weights = np.linalg.lstsq(np.transpose(before), found[0], rcond=None)[0]  # each device's weight in the result
     weighted = np.allclose(weights @ before, found[0], rtol=1e-3) and np.ptp(weights) > 0.01
     mistakes = {
         "not-in-place": [before],

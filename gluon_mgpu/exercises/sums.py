@@ -119,7 +119,7 @@ def _chunks(vectors: Numbers) -> Numbers:
 
 
 def _exchange(answer: Answer, before: Numbers, right: Numbers, mistakes: Known) -> None:
-    """Check half a ring allreduce. before, right: the array that each device has first, and in the end."""
+    """Check half a ring allreduce. before, right: each device's array before the call, and the correct one after it."""
     k = len(before)
     with recording() as events:
         result = answer(cases.on_devices(before))
@@ -220,7 +220,7 @@ def buckets(answer: Answer) -> None:
             answer([list(own) for own in grads], limit)
         arrays = f"arrays of {', '.join(map(str, sizes))} elements, limit {limit}, {k} devices"
         found, total = values(grads), np.sum(before, axis=0)
-        order = _filled(sizes[::-1], limit)  # of the gradients from last to first
+        order = _filled(sizes[::-1], limit)  # the gradients from last to first
         unsent = sum(order[-1])  # elements in the last bucket, which contains the first gradients
         mistakes = {
             "not-in-place": [before],

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class array(np.ndarray):  # noqa: N801  # repr prints this name
-    """An array that is a number if it has one element."""
+    """An array that can be used as a number if it has one element."""
 
     def __float__(self) -> float:
         return float(self.item()) if self.size == 1 else super().__float__()
@@ -35,7 +35,7 @@ def add_conversion(mx: ModuleType) -> None:
 
 
 def replace_asnumpy(mx: ModuleType) -> None:
-    """Make MXNet's arrays with one element become an `array`."""
+    """Make `asnumpy` return an `array` for an MXNet array with one element."""
     asnumpy = mx.nd.NDArray.asnumpy
     mx.nd.NDArray.asnumpy = lambda self: _as_number(asnumpy(self))
 

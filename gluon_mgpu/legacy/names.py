@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-STANDARD = Path(collections.__file__).parents[1]  # the folder of Python's own modules
+STANDARD = Path(collections.__file__).parents[1]  # the standard library's folder
 # Modules that Python has removed: {name: file that replaces the module}.
 MODULES = {
     "imp": Path(__file__).with_name("imp.py"),

@@ -38,7 +38,7 @@ def printable(line: str) -> str:
 
 
 def say(line: str, prefix: str = "gluon_mgpu: ", in_any_process: bool = False) -> None:
-    """Print a notice on standard error, if this process speaks, or in any process."""
+    """Print a notice on standard error if this process speaks or `in_any_process` is true."""
     if speaks or in_any_process:
         with suppress(OSError, ValueError):  # the reader may be gone
             print(f"{prefix}{printable(line)}", file=sys.stderr, flush=True)

@@ -211,7 +211,7 @@ class Training:
                 with self.recorder.step():
                     pending.add(self.replicas.train_batch(X, y, lr, batch_size))
                 position.steps += 1
-                for losses in pending.ready():  # of earlier steps; the engine is still busy with later ones
+                for losses in pending.ready():  # from earlier steps; the engine is still busy with later ones
                     progress.update(losses)
             for losses in pending.rest():
                 progress.update(losses)
@@ -270,7 +270,7 @@ class Progress:
     """The losses of an epoch's steps, in order: their sum, and a progress bar that shows the latest one."""
 
     def __init__(self, epoch: int, examples: int, batch_size: int, steps: int, loss_sum: float) -> None:
-        """steps, loss_sum: those of an earlier part of the epoch."""
+        """steps, loss_sum: the values for an earlier part of the epoch."""
         self.title, self.examples, self.batch_size = f"epoch {epoch}", examples, batch_size
         self.steps, self.loss_sum = steps, loss_sum
 

@@ -38,7 +38,7 @@ TENSORBOARD = "tensorboard"  # subfolder
 # A notice is printed if one of these entries of config.json differs when a run is resumed.
 MAY_CHANGE = [name for name in RECORDED if OPTIONS[name].on_resume == FREE and name != "epochs"]
 MAY_CHANGE += ["kvstore", "compress", "workers", "devices", "threads"]
-IMAGE_SHAPE = (1, 28, 28)  # of runs that have not recorded it
+IMAGE_SHAPE = (1, 28, 28)  # the shape in runs that did not record it
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 

@@ -238,7 +238,7 @@ def chrome_trace(raw: list[dict[str, Any]], lanes: dict[int, str], steps: int, a
 
 
 def summary(trace: dict[str, Any]) -> dict[str, Any]:
-    """Compute the seconds that each context spent in each phase during the steps that are shown, as a JSON-serializable dict.
+    """Compute the seconds that each context spent in each phase during the shown steps, as a JSON-serializable dict.
 
     Returns {"window_s", "step_ms": [...], "contexts": {name: {phase: seconds, ..., "idle": seconds, "idle_share"}}}. If
     operators on a context overlap, the overlap is counted only once, for the earlier operator. With several workers,
@@ -259,7 +259,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def lanes(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    """Returns {context: [(phase, begin, end), ...]} of the steps that are shown, in microseconds, sorted, without overlaps."""
+    """Returns {context: [(phase, begin, end), ...]} of the shown steps, in microseconds, sorted, without overlaps."""
     steps = _steps(trace)
     found: dict[str, list[tuple[str, float, float]]] = {}
     for context, pid in trace["otherData"]["contexts"].items():

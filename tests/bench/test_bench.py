@@ -67,7 +67,7 @@ def test_without_the_allreduce_each_replica_trains_on_its_own_shard(monkeypatch)
 def test_efficiency_is_the_speed_relative_to_one_context_per_core_in_use(size, contexts, cores):
     one = {"contexts": 1, "batch_size": 256, "step_ms": [40, 400]}
     many = {"contexts": contexts, "batch_size": size, "step_ms": [30, 300]}
-    expected = size / 256 * 40 / 30 / 2  # 2 of 4 contexts have a core, or 2 of 4 cores a context
+    expected = size / 256 * 40 / 30 / 2  # 2 of 4 contexts have a core, or 2 of 4 cores have a context
     assert scaling.efficiencies(one, many, cores) == pytest.approx([expected] * 2)
 
 

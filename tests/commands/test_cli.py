@@ -82,7 +82,7 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("launch --workers 0 -- true", ["--workers", "0"]),
         ("launch no-such-program", ["no-such-program"]),
         ("evaluate", ["RUN"]),
-        # found by Settings and others, which are also called from Python
+        # errors found by Settings and other code that is also called from Python
         ("train --lr nan", ["--lr nan: "]),
         ("train --gpus 1,1", ["--gpus 1,1: "]),
         ("train --step-epochs 2", ["--step-epochs 2: ", "--schedule step"]),
@@ -174,7 +174,7 @@ def test_the_shell_completes_commands_options_words_and_files_without_importing_
     assert (done.returncode, done.stderr, set(done.stdout.split())) == (0, "", offered)
 
 
-@pytest.mark.parametrize("script", ["train", "bench"])  # of gluon_mgpu, and of a module in scripts/
+@pytest.mark.parametrize("script", ["train", "bench"])  # of gluon_mgpu, and in scripts/
 def test_a_script_starts_if_python_does_not_import_from_its_folder(script):
     done = finished(sys.executable, f"scripts/{script}.py", "-h", cwd=ROOT, env={**os.environ, "PYTHONSAFEPATH": "1"})
     assert (done.returncode, done.stderr) == (0, "")

@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments, python=sys.executable, **environment):
-    """A finished `python ARGUMENTS`."""
+    """Run `python ARGUMENTS`, and return the finished process."""
     return finished(python, *arguments, env={**engine.users_environment(), **environment})
 
 
 def examine(**options):
-    """A finished doctor, which ends with status 0 exactly if it found no problem."""
+    """Run doctor, which must exit with status 0 if and only if it finds no problem."""
     done = run(ROOT / "scripts/doctor.py", **options)
     assert done.returncode == bool(marked(done, "problem"))
     return done
@@ -116,7 +116,7 @@ def test_the_cores_are_the_ones_that_this_process_may_use(monkeypatch):
     for quota, mark, gpus in ((None, "ok", 8), (8, "ok", 8), (3.9, "note", 3), (0.5, "note", 1)):
         monkeypatch.setattr(doctor, "cgroup_cores", lambda quota=quota: quota)
         found, line = doctor._cores()
-        assert found == mark and f"--gpus above {gpus} works" in line  # the main job's 2 always work
+        assert found == mark and f"--gpus above {gpus} works" in line  # the 2 of the main job always work
 
 
 @pytest.mark.parametrize("text, cores", [("150000 100000\n", 1.5), ("max 100000\n", None), (None, None)])

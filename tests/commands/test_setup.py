@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def find(path, machine="Linux x86_64", **environment):
-    """find-python.sh, finished. path: a folder, in which a stand-in for uname prints the machine."""
+    """Run find-python.sh. path: a folder, in which a stand-in for uname prints the machine."""
     write_program(path / "uname", f"echo {machine}")
     environment = {"PATH": str(path), "PYENV_ROOT": "/nonexistent", **environment}
     return finished("/bin/sh", ROOT / "scripts/find-python.sh", env=environment)
@@ -44,7 +44,7 @@ def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, machine):
     os.symlink(sys.executable, tmp_path / "python3.11")
     done = find(tmp_path, machine)
     assert fails_with_one_line(done) and machine in done.stderr
-    done = find(tmp_path, "Linux aarch64")  # has a wheel, but is not tested
+    done = find(tmp_path, "Linux aarch64")  # MXNet has a wheel for it, but it is not tested
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/python3.11\n") and "aarch64" in done.stderr
 
 

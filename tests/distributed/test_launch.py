@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import runs
 
-PROMISED = 30  # seconds within which all processes have ended, whatever happens to one
+PROMISED = 30  # seconds within which all processes must exit, whatever happens to one of them
 ALL = ["scheduler", "server0", "worker0", "worker1"]
 SOONER = runs.sooner()
 
@@ -184,7 +184,7 @@ def test_ctrl_c_ends_a_run_instead_of_restarting_it(run):
     run.start(FAILS.replace("FAILURE", failure), "--restarts", "5", launcher=runs.sooner(delay=60))
     runs.wait(lambda: starts(run) and not run.left(), PROMISED)
     run.process.send_signal(signal.SIGINT)
-    assert run.end()[0] in (1, 130) and not run.left()  # 1: before the launcher began to wait
+    assert run.end()[0] in (1, 130) and not run.left()  # 1: if the signal came before the launcher waited
 
 
 @pytest.mark.parametrize("name, status, launchers", [("worker0", 2, 2), ("worker1", 3, 1), ("server0", 2, 1)])

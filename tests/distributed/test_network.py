@@ -133,7 +133,7 @@ def test_gradients_cross_the_network_and_train_as_in_one_process(build, tmp_path
     part = 1 if kvstore == "dist_sync" else 2 * (WORKERS - 1) / WORKERS  # push and pull; ring allreduce
     # The busiest link is a server's: in from all workers, then out to all workers. Horovod's workers send and receive.
     busiest = 2 * WORKERS / SERVERS if kvstore == "dist_sync" else part
-    computed = (STEPS + 1) * size * part  # each way; worker 0's parameters are sent once, as gradients are
+    computed = (STEPS + 1) * size * part  # each way; worker 0's parameters are sent once, like gradients
     most = 1.05 * computed + 1e6 * seconds  # Horovod's workers compare what is ready every millisecond: 0.27 MB/s
     for machine in network.machines[-WORKERS:]:
         for counted in machine.bytes():

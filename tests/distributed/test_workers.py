@@ -25,8 +25,8 @@ from gluon_mgpu.training import records, timeline
 STEPS, BATCH = 25, 32
 LIMIT = (STEPS - 1) * BATCH + 1  # the last batch has 1 example, so one worker has none
 OPTIONS = {"dataset": "synthetic", "limit": LIMIT, "epochs": 1, "seed": 4}
-AS_WRITTEN = {"scratch": {}, "highlevel": {"tune": (1, 0)}}  # as several workers compute the networks
-RTOL = 1e-3  # of `apart`: a missing example makes more than 2e-2, rounding 1e-6 (3e-4 if an activation crosses 0)
+AS_WRITTEN = {"scratch": {}, "highlevel": {"tune": (1, 0)}}  # how several workers compute the networks
+RTOL = 1e-3  # limit for `apart`: a missing example gives > 2e-2, rounding 1e-6 (3e-4 if an activation crosses 0)
 
 
 def flags(options):
@@ -104,7 +104,7 @@ TWO_CASES = pytest.mark.parametrize(
     [("dist_sync", "scratch"), pytest.param("horovod", "highlevel", marks=runs.needs_horovod)],
     indirect=True,
 )
-CONTEXTS = {"dist_sync": "$((1 + ${DMLC_TASK_ID:-0}))", "horovod": "2"}  # workers of 1 and 2 contexts, of 2 and 2
+CONTEXTS = {"dist_sync": "$((1 + ${DMLC_TASK_ID:-0}))", "horovod": "2"}  # workers with 1 and 2 contexts; with 2 and 2
 
 
 @runs.needs_horovod
@@ -197,7 +197,7 @@ def test_ctrl_c_at_one_worker_stops_all_at_the_same_step_and_the_run_can_be_resu
         os.kill(runs.processes(str(folder))["worker 1"], signal.SIGINT)
         _, err = run.communicate(timeout=runs.HORIZON)
     assert run.returncode == (130 if engine == "dist_sync" else 1), err  # horovodrun has its own status
-    assert len(runs.errors(err)) <= 1, err  # launch.py's: a worker ended with status 130
+    assert len(runs.errors(err)) <= 1, err  # launch.py reports a worker's status 130
     history = records.last(folder)[3].history
     assert len(history) < 99
     again = train_alone("scratch", 2, folder, out=None, resume=str(folder), **options, epochs=len(history) + 1)
@@ -227,7 +227,7 @@ def by_hand():
 def test_sigterm_at_any_process_of_a_run_leaves_a_checkpoint(asked, by_hand, tmp_path):
     started = by_hand("localhost", "--limit", 1000, "--epochs", 999, "--out", tmp_path / "run")
     started[2].stdout.readline()  # running on:
-    for number in asked:  # a second signal at once is a duplicate
+    for number in asked:  # an immediate second signal is a duplicate
         started[number].send_signal(signal.SIGTERM)
         time.sleep(0.05)
     said = [one.communicate(timeout=runs.HORIZON)[1] for one in started]
@@ -399,7 +399,7 @@ def test_every_example_of_a_batch_belongs_to_one_worker(devices):
 
 
 WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
-ENVIRONMENTS = [  # kvstore, environment, the variable or setting that does not fit
+ENVIRONMENTS = [  # kvstore, environment, the invalid variable or setting
     ("local", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "kvstore"),  # valid, but training alone would be wrong
     ("horovod", {}, "kvstore"),  # started alone
     ("dist_sync", {}, "kvstore"),
@@ -482,7 +482,7 @@ def test_a_kept_wheel_is_used_unless_it_is_truncated_or_altered(tmp_path):
     kept.parent.mkdir(parents=True)
     with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("horovod/__init__.py", "\n".join(map(str, range(1000))))
-    assert built(tmp_path) == str(kept)  # there is no compiler: it was not built
+    assert built(tmp_path) == str(kept)  # not rebuilt: there is no compiler
     whole = kept.read_bytes()
     for damaged in (whole[:-1], whole[:100], whole[:400] + b"????" + whole[404:]):
         kept.write_bytes(damaged)

@@ -124,7 +124,7 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
 
 # The whole command, made small
 def add_recipe(monkeypatch, name, accuracy=(0.1, 0.1), **options):
-    """Add a recipe that trains for a moment; two kept runs of it are made up."""
+    """Add a recipe that trains briefly and has two made-up kept runs."""
     small = {"impl": "scratch", "dataset": "synthetic", "num_gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}
     monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
     monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**small, "epochs": 2, **options}, accuracy))

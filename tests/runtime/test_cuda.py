@@ -24,7 +24,7 @@ DRIVER = "libm.so.6"  # stands in for libcuda.so.1
 
 
 class Site:
-    """A site-packages folder. Its libraries are links to one that the loader can open."""
+    """A site-packages folder. Its libraries are links to a library that the loader can open."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -112,7 +112,7 @@ def test_missing_and_damaged_libraries_are_one_line_with_the_command_that_instal
     line = site.error()
     assert re.findall(r"lib\w+\.so[.\d]*", line) == [name for name in ALL if "cudnn" in name or "nccl" in name]
     assert line.endswith("`pip install --force-reinstall --no-deps 'nvidia-cudnn-cu11<9' 'nvidia-nccl-cu11'`")
-    for library in ALL:  # the system's are used for libraries that no wheel contains
+    for library in ALL:  # the system's libraries are used if no wheel contains them
         (site.folder / library).symlink_to(LIBM)
     assert site.python("cuda.prepare()", LD_LIBRARY_PATH=str(site.folder)).returncode == 0
     [path] = site.folder.glob("nvidia/*/lib/libcufft.so.10")

@@ -48,7 +48,7 @@ def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts,
     done = python(CONFIGURE.format(contexts) + code, **setting)
     assert done.stdout == expected, done.stderr
     for name in setting.keys() & {"OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"}:
-        assert done.stderr.count(f"{name}={setting[name]} ") == 1  # a notice that it is ignored
+        assert done.stderr.count(f"{name}={setting[name]} ") == 1  # a notice says that the setting is ignored
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_child_process_gets_the_users_environment(users):
     """)
     done = python(code, **users)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("OMP_NUM_THREADS") == len(users) // 2  # its own settings are not taken for the user's
+    assert done.stderr.count("OMP_NUM_THREADS") == len(users) // 2  # its own settings are not mistaken for the user's
 
 
 def test_backward_passes_of_two_contexts_overlap_but_not_with_stock_temporary_space(tmp_path):

@@ -25,12 +25,12 @@ import numpy as np
 from gluon_mgpu.training import checkpoint, records
 
 ROOT = Path(__file__).parents[2]
-FILES = {"checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"}  # of a finished run
+FILES = {"checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"}  # the files of a finished run
 MARK = "TORTURE_BOX"  # environment variable of every process of a scenario
 SECONDS = 240  # time limit for one command, on a busy machine
 SECONDS_TO_END = 15  # for the other processes, after the command has ended
-MAX_MEMORY = 6 << 30  # bytes, of all processes of a command together
-MAX_PROCESSES = 64  # of a command
+MAX_MEMORY = 6 << 30  # bytes, for all processes of a command together
+MAX_PROCESSES = 64  # per command
 OWN_STATUS = {0, 1, 2, 130}
 CRASH = re.compile(
     "Traceback|core dumped|terminate called|Assertion|Check failed|Segmentation fault|Fatal Python|Exception ignored|"
@@ -195,7 +195,7 @@ class Box:
         self.require(not left, f"processes are left: {left}", done)
         lines = done.err.splitlines()
         by_horovodrun, doctor = "horovodrun" in command[0], "doctor" in command[1]
-        if by_horovodrun:  # whose own lines and statuses are not this project's
+        if by_horovodrun:  # horovodrun's own lines and statuses are not this project's
             lines = [line.partition(":")[2] for line in lines if re.match(r"\[\d+\]<std", line)]
         else:
             signals = {-number for number in done.sent}
@@ -220,7 +220,7 @@ class Box:
             raise Violation(f"the checkpoint is not complete: {error!r}") from error
 
     def finish(self, plan):
-        """Without faults, the run in the folder `out` can be finished, with the bits of an undisturbed run."""
+        """Without faults, the run in the folder `out` can be finished, and equals an undisturbed run bit for bit."""
         self.check_checkpoint()
         done = self.go_on(plan)
         self.require(done.status == 0, "the run cannot be finished", done)
@@ -267,7 +267,7 @@ class Box:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "seconds").exists():
                 surroundings, self.surroundings = self.surroundings, {}
-                shutil.rmtree(folder / "run", ignore_errors=True)  # of a scenario that was killed
+                shutil.rmtree(folder / "run", ignore_errors=True)  # from a scenario that was killed
                 done = self.train(plan, "--out", folder / "run")
                 self.surroundings = surroundings
                 self.require(done.status == 0, "an undisturbed run fails", done)
@@ -327,7 +327,7 @@ def kill(folder):
 
 
 def be_ordinary():
-    """Give up root's right to read and write files whatever their modes."""
+    """Give up root's right to read and write files regardless of their modes."""
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
         ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP
 

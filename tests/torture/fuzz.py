@@ -83,7 +83,7 @@ def bomb():
 
 
 def make_checkpoint(rng):
-    whole = rng.random() < 0.3  # nothing is wrong but the value of one setting
+    whole = rng.random() < 0.3  # nothing is wrong except the value of one setting
     setting = {rng.choice(list(CONFIG)): rng.choice(VALUES)}
     facts = json.dumps({**FACTS, "config": {**CONFIG, **setting}}).encode() if whole else text(rng, FACTS)
     facts = npy(np.frombuffer(facts, np.uint8))
@@ -156,11 +156,11 @@ def read_messages(content, folder):
         try:
             stranger.sendall(content)
             stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(1 << 16):  # until the coordinator ends the connection
+            while stranger.recv(1 << 16):  # until the coordinator closes the connection
                 pass
         except socket.timeout:
             raise
-        except OSError:  # it has ended the connection already
+        except OSError:  # it has already closed the connection
             pass
     if not coordinator.ended:
         answer = b""

@@ -83,7 +83,7 @@ def disturb(rng, box, plan):
 
 
 def signals(rng, box):
-    """Up to 3 signals for one process, up to 3 times; then the run is finished with the bits of an undisturbed run."""
+    """Up to 3 signals for one process, up to 3 times; then the result equals an undisturbed run, bit for bit."""
     disturb(rng, box, box.plan())
 
 
@@ -100,11 +100,11 @@ def horovod(rng, box):
 
 
 def restarts(rng, box):
-    """`launch --restarts`: a run that loses processes again and again ends with the bits of an undisturbed run."""
+    """`launch --restarts`: a run that loses processes repeatedly ends up equal to an undisturbed run, bit for bit."""
     plan = box.plan(rng.choice((2, 2, 4)))
     seconds = box.usual_seconds(plan)
     delays = [rng.uniform(0.1, 1) * seconds for _ in range(rng.randint(1, 3))]
-    checkpoints = []  # for each kill, whether there was one
+    checkpoints = []  # for each kill, whether there was a checkpoint
 
     def kill_some(box, process, sent):
         for delay in delays:
@@ -283,7 +283,7 @@ def unreadable(path, content, *_):
 
 
 def from_another_version(path, content, place, other):
-    """A checkpoint of another format, or another version or name in config.json and metrics.jsonl."""
+    """A checkpoint in a different format, or a different version or name in config.json and metrics.jsonl."""
     path.write_bytes(content)
     if path.suffix == ".npz":
         arrays, facts = checkpoint.load(path)
@@ -333,7 +333,7 @@ def contents(folder):
 
 
 def damaged(rng, box):
-    """A damaged file of a run: it is refused and everything is left as it was, or it does not matter."""
+    """A damaged file of a run: it is refused and everything is left unchanged, or the damage does not matter."""
     plan = box.plan()
     shutil.copytree(box.undisturbed(plan), box.out)
     name = rng.choice(("checkpoint.npz", "checkpoint.npz", "config.json", "metrics.jsonl", "curves.png"))
@@ -396,7 +396,7 @@ PYTHONPYCACHEPREFIX: /proc/nowhere /dev/null
 PYTHONINTMAXSTRDIGITS: 640 0
 MPLBACKEND: agg nonsense
 """
-# Variables that may choose other instructions, libraries or numbers of threads, or that must be refused if invalid.
+# Variables that may choose other instructions, libraries or thread counts, or that must be refused if invalid.
 LIBRARIES = re.compile(rb"\b(?:MXNET|DMLC|PS|MKLDNN|DNNL|OPENBLAS|GOTO|OMP|GOMP)_[A-Z][A-Z0-9_]{2,40}")
 
 
@@ -490,7 +490,7 @@ COMMANDS = {"evaluate": "RUN", "convert": "--to=gluon RUN net", "launch": "-- tr
 COMMANDS |= {"exercise start": "allreduce", "exercise check": "answer.py"}
 COMMANDS |= dict.fromkeys(("train", "doctor"), "")
 COMMANDS |= dict.fromkeys(("exercise list", "kernel install", "kernel uninstall"), "")
-SMALL = {"train": "--dataset=synthetic --epochs=1 --limit=200 --batch-size=50"}  # what is not drawn is small
+SMALL = {"train": "--dataset=synthetic --epochs=1 --limit=200 --batch-size=50"}  # unless these options are drawn
 
 
 def command_line(rng, box):

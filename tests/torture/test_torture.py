@@ -101,7 +101,7 @@ def test_inputs_repeat_from_their_seed_and_readers_refuse_them(reader):
 
 PROMISED = 30  # seconds
 ROLES = {"dist_sync": ("worker 0", "worker 1", "server 0", "scheduler"), "horovod": ("worker 0", "worker 1")}
-# {moment: (what the run has printed, the least and the most seconds afterward)}
+# {moment: (what the run has printed, the minimum and maximum seconds afterward)}
 MOMENTS = {
     "starting": (b"", (0, 0)),
     "training": (b"running on", (0.3, 0.3)),

@@ -36,8 +36,8 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 JOBS = 2  # scenarios at a time
 SKIPPED, CUT = 3, 5  # exit statuses; CUT: the time was up before the scenario ended
 COUNTS = "counts:"  # begins a line of a scenario's output
-# commands, signals, those that were SIGKILL; results compared with undisturbed runs, and how often their runs were
-# resumed from a checkpoint after SIGKILL
+# commands, signals, SIGKILLs; results compared with undisturbed runs, and how often these runs were resumed from a
+# checkpoint after SIGKILL
 COUNTED = ("starts", "signals", "kills", "compared", "resumed")
 COLUMNS = ("runs", "skipped", "violations", *COUNTED)
 # Kinds of scenarios that draw their own environment, or in which horovodrun or a limit would fail with some variables.
@@ -128,7 +128,7 @@ class Runner:
                             os.killpg(process.pid, signal.SIGKILL)
         box.kill(cache)  # without namespaces, processes of killed scenarios may be left
         for worker in workers:
-            worker.result()  # raises what a worker has raised
+            worker.result()  # raises any exception from the worker
 
     def _work(self, cache):
         while time.monotonic() < self.until:
@@ -162,8 +162,8 @@ class Runner:
         elif status == SKIPPED:
             self.counts[kind, "skipped"] += 1
             self.skips[kind] = out.partition(COUNTS)[0].strip()
-            self.busy[kind] += 20  # so that it is not drawn at once again
-        elif status != CUT and self.until:  # else it was ended
+            self.busy[kind] += 20  # so that it is not drawn again immediately
+        elif status != CUT and self.until:  # otherwise, it was stopped
             self.counts[kind, "runs"] += 1
             self.counts[kind, "violations"] += 1
             print(f"{out}\n  again: python tests/torture/torture.py --scenario '{kind}' --seed {seed}\n", flush=True)

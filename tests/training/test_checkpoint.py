@@ -48,7 +48,7 @@ def test_a_missing_truncated_or_altered_file_and_a_pipe_are_errors_in_one_line_w
         assert refused(path)
     path.unlink()
     assert refused(path)
-    os.mkfifo(path)  # which would wait for a writer
+    os.mkfifo(path)  # reading it would wait for a writer
     assert refused(path)
 
 

@@ -113,7 +113,7 @@ def test_each_place_is_searched_in_its_turn(tmp_path, monkeypatch):
     check(tmp_path / "system" / NAME)
     for folder in (tmp_path / "mxnet/datasets" / NAME, datasets.cache_folder(NAME)):
         check(put(folder))
-    (folder / "t10k-labels-idx1-ubyte.gz").unlink()  # an incomplete folder is passed over
+    (folder / "t10k-labels-idx1-ubyte.gz").unlink()  # an incomplete folder is skipped
     check(tmp_path / "mxnet/datasets" / NAME)
     monkeypatch.setenv("GLUON_MGPU_DATA", str(put(tmp_path / "environment")))
     check(tmp_path / "environment")
@@ -230,7 +230,7 @@ def stub_apt(tmp_path, monkeypatch, download="touch stub.deb", unpacked=GZIPPED)
 
 
 def test_if_no_mirror_answers_the_package_is_used_without_root(tmp_path, monkeypatch):
-    log = stub_apt(tmp_path, monkeypatch)  # its update fails, as with one bad source among many
+    log = stub_apt(tmp_path, monkeypatch)  # its `update` fails, as if one of many sources were bad
     assert_tiny(datasets.load(NAME))
     assert in_cache() == sorted(GZIPPED)
     update, download = log.read_text().splitlines()

@@ -166,7 +166,7 @@ def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
     assert len(trained) == 3 + 1 + 2 * 4 and trained.keys() == initial.keys()
     assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["5.gamma"]
     velocities = [name for name in records.last(run[1])[0] if name.startswith("velocity/")]
-    assert len(velocities) == len(trained) - 5  # not of the frozen array, the means and the variances
+    assert len(velocities) == len(trained) - 5  # none for the frozen array, the means and the variances
 
 
 def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(run, tmp_path, capsys):
@@ -176,5 +176,5 @@ def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices
     np.testing.assert_equal(records.last(tmp_path)[0], records.last(run[1])[0])
     capsys.readouterr()
     train(1, epochs=2, resume=tmp_path)
-    said = capsys.readouterr().err  # of larger shards: the result differs by more than rounding
+    said = capsys.readouterr().err  # larger shards change the result by more than rounding
     assert "batch normalization" in said

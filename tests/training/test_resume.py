@@ -29,7 +29,7 @@ def train(impl="scratch", devices=2, batch_size=BATCH, **options):
 
 
 def interrupted(impl, at_step, by=signal.SIGINT, **options):
-    """Train until a signal arrives while the at_step'th step from here is issued."""
+    """Train until a signal arrives while step number `at_step`, counted from here, is issued."""
     with interrupts.at_step(at_step, (by, 0)):
         train(impl, **options)
 
@@ -125,7 +125,7 @@ OF_HIGHLEVEL = [(("highlevel", 2), then) for then in (("scratch", 2), ("highleve
 
 @pytest.mark.parametrize("first, then", [*OF_SCRATCH, *OF_HIGHLEVEL], ids=str)
 def test_another_lesson_or_number_of_devices_gives_the_same_to_rounding_and_is_said(first, then, tmp_path, capsys):
-    # Without a ReLU, which takes rounding errors around 0 for a difference, rounding can be bounded.
+    # Without a ReLU, which switches on or off if rounding changes the sign of its input, rounding can be bounded.
     zeros = [nd.zeros((10, 784)), nd.zeros(10)]
     own = implementations.load("scratch", lenet=softmax_regression, init_params=lambda: zeros)
     lessons = {"scratch": own, "highlevel": implementations.load("highlevel", lenet=dense)}
@@ -139,7 +139,7 @@ def test_another_lesson_or_number_of_devices_gives_the_same_to_rounding_and_is_s
     changed = {name for name, before, after in zip(("impl", "devices"), first, then) if before != after}
     assert {name for name in records.MAY_CHANGE if f"{name} " in said} == changed
     # A gradient sums 32 examples, with scores that sum 784 products. Each of 30 updates, none longer than lr (clipping)
-    # and multiplied by up to 1 / (1 - momentum), adds an error of so many roundings.
+    # and multiplied by up to 1 / (1 - momentum), adds the rounding errors of both sums.
     atol = 30 * 0.1 / (1 - 0.9) * (32 + 784) * np.finfo(np.float32).eps
     found, expected = (records.last(tmp_path / run)[0] for run in ("run", "whole"))
     for name, array in expected.items():
@@ -154,7 +154,7 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
         assert [e.epoch for e in train(impl, devices, resume=begun, epochs=2)] == [1, 2]
         assert capsys.readouterr().out == "" and files(begun) == before
     (begun / ".config.json.swp").write_bytes(b"an editor's")
-    for name in ("config.json", "metrics.jsonl", "curves.png"):  # as if the run had been killed after its last checkpoint
+    for name in ("config.json", "metrics.jsonl", "curves.png"):  # as if killed after the last checkpoint
         (begun / name).rename(begun / f".{name}.abc123.part")
     train(resume=begun, epochs=2)
     assert files(begun) == {**before, ".config.json.swp": b"an editor's"}
@@ -246,7 +246,7 @@ def reconfigure(folder, **changed):
     "damage",
     [
         lambda folder: os.truncate(folder / "checkpoint.npz", 100),
-        lambda folder: resave(folder, format=99),  # of a later version
+        lambda folder: resave(folder, format=99),  # from a later version
         lambda folder: resave(folder, history=[{}]),
         lambda folder: resave(folder, history=[dict.fromkeys(records.Epoch._fields, "\x1b[31m")]),
         lambda folder: resave(folder, steps="3"),
@@ -277,7 +277,7 @@ def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(beg
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):
     def sgd(params, lr, batch_size):
-        params[1][:] = np.nan  # a ReLU hides it from the loss
+        params[1][:] = np.nan  # a ReLU hides the NaN from the loss
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(scratch, "sgd", sgd)

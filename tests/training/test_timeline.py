@@ -67,7 +67,7 @@ def test_each_context_runs_each_layer_once_per_step_and_every_operator_has_its_p
             assert found[layer, "forward"] == number * RECORDED, (c, layer)
         for layer in ("Convolution", "FullyConnected"):
             assert found[f"_backward_{layer}", "backward"] == 2 * RECORDED, (c, layer)
-        arrays, updates = (8, "sgd_update") if module is scratch else (2, "multi_sgd_update")  # Gluon: 4 arrays at once
+        arrays, updates = (8, "sgd_update") if module is scratch else (2, "multi_sgd_update")  # Gluon: 4 per call
         assert found[updates, "update"] == arrays * RECORDED
     # The sum of each of 8 arrays goes to the other device; the second device's shards of X and y come from the host.
     if module is scratch:
@@ -114,8 +114,8 @@ MADE_UP = profile(
     (0, 0, 10, "Convolution"),
     (0, 50, 60, "WaitForVar"),
     (0, 110, 150, "Convolution"),
-    (0, 140, 160, "_backward_Convolution"),  # for 10 while the convolution is still running
-    (0, 142, 145, "Reorder2Default"),  # all of it while the convolution is running
+    (0, 140, 160, "_backward_Convolution"),  # overlaps the convolution for 10
+    (0, 142, 145, "Reorder2Default"),  # entirely during the convolution
     (0, 170, 180, "CopyCPU2CPU"),
     (1, 95, 120, "Convolution"),  # from 100
     (1, 200, 230, "an_operator_of_the_network"),
@@ -153,7 +153,7 @@ def record(file, epochs=1, steps_per_epoch=NEEDED, at_step=lambda step: None):
 
 
 def test_recorded_steps_are_of_one_epoch_and_follow_the_warm_up(tmp_path):
-    # Steps 10 to 16 belong to two epochs; 14 to 20 are the first seven of one.
+    # Steps 10 to 16 belong to two epochs; steps 14 to 20 are the first seven of one epoch.
     record(tmp_path / "profile.json", 3, 14, lambda step: nd.full(3, step).sin() if step in (9, 13, 14, 21) else None)
     found = counts(tmp_path / "profile.json", CTX[0])
     assert (found["argmax", "forward"], found["sin", "forward"]) == (0, 1)
@@ -170,7 +170,7 @@ def test_a_run_that_ends_before_the_last_recorded_step_leaves_no_file_and_stops_
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path / "profile.json", at_step=fail)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(mx.MXNetError):  # the profiler is not running any more
+    with pytest.raises(mx.MXNetError):  # the profiler is no longer running
         mx.profiler.dump()
 
 
@@ -186,7 +186,7 @@ def test_what_cannot_be_recorded_is_a_usage_error(tmp_path):
     for file in ("profile.png", "none/profile.json", "."):
         with pytest.raises(UsageError):
             recorder(100, 100, file=file)
-    lanes = len(os.sched_getaffinity(0)) + 2  # of MXNet's profiler; beyond them, MXNet would abort
+    lanes = len(os.sched_getaffinity(0)) + 2  # the profiler's lanes; for any further context, MXNet would abort
     recorder(100, 100, ctx=[mx.cpu(lanes - 1)])
     with pytest.raises(UsageError):
         recorder(100, 100, ctx=[mx.cpu(lanes)])

@@ -86,7 +86,7 @@ def test_a_terminal_shows_a_bar_with_examples_and_loss():
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=terminal)
     os.close(terminal)
     shown = b""
-    with contextlib.suppress(OSError):  # when the other end is closed
+    with contextlib.suppress(OSError):  # raised when the other end is closed
         while part := os.read(main, 65536):
             shown += part
     os.close(main)
@@ -264,7 +264,7 @@ def rates(settings, steps_per_epoch=10):
 
 def test_the_step_schedule_is_that_of_mxnets_scheduler():
     own = rates(Settings(lr=0.4, epochs=6, schedule="step", milestones=(2, 3, 5), gamma=0.5))
-    # MXNet counts updates from 1, and steps after the one that it is told.
+    # MXNet counts updates from 1, and changes the rate after the given update.
     mxnets = mx.lr_scheduler.MultiFactorScheduler(step=[20, 30, 50], factor=0.5, base_lr=0.4)
     assert own == pytest.approx([mxnets(update + 1) for update in range(60)])
     assert [own[i] for i in (19, 20, 29, 30, 50)] == pytest.approx([0.4, 0.2, 0.2, 0.1, 0.05])

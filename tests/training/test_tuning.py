@@ -23,7 +23,7 @@ def network(*layers, channels=1):
     return net
 
 
-NETWORKS = {  # without kinks: then two ways to compute a network differ by rounding alone
+NETWORKS = {  # without kinks, so two ways to compute a network differ only by rounding
     "lenet with sigmoids": lambda: network(
         *(nn.Conv2D(20, 3, activation="sigmoid"), nn.AvgPool2D()),
         *(nn.Conv2D(50, 5, activation="sigmoid", use_bias=False), nn.AvgPool2D()),
@@ -54,7 +54,7 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, ex
     assert fast_scores.shape == scores.shape
     # Sums of at most 800 products in each of 4 layers.
     np.testing.assert_allclose(fast_scores, scores, rtol=0, atol=4 * 800 * EPS * np.abs(scores).max())
-    for name, grad in grads.items():  # sums over the pixels of all images as well
+    for name, grad in grads.items():  # also sums over the pixels of all images
         atol = (4 * 800 + examples * 26**2) * EPS * np.abs(grad).max()
         np.testing.assert_allclose(fast_grads[name], grad, rtol=0, atol=atol)
 
