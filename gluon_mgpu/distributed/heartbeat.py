@@ -57,8 +57,8 @@ class Coordinator:
         self.thread.start()
 
     def close(self) -> None:
-        """Wait until all clients are done, then stop listening."""
-        while self.thread.is_alive() and self.ended != set(self.clients):
+        """Wait until all clients are done or have been told to end, then stop listening."""
+        while self.thread.is_alive() and not self.finished and self.ended != set(self.clients):
             time.sleep(BEAT_INTERVAL / 20)
         self.finished = True
 
