@@ -99,7 +99,7 @@ def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[T
 
 
 def backward(tapes: list[Tape], heads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
-    """Returns the gradients of a layer's inputs, and a bucket of its arrays' gradients. heads: its outputs' gradients."""
+    """The gradients of a layer's inputs, and a bucket of its arrays' gradients. heads: its outputs' gradients."""
     grads = [autograd.grad([output], variables, [head]) for (variables, output), head in zip(tapes, heads)]
     return [of_input for of_input, *_ in grads], [bucket(of_arrays) for _, *of_arrays in grads]
 
