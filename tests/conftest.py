@@ -11,7 +11,7 @@ import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
 LONGEST = 3600  # seconds, for tests with these markers and slow tests; setup.cfg has the limit for all other tests
-# What --no-skips does not require, because no command installs it.
+# Reasons to skip that --no-skips accepts, because no command installs what is missing.
 MAY_BE_MISSING = ("needs root", "needs the original notebooks")
 
 ROOT = Path(__file__).parents[1]

@@ -70,7 +70,7 @@ def test_a_blocking_copy_waits_for_its_array():
     assert held_back("asynchrony.copy_to_cpu([held]); let_go.set()", seconds=1) == "False"
 
 
-# The products of cpu(1) are waited for while those of cpu(0) cannot begin.
+# Waits for cpu(1)'s products while cpu(0)'s cannot start.
 INDEPENDENT = """
 products = [asynchrony.run(x, 100) for x in (held, matrices[1])]
 for p in products[1]:

@@ -104,7 +104,7 @@ class Network:
         return found
 
     def of_one_size(self) -> Network:
-        """The same network, with the samples that differ only in their batch size."""
+        """The same network, but only with those samples that differ from the first in nothing but their batch size."""
         sizes = [[X.shape[1:] for X in sample.inputs] for sample in self.samples]
         return replace(self, samples=[sample for sample, size in zip(self.samples, sizes) if size == sizes[0]])
 

@@ -351,7 +351,7 @@ def transpose(node: Node, x: str) -> str:
 
 
 def index(*parts: Iterable[int | str | None]) -> str:
-    """The code of an index such as [:, 1:3]. parts: the start, stop and step of each axis."""
+    """The code for an index such as [:, 1:3]. parts: the start, stop and step of each axis."""
     words = []
     for part in parts:
         start, stop, step = (*part, None, None, None)[:3]

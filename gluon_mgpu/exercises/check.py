@@ -104,7 +104,7 @@ def _shown(value: Any) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """The line of an error's message that says most. Errors in MXNet's C++ code begin with a traceback."""
+    """The most informative line of an error message. Errors in MXNet's C++ code begin with a traceback."""
     lines = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()
     return [line for line in lines if "MXNetError: " in line][-1] if type(error).__name__ == "MXNetError" else lines[0]
 

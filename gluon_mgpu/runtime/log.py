@@ -38,7 +38,7 @@ def printable(line: str) -> str:
 
 
 def say(line: str, prefix: str = "gluon_mgpu: ", in_any_process: bool = False) -> None:
-    """Print a notice on standard error if this process speaks or `in_any_process` is true."""
+    """Print a notice on standard error if this process is the one that prints, or if `in_any_process`."""
     if speaks or in_any_process:
         with suppress(OSError, ValueError):  # the reader may be gone
             print(f"{prefix}{printable(line)}", file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def error(line: str) -> None:
 
 
 def progress(**options: Any) -> tqdm:
-    """Create a progress bar, shown on a terminal or in Jupyter if this process speaks. options: passed to tqdm."""
+    """Create a progress bar, shown on a terminal or in Jupyter if this process is the one that prints. options: passed to tqdm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm

@@ -63,7 +63,8 @@ def tuned(net: gluon.Block, block: int = BLOCK, piece: int = PIECE) -> InPieces:
     """Create a network that uses the Parameter objects of `net` and computes the same values, except for rounding.
 
     net: a `tunable` network that has been called at least once, so that the shapes of its parameters are known. block:
-    more channels than this are padded to a multiple of it; 1: no padding. piece: examples computed at once; 0: all.
+    channel counts above this are padded to a multiple of it; 1: no padding. piece: number of examples computed at once;
+    0: all.
     """
     fast = InPieces(piece, prefix=f"{net.prefix}tuned_")
     channels = padded = 0  # output channels of the most recent convolution, without and with padding

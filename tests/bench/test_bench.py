@@ -1,4 +1,4 @@
-"""The harness, and the numbers of the benchmarks, compared with NumPy, values computed by hand, bytes and messages.
+"""Tests of the harness; benchmark results are compared with NumPy, with values computed by hand, and with messages.
 
 mxnet is imported here, so torch is not: it runs in separate processes. Tests that need torch are skipped if it is
 missing.

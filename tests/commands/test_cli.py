@@ -174,7 +174,7 @@ def test_the_shell_completes_commands_options_words_and_files_without_importing_
     assert (done.returncode, done.stderr, set(done.stdout.split())) == (0, "", offered)
 
 
-@pytest.mark.parametrize("script", ["train", "bench"])  # of gluon_mgpu, and in scripts/
+@pytest.mark.parametrize("script", ["train", "bench"])  # a command of the package, and one of scripts/
 def test_a_script_starts_if_python_does_not_import_from_its_folder(script):
     done = finished(sys.executable, f"scripts/{script}.py", "-h", cwd=ROOT, env={**os.environ, "PYTHONSAFEPATH": "1"})
     assert (done.returncode, done.stderr) == (0, "")

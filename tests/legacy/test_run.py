@@ -290,7 +290,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def download(data, tmp_path):
-    """download(text) runs it where the downloads are replaced, in an empty folder that is also the home."""
+    """download(text) runs this code with downloads replaced, in an empty folder that is also the home directory."""
 
     def run(text):
         folder, hashes = data

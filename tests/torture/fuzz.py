@@ -148,7 +148,7 @@ def make_messages(rng):
 
 
 def read_messages(content, folder):
-    """A coordinator gets messages. Unless their sender knows the secret, it then still answers a worker."""
+    """A coordinator gets messages. If the sender does not know the secret, it must still answer a worker afterward."""
     coordinator = heartbeat.Coordinator(Process("horovod", "worker", 0, 2, secret="the secret"), "127.0.0.1", 0)
     place, failures = ("127.0.0.1", coordinator.port), []
     threading.excepthook = lambda failed: failures.append(failed.exc_value)

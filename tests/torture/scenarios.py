@@ -83,7 +83,7 @@ def disturb(rng, box, plan):
 
 
 def signals(rng, box):
-    """Up to 3 signals for one process, up to 3 times; then the result equals an undisturbed run, bit for bit."""
+    """Up to 3 signals for one process, up to 3 times. The result must equal that of an undisturbed run, bit for bit."""
     disturb(rng, box, box.plan())
 
 
@@ -415,7 +415,7 @@ def harmless_values():
 
 
 def surroundings(rng, box):
-    """Up to 8 harmless variables in which Python starts, for the commands of any scenario."""
+    """Up to 8 harmless environment variables for any scenario's commands; Python starts with them."""
     values = harmless_values()
     drawn = drawn_variables(rng, box, [values], rng.randrange(9))
     return drawn if python_starts(box, drawn) else {}

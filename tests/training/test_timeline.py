@@ -77,7 +77,7 @@ def test_each_context_runs_each_layer_once_per_step_and_every_operator_has_its_p
 
 FORWARD = {"Convolution", "BatchNorm", "Activation", "Pooling", "Flatten", "FullyConnected"}
 FORWARD |= {"log_softmax", "pick", "_mul_scalar", "mean", "elemwise_add", "broadcast_add"}  # the loss; residual blocks
-FORWARD |= {"Concat", "slice_axis"}  # running statistics; tuning: padded weights, pieces of a shard
+FORWARD |= {"Concat", "slice_axis"}  # join running statistics; with tuning, pad weights and split shards
 
 
 EXTRAS = {"momentum": 0.9, "max_grad_norm": 1.0, "grad_accum_steps": 2}
