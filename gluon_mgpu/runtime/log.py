@@ -54,7 +54,7 @@ def error(line: str) -> None:
 
 
 def progress(**options: Any) -> tqdm:
-    """Create a progress bar, shown on a terminal or in Jupyter if this process is the one that prints. options: passed to tqdm."""
+    """Create a progress bar, shown on a terminal or in Jupyter if this process prints. options: passed to tqdm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm
