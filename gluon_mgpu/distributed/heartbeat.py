@@ -30,7 +30,8 @@ SILENCE_LIMIT = 10.0  # seconds; a process that is silent for longer counts as l
 CONNECT_LIMIT = 300.0  # seconds within which all processes must connect
 NOTICE_DELAY = 5.0  # seconds before a waiting process prints what it is waiting for
 GRACE_PERIOD = 3.0  # seconds that the scheduler waits for the other processes to disconnect
-MAX_LINE = 16 << 20  # maximum size of a message, in bytes: enough for the history of 80,000 epochs
+MAX_GREETING = 4096  # maximum size of a client's first message, in bytes
+MAX_LINE = 16 << 20  # maximum size of any other message, in bytes: enough for the history of 80,000 epochs
 ISSUED = "issued"  # key of the gather in which the workers agree on their last step
 
 
@@ -70,7 +71,7 @@ class Coordinator:
     async def _serve(self) -> None:
         # By default, asyncio prints a traceback if strangers use up all file descriptors.
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        server = await asyncio.start_server(self._read, sock=self.listener, limit=MAX_LINE)
+        server = await asyncio.start_server(self._read, sock=self.listener, limit=MAX_GREETING)
         began = time.monotonic()
         while not self.finished:
             self._send_state()
@@ -84,7 +85,7 @@ class Coordinator:
         """Handle the messages of one connection until it closes."""
         name, about, why = "", "", "its connection was closed"
         try:
-            while line := await asyncio.wait_for(reader.readline(), SILENCE_LIMIT):
+            while line := await asyncio.wait_for(_line(reader, MAX_LINE if name else MAX_GREETING), SILENCE_LIMIT):
                 message = json.loads(line)
                 if name:
                     self._handle(name, message)
@@ -171,6 +172,21 @@ class Coordinator:
         for name, writer in self.clients.items():
             if name not in self.ended:
                 _send(writer, message)
+
+
+async def _line(reader: asyncio.StreamReader, most: int) -> bytes:
+    """Read a line; b"" if the connection was closed. Raises ValueError if the line has more than `most` bytes."""
+    line = b""
+    while not line.endswith(b"\n"):
+        try:
+            line += await reader.readuntil()
+        except asyncio.LimitOverrunError as error:  # the reader buffers only MAX_GREETING bytes
+            line += await reader.readexactly(error.consumed)
+        except asyncio.IncompleteReadError:
+            return b""
+        if len(line) > most:
+            raise ValueError("the message is too long")
+    return line
 
 
 def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
@@ -329,7 +345,8 @@ def _connect(host: str, port: int, name: str) -> socket.socket:
             return socket.create_connection((host, port), timeout=SILENCE_LIMIT)
         except (OSError, UnicodeError) as error:
             waited = time.monotonic() - began
-            line = f"no answer from {host}, port {port} ({error}): check that the scheduler is running at this address"
+            advice = "check that the scheduler or, with Horovod, worker 0 is running at this address"
+            line = f"no answer from {host}, port {port} ({error}): {advice}"
         if waited > CONNECT_LIMIT:
             raise Error(line)
         if waited > NOTICE_DELAY and not noticed:

@@ -102,11 +102,8 @@ class Dataset(NamedTuple):
         if limit > len(self.train_images):
             raise UsageError("limit", limit, f"{self.name} has only {len(self.train_images)} training examples")
         tests = max(limit // 6, 100)
-        train, test = (
-            (self.train_images[:limit], self.train_labels[:limit]),
-            (self.test_images[:tests], self.test_labels[:tests]),
-        )
-        return Dataset(self.name, *train, *test, self.source)
+        train = self.train_images[:limit], self.train_labels[:limit]
+        return Dataset(self.name, *train, self.test_images[:tests], self.test_labels[:tests], self.source)
 
     def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal."""

@@ -206,6 +206,14 @@ def test_a_process_that_does_not_belong_to_the_run_is_refused_with_the_reason(co
     assert not other.file.read() and list(made.clients) == ["worker 0"]
 
 
+def test_a_greeting_that_is_too_long_is_not_read_to_its_end(coordinator):
+    stranger = Raw(coordinator()).socket
+    stranger.settimeout(heartbeat.SILENCE_LIMIT / 2)
+    with suppress(ConnectionError):
+        stranger.sendall(b"x" * 100_000)
+        assert stranger.recv(1) == b""  # a timeout would not be a ConnectionError
+
+
 def test_a_stranger_that_never_ends_its_greeting_is_disconnected(coordinator, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENCE_LIMIT", 0.5)
     stranger = Raw(coordinator()).socket
