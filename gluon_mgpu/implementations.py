@@ -28,8 +28,8 @@ from gluon_mgpu.training import loop, tuning
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.options import NOT_KEPT
 from gluon_mgpu.training.records import Epoch
-from gluon_mgpu.training.replicas import IMAGE_SHAPE, LENET, VELOCITY, Replicas
-from gluon_mgpu.training.settings import DEFAULTS, OPTIONS, SGD, Settings, takes
+from gluon_mgpu.training.replicas import LENET, VELOCITY, Replicas
+from gluon_mgpu.training.settings import DEFAULTS, IMAGE_SHAPE, OPTIONS, SGD, Settings, takes
 
 # The functions that every lesson has, and those of one kind of lesson.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")

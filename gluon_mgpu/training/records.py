@@ -25,7 +25,7 @@ from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.options import FREE, MOST, SAME
-from gluon_mgpu.training.settings import OPTIONS, RECORDED, RENAMED, Settings
+from gluon_mgpu.training.settings import IMAGE_SHAPE, OPTIONS, RECORDED, RENAMED, Settings
 
 if TYPE_CHECKING:
     from tensorboard.summary import Writer
@@ -38,7 +38,6 @@ TENSORBOARD = "tensorboard"  # subfolder
 # A notice is printed if one of these entries of config.json differs when a run is resumed.
 MAY_CHANGE = [name for name in RECORDED if OPTIONS[name].on_resume == FREE and name != "epochs"]
 MAY_CHANGE += ["kvstore", "compress", "workers", "devices", "threads"]
-IMAGE_SHAPE = (1, 28, 28)  # the shape in runs that did not record it
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
@@ -280,7 +279,7 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
         config = {RENAMED.get(name, name): value for name, value in config.items()}
         settings = Settings(**{name: config[name] for name in RECORDED if name in config})
         _devices(config)
-        config["image_shape"] = _image_shape(config.get("image_shape", IMAGE_SHAPE))
+        config["image_shape"] = _image_shape(config.get("image_shape", IMAGE_SHAPE))  # older runs have not recorded it
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         raise Error(f"{path}: invalid run configuration ({error}); start the run again in another folder") from None
     return arrays, config, settings, position

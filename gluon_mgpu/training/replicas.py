@@ -20,10 +20,9 @@ from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
-from gluon_mgpu.training.settings import SGD, Settings
+from gluon_mgpu.training.settings import IMAGE_SHAPE, SGD, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
-IMAGE_SHAPE = (1, 28, 28)  # the shape of an image in the built-in data sets
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's running statistics
 

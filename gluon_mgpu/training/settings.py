@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DATASETS = ("fashion-mnist", "mnist", "synthetic", "own")
+IMAGE_SHAPE = (1, 28, 28)  # of the built-in data sets: channels, height, width
 LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
 SCHEDULES = ("constant", "step", "cosine")
