@@ -70,7 +70,7 @@ def command(words: str) -> str:
         return f"{program} {words}"
     folder, slash, _ = program.rpartition("/")
     name, space, rest = words.partition(" ")
-    return f"{folder + slash if slash else 'python '}{name.replace('-', '_')}.py{space}{rest}"
+    return f"{folder + slash if slash else 'python '}{name}.py{space}{rest}"
 
 
 def _running_command() -> Any:

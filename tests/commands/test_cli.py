@@ -109,7 +109,7 @@ def test_no_option_takes_the_next_option_for_its_value(capsys, name):
 @pytest.mark.parametrize(
     "raised, status, line",
     [
-        (lambda: Error(f"run `{command('batch-size -h')}`"), 1, "error: run `python scripts/batch_size.py -h`"),
+        (lambda: Error(f"run `{command('doctor -h')}`"), 1, "error: run `python scripts/doctor.py -h`"),
         (lambda: UsageError(None, "runs/x", "not a run"), 2, "error: runs/x: not a run"),
         (lambda: UsageError("out", "a=b", f"omit {setting('two_words', 1)}"), 2, "error: --out a=b: omit --other 1"),
         (lambda: UsageError("fast", False, "is slow"), 2, "error: --no-fast: is slow"),
