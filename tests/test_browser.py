@@ -159,7 +159,7 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs/second-device.md"
-WAYS = {"star": "star", "tree": "tree", "ring": "ring", "servers": "PS"}  # the page's name: bench/model.py's
+WAYS = {"star": "star", "tree": "tree", "ring": "ring", "servers": "PS"}  # {name on the page: name in bench/model.py}
 CLUSTER = {  # a cluster, described by numbers that are not round
     **{"parameters": 1.3e6, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
     **{"fixed": 0.0017, "python": 0.0009, "allreduce": "ring", "bandwidth": 1.2e9, "latency": 3.3e-5},

@@ -74,7 +74,7 @@ def test_the_messages_explained_are_messages_of_the_package():
     said = "\n".join([*texts, *(text for path in sources for text in strings(ast.parse(path.read_text())))])
     symptoms = re.findall(r"^\| (?!symptom )(.+?) \| ", PAGES["troubleshooting.md"], re.MULTILINE)
     messages = [symptom.strip("` ") for symptom in symptoms if symptom.startswith("`")]
-    values = r"…|gluon_mgpu: |error: |--[\w-]+( [a-z]+)?"  # an option stands for the argument that the package names
+    values = r"…|gluon_mgpu: |error: |--[\w-]+( [a-z]+)?"  # the code has the argument's name there
     parts = {part.strip(" :;()") for message in messages for part in re.sub(values, "…", message).split("…")}
     assert len(symptoms) >= 25 and len(messages) >= 20 and not [part for part in parts if part not in said]
 

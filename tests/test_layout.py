@@ -22,7 +22,7 @@ MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items() 
 
 
 def imported(path):
-    """The modules of this package that a file imports, wherever it does."""
+    """The modules of this package that a file imports, at the top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

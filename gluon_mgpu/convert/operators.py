@@ -134,10 +134,10 @@ class Node:
         return tuple(sorted(set(range(self.rank)) - set(axes))) if self.flag("exclude") else axes
 
     def shape(self, *inputs: str) -> list[int | str]:
-        """The output's shape as code: a number if it is the same for all samples, or else a size of one of the inputs,
-        or a product of some.
+        """The output's shape as code: a number if it is the same for all samples, otherwise a size of an input, or a
+        product of several sizes.
 
-        A size that is neither is written as -1.
+        Any other size is written as -1.
         """
         sources = [
             (f"{x}.shape[{i}]", column)

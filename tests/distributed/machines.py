@@ -63,7 +63,7 @@ class Machine:
 class Network:
     """n machines: node0 at 10.99.0.1, node1 at 10.99.0.2, ... slow: with links of SLOW_BITS.
 
-    As on Debian, a machine's own name is 127.0.1.1 on the machine itself. Its first interface reaches nobody.
+    As on Debian, a machine's own name is 127.0.1.1 on the machine itself. Its first interface reaches no other machine.
     """
 
     def __init__(self, n, folder, slow=False):

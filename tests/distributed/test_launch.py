@@ -69,7 +69,7 @@ class Run:
         return self.process.returncode, out, err.splitlines()
 
     def interrupt(self, which=signal.SIGINT):
-        """Send a signal to the launcher, once all processes note signals."""
+        """Send a signal to the launcher, once all processes are ready to record signals."""
         self.wait_for(*(f"{name}.ready" for name in ALL))
         self.process.send_signal(which)
 

@@ -122,7 +122,7 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
     assert (done.returncode != 0 or not all(held)) == (fault in OUTSIDE[recipe])
 
 
-# The whole command, made small
+# The whole command, on a small scale
 def add_recipe(monkeypatch, name, accuracy=(0.1, 0.1), **options):
     """Add a recipe that trains briefly and has two made-up kept runs."""
     small = {"impl": "scratch", "dataset": "synthetic", "num_gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}

@@ -1,4 +1,4 @@
-"""Programs in other processes, and what processes print: one line, and notices only by worker 0."""
+"""Programs in other processes, and what they print: one-line messages, and notices only from worker 0."""
 
 import signal
 import subprocess
