@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 docs/pytorch/fsdp.py
 """
 
 import argparse
+import os
 from time import time
 
 import numpy as np
@@ -92,3 +93,4 @@ parser.add_argument("--out", help="save the parameters in this .npz file")
 dist.init_process_group("gloo")
 train(**vars(parser.parse_args()))
 dist.destroy_process_group()
+os._exit(0)  # PyTorch 2.13's gloo threads sometimes abort the process while Python shuts down
