@@ -1,6 +1,5 @@
 """doctor's findings on bare environments, with stand-ins for broken packages, drivers and loaders."""
 
-import ctypes
 import gzip
 import os
 import sys
@@ -14,8 +13,7 @@ import tiny
 from runs import finished
 
 from gluon_mgpu.commands import doctor
-from gluon_mgpu.runtime import devices, engine
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +58,11 @@ def test_doctor_finds_no_problem_on_a_machine_that_runs_these_tests():
     # DMLC_ROLE: the environment of a server, in which a child process would never end
     done = run("-m", "gluon_mgpu", "doctor", GLUON_MGPU_DATA="", MXNET_HOME="/nonexistent", DMLC_ROLE="server")
     lines = done.stdout.splitlines()
-    assert (done.returncode, done.stderr, lines[-1]) == (0, "", "can run train --impl scratch --gpus 2")
+    assert (done.returncode, lines[-1]) == (0, "can run train --impl scratch --gpus 2")
+    assert all(line.startswith("gluon_mgpu: training on 2 CPU contexts") for line in done.stderr.splitlines())
     assert all(line.split()[0] in ("ok", "note") for line in lines[:-1])
     assert f"NumPy {np.__version__}" in marked(done, "ok")
-    assert "running on: [" in lines[-2]
+    assert any("running on: [" in line for line in marked(done, "ok"))
     assert "\x1b" not in done.stdout
 
 
@@ -100,7 +99,7 @@ BROKEN = {
 @pytest.mark.parametrize("cause", BROKEN)
 def test_a_broken_numpy_is_a_problem_with_its_first_cause(bare, cause):
     options, packages = bare
-    tiny.put(packages, {"numpy.py": BROKEN[cause].encode()})
+    tiny.put(packages, {"numpy.py": BROKEN[cause].encode(), "mxnet.py": b""})
     problem = marked(examine(**options), "problem")[0]
     assert cause in problem and "pip install" in problem
     if cause != "SIGILL":
@@ -124,48 +123,6 @@ def test_the_quota_of_a_container_is_read(tmp_path, text, cores):
     if text:
         (tmp_path / "cpu.max").write_text(text)
     assert doctor.cgroup_cores(tmp_path / "cpu.max") == cores
-
-
-def test_every_gpu_is_listed_and_marked_ok_if_the_installed_mxnet_has_kernels_for_it(monkeypatch):
-    gpus = [("Tesla K80", 3, 7), ("Tesla M60", 5, 2), ("GeForce RTX 4090", 8, 9), ("NVIDIA H200", 9, 0)]
-    monkeypatch.setattr(doctor, "_in_child", lambda *_: {"gpus": gpus})
-    for built_with_cuda, marks in ((True, ["note", "ok", "ok", "note"]), (False, ["note"] * 4)):
-        found = list(doctor._gpus(built_with_cuda))
-        assert [mark for mark, _ in found] == marks
-        assert all(gpu[0] in line for gpu, (_, line) in zip(gpus, found))
-
-
-class Driver:
-    """Stands in for libcuda.so.1 on a machine with an A100. status: what cuInit returns."""
-
-    def __init__(self, status):
-        self.status = status
-
-    def cuInit(self, flags):
-        return self.status
-
-    def cuDeviceGetCount(self, count):
-        count._obj.value = 1
-        return 0
-
-    def cuDeviceGet(self, handle, index):
-        handle._obj.value = 7
-
-    def cuDeviceGetName(self, name, size, handle):
-        name.value = b"A100" if handle.value == 7 else b""
-
-    def cuDeviceGetAttribute(self, value, attribute, handle):
-        value._obj.value = {75: 8, 76: 0}[attribute]
-
-
-@pytest.mark.parametrize("status, gpus", [(0, [("A100", 8, 0)]), (100, []), (803, None)])
-def test_the_driver_says_which_gpus_it_shows(monkeypatch, status, gpus):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(status))
-    if gpus is None:
-        with pytest.raises(Error, match="803"):
-            devices.driver_gpus()
-    else:
-        assert devices.driver_gpus() == gpus
 
 
 @pytest.fixture
