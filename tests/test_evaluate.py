@@ -11,7 +11,7 @@ from mxnet import gluon, nd
 from PIL import Image
 from runs import call
 
-from gluon_mgpu import IMPLS, evaluate, implementations
+from gluon_mgpu import IMPLS, convert, evaluate, implementations
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, datasets
@@ -98,7 +98,7 @@ def test_an_image_file_gets_the_probabilities_of_its_pixels(runs, data, tmp_path
     paths = [tmp_path / f"{i}.png" for i in range(3)]
     for path, image in zip(paths, data.test_images):
         Image.fromarray(image[0]).save(path)
-    options = ("--images", paths[0], paths[1], "--images", paths[2], "--gpus", 2)
+    options = (*paths, "--gpus", 2)
     lines = dict(line.rsplit(": ", 1) for line in printed(capfd, runs / "scratch", *options).splitlines())
     assert lines.keys() == set(map(str, paths))
     for path, probabilities in zip(paths, expected):
@@ -148,8 +148,8 @@ def test_other_files_are_refused_by_name_and_nothing_is_executed(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("run", ["scratch", "max"])
-def test_an_export_is_the_plain_network_and_gives_mxnet_the_same_scores(run, runs, data, tmp_path, capfd):
-    text = printed(capfd, runs / run, "--gpus", 2, "--export", tmp_path / "net")
+def test_an_export_is_the_plain_network_and_gives_mxnet_the_same_scores(run, runs, data, tmp_path):
+    text = convert.save(convert.from_run(runs / run), "gluon", f"{tmp_path}/net")
     assert f"gluon.SymbolBlock.imports('{tmp_path}/net-symbol.json', ['data'], '{tmp_path}/net-0000.params')" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net-0000.params", "net-symbol.json"]
     operators = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]]
