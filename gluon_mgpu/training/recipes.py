@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gluon_mgpu.training.settings import flag
-
 SCRATCH = '"Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019)'
 GLUON = '"Training on multiple GPUs with gluon" (The Straight Dope)'
 CONCISE = '"Multi-GPU Training in Python" (lecture L14.6, Dive into Deep Learning)'
@@ -44,20 +42,3 @@ RECIPES = {
     "gluon-resnet18-fashion-mnist-1gpu": _resnet18("1", 256, 0.1),
     "gluon-resnet18-fashion-mnist-2gpu": _resnet18("2", 512, 0.2),
 }
-
-
-# Values printed in SCRATCH and in "Multi-GPU training" (Dive into Deep Learning, in PyTorch), one list per device.
-ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
-SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # arange(24) split over 2 devices
-SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # arange(20) split over 4 devices
-COPIED_BIAS = [0] * 20  # b1 and its gradient, after b1 is copied to a device
-
-
-def table() -> str:
-    """Format each recipe with its options, its source, and the accuracies printed there, for a terminal."""
-    lines = []
-    for name, recipe in RECIPES.items():
-        options = " ".join(f"{flag(option)} {value}" for option, value in recipe.options.items())
-        printed = " ".join(map(str, recipe.test_accuracy)) or "not printed"
-        lines += [name, f"    {options}", f"    source: {recipe.source}", f"    test accuracy in the source: {printed}"]
-    return "\n".join(lines)

@@ -7,12 +7,12 @@ that `scratch` and `highlevel` port and, for scattering, the PyTorch notebook.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from mxnet import Context, nd
 
 from gluon_mgpu import implementations
-from gluon_mgpu.training import recipes
 from gluon_mgpu.training.batches import batches
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.replicas import Replicas
@@ -22,6 +22,12 @@ from parity import Finding
 MODELS = {"scratch": "lenet", "highlevel": "lenet-max"}  # the notebooks' networks
 EXAMPLES = "printed examples"
 IMAGES = 16  # MNIST images on 4 devices, as in the notebook
+
+# Values that the notebooks printed, one list per device
+ALLREDUCE = {"before": [[[1, 1]], [[2, 2]]], "after": [[[3, 3]], [[3, 3]]]}
+SPLIT: dict[str, Any] = {"shape": (6, 4), "rows": [[0, 1, 2], [3, 4, 5]]}  # arange(24) split over 2 devices
+SCATTER: dict[str, Any] = {"shape": (4, 5), "rows": [[0], [1], [2], [3]]}  # arange(20) split over 4 devices
+COPIED_BIAS = [0] * 20  # b1 and its gradient, after b1 is copied to a device
 
 
 def check(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
@@ -36,15 +42,15 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     def finding(claim: str, holds: object, evidence: object) -> Finding:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), str(evidence))
 
-    before, after = recipes.ALLREDUCE["before"], recipes.ALLREDUCE["after"]
+    before, after = ALLREDUCE["before"], ALLREDUCE["after"]
     replicas = implementations.replicas(impl, ctx[:2])
     for grads, values in zip(replicas.grads(), before):
         grads["b1"][:2] = nd.array(values[0])
     replicas.reduce()
-    found = [[replicas.gradients(device)["b1"][:2].tolist()] for device in range(2)]
+    found = [[replicas.grads()[device]["b1"][:2].asnumpy().tolist()] for device in range(2)]
     yield finding(f"allreduce of {before} is {after}", found == after, found)
 
-    for shown, numbers in ((recipes.SPLIT, 24), (recipes.SCATTER, 20)):
+    for shown, numbers in ((SPLIT, 24), (SCATTER, 20)):
         data = np.arange(numbers, dtype=np.float32).reshape(shown["shape"])
         devices = ctx[: len(shown["rows"])]
         shards = implementations.load(impl).split_and_load(nd.array(data), devices)
@@ -55,8 +61,8 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         yield finding(claim, right and placed == devices, f"{[len(rows) for rows in values]} rows on {placed}")
 
     replicas = implementations.replicas(impl, ctx, Settings(model=MODELS[impl]))
-    copied = [arrays(1)["b1"].tolist() for arrays in (replicas.parameters, replicas.gradients)]
-    right, sizes = copied == [recipes.COPIED_BIAS] * 2, [len(values) for values in copied]
+    copied = [arrays[1]["b1"].asnumpy().tolist() for arrays in (replicas.arrays, replicas.grads())]
+    right, sizes = copied == [COPIED_BIAS] * 2, [len(values) for values in copied]
     yield finding("b1 and its gradient are 20 zeros on the second device", right, f"{sizes} numbers")
 
     X, y = next(batches(mnist.train_images[:IMAGES], mnist.train_labels[:IMAGES], IMAGES))
@@ -66,7 +72,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     start = replicas.parameters()
     yield finding(f"the parameters are the same on all {len(ctx)} devices", *_all_equal(replicas))
     replicas.forward_backward(Xs, ys)
-    W1 = {replicas.gradients(device)["W1"].tobytes() for device in range(len(ctx))}
+    W1 = {replicas.grads()[device]["W1"].asnumpy().tobytes() for device in range(len(ctx))}
     yield finding(
         "each device's shard has a different gradient", len(W1) == len(ctx), f"{len(W1)} different gradients of W1"
     )

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import runs
 import tiny
+from parity import examples
 from runs import arrays
 
 from gluon_mgpu.legacy import notebook
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets, recipes
+from gluon_mgpu.training import datasets
 
 pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
 import jupyter_client  # noqa: E402
@@ -206,11 +207,11 @@ def test_the_original_from_scratch_prints_the_books_values_and_its_step_is_numpy
     text = original("multiple-gpus.ipynb", 2, "fashion-mnist", 512, STEP)
     bias, grad, *reduced, batch, half, other_half = arrays(text)
     for array, context in (bias, grad):
-        assert (array.tolist(), context) == (recipes.COPIED_BIAS, "cpu(0)")
-    sums = [*recipes.ALLREDUCE["before"], *recipes.ALLREDUCE["after"]]
+        assert (array.tolist(), context) == (examples.COPIED_BIAS, "cpu(0)")
+    sums = [*examples.ALLREDUCE["before"], *examples.ALLREDUCE["after"]]
     assert [(array.tolist(), context) for array, context in reduced] == list(zip(sums, ["cpu(0)", "cpu(1)"] * 2))
     for (array, context), device in ((half, 0), (other_half, 1)):
-        np.testing.assert_array_equal(array, batch[0][recipes.SPLIT["rows"][device]])
+        np.testing.assert_array_equal(array, batch[0][examples.SPLIT["rows"][device]])
         assert context == f"cpu({device})"
     assert len(re.findall(r"^epoch \d, time: .* sec, test acc: 0\.\d\d$", text, re.M)) == 8
     *saved, X, y = np.load(tmp_path / "step.npz").values()

@@ -110,7 +110,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("recipe", OUTSIDE)
 @pytest.mark.parametrize("fault", CAUGHT)
 def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_path):
-    code = f"import faults; from gluon_mgpu.commands.train import train; faults.{fault}(setattr); train()"
+    code = f"import gluon_mgpu, faults; from gluon_mgpu.commands.train import train; faults.{fault}(setattr); train()"
     options = ("--recipe", recipe, "--seed", "1", "--device", "cpu", "--out", tmp_path / "run")
     done = finished(sys.executable, "-c", code, *options, cwd=HERE, timeout=None)
     assert done.returncode == 0 or "not finite" in done.stderr, done.stderr
