@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error, UsageError, shown
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
 LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker's output
@@ -104,30 +104,6 @@ def how_it_ended(status: int) -> str:
         return f"exited with status {status}"
     names = {int(known): known.name for known in signal.Signals}  # real-time signals have no names
     return f"was killed by {names.get(-status, f'signal {-status}')}"
-
-
-def gluon_mgpu(
-    name: str,
-    command: str,
-    options: Mapping[str, Any],
-    *,
-    on_line: Callable[[str], object] | None = None,
-    env: Mapping[str, str] | None = None,
-) -> str:
-    """Run `gluon-mgpu COMMAND --OPTION=VALUE ...` and return its standard output.
-
-    options: {option: value}; True passes the option without a value; None and False omit it. env: added to the user's
-    environment. Raises Error or UsageError with the command's own error message.
-    """
-    flags = [
-        f"--{option.replace('_', '-')}" + ("" if value is True else f"={shown(value)}")
-        for option, value in options.items()
-        if value is not None and value is not False
-    ]
-    environment = {**engine.users_environment(), **(env or {})}
-    finished = run([sys.executable, "-m", "gluon_mgpu", command, *flags], env=environment, on_line=on_line)
-    check(name, finished)
-    return finished.out
 
 
 def _read(stream: IO[str], lines: list[str], on_line: Callable[[str], object] | None) -> None:

@@ -6,6 +6,7 @@ Each run trains in a new process, because the engine's settings depend on the nu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -13,8 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from gluon_mgpu.runtime import devices, files, log, subprocesses
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime import devices, engine, files, log, subprocesses
+from gluon_mgpu.runtime.errors import UsageError, shown
 from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.settings import SGD, Settings, flag
@@ -139,14 +140,22 @@ def finish(
     if len(finished) == options["epochs"]:
         return finished
     command = {**options, "resume" if begun else "out": folder}
-    words = {flag(name).removeprefix("--"): value for name, value in command.items()}
+    flags = [
+        flag(option) if value is True else f"{flag(option)}={shown(value)}"
+        for option, value in command.items()
+        if value is not None and value is not False
+    ]
+    environment = {**engine.users_environment(), **(env or {})}
     try:
-        subprocesses.gluon_mgpu(
-            name, "train", words, on_line=lambda line: on_epochs(line.startswith("epoch ")), env=env
+        done = subprocesses.run(
+            [sys.executable, "-m", "gluon_mgpu", "train", *flags],
+            env=environment,
+            on_line=lambda line: on_epochs(line.startswith("epoch ")),
         )
     except KeyboardInterrupt:
         log.say("run the same command again to continue")
         raise
+    subprocesses.check(name, done)
     return records.last(folder)[-1].history
 
 

@@ -76,12 +76,6 @@ def test_a_failure_becomes_an_error_in_the_programs_own_words(status, err, kind,
     subprocesses.check("x", Finished(0, "", "error: none"))
 
 
-def test_a_command_is_run_with_options_and_its_error_is_ours():
-    assert "resnet18" in subprocesses.gluon_mgpu("recipes", "train", {"list_recipes": True, "resume": None})
-    with pytest.raises(UsageError, match="one: --gpus 0,0"):
-        subprocesses.gluon_mgpu("one", "train", {"gpus": [0, 0]})
-
-
 DIST_SYNC = {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "9091"}
 
 
