@@ -85,8 +85,8 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     """Load a lesson: "scratch", "highlevel", "sharded", or the path of a file with the functions of scratch or
     highlevel.
 
-    functions: replacements for some of the lesson's functions, such as allreduce=tree; they apply to a new copy of the
-    lesson. Raises UsageError if the file cannot be loaded, or if a function is missing or has other arguments.
+    functions: replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
+    of the lesson. Raises UsageError if the file cannot be loaded, or if a function is missing or has other arguments.
     """
     if impl in LESSONS and not functions:
         return LESSONS[impl]

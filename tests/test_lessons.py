@@ -297,6 +297,6 @@ def test_it_has_the_layers_and_the_parameters_of_resnet_18():
         expected += [(channels, before, 3, 3), (channels, channels, 3, 3), *shortcut]
         expected += 2 * [(channels, channels, 3, 3)]
     assert weights == [*expected, (10, 512)]
-    trained = sum(p.size for p in made.gradients().values())
+    trained = sum(p.size for p in made.grads()[0].values())
     batch_norms = 2 * (64 * 5 + 4 * (128 + 256 + 512))
     assert trained == sum(int(np.prod(shape)) + shape[0] for shape in weights) + batch_norms

@@ -35,17 +35,13 @@ from gluon_mgpu.training.settings import OPTIONS
     type=click.Choice(tuple(recipes.RECIPES)),
     metavar="NAME",
     group="Network and data",
-    help="Run one of the notebooks' experiments; see --list-recipes. Other options override the recipe's values.",
+    help=f"Run one of the notebooks' experiments: {', '.join(recipes.RECIPES)}. Other options override its values.",
 )
-@common.option("--list-recipes", is_flag=True, group="Network and data", help="Print all recipes and their options.")
 @common.settings(*OPTIONS)
 @click.version_option(__version__)
 @click.pass_context
-def train(context: click.Context, recipe: str | None, list_recipes: bool, **options: Any) -> None:
+def train(context: click.Context, recipe: str | None, **options: Any) -> None:
     """Train LeNet or ResNet-18 with data parallelism, and print the time and test accuracy after each epoch."""
-    if list_recipes:
-        click.echo(recipes.table())
-        return
     here = process.require(options["kvstore"])
     if here.role != "worker":
         serve.serve(here)

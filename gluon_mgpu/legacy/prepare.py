@@ -35,10 +35,6 @@ class Preparation:
     numpy_names: bool = True
     data_dir: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.gpus is not None and not 1 <= self.gpus <= MOST_GPUS:
-            raise UsageError("gpus", self.gpus, f"must be from 1 to {MOST_GPUS}")
-
 
 def environment(settings: Preparation) -> dict[str, str]:
     """The environment variables with which to start a prepared program."""

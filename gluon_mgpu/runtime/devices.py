@@ -43,12 +43,11 @@ def parse(given: int | str | Sequence[int], name: str = "num_gpus", first: int =
     return numbers
 
 
-def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool = False) -> list[Context]:
+def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Context]:
     """Find the contexts to train on.
 
     gpus: number of devices (2), indices ([0, 2]), or the value of --gpus. device: "gpu", "cpu", or "auto", which means
-    GPUs if MXNet finds any, else CPU contexts (`say_if_no_gpu` prints a notice). fewer: if only some of the GPUs exist,
-    use them and print a notice.
+    GPUs if MXNet finds any, else CPU contexts (`say_if_no_gpu` prints a notice).
     Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
     hang (`engine.check`).
     """
@@ -65,21 +64,18 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto", fewer: bool 
         ctx = [mx.cpu(i) for i in indices]
         engine.check(ctx)
         return ctx
-    available = [index for index in indices if index < count]
-    if len(available) < len(indices):
+    if max(indices) >= count:
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
-        if not (fewer and available):
-            advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
-            raise UsageError("num_gpus", indices, advice)
-        log.say(f"this machine has {has}: using {len(available)} of the {len(indices)} requested GPUs")
+        advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
+        raise UsageError("num_gpus", indices, advice)
     found = driver_gpus()
-    for index in available:
+    for index in indices:
         name, major, minor = found[index]
         if major not in KERNELS:
             gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
             cpu = errors.setting("device", "cpu")
             raise Error(f"{gpu}: MXNet 1.9.1 has kernels for {KERNELS_FOR} only; use {cpu}")
-    return [mx.gpu(i) for i in available]
+    return [mx.gpu(i) for i in indices]
 
 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:

@@ -33,8 +33,8 @@ MOST_THREADS = 999
 # invalid value makes MXNet abort or hang.
 VARIABLES = (
     ("MXNET_GPU_MEM_POOL_TYPE", ".*", "text"),
-    # With 64 KiB, MXNet's OpenMP threads overflow their stacks.
-    ("G?OMP_STACKSIZE", r"(?i) *([1-9]\d* *[mg]|[1-9]\d{3,} *k?|[1-9]\d{6,} *b) *", "at least 1M"),
+    # With 64 KiB, MXNet's OpenMP threads overflow their stacks. OpenMP ignores what is not a size.
+    ("G?OMP_STACKSIZE", r"(?i)(?! *(\d{1,3} *k?|\d{1,6} *b|0+ *[mg]) *$).*", "at least 1M"),
     ("MXNET_ENGINE_TYPE", "ThreadedEngine(PerDevice)?|NaiveEngine", "ThreadedEnginePerDevice or NaiveEngine"),
     (
         r"MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"

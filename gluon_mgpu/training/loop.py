@@ -10,20 +10,17 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, nd
-from mxnet.ndarray import NDArray
 
 from gluon_mgpu.distributed import process
 from gluon_mgpu.distributed.workers import Workers, join
 from gluon_mgpu.runtime import devices, engine, log
-from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting, shown
-from gluon_mgpu.runtime.splitting import shard_sizes, split_by_shares
+from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
 from gluon_mgpu.training import datasets, records, timeline
 from gluon_mgpu.training.batches import Pending, batches, shuffled
 from gluon_mgpu.training.interrupt import CtrlC
@@ -49,7 +46,7 @@ def train(
     with join(settings.kvstore, settings.compress) as workers:
         _agree(given, settings, workers)
         first = workers.rank == 0  # only worker 0 prints and writes files
-        where = (settings.out, settings.resume, settings.tensorboard) if first else ()
+        where = (settings.out, settings.resume) if first else ()
         with records.RunFolder(*where) as folder:
             return prepare(settings, ctx, workers, folder, build, data).train()
 
@@ -78,9 +75,6 @@ def prepare(
     if arrays is not None and folder.config.get("data_checksum", data.checksum()) != data.checksum():
         raise UsageError("data_dir", settings.data_dir, f"not the data that the run in {folder.folder} was trained on")
     shape = data.train_images.shape[1:]
-    if settings.shares == "auto":
-        shares = measured_shares(build(ctx, replace(settings, shares=None), workers, shape), data)
-        settings = replace(settings, shares=shares)
     mx.random.seed(settings.seed)
     replicas = build(ctx, settings, workers, shape)
     replicas.check_scores(data.classes, exactly=data.name != "own")
@@ -109,15 +103,9 @@ def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> Non
     total = sum(workers.exchange_device_counts(devices_here))
     if settings.batch_size < total:
         raise UsageError("batch_size", settings.batch_size, f"must be at least {total}, the number of devices")
-    shares = settings.shares
-    if shares is None:
-        return
-    if workers.count > 1:
-        raise UsageError("shares", shares, "works only with a single worker; omit it")
-    if devices_here == 1:
-        raise UsageError("shares", shares, "needs several devices; omit it")
-    if isinstance(shares, tuple) and len(shares) != devices_here:
-        raise UsageError("shares", shares, f"{len(shares)} shares for {devices_here} devices")
+    if settings.shares and (workers.count > 1 or len(settings.shares) != devices_here):
+        advice = f"must be one number for each of {devices_here} devices, and works only with a single worker"
+        raise UsageError("shares", settings.shares, advice)
 
 
 class Training:
@@ -168,8 +156,6 @@ class Training:
         if len(position.history) == settings.epochs and not settings.profile:
             folder.end(position)  # if the run was killed, metrics.jsonl or curves.png may be out of date
             return position.history
-        if settings.verbose:
-            log.say(", ".join(f"{name}: {value}" for name, value in self.config.items()))
         folder.begin(self.config, self.replicas, position)
         devices.say_if_no_gpu(self.replicas.ctx, settings.device)
         with self.recorder, CtrlC(self.workers, checkpoint=folder.saves) as self.stop:
@@ -189,8 +175,6 @@ class Training:
         folder.end(position)
         if settings.profile and self.first:
             log.say(f"wrote {settings.profile}, which ui.perfetto.dev and chrome://tracing open, and a picture of it")
-        if settings.tensorboard and self.first:
-            log.say(f"to see the logs, run `tensorboard --logdir {folder.folder}`")
         return position.history
 
     def _train_epoch(self) -> None:
@@ -294,40 +278,3 @@ class Progress:
             where = f"{self.title}, step {self.steps}"
             raise Error(f"the loss is not finite at {where}: training stopped; try a smaller {setting('lr')}")
         self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-
-
-def measured_shares(replicas: Replicas, data: datasets.Dataset, rounds: int = 3, steps: int = 5) -> tuple[int, ...]:
-    """Measure each device's speed. Returns proportional shares, which sum to 100, or to 10 per device if that is more.
-
-    All devices compute the gradients of their shards at the same time, and each device is timed. After each round, the
-    shares are adjusted. The first step of each round is a warm-up, and its time is ignored.
-    """
-    ctx, settings = replicas.ctx, replicas.settings
-    n = max(len(ctx), -(-settings.batch_size // settings.grad_accum_steps))
-    if n > len(data.train_labels):
-        few = f"measuring shares takes {n} examples, but there are only {len(data.train_labels)}"
-        raise UsageError("batch_size", settings.batch_size, f"{few}; omit {setting('shares', 'auto')}")
-    X, y = next(batches(data.train_images, data.train_labels, n))
-    assert X is not None and y is not None
-    shares: tuple[float, ...] = (1,) * len(ctx)
-    with ThreadPoolExecutor(len(ctx)) as waiting:
-
-        def seconds() -> list[float]:
-            nd.waitall()
-            start = time.perf_counter()
-
-            def done(grads: dict[str, NDArray]) -> float:
-                for grad in grads.values():
-                    grad.wait_to_read()
-                return time.perf_counter() - start
-
-            replicas.forward_backward(split_by_shares(X, ctx, shares), split_by_shares(y, ctx, shares))
-            return list(waiting.map(done, replicas.grads()))
-
-        for _ in range(rounds):
-            seconds()
-            times = np.median([seconds() for _ in range(steps)], axis=0)
-            speeds = np.array(shard_sizes(n, len(ctx), shares)) / times
-            shares = tuple(shard_sizes(max(100, 10 * len(ctx)), len(ctx), tuple(speeds)))
-    log.say(f"{setting('shares', 'auto')} measured the devices and chose {shown(shares)}")
-    return tuple(int(share) for share in shares)

@@ -59,20 +59,9 @@ def number(of: type, advice: str, valid: Callable[[Any], bool]) -> Kind:
     return Kind(advice, convert, of, "N" if of is int else "X")
 
 
-def numbers(of: Kind, advice: str, *words: str) -> Kind:
-    """A tuple of numbers, or one of these words."""
-
-    def convert(value: Any) -> Any:
-        if not isinstance(value, str):
-            return tuple(map(of.check, value))
-        if value not in words:
-            raise ValueError
-        return value
-
-    def read(text: str) -> Any:
-        return text if text in words else tuple(map(of.parse, text.split(",")))
-
-    return Kind(advice, convert, read, words=words)
+def numbers(of: Kind, advice: str) -> Kind:
+    """A tuple of numbers."""
+    return Kind(advice, lambda value: tuple(map(of.check, value)), lambda text: tuple(map(of.parse, text.split(","))))
 
 
 def choice(*words: str) -> Kind:

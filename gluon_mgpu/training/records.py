@@ -25,20 +25,23 @@ from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.options import FREE, MOST, SAME
-from gluon_mgpu.training.settings import IMAGE_SHAPE, OPTIONS, RECORDED, RENAMED, Settings
+from gluon_mgpu.training.settings import IMAGE_SHAPE, OPTIONS, RECORDED, Settings
 
 if TYPE_CHECKING:
-    from tensorboard.summary import Writer
-
     from gluon_mgpu.training.replicas import Replicas
 
 FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
-TENSORBOARD = "tensorboard"  # subfolder
 # A notice is printed if one of these entries of config.json differs when a run is resumed.
 MAY_CHANGE = [name for name in RECORDED if OPTIONS[name].on_resume == FREE and name != "epochs"]
 MAY_CHANGE += ["kvstore", "compress", "workers", "devices", "threads"]
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
+RENAMED = {  # settings in checkpoints of version 0.1.0
+    "accumulate": "grad_accum_steps",
+    "clip_norm": "max_grad_norm",
+    "step_epochs": "milestones",
+    "step_factor": "gamma",
+}
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
 
@@ -98,19 +101,10 @@ class RunFolder:
     the folder.
     """
 
-    def __init__(
-        self, out: str | Path | None = None, resume: str | Path | None = None, tensorboard: bool = False
-    ) -> None:
+    def __init__(self, out: str | Path | None = None, resume: str | Path | None = None) -> None:
         self.resumed, self.saves = bool(resume), bool(out or resume)
         self.name, self.folder = ("resume" if resume else "out"), Path(resume or out or os.devnull)
         self.locked: int | None = None
-        logs = self.folder / TENSORBOARD
-        logged = self.resumed and logs.exists()
-        self.writer_class = _tensorboard_writer(tensorboard) if tensorboard or logged else None
-        if self.writer_class and logs.is_symlink():
-            advice = f"{logs} is a symbolic link, and a run writes only to its own folder; remove the link"
-            raise UsageError(self.name, self.folder, advice)
-        self.writer: Writer | None = None
         self.drawn = 0.0  # time.monotonic() when curves.png was last drawn
 
     def __enter__(self) -> RunFolder:
@@ -123,8 +117,6 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.writer:
-            self.writer.close()
         if self.locked is not None:
             os.close(self.locked)
 
@@ -180,9 +172,6 @@ class RunFolder:
             self._lock()
         if self.resumed:
             self.save(replicas, position)  # so that the next resume uses the new configuration
-        if self.writer_class:
-            self.writer = self.writer_class(str(self.folder / TENSORBOARD))
-            self._log_scalars(position.history)  # an earlier part of the run may not have logged its epochs
 
     def save(self, replicas: Replicas, position: Position) -> None:
         """Write checkpoint.npz, config.json and metrics.jsonl."""
@@ -191,12 +180,10 @@ class RunFolder:
         self._write_text(position)
 
     def end_epoch(self, replicas: Replicas, position: Position) -> None:
-        """Save a checkpoint, and log the epoch."""
+        """Save a checkpoint, and sometimes draw the curves."""
         if not self.saves:
             return
         self.save(replicas, position)
-        if self.writer:
-            self._log_scalars(position.history[-1:])
         if time.monotonic() - self.drawn > SECONDS_PER_DRAWING:
             self._draw(position)
 
@@ -220,14 +207,6 @@ class RunFolder:
         self._write(CONFIG, json.dumps(self.config, indent=2) + "\n")
         self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
 
-    def _log_scalars(self, epochs: Sequence[Epoch]) -> None:
-        """Log the metrics of these epochs to TensorBoard."""
-        assert self.writer
-        for number, *values in epochs:
-            for name, value in zip(Epoch._fields[1:], values):
-                self.writer.add_scalar(name, value, number)
-        self.writer.flush()
-
     def _draw(self, position: Position) -> None:
         files.write_whole(self.folder / CURVES, lambda file: draw_curves(position.history, file))
         self.drawn = time.monotonic()
@@ -249,18 +228,6 @@ def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: b
             effect = "results differ, because batch normalization sees only the examples of one shard"
         changes = [f"{name} {text(name, new[name])} instead of {text(name, old[name])}" for name in changed]
         log.say(f"{', '.join(changes)}: {effect}")
-
-
-def _tensorboard_writer(required: bool) -> type[Writer] | None:
-    try:
-        from tensorboard.summary import Writer
-    except ImportError:
-        line = "needs a package; run `pip install tensorboard`"
-        if required:
-            raise UsageError("tensorboard", True, line) from None
-        log.say(f"the run has TensorBoard logs, but new epochs will not be logged: TensorBoard {line}")
-        return None
-    return Writer
 
 
 def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Settings, Position]:
@@ -341,7 +308,7 @@ def starting_settings(given: dict[str, Any], here: Process) -> Settings:
         if OPTIONS[name].on_resume == SAME and _differ(value, recorded[name]):
             raise UsageError(name, value, f"the run in {folder} used {shown(recorded[name])}; omit this setting")
     if "impl" not in given and recorded["impl"] not in TRAINABLE:
-        advice = f"the run used your own lesson; pass it with {setting('impl', recorded['impl'])}"
+        advice = f"the run used your own lesson, {recorded['impl']}; pass it with {setting('impl')}"
         raise UsageError("resume", folder, advice)
     merged = {**recorded, **given, "seed": recorded["seed"]}
     other_devices = here.workers > 1 or len(devices.parse(merged["num_gpus"])) != len(recorded["num_gpus"])

@@ -50,7 +50,7 @@ class Replicas(ABC):
         engine.check(ctx)
         self.lesson, self.ctx, self.settings, self.workers = lesson, ctx, settings, workers
         self.image_shape = tuple(image_shape)
-        self._batch_size = 0  # batch size of the last step, across all workers
+        self._batch_size, self._part = 0, 0.0  # of the last step: the global batch size, and this worker's part of it
 
     # What lessons do differently
 
@@ -121,7 +121,7 @@ class Replicas(ABC):
     def split(self, data: NDArray) -> list[NDArray]:
         """Split a batch across the devices: by the shares in the settings, or, without shares, as in the lesson."""
         shares = self.settings.shares
-        if isinstance(shares, tuple):
+        if shares:
             return split_by_shares(data, self.ctx, shares)
         return self.lesson.split_and_load(data, self.ctx)
 
@@ -132,7 +132,10 @@ class Replicas(ABC):
         return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
 
     def grads(self) -> list[dict[str, NDArray]]:
-        """The gradients of the arrays that are trained: one dict {name: gradient} per device."""
+        """The gradients of the arrays that are trained: one dict {name: gradient} per device.
+
+        After a step of `tuning.Trainer`, the sum of a gradient over all devices may be on one device only.
+        """
         return [
             {name: array.grad for name, array in arrays.items() if array.grad is not None} for arrays in self.arrays
         ]
@@ -219,13 +222,6 @@ class Replicas(ABC):
         """Return the parameters and running statistics on one device: {name: NumPy array}. device: its index in ctx."""
         nd.waitall()  # a forward pass that is still running may change the layout of weights (docs/engine.md)
         return {name: array.asnumpy() for name, array in self.arrays[device].items()}
-
-    def gradients(self, device: int = 0) -> dict[str, np.ndarray]:
-        """Return the gradients on one device: {name: NumPy array}. device: its index in ctx.
-
-        After a step of `tuning.Trainer`, the sum of a gradient over all devices may be on one device only.
-        """
-        return {name: grad.asnumpy() for name, grad in self.grads()[device].items()}
 
     def differing(self) -> list[str]:
         """The names of the parameters and running statistics that are not the same, bit for bit, on all devices."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gluon_mgpu import TRAINABLE
 from gluon_mgpu.distributed import process
-from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.runtime import devices
 from gluon_mgpu.runtime.errors import UsageError, setting, shown
 from gluon_mgpu.training.options import (
     FLAG,
@@ -49,12 +49,6 @@ LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and t
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
-RENAMED = {  # names in version 0.1.0, which callers and old checkpoints may still use
-    "accumulate": "grad_accum_steps",
-    "clip_norm": "max_grad_norm",
-    "step_epochs": "milestones",
-    "step_factor": "gamma",
-}
 
 LEAST_LR, MOST_LR = 1e-37, 1e38  # just inside the range of float32
 COUNT = number(int, f"a whole number from 1 to {MOST}", lambda n: 1 <= n <= MOST)
@@ -184,15 +178,14 @@ class Settings:
         1, COUNT, "Compute the gradient of each batch in N parts, to save memory.", flag="--accumulate"
     )
     device: str = devices_("auto", choice(*devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.")
-    shares: tuple[float, ...] | str | None = devices_(
+    shares: tuple[float, ...] | None = devices_(
         None,
         numbers(
             number(float, "above 0", lambda x: 0 < x <= 1e9),
-            "one number above 0 per device, such as 80,20, or auto",
-            "auto",
+            "one number above 0 per device, such as 80,20",
         ),
-        "Split each batch between unequal devices in this ratio, such as 80,20. auto measures the devices' speeds.",
-        metavar="A,B,...|auto",
+        "Split each batch between unequal devices in this ratio, such as 80,20.",
+        metavar="A,B,...",
     )
     zero: int = devices_(
         0,
@@ -224,14 +217,12 @@ class Settings:
         "Continue the run in this folder with its saved settings. Only --epochs (except with a cosine schedule), "
         "--shares, and options for devices and implementations can be changed.",
     )
-    tensorboard: bool = files(False, FLAG, "Also write logs for TensorBoard to the run's folder.")
     profile: str | Path | None = files(
         None,
         path("file", "profile.json"),
         "Record what each device does during a few steps, for chrome://tracing or Perfetto. Also draw the recording "
         "as a PNG image next to FILE.",
     )
-    verbose: bool = training(False, FLAG, "Print all settings, as in config.json.", on_resume=NOT_KEPT)
 
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
@@ -265,8 +256,6 @@ class Settings:
             raise UsageError("milestones", self.milestones, advice)
         if self.out and self.resume and str(self.out) != str(self.resume):
             raise UsageError("out", self.out, f"a resumed run stays in its folder, {self.resume}; omit this setting")
-        if self.tensorboard and not (self.out or self.resume):
-            raise UsageError("tensorboard", True, f"needs {setting('out', 'FOLDER')} or {setting('resume', 'FOLDER')}")
 
     @property
     def peak_lr(self) -> float:
@@ -306,7 +295,7 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Callable[[dict[str, Any]
     """Let callers of a function pass settings as arguments, like those of `Settings`.
 
     The function gets a dict of the settings that the caller passed, without those that the caller omitted. Raises
-    UsageError for an unknown name. Names from version 0.1.0 also work, but print a notice.
+    UsageError for an unknown name.
     """
 
     def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
@@ -323,9 +312,6 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Callable[[dict[str, Any]
 def _by_name(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     given = dict(zip(OPTIONS, args))
     for name, value in options.items():
-        if name in RENAMED:
-            log.say(f"{name} is now called {RENAMED[name]}")
-            name = RENAMED[name]
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS)
             raise UsageError(name, value, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")

@@ -137,23 +137,15 @@ class Recorder:
         self.lanes = _lanes(ctx)
         if self.file.suffix == ".png" or self.file.is_dir() or not self.file.parent.is_dir():
             raise UsageError("profile", file, "must be a file such as profile.json in an existing folder")
-        if steps_per_epoch < self.needed:
-            raise UsageError(
-                "profile",
-                file,
-                f"an epoch has {steps_per_epoch} steps, but recording needs {self.needed}; use smaller batches or a "
-                "larger limit",
-            )
         self.first = before + WARM_UP
         if self.first % steps_per_epoch + self.needed > steps_per_epoch:  # the epoch ends too soon
             self.first = (self.first // steps_per_epoch + 1) * steps_per_epoch
-        if self.first + self.needed > total:
-            raise UsageError(
-                "profile",
-                file,
-                f"only {total - before} steps are left to train; recording needs {WARM_UP} warm-up steps, then "
-                f"{self.needed} steps within one epoch; use more epochs or smaller batches",
+        if steps_per_epoch < self.needed or self.first + self.needed > total:
+            advice = (
+                f"recording needs {WARM_UP} warm-up steps, then {self.needed} steps within one epoch, but an epoch has "
+                f"{steps_per_epoch} steps, and {total - before} are left; use more epochs or smaller batches"
             )
+            raise UsageError("profile", file, advice)
 
     def __enter__(self) -> Recorder:
         self.folder = tempfile.TemporaryDirectory()

@@ -111,7 +111,7 @@ def work(contexts: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     ctx = [mx.cpu(i) for i in range(contexts)]
     found = {}
     for model, title in TITLE.items():
-        shapes = [gradient.shape for gradient in harness.replicas("highlevel", model, 1).gradients().values()]
+        shapes = [gradient.shape for gradient in harness.replicas("highlevel", model, 1).grads()[0].values()]
         found[title] = _measure(shapes, ctx, rounds)
         found[f"{title}, flat"] = _measure([(sum(map(prod, shapes)),)], ctx, rounds)
     return found

@@ -14,10 +14,9 @@ from bench.harness import BATCH_SIZE, LR, Job
 from bench.steps import timed
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import datasets
 
 SIZE = BATCH_SIZE["lenet"]
-SHARES = {"cpu(0) alone": None, "equal shards": (50, 50), "shares 80,20": (80, 20), "shares auto": "auto"}
+SHARES = {"cpu(0) alone": None, "equal shards": (50, 50), "shares 80,20": (80, 20)}
 PROGRAMS = (0, 3)  # number of programs that share the second core with the context's thread
 # Starts programs on a core, then becomes the worker. `subprocesses.run` ends the programs when the worker ends.
 LAUNCHER = 'for i in $(seq {programs}); do taskset -c {core} sh -c "while :; do :; done" & done; exec "$@"'
@@ -42,32 +41,26 @@ def run(rounds: int = 3, steps: int = 100) -> dict:
 
 
 def table(result: dict) -> str:
-    """Format ms per step and shares for each of SHARES, without and with other programs."""
+    """Format ms per step for each of SHARES, without and with other programs."""
     rows: dict[str, list[str]] = {}
     for run in result["runs"]:
-        shares = " ".join(dict.fromkeys(f"{a}:{b}" for a, b in filter(None, run["shares"])))
-        rows.setdefault(run["name"], [run["name"]]).extend([harness.spread(run["step_ms"], 1), shares])
-    head = ["", *(text for n in PROGRAMS for text in (f"ms/step, {n} other programs", "shares, by round"))]
+        rows.setdefault(run["name"], [run["name"]]).append(harness.spread(run["step_ms"], 1))
+    head = ["", *(f"ms/step, {n} other programs" for n in PROGRAMS)]
     title = f"LeNet, scratch, batch {SIZE}, medians of {result['rounds']} rounds (min-max);"
     where = "The other programs run on the core of cpu(1)."
     return "\n".join([title, harness.machine_line(), where, *log.table([head, *rows.values()])])
 
 
-def work(shares: list[int] | str | None, steps: int) -> dict[str, Any]:
-    """Measure a step. shares: one per device; None: only cpu(0); "auto": measured. Also returns the shares."""
+def work(shares: list[int] | None, steps: int) -> dict[str, Any]:
+    """Measure a step. shares: one per device; None: only cpu(0)."""
     contexts, cores = 2 if shares else 1, sorted(os.sched_getaffinity(0))
     engine.configure(contexts)
     import mxnet as mx
-
-    from gluon_mgpu.training import loop
 
     for i, core in enumerate(cores[:contexts]):
         os.sched_setaffinity(0, {core})  # inherited by the thread of cpu(i), which starts with its first operator
         mx.nd.ones(1, ctx=mx.cpu(i)).wait_to_read()
     os.sched_setaffinity(0, cores)
-    if shares == "auto":
-        equal = harness.replicas("scratch", "lenet", contexts)
-        shares = list(loop.measured_shares(equal, datasets.synthetic(SIZE, 100, seed=0)))
     replicas = harness.replicas("scratch", "lenet", contexts, shares=shares)
     train = timed(partial(replicas.train_batch, lr=LR["lenet"]), SIZE)
-    return {**harness.time_steps(train, "lenet", SIZE, steps), "shares": shares}
+    return harness.time_steps(train, "lenet", SIZE, steps)

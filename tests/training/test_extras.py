@@ -128,23 +128,6 @@ def test_running_statistics_are_means_over_devices_weighted_by_examples_and_repl
     np.testing.assert_equal(made.parameters(1), made.parameters(0))
 
 
-def test_auto_shares_give_the_slower_device_less_and_the_run_keeps_them(tmp_path, monkeypatch):
-    lenet = scratch.lenet
-
-    def four_times_on_the_second_context(X, params):
-        scores = lenet(X, params)
-        if X.context == mx.cpu(1):
-            for _ in range(3):
-                scores = scores + 0 * lenet(X, params)
-        return scores
-
-    monkeypatch.setattr(scratch, "lenet", four_times_on_the_second_context)
-    options = {"dataset": "synthetic", "limit": 300, "seed": 1, "device": "cpu"}
-    implementations.train("scratch", 2, 64, 0.1, epochs=1, shares="auto", out=tmp_path, **options)
-    chosen = records.recorded_options(tmp_path)["shares"]
-    assert chosen[0] > chosen[1] and sum(chosen) == 100
-
-
 OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}
 
 

@@ -15,7 +15,6 @@ from gluon_mgpu import IMPLS, implementations, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, records
 from gluon_mgpu.training.replicas import Replicas
-from gluon_mgpu.training.settings import RENAMED
 
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
@@ -101,7 +100,7 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
 
 def test_a_run_of_the_previous_version_is_resumed_with_the_same_bits(whole, tmp_path):
     interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
-    old = {new: name for name, new in RENAMED.items()}
+    old = {new: name for name, new in records.RENAMED.items()}
     config = json.loads((tmp_path / "config.json").read_text())
     config = {old.get(name, name): value for name, value in config.items() if name != "tune"}
     assert {"clip_norm", "accumulate", "step_epochs", "step_factor"} <= config.keys()
@@ -219,18 +218,6 @@ def test_a_link_in_a_runs_folder_is_replaced_and_what_it_names_is_left_unchanged
     before = files(victims)
     train(resume=begun)
     assert files(victims) == before and not any(path.is_symlink() for path in begun.iterdir())
-
-
-@pytest.mark.parametrize("option", ["resume", "out"])
-def test_a_link_instead_of_the_folder_of_tensorboard_is_refused_and_not_followed(option, begun, tmp_path):
-    pytest.importorskip("tensorboard")
-    (tmp_path / "victim").mkdir()
-    folder = begun if option == "resume" else tmp_path / "new"
-    folder.mkdir(exist_ok=True)
-    (folder / "tensorboard").symlink_to(tmp_path / "victim")
-    with pytest.raises(UsageError):
-        train(tensorboard=option == "out", **{option: folder})
-    assert not files(tmp_path / "victim")
 
 
 def resave(folder, arrays=None, **facts):
