@@ -7,6 +7,7 @@ broken.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import importlib.util
 import os
@@ -112,6 +113,20 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
         _prepare()
     with numpy_names.lent():
         exec_module(module)
+    _repeat_lost_interrupts()
+
+
+def _repeat_lost_interrupts() -> None:
+    """Repeat a Ctrl-C that arrived while an NDArray was freed, because Python ignores exceptions in `__del__`."""
+    report = sys.unraisablehook
+
+    def repeat_or_report(ignored: sys.UnraisableHookArgs) -> None:
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()  # at once, it would be ignored here, too
+        else:
+            report(ignored)
+
+    sys.unraisablehook = repeat_or_report
 
 
 def plan(**changes: int) -> None:

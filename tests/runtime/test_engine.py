@@ -159,6 +159,23 @@ def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused(setting, monkeyp
     assert (caught.value.name, caught.value.value) == (name, value)
 
 
+def test_an_interrupt_that_arrives_while_an_array_is_freed_stops_the_program():
+    code = program("""
+        import gluon_mgpu, signal, time
+        from mxnet import nd
+        free = nd.NDArray.__del__
+        nd.NDArray.__del__ = lambda array: (free(array), signal.raise_signal(signal.SIGINT))
+        array = nd.ones(1)
+        try:
+            del array
+            time.sleep(30)
+            print("ignored")
+        except KeyboardInterrupt:
+            print("stopped")
+    """)
+    assert python(code).stdout == "stopped\n"
+
+
 def test_python_without_docstrings_which_mxnet_needs_is_refused():
     done = python("import gluon_mgpu; gluon_mgpu.configure(2)", PYTHONOPTIMIZE="2")
     assert done.returncode == 1 and "UsageError" in done.stderr.splitlines()[-1]
