@@ -18,9 +18,9 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error, UsageError, reason
 from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
-from gluon_mgpu.training.settings import IMAGE_SHAPE, SGD, Settings
+from gluon_mgpu.training.settings import IMAGE_SHAPE, PLAIN, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name
@@ -37,12 +37,13 @@ class Replicas(ABC):
     model: Any
     arrays: list[dict[str, NDArray]]
     unused: tuple[str, ...] = ()  # settings that have no effect, and are not recorded
+    smallest_batch = 1  # the number of examples that a step needs
 
     def __init__(
         self,
         lesson: ModuleType,
         ctx: list[Context],
-        settings: Settings = SGD,
+        settings: Settings = PLAIN,
         workers: Workers = ALONE,
         image_shape: Sequence[int] = IMAGE_SHAPE,
     ) -> None:
@@ -59,7 +60,7 @@ class Replicas(ABC):
         """The last argument of the lesson's `train_batch`, which determines the update."""
 
     @abstractmethod
-    def reduce(self) -> None:
+    def allreduce(self) -> None:
         """Sum the gradients over the devices of this process."""
 
     @abstractmethod
@@ -68,7 +69,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def predict(self, X: NDArray) -> NDArray:
-        """Compute the scores (n, classes) of images X (n, 1, 28, 28) on X's device, without waiting for them."""
+        """Compute the scores (n, classes) of images X (n, *image_shape) on X's device, without waiting for them."""
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
@@ -83,7 +84,7 @@ class Replicas(ABC):
         return bool(s.grad_accum_steps > 1 or s.max_grad_norm or s.shares or self.workers.count > 1)
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
-        """Run one step on images X (n, 1, 28, 28) and labels y (n,). Returns the losses of each shard, without waiting.
+        """Run one step on images X (n, *image_shape) and labels y (n,). Returns each shard's losses, without waiting.
 
         batch_size: the size of the global batch, required if there are several workers. X and y are then this worker's
         part of the global batch, or None if the worker has no examples.
@@ -101,7 +102,8 @@ class Replicas(ABC):
         return losses
 
     def extended_step(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int) -> list[NDArray]:
-        """Run a step with gradient accumulation, shares, devices without examples, several workers or clipping."""
+        """Run a step with any of the extras: gradient accumulation, shares, devices without examples, several workers,
+        clipping, or an update with momentum or weight decay."""
         s = self.settings
         if s.grad_accum_steps > 1 or X is None or X.shape[0] < len(self.ctx):
             self.zero_grad()
@@ -109,7 +111,7 @@ class Replicas(ABC):
         if X is not None and y is not None:
             for X_part, y_part in split_batch(X, y, s.grad_accum_steps):
                 losses += self.forward_backward(self.split(X_part), self.split(y_part))
-        self.reduce()
+        self.allreduce()
         if self.workers.count > 1:
             self._sum_over_workers()
         if s.max_grad_norm:
@@ -162,15 +164,14 @@ class Replicas(ABC):
         try:
             shape = self.predict(nd.zeros((1, *self.image_shape), ctx=self.ctx[0])).shape
         except (mx.MXNetError, ValueError, AssertionError) as error:
-            line = str(error).strip().splitlines()[-1].strip()
-            raise self.unfit(f"does not accept images of shape {self.image_shape} ({line})") from None
+            raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         if shape[:1] != (1,) or len(shape) != 2 or shape[1] < classes or (exactly and shape[1] > classes):
             raise self.unfit(f"returns scores of shape {shape} for one image, but needs (1, {classes})")
 
     def unfit(self, why: str) -> UsageError:
         """The error for a network that does not fit the data."""
         name, value = ("impl", self.settings.impl) if self.settings.model == "lenet" else ("model", self.settings.model)
-        own = "" if name == "model" else "; copy the lesson, change its network, and pass your file"
+        own = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
         return UsageError(name, value, f"the network {why}{own}")
 
     # Running statistics of batch normalization
