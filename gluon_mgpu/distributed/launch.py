@@ -113,7 +113,11 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
                 processes.append(_Process(command, environment, role, rank))
         return _supervise(processes, reports)
     finally:
-        _kill(processes)
+        for process in processes:  # also suspended processes, and children of processes that have exited
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
         os.close(reports)
         os.close(writer)
 
@@ -186,15 +190,6 @@ def _terminate(processes: list[_Process], awaited: Sequence[_Process] = (), when
         _say(f"gluon_mgpu: stopping {late}: still running {when}")
     _signal(processes, signal.SIGTERM)
     _wait(lambda: _ended(processes), SECONDS_TO_TERMINATE)
-
-
-def _kill(processes: list[_Process]) -> None:
-    """Kill all remaining processes, including suspended processes and children of processes that have exited."""
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait()
 
 
 class _Process(subprocess.Popen[bytes]):
