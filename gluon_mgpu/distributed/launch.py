@@ -196,12 +196,11 @@ class _Process(subprocess.Popen[bytes]):
     """A process of the run. Worker 0 inherits the launcher's stdin; only workers inherit its stdout."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], role: str, rank: int) -> None:
-        first_worker = (role, rank) == ("worker", 0)
         task = {} if role == "scheduler" else {"DMLC_TASK_ID": str(rank)}
         super().__init__(
             [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command],
             env={**environment, "DMLC_ROLE": role, **task},
-            stdin=None if first_worker else subprocess.DEVNULL,
+            stdin=None if (role, rank) == ("worker", 0) else subprocess.DEVNULL,
             stdout=None if role == "worker" else 2,  # standard error
             start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which passes it on
         )
