@@ -163,12 +163,12 @@ def test_an_answer_is_a_regular_file(tmp_path):
 
 def test_each_lesson_names_its_exercises():
     for name, lesson in exercises.PAGES.items():
-        page = (Path(__file__).parents[1] / f"docs/{lesson}.md").read_text()
+        page = (runs.ROOT / f"docs/{lesson}.md").read_text()
         assert f"exercise start {name}`" in page
 
 
 def test_the_page_shows_what_check_prints():
-    page = (Path(__file__).parents[1] / "docs/exercises.md").read_text()
+    page = (runs.ROOT / "docs/exercises.md").read_text()
     attempt, printed = (
         re.search(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1] for kind in ("python", "text")
     )
