@@ -61,14 +61,10 @@ def test_after_20_steps_a_program_has_the_parameters_of_scratch(name, tmp_path):
         assert np.abs(a - b).max() <= most
 
 
-def functions(name):
-    """{name: code} of a program's functions."""
-    tree = ast.parse((FOLDER / f"{name}.py").read_text())
-    return {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
 def test_the_programs_differ_only_in_the_functions_that_the_page_is_about():
-    codes = [functions(name) for name in PROGRAMS]
+    trees = [ast.parse((FOLDER / f"{name}.py").read_text()) for name in PROGRAMS]
+    functions = [[node for node in tree.body if isinstance(node, ast.FunctionDef)] for tree in trees]
+    codes = [{node.name: ast.unparse(node) for node in nodes} for nodes in functions]
     names = {name for code in codes for name in code}
     differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)]
     own = {"init_params", "lenet", "sgd", "train_batch", "train"}

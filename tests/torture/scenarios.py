@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
-from box import ROOT, Box, Skipped, be_ordinary
+from box import Box, Skipped, be_ordinary
+from runs import ROOT
 
 from gluon_mgpu import exercises
 from gluon_mgpu.training import checkpoint, records
