@@ -5,20 +5,19 @@ import importlib.util
 import sys
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
 from lenet64 import EPSILON, additions
 from mxnet import nd
-from runs import finished
+from runs import ROOT, finished
 
 from gluon_mgpu import scratch
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import batches, datasets
 
-FOLDER = Path(__file__).parents[1] / "docs/pytorch"
+FOLDER = ROOT / "docs/pytorch"
 PROGRAMS = ("scratch", "ddp", "fsdp")
 SIZE, STEPS, LR = 256, 20, 0.02
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
