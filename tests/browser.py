@@ -72,20 +72,15 @@ class Page:
         return self.value("document.documentElement.scrollWidth") - self.width
 
 
-def errors(driver):
-    """The errors in the browser's console since the last call, including uncaught exceptions."""
-    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-
-
 @pytest.fixture
 def page(chromium):
     """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `Page`.
 
-    The test fails if the page writes an error to the console.
+    The test fails if the page writes an error to the console, or does not catch an exception.
     """
 
     def opened(name, width=1280, dark=False):
         return Page(chromium, INTERACTIVE / name, width, dark)
 
     yield opened
-    assert not errors(chromium)
+    assert not [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]

@@ -24,6 +24,16 @@ def program(text):
     return textwrap.dedent(text).lstrip()
 
 
+# Two contexts, which can hang if OpenMP has two threads; prints "1.0 1.0".
+PRODUCTS = program("""
+    import mxnet as mx
+    products = [mx.nd.ones((600, 600), mx.cpu(i)) for i in range(2)]
+    for _ in range(10):
+        products = [mx.nd.dot(x, x) / 600 for x in products]
+    print(*(x.mean().asscalar() for x in products))
+""")
+
+
 def finished(*words, **options):
     """Run a program to its end. Returns its status and what it printed. options: passed to subprocess.run."""
     options = {"capture_output": True, "text": True, "timeout": 300, **options}

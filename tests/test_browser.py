@@ -3,11 +3,11 @@
 import importlib
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from bench import model
+from runs import ROOT
 
 RUN = "window.stepThrough.run(...arguments)"
 SETTINGS = [(1, 3), (2, 8), (3, 10), (4, 10), (5, 16), (6, 5), (7, 7), (8, 16), (8, 3)]  # devices, batch size
@@ -157,7 +157,6 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
     assert [row[-1] for row in opened.value(rows)] == ["120 GB", "52.5 GB", "41.3 GB", "30 GB"]  # on 4 devices
 
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs/second-device.md"
 WAYS = {"star": "star", "tree": "tree", "ring": "ring", "servers": "PS"}  # {name on the page: name in bench/model.py}
 CLUSTER = {  # a cluster, described by numbers that are not round

@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 import pytest
 from parity import notebook
+from runs import ROOT
 
 from gluon_mgpu import asynchrony, exercises, highlevel, partition, scratch, sharded
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.training import recipes
 
-ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 del PAGES["CHANGELOG.md"]  # also names what has been removed
 COURSE = re.search(r":caption: The course.*?\n\n(.*?)\n```", PAGES["index.md"], re.DOTALL)[1].split()

@@ -151,7 +151,6 @@ def test_other_files_are_refused_by_name_and_nothing_is_executed(tmp_path):
 def test_an_export_is_the_plain_network_and_gives_mxnet_the_same_scores(run, runs, data, tmp_path):
     text = convert.save(convert.from_run(runs / run), "gluon", f"{tmp_path}/net")
     assert f"gluon.SymbolBlock.imports('{tmp_path}/net-symbol.json', ['data'], '{tmp_path}/net-0000.params')" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["net-0000.params", "net-symbol.json"]
     operators = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]]
     layers = 2 * "Convolution Activation Pooling " + "Flatten FullyConnected Activation FullyConnected"
     assert [operator for operator in operators if operator != "null"] == layers.split()

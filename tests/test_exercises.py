@@ -66,8 +66,8 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
         planted = {mistake for exercise, mistake, _ in PLANTED if exercise == name}
         assert mistakes <= planted <= mistakes | texts.defaults().keys()
     everywhere = {mistake for _, mistake, _ in PLANTED}
-    tested_below = {"time-limit", "failed-operator", "ended-early", "changes-check"}
-    assert texts.defaults().keys() - everywhere == tested_below
+    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "changes-check"}
+    assert texts.defaults().keys() - everywhere == other_tests
 
 
 def test_an_operator_that_fails_later_is_reported():
@@ -97,20 +97,26 @@ CASES += [("def allreduce(data):\n    import os\n    print('answer.py: correct')
 CASES += [(f"{WRONG}{CHECKS}{name} = lambda *args: []", "changes-check") for name in ("allreduce", "compare")]
 
 
+@pytest.fixture
+def said(tmp_path, capfd):
+    """said(answer): what the command prints about a wrong answer."""
+
+    def said(answer, **options):
+        (tmp_path / "answer.py").write_text(answer)
+        assert not check.run(str(tmp_path / "answer.py"), **options)
+        return capfd.readouterr().out
+
+    return said
+
+
 @pytest.mark.parametrize("code, mistake", CASES)
-def test_an_answer_is_correct_only_if_all_cases_ran(tmp_path, capfd, code, mistake):
-    file = tmp_path / "answer.py"
-    start = exercises.solution("allreduce")
-    file.write_text(f"{start}\n{code}\n")
-    assert not check.run(str(file))
-    assert f"Mistake: {mistake}\n" in capfd.readouterr().out
+def test_an_answer_is_correct_only_if_all_cases_ran(said, code, mistake):
+    assert f"Mistake: {mistake}\n" in said(f"{exercises.solution('allreduce')}\n{code}\n")
 
 
-def test_numbers_that_differ_between_processes_are_not_repeatable(tmp_path, capfd):
-    file = tmp_path / "seeds.py"
-    file.write_text(exercises.solution("seeds").replace("seed(seed)", "seed(hash(f'seed {seed}') % 2**31)"))
-    assert not check.run(str(file))
-    assert "Mistake: not-repeatable\n" in capfd.readouterr().out
+def test_numbers_that_differ_between_processes_are_not_repeatable(said):
+    answer = exercises.solution("seeds").replace("seed(seed)", "seed(hash(f'seed {seed}') % 2**31)")
+    assert "Mistake: not-repeatable\n" in said(answer)
 
 
 def run(*words, folder):
@@ -136,11 +142,8 @@ def test_start_edit_check_and_correct(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["allreduce.py"]
 
 
-def test_an_answer_that_hangs_is_ended_with_one_clear_line(tmp_path, capfd):
-    file = tmp_path / "rate.py"
-    file.write_text(exercises.skeleton("rate").replace("    raise", "    while True: pass\n    raise"))
-    assert not check.run(str(file), seconds=3)
-    out = capfd.readouterr().out
+def test_an_answer_that_hangs_is_ended_with_one_clear_line(said):
+    out = said(exercises.skeleton("rate").replace("    raise", "    while True: pass\n    raise"), seconds=3)
     assert "Mistake: time-limit" in out and "3 seconds" in out
 
 
@@ -163,12 +166,12 @@ def test_an_answer_is_a_regular_file(tmp_path):
 
 def test_each_lesson_names_its_exercises():
     for name, lesson in exercises.PAGES.items():
-        page = (Path(__file__).parents[1] / f"docs/{lesson}.md").read_text()
+        page = (runs.ROOT / f"docs/{lesson}.md").read_text()
         assert f"exercise start {name}`" in page
 
 
 def test_the_page_shows_what_check_prints():
-    page = (Path(__file__).parents[1] / "docs/exercises.md").read_text()
+    page = (runs.ROOT / "docs/exercises.md").read_text()
     attempt, printed = (
         re.search(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1] for kind in ("python", "text")
     )

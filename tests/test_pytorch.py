@@ -5,20 +5,19 @@ import importlib.util
 import sys
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
 from lenet64 import EPSILON, additions
 from mxnet import nd
-from runs import finished
+from runs import ROOT, finished
 
 from gluon_mgpu import scratch
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import batches, datasets
 
-FOLDER = Path(__file__).parents[1] / "docs/pytorch"
+FOLDER = ROOT / "docs/pytorch"
 PROGRAMS = ("scratch", "ddp", "fsdp")
 SIZE, STEPS, LR = 256, 20, 0.02
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
@@ -61,14 +60,10 @@ def test_after_20_steps_a_program_has_the_parameters_of_scratch(name, tmp_path):
         assert np.abs(a - b).max() <= most
 
 
-def functions(name):
-    """{name: code} of a program's functions."""
-    tree = ast.parse((FOLDER / f"{name}.py").read_text())
-    return {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
 def test_the_programs_differ_only_in_the_functions_that_the_page_is_about():
-    codes = [functions(name) for name in PROGRAMS]
+    trees = [ast.parse((FOLDER / f"{name}.py").read_text()) for name in PROGRAMS]
+    functions = [[node for node in tree.body if isinstance(node, ast.FunctionDef)] for tree in trees]
+    codes = [{node.name: ast.unparse(node) for node in nodes} for nodes in functions]
     names = {name for code in codes for name in code}
     differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)]
     own = {"init_params", "lenet", "sgd", "train_batch", "train"}

@@ -26,19 +26,14 @@ def place(net, params, ctx, zero, moments):
     return [sharded.place(net, arrays, ctx, is_sharded) for arrays, is_sharded in parts]
 
 
-def collect(net, state, zero):
-    """The weights and the optimizer's moments, as NumPy arrays."""
-    is_sharded = [zero == 3, *[zero > 0] * (len(state) - 1)]
-    return [a.asnumpy() for part, is_s in zip(state, is_sharded) for a in sharded.collect(net, part, is_s)]
-
-
 def train(net, params, devices, zero, optimizer, batches):
-    """The state after some steps."""
+    """The weights and the optimizer's moments after some steps, as NumPy arrays."""
     rule, moments = OPTIMIZERS[optimizer]
     state = place(net, params, contexts(devices), zero, moments)
     for X, y in batches:
         STEPS[zero](X, y, net, state, contexts(devices), rule)
-    return collect(net, state, zero)
+    is_sharded = [zero == 3, *[zero > 0] * moments]
+    return [a.asnumpy() for part, is_s in zip(state, is_sharded) for a in sharded.collect(net, part, is_s)]
 
 
 @pytest.mark.parametrize("n", [8, 30, 65])

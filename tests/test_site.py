@@ -3,17 +3,15 @@ website is usable on a phone and with a screen reader."""
 
 import re
 import sys
-from pathlib import Path
 
 import browser
 import nbclient
 import nbformat
 import pytest
-from runs import finished
+from runs import ROOT, finished
 
 from gluon_mgpu.runtime import engine
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build/docs/notebooks"
 WITH_CELLS = [path.stem for path in ROOT.glob("docs/*.md") if "file_format: mystnb" in path.read_text()]
 PAGES = sorted((ROOT / "build/docs").glob("*.html"))

@@ -35,7 +35,7 @@ def run(rounds: int = 3, steps: int = 100) -> dict:
 
 
 def bytes_moved(way: str, devices: int, n: int) -> int:
-    """The bytes that a step on n examples copies between devices, as float32. tests/bench/test_bench_partition.py
+    """The bytes that a step on n examples copies between devices, as float32. tests/bench/test_bench.py
     compares this with the bytes that are copied."""
     others = devices - 1
     if way == "data parallelism":  # all other devices send gradients to the first and receive the sums

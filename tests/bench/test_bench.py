@@ -7,7 +7,6 @@ missing.
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -15,10 +14,12 @@ import pytest
 import runs
 from bench import allreduce, asynchrony, batch, distributed, harness, model, roofline, scaling, steps
 from bench.harness import Job
+from bench.partition import bytes_moved
 from mxnet import nd
 from runs import finished, program
+from test_partition import recorded_copies
 
-from gluon_mgpu import highlevel
+from gluon_mgpu import highlevel, partition, scratch
 from gluon_mgpu.training import datasets
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
@@ -94,9 +95,6 @@ def test_a_measured_step_has_the_flop_of_lenet_and_no_operator_takes_longer_than
     assert min(found["flops"], found["bytes_per_s"]) > 1e8
 
 
-SCRIPT = Path(__file__).parents[2] / "scripts/bench.py"
-
-
 def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_one_round(monkeypatch):
     times = {"notebook": [60, 30, 90], "scratch": [20, 10, 45], "highlevel": [20, 20, 20]}
     left, started = {name: iter(ms) for name, ms in times.items()}, []
@@ -109,6 +107,18 @@ def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_
     measured = harness.measure(dict.fromkeys(times, Job("it", {})), rounds=3)
     assert started == [*times] * 3 and measured == {name: {"step_ms": ms} for name, ms in times.items()}
     assert harness.ratios(measured["notebook"], measured["scratch"]) == [3, 3, 2]
+
+
+@pytest.mark.parametrize("way", partition.WAYS)
+@pytest.mark.parametrize("devices, n", [(1, 8), (2, 8), (2, 7), (3, 5)])
+def test_the_bytes_are_those_of_the_copies_that_a_step_makes(way, devices, n):
+    ctx, host = [mx.cpu(i) for i in range(devices)], mx.cpu(devices)
+    place, train_batch = partition.WAYS[way]
+    device_params = place(scratch.init_params(), ctx)
+    X, y = nd.ones((n, 1, 28, 28), ctx=host), nd.ones(n, ctx=host)
+    with recorded_copies() as copies:
+        train_batch(X, y, device_params, ctx, 0.1)
+    assert bytes_moved(way, devices, n) == sum(size for source, _, size in copies if source != host)
 
 
 MACHINE = {"cores": 2, "cpu": "Some CPU"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from runs import call, error, finished
+from runs import ROOT, call, error, finished
 from runs import gluon_mgpu as run_command
 
 from gluon_mgpu.commands import common
@@ -19,7 +19,6 @@ from gluon_mgpu.commands.train import train
 from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
 from gluon_mgpu.training.settings import OPTIONS, Settings
 
-ROOT = Path(__file__).parents[2]
 CONTEXT = click.Context(main)
 COMMANDS = {name: main.get_command(CONTEXT, name) for name in main.list_commands(CONTEXT)}
 

@@ -10,13 +10,11 @@ import click
 import numpy as np
 import pytest
 import tiny
-from runs import finished
+from runs import ROOT, finished
 
 from gluon_mgpu.commands import doctor
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.training import datasets
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments, python=sys.executable, **environment):

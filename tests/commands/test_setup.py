@@ -3,12 +3,9 @@
 import os
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
-from runs import finished, write_program
-
-ROOT = Path(__file__).parents[2]
+from runs import ROOT, finished, write_program
 
 
 def find(path, machine="Linux x86_64", **environment):

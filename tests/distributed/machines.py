@@ -85,12 +85,9 @@ class Network:
         self.switch.ip(*(f"link set {port} up" for port in ports))
         self.switch.ip("link add bridge type bridge", "link set bridge up")
         self.switch.ip(*(f"link set {port} master bridge" for port in ports))
-        if slow:
-            self._slow_down(ports)
-
-    def _slow_down(self, ports):
         rate = f"tbf rate {SLOW_BITS / 1e6:.0f}mbit burst {PIECE + 1600} limit 16mb".split()
-        for machine, interface in [*((m, "eth0") for m in self.machines), *((self.switch, port) for port in ports)]:
+        links = [*((m, "eth0") for m in self.machines), *((self.switch, port) for port in ports)]
+        for machine, interface in links if slow else ():
             machine.ip(f"link set {interface} gso_max_size {PIECE} gso_max_segs 64")
             machine.run("tc", "qdisc", "add", "dev", interface, "root", *rate)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import python
+from runs import ROOT, finished, python
 
 from gluon_mgpu.runtime import cuda
 
@@ -131,7 +131,7 @@ def test_a_missing_driver_and_two_wheels_of_mxnet_are_errors(site, missing, said
 
 def test_the_extra_installs_mxnet_cu112_and_the_wheels_of_all_libraries():
     setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    setup.read(ROOT / "setup.cfg")
     names = {line.split()[0] for line in setup["options.extras_require"]["cu112"].splitlines() if line}
     assert names == {"mxnet-cu112", *(wheel.partition("<")[0] for wheel, *_ in cuda.LIBRARIES)}
 
@@ -173,8 +173,7 @@ def installed(wheel):
 
         def run(*command, libraries=("driver",)):
             environment = {**clean, "LD_LIBRARY_PATH": ":".join(str(folder / name) for name in libraries)}
-            streams = {"capture_output": True, "text": True, "cwd": folder, "timeout": 600}
-            return subprocess.run([folder / "venv/bin" / command[0], *command[1:]], env=environment, **streams)
+            return finished(folder / "venv/bin" / command[0], *command[1:], env=environment, cwd=folder, timeout=600)
 
         yield SimpleNamespace(folder=folder, run=run)
 

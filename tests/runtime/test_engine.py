@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from runs import overlap, program, python
+from runs import PRODUCTS, overlap, program, python
 
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
@@ -15,13 +15,6 @@ HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}
 DIST_SYNC = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_TASK_ID": "0"}
 DIST_SYNC.update({"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9091"})
 STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
-PRODUCTS = program("""
-    import mxnet as mx
-    products = [mx.nd.ones((600, 600), mx.cpu(i % 2)) for i in range(2)]
-    for _ in range(10):
-        products = [mx.nd.dot(x, x) / 600 for x in products]
-    print(*(x.mean().asscalar() for x in products))
-""")
 CONVOLUTION = program("""
     from mxnet import autograd, nd
     X, W, b = nd.ones((64, 20, 13, 13)), nd.ones((50, 20, 5, 5)), nd.zeros(50)

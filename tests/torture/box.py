@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -21,10 +20,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import runs
 
 from gluon_mgpu.training import checkpoint, records
 
-ROOT = Path(__file__).parents[2]
 FILES = {"checkpoint.npz", "config.json", "curves.png", "metrics.jsonl"}  # the files of a finished run
 MARK = "TORTURE_BOX"  # environment variable of every process of a scenario
 SECONDS = 240  # time limit for one command, on a busy machine
@@ -69,7 +68,7 @@ class Box:
         self.environment = {
             "PATH": os.environ["PATH"],
             "LANG": "C.UTF-8",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(runs.ROOT),
             "HOME": str(self.folder / "home"),
             "TMPDIR": str(self.folder / "tmp"),
             "MPLCONFIGDIR": str(self.cache / "matplotlib"),
@@ -89,14 +88,10 @@ class Box:
     def train(self, plan, *more, restarts=0, **options):
         """Run train.py with a plan's options, on a plan's number of workers."""
         words = [f"--{name}={value}" for name, value in plan.items() if name != "workers"]
-        command = [sys.executable, str(ROOT / "scripts/train.py"), "--device=cpu", *words, *map(str, more)]
-        workers = plan.get("workers", 1)
-        if plan.get("kvstore") == "horovod":
-            horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-            command = [horovodrun, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *command]
-        elif workers > 1:
-            counts = [f"--workers={workers}", f"--restarts={restarts}"]
-            command = [sys.executable, str(ROOT / "scripts/launch.py"), *counts, "--", *command]
+        command = [*runs.TRAIN, "--device=cpu", *words, *map(str, more)]
+        if "workers" in plan:
+            launcher = [*runs.LAUNCH, f"--restarts={restarts}"]
+            command = runs.command(plan["kvstore"], plan["workers"], program=command, launcher=launcher)
         return self.run(command, **options)
 
     def go_on(self, plan, **options):
@@ -201,12 +196,12 @@ class Box:
             signals = {-number for number in done.sent}
             self.require(done.status in OWN_STATUS | signals, "unexpected exit status", done)
         errors = [line for line in lines if line.startswith("error: ")]
-        runs = 1 + sum("restarting all processes" in line for line in lines)
-        self.require(len(errors) <= runs, f"{len(errors)} error lines", done)
+        starts = 1 + sum("restarting all processes" in line for line in lines)
+        self.require(len(errors) <= starts, f"{len(errors)} error lines", done)
         if done.status in (1, 2) and not (done.sent or by_horovodrun):
             self.require(errors or (doctor and "problem" in done.out), "failed without an error line", done)
         crash = CRASH.search("\n".join([*lines, done.out]))
-        ours = re.search(f'File "{re.escape(str(ROOT))}/(gluon_mgpu|scripts)/', done.err)
+        ours = re.search(f'File "{re.escape(str(runs.ROOT))}/(gluon_mgpu|scripts)/', done.err)
         if crash and done.sent and crash[0] in ("Traceback", "Fatal Python") and not ours:
             crash = None  # the signal arrived while Python itself was starting
         self.require(not crash, f"shows {crash and crash[0]!r}", done)

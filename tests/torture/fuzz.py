@@ -77,11 +77,6 @@ def npy(array):
     return file.getvalue()
 
 
-def bomb():
-    """A gzip stream that decompresses to BOMB bytes."""
-    return gzip.compress(bytes(1 << 20), 1) * (BOMB >> 20)
-
-
 def make_checkpoint(rng):
     whole = rng.random() < 0.3  # nothing is wrong except the value of one setting
     setting = {rng.choice(list(CONFIG)): rng.choice(VALUES)}
@@ -125,7 +120,7 @@ def read_checkpoint(content, folder):
 
 def make_data(rng):
     if rng.random() < BOMBS:
-        return bomb()
+        return gzip.compress(bytes(1 << 20), 1) * (BOMB >> 20)
     whole = struct.pack(">IIII", 2051, 10000, 28, 28) + rng.randbytes(784)
     packed = gzip.compress(whole, mtime=0)
     return rng.choice((whole, mutated(rng, whole), mutated(rng, packed), packed[: rng.randrange(len(packed))]))

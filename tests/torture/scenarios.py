@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
-from box import ROOT, Box, Skipped, be_ordinary
+from box import Box, Skipped, be_ordinary
+from runs import ROOT
 
 from gluon_mgpu import exercises
 from gluon_mgpu.training import checkpoint, records
@@ -43,7 +44,8 @@ class Send:
         if self.anyone and (others := box.processes()):
             target = others[int(self.draw * len(others))]
         with suppress(ProcessLookupError, FileNotFoundError):
-            if self.which == signal.SIGPIPE and not _ignores(target, self.which):
+            ignored = int(re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{target}/status").read_text())[1], 16)
+            if self.which == signal.SIGPIPE and not ignored >> (signal.SIGPIPE - 1) & 1:
                 return  # Python has not started yet
             os.kill(target, self.which)
             sent.append(int(self.which))
@@ -64,11 +66,6 @@ class Send:
         with suppress(Exception):
             process.wait(self.delay)
         return process.poll() is None
-
-
-def _ignores(pid, which):
-    mask = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
-    return int(mask, 16) >> (which - 1) & 1
 
 
 def disturb(rng, box, plan):

@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))  # for runs.py
 ISOLATED = "TORTURE_ISOLATED"  # environment variable: this process has its own namespaces
 UNSHARE = "unshare --mount --pid --net --ipc --fork --kill-child --mount-proc".split()
 SETUP = 'ip link set lo up; mount --bind "$1" "$1"; mount -t tmpfs -o size=1g none "$2"; mount -t tmpfs none /dev/shm; '

@@ -150,21 +150,15 @@ def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_tr
     assert epoch.test_accuracy == 1
 
 
-def test_a_network_with_too_few_scores_is_refused_before_training(tmp_path):
-    networks.register("mlp", lambda: mlp(CLASSES - 1))
-    with pytest.raises(UsageError) as caught:
-        train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path / "run")
-    assert caught.value.name == "model" and not (tmp_path / "run").exists()
-
-
-def test_a_network_for_other_images_or_classes_is_refused_before_training():
+def test_a_network_for_other_images_or_classes_is_refused_before_training(tmp_path):
     with pytest.raises(UsageError) as caught:
         implementations.train("scratch", 2, dataset=datasets.own(*ARRAYS), **OPTIONS)
     assert caught.value.name == "impl"
-    networks.register("mlp", lambda: mlp(11))
-    with pytest.raises(UsageError) as caught:
-        train(dataset="synthetic", limit=600)
-    assert caught.value.name == "model"
+    for scores, data in ((CLASSES - 1, datasets.own(*ARRAYS)), (11, datasets.synthetic(600, 100))):
+        networks.register("mlp", lambda scores=scores: mlp(scores))
+        with pytest.raises(UsageError) as caught:
+            train(dataset=data, epochs=1, out=tmp_path / "run")
+        assert caught.value.name == "model" and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("to", convert.TARGETS)
