@@ -125,10 +125,9 @@ class Network:
         return float(np.max(errors))  # NaN if one of them is
 
 
-def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
+def refuse(op: str, name: str, why: str = "") -> UsageError:
     """The error for an operator that cannot be converted. repr keeps line breaks in names out of the message."""
-    reason = f"cannot be converted to {target}{why and ': '}{why}"
-    return UsageError(None, f"{node['op']!r} layer {node['name']!r}", reason)
+    return UsageError(None, f"{op!r} layer {name!r}", f"cannot be converted to PyTorch{why and ': '}{why}")
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
@@ -207,7 +206,7 @@ def from_files(symbol_file: str | Path, params_file: str | Path, *shapes: Shape)
             network.shapes(sizes)
             network.samples.append(Sample(tuple(inputs), network.predict(inputs)))
     except (mx.MXNetError, ValueError) as error:
-        advice = f"{symbol_file} does not accept a batch of {n} inputs of this shape ({_last_line(error)})"
+        advice = f"{symbol_file} does not accept a batch of {n} inputs of this shape ({last_line(error)})"
         raise UsageError("input", given, advice) from None
     return network
 
@@ -222,13 +221,13 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
         attrs = json.loads(Path(symbol_file).read_text(encoding="utf-8")).get("attrs", {})
         graph["attrs"].update(is_np_shape=attrs.get("is_np_shape", ["int", 0]))
     except (mx.MXNetError, ValueError) as error:
-        raise UsageError(None, symbol_file, f"not the graph of a network ({_last_line(error)})") from None
+        raise UsageError(None, symbol_file, f"not the graph of a network ({last_line(error)})") from None
     network = Network(graph, {}, [], [])
     try:
         with network.np_shape():
             arrays = nd.load(str(params_file))
     except mx.MXNetError as error:
-        raise UsageError(None, params_file, f"not a file of parameters ({_last_line(error)})") from None
+        raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     if arrays and not isinstance(arrays, dict):
         raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
     params = network.params = {
@@ -297,5 +296,5 @@ def _grown(network: Network, n: int, shapes: tuple[Shape, ...]) -> list[Shape]:
     return grow(axes if accepted(axes) else [])
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1].strip()

@@ -84,7 +84,7 @@ class Node:
                     if text not in ("None", "False", "()", "[]", *DEFAULTS.get(key, ())):
                         raise ValueError(f"{key}={text!r} is not supported")
         except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            raise refuse({"op": self.op, "name": self.title}, "PyTorch", " ".join(str(error).split())) from None
+            raise refuse(self.op, self.title, " ".join(str(error).split())) from None
         return code
 
     def create(self, layer: str, *names: str) -> str:
@@ -105,7 +105,7 @@ class Node:
             if default is ...:
                 raise ValueError(f"{key} is missing")
             return default
-        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text.replace("L", "")))  # (2L, 2L)
+        value: Any = ast.literal_eval({"true": "True", "false": "False"}.get(text, text.replace("L", "")))  # (2L, 2L)
         value = tuple(value) if isinstance(value, list) else value
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not (type(number) in (bool, int, float) and math.isfinite(number)):
