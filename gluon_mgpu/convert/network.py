@@ -141,11 +141,10 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
     with tempfile.TemporaryDirectory() as temporary:
         _export(trained, nd.zeros((1, *images.shape[1:])), f"{temporary}/net")
         network = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
-    scores, starts = evaluate.scores(trained, images), [0, *range(1, len(images), BATCH_SIZE), len(images)]
-    network.samples = [
-        Sample((np.divide(images[start:end], 255, dtype=np.float32),), [scores[start:end]])
-        for start, end in zip(starts, starts[1:])
-    ]
+    starts = range(1, len(images), BATCH_SIZE)  # the first batch is a single image
+    inputs = np.split(np.divide(images, 255, dtype=np.float32), starts)
+    outputs = np.split(evaluate.scores(trained, images), starts)
+    network.samples = [Sample((X,), [scores]) for X, scores in zip(inputs, outputs)]
     return network
 
 

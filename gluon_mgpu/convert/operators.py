@@ -255,11 +255,8 @@ def leaky_relu(node: Node, x: str) -> str:
 
 
 def rnn(node: Node, x: str, *states: str) -> str:
-    kind, size, layers = (
-        node.word("mode", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-        node.value("state_size"),
-        node.value("num_layers"),
-    )
+    kind = node.word("mode", "lstm", "gru", "rnn_tanh", "rnn_relu")
+    size, layers = node.value("state_size"), node.value("num_layers")
     inputs, gates, dropout = node.inputs[0][0][2], {"lstm": 4, "gru": 3}.get(kind, 1), node.value("p", 0.0)
     directions = ("", "_reverse") if node.flag("bidirectional") else ("",)
     layer = call(
@@ -486,9 +483,8 @@ def l2_normalization(node: Node, x: str) -> str:
 def matrix_product(node: Node, a: str, b: str) -> str:
     if node.op == "dot" and (node.rank > 2 or len(node.inputs[1][0]) > 2):
         return call("torch.tensordot", a, b, dims=1)
-    left, right = (
-        f"{x}.transpose(-2, -1)" if node.flag(key) else x for x, key in ((a, "transpose_a"), (b, "transpose_b"))
-    )
+    left = f"{a}.transpose(-2, -1)" if node.flag("transpose_a") else a
+    right = f"{b}.transpose(-2, -1)" if node.flag("transpose_b") else b
     alpha = node.value("alpha", 1.0)
     return f"{left} @ {right}" if alpha == 1 else f"{alpha!r} * ({left} @ {right})"
 

@@ -110,11 +110,11 @@ class _Module:
             inputs = [found.get((j, output)) for j, output, *_ in node["inputs"]]
             fixed = len({str(shapes[i]) for shapes in self.shapes}) == 1
             if node["op"] == "null":
-                constant = node["name"] in self.network.params
+                constant, description = node["name"] in self.network.params, node["name"]
             else:
                 constant = None not in inputs and (bool(inputs) or fixed and node["op"].split("_")[-1] in SOURCES)
+                description = str((node["op"], node.get("attrs"), inputs))
             if constant:
-                description = node["name"] if node["op"] == "null" else str((node["op"], node.get("attrs"), inputs))
                 found.update({(i, output): f"{description}[{output}]" for output in range(len(self.shapes[0][i]))})
         return found
 
