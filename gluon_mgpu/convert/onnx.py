@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from gluon_mgpu.convert import pytorch
 from gluon_mgpu.convert.network import Network
+from gluon_mgpu.convert.pytorch import PACKAGES as PYTORCH
+from gluon_mgpu.convert.pytorch import load_and_run
+from gluon_mgpu.convert.pytorch import write as write_module
 from gluon_mgpu.runtime.errors import Error
 
 SUFFIXES = (".onnx",)
-PACKAGES = ("onnx", "onnxruntime", *pytorch.PACKAGES)
+PACKAGES = ("onnx", "onnxruntime", *PYTORCH)
 USAGE = "load it with onnxruntime.InferenceSession('{prefix}.onnx')"
 OPSET = 17
 
@@ -33,13 +35,13 @@ def write(network: Network, base: str) -> None:
 
     Exceptions: see `pytorch.write`.
     """
-    pytorch.write(network, base)
+    write_module(network, base)
     names = [f"output{i}" for i in range(len(network.samples[0].outputs))]
     for tried in (network, network.of_one_size()):  # some operators can be exported only for one image size
         axes = {**tried.free_axes(), **{name: {0: "n"} for name in names}}
         options = {"input_names": network.inputs, "output_names": names, "dynamic_axes": axes, "opset_version": OPSET}
         try:
-            return pytorch.load_and_run(tried, base, f"options = {options!r}\n{EXPORT}")
+            return load_and_run(tried, base, f"options = {options!r}\n{EXPORT}")
         except Error as error:
             failure = error
     raise failure
