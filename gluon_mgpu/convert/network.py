@@ -229,13 +229,10 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     if arrays and not isinstance(arrays, dict):
         raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
-    params = network.params = {
-        name.removeprefix("arg:").removeprefix("aux:"): array.astype("float32")
-        if np.dtype(array.dtype).name in FLOATS
-        else array
-        for name, array in dict(arrays).items()
-    }
-    nodes = graph["nodes"]
+    nodes, params = graph["nodes"], network.params
+    for name, array in dict(arrays).items():
+        is_float = np.dtype(array.dtype).name in FLOATS
+        params[name.removeprefix("arg:").removeprefix("aux:")] = array.astype("float32") if is_float else array
     for node in nodes:
         attrs = node.get("attrs", {})
         attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})

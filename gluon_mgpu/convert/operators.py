@@ -141,26 +141,22 @@ class Node:
 
         Any other size is written as -1.
         """
-        sources = [
-            (f"{x}.shape[{i}]", column)
-            for x, shapes in zip(inputs, self.inputs)
-            for i, column in enumerate(zip(*shapes))
-        ]
+        names = [f"{x}.shape[{i}]" for x, shapes in zip(inputs, self.inputs) for i in range(len(shapes[0]))]
+        sizes = np.concatenate([np.transpose(shapes) for shapes in self.inputs])  # a row for each name
         result = list[int | str]()
         for column in zip(*self.outputs[0]):
             if len(set(column)) == 1:
                 result.append(column[0])
                 continue
-            spans = [(k, k + n) for n in range(1, len(sources) + 1) for k in range(len(sources) - n + 1)]
-            equal = [(k, end) for k, end in spans if _products(sources[k:end]) == column]
-            result.append(" * ".join(name for name, _ in sources[slice(*equal[0])]) if equal else -1)
+            spans = [(k, k + n) for n in range(1, len(names) + 1) for k in range(len(names) - n + 1)]
+            equal = [(k, end) for k, end in spans if np.array_equal(sizes[k:end].prod(axis=0), column)]
             if equal:
-                del sources[: equal[0][1]]  # axes keep their order
+                start, end = equal[0]
+                result.append(" * ".join(names[start:end]))
+                names, sizes = names[end:], sizes[end:]  # axes keep their order
+            else:
+                result.append(-1)
         return result
-
-
-def _products(sources: list[tuple[str, Shape]]) -> Shape:
-    return tuple(math.prod(sizes) for sizes in zip(*(column for _, column in sources)))
 
 
 class _Template(string.Formatter):

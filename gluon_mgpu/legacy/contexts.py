@@ -43,9 +43,8 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     if there_are_gpus or not map_gpus:
         return
     Context.devstr2type = {**Context.devstr2type, "gpu": CPU, "cpu_pinned": CPU}
-    for module in (mx.context, mx.gluon.contrib.estimator.estimator):
-        module.num_gpus = lambda: gpus or 0
-    mx.util.get_gpu_count = mx.npx.num_gpus = mx.context.num_gpus
+    mx.context.num_gpus = mx.util.get_gpu_count = mx.npx.num_gpus = lambda: gpus or 0
+    mx.gluon.contrib.estimator.estimator.num_gpus = mx.context.num_gpus
     create_store = mx.kvstore.create
     mx.kvstore.create = lambda name="local": create_store("device" if name == "nccl" else name)
 
