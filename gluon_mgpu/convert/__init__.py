@@ -17,7 +17,7 @@ from pathlib import Path
 import mxnet as mx
 
 from gluon_mgpu.convert import gluon, onnx, pytorch
-from gluon_mgpu.convert.network import Network, from_files, from_run
+from gluon_mgpu.convert.network import Network, from_files, from_run, last_line
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
@@ -71,7 +71,7 @@ def save(network: Network, to: str, prefix: str) -> str:
     except (OSError, mx.MXNetError) as failure:
         for file in files:
             file.unlink(missing_ok=True)
-        reason = getattr(failure, "strerror", None) or str(failure).strip().splitlines()[-1]
+        reason = getattr(failure, "strerror", None) or last_line(failure)
         raise Error(f"{prefix}: cannot be written ({reason})") from None
     count = sum(len(sample.inputs[0]) for sample in network.samples)
     return (

@@ -125,10 +125,9 @@ class Network:
         return float(np.max(errors))  # NaN if one of them is
 
 
-def refuse(node: dict[str, Any], target: str, why: str = "") -> UsageError:
+def refuse(op: str, name: str, why: str = "") -> UsageError:
     """The error for an operator that cannot be converted. repr keeps line breaks in names out of the message."""
-    reason = f"cannot be converted to {target}{why and ': '}{why}"
-    return UsageError(None, f"{node['op']!r} layer {node['name']!r}", reason)
+    return UsageError(None, f"{op!r} layer {name!r}", f"cannot be converted to PyTorch{why and ': '}{why}")
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
@@ -142,11 +141,10 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
     with tempfile.TemporaryDirectory() as temporary:
         _export(trained, nd.zeros((1, *images.shape[1:])), f"{temporary}/net")
         network = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
-    scores, starts = evaluate.scores(trained, images), [0, *range(1, len(images), BATCH_SIZE), len(images)]
-    network.samples = [
-        Sample((np.divide(images[start:end], 255, dtype=np.float32),), [scores[start:end]])
-        for start, end in zip(starts, starts[1:])
-    ]
+    starts = range(1, len(images), BATCH_SIZE)  # the first batch is a single image
+    inputs = np.split(np.divide(images, 255, dtype=np.float32), starts)
+    outputs = np.split(evaluate.scores(trained, images), starts)
+    network.samples = [Sample((X,), [scores]) for X, scores in zip(inputs, outputs)]
     return network
 
 
@@ -207,7 +205,7 @@ def from_files(symbol_file: str | Path, params_file: str | Path, *shapes: Shape)
             network.shapes(sizes)
             network.samples.append(Sample(tuple(inputs), network.predict(inputs)))
     except (mx.MXNetError, ValueError) as error:
-        advice = f"{symbol_file} does not accept a batch of {n} inputs of this shape ({_last_line(error)})"
+        advice = f"{symbol_file} does not accept a batch of {n} inputs of this shape ({last_line(error)})"
         raise UsageError("input", given, advice) from None
     return network
 
@@ -222,22 +220,19 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
         attrs = json.loads(Path(symbol_file).read_text(encoding="utf-8")).get("attrs", {})
         graph["attrs"].update(is_np_shape=attrs.get("is_np_shape", ["int", 0]))
     except (mx.MXNetError, ValueError) as error:
-        raise UsageError(None, symbol_file, f"not the graph of a network ({_last_line(error)})") from None
+        raise UsageError(None, symbol_file, f"not the graph of a network ({last_line(error)})") from None
     network = Network(graph, {}, [], [])
     try:
         with network.np_shape():
             arrays = nd.load(str(params_file))
     except mx.MXNetError as error:
-        raise UsageError(None, params_file, f"not a file of parameters ({_last_line(error)})") from None
+        raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     if arrays and not isinstance(arrays, dict):
         raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
-    params = network.params = {
-        name.removeprefix("arg:").removeprefix("aux:"): array.astype("float32")
-        if np.dtype(array.dtype).name in FLOATS
-        else array
-        for name, array in dict(arrays).items()
-    }
-    nodes = graph["nodes"]
+    nodes, params = graph["nodes"], network.params
+    for name, array in dict(arrays).items():
+        is_float = np.dtype(array.dtype).name in FLOATS
+        params[name.removeprefix("arg:").removeprefix("aux:")] = array.astype("float32") if is_float else array
     for node in nodes:
         attrs = node.get("attrs", {})
         attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
@@ -297,5 +292,5 @@ def _grown(network: Network, n: int, shapes: tuple[Shape, ...]) -> list[Shape]:
     return grow(axes if accepted(axes) else [])
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1].strip()

@@ -5,9 +5,6 @@ MXNet's own exporter is from 2021; it needs an onnx release from that time, and 
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 
 from gluon_mgpu.convert.network import Network
@@ -21,15 +18,11 @@ PACKAGES = ("onnx", "onnxruntime", *PYTORCH)
 USAGE = "load it with onnxruntime.InferenceSession('{prefix}.onnx')"
 OPSET = 17
 
+# Exports `net` with the given `options`
 EXPORT = """
-import json, warnings
+import warnings
 
 warnings.simplefilter("ignore")  # the exporter warns that it is no longer developed, and about sizes that vary
-with open(base + ".json") as file:
-    options = json.load(file)
-options["dynamic_axes"] = {
-    name: {int(axis): size for axis, size in axes.items()} for name, axes in options["dynamic_axes"].items()
-}
 try:
     torch.onnx.export(net, tuple(list(samples.values())[-1]), base + ".onnx", dynamo=False, **options)
 except Exception as error:
@@ -40,16 +33,15 @@ except Exception as error:
 def write(network: Network, base: str) -> None:
     """Write BASE.onnx, which accepts any batch size, and other image sizes if the network does.
 
-    Exceptions: see `pytorch.translate`.
+    Exceptions: see `pytorch.write`.
     """
     write_module(network, base)
     names = [f"output{i}" for i in range(len(network.samples[0].outputs))]
     for tried in (network, network.of_one_size()):  # some operators can be exported only for one image size
         axes = {**tried.free_axes(), **{name: {0: "n"} for name in names}}
         options = {"input_names": network.inputs, "output_names": names, "dynamic_axes": axes, "opset_version": OPSET}
-        Path(f"{base}.json").write_text(json.dumps(options))
         try:
-            return load_and_run(tried, base, EXPORT)
+            return load_and_run(tried, base, f"options = {options!r}\n{EXPORT}")
         except Error as error:
             failure = error
     raise failure

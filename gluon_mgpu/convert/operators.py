@@ -84,7 +84,7 @@ class Node:
                     if text not in ("None", "False", "()", "[]", *DEFAULTS.get(key, ())):
                         raise ValueError(f"{key}={text!r} is not supported")
         except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            raise refuse({"op": self.op, "name": self.title}, "PyTorch", " ".join(str(error).split())) from None
+            raise refuse(self.op, self.title, " ".join(str(error).split())) from None
         return code
 
     def create(self, layer: str, *names: str) -> str:
@@ -105,11 +105,13 @@ class Node:
             if default is ...:
                 raise ValueError(f"{key} is missing")
             return default
-        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text.replace("L", "")))  # (2L, 2L)
+        value: Any = ast.literal_eval({"true": "True", "false": "False"}.get(text, text.replace("L", "")))  # (2L, 2L)
         value = tuple(value) if isinstance(value, list) else value
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not (type(number) in (bool, int, float) and math.isfinite(number)):
                 raise ValueError(f"{key}={text!r} is not supported")
+        if key == "scalar" and value == int(value) and self.flag("is_int"):
+            return int(value)
         return value
 
     def word(self, key: str, *words: str) -> str:
@@ -139,26 +141,22 @@ class Node:
 
         Any other size is written as -1.
         """
-        sources = [
-            (f"{x}.shape[{i}]", column)
-            for x, shapes in zip(inputs, self.inputs)
-            for i, column in enumerate(zip(*shapes))
-        ]
+        names = [f"{x}.shape[{i}]" for x, shapes in zip(inputs, self.inputs) for i in range(len(shapes[0]))]
+        sizes = np.concatenate([np.transpose(shapes) for shapes in self.inputs])  # a row for each name
         result = list[int | str]()
         for column in zip(*self.outputs[0]):
             if len(set(column)) == 1:
                 result.append(column[0])
                 continue
-            spans = [(k, k + n) for n in range(1, len(sources) + 1) for k in range(len(sources) - n + 1)]
-            equal = [(k, end) for k, end in spans if _products(sources[k:end]) == column]
-            result.append(" * ".join(name for name, _ in sources[slice(*equal[0])]) if equal else -1)
+            spans = [(k, k + n) for n in range(1, len(names) + 1) for k in range(len(names) - n + 1)]
+            equal = [(k, end) for k, end in spans if np.array_equal(sizes[k:end].prod(axis=0), column)]
             if equal:
-                del sources[: equal[0][1]]  # axes keep their order
+                start, end = equal[0]
+                result.append(" * ".join(names[start:end]))
+                names, sizes = names[end:], sizes[end:]  # axes keep their order
+            else:
+                result.append(-1)
         return result
-
-
-def _products(sources: list[tuple[str, Shape]]) -> Shape:
-    return tuple(math.prod(sizes) for sizes in zip(*(column for _, column in sources)))
 
 
 class _Template(string.Formatter):
@@ -253,11 +251,8 @@ def leaky_relu(node: Node, x: str) -> str:
 
 
 def rnn(node: Node, x: str, *states: str) -> str:
-    kind, size, layers = (
-        node.word("mode", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-        node.value("state_size"),
-        node.value("num_layers"),
-    )
+    kind = node.word("mode", "lstm", "gru", "rnn_tanh", "rnn_relu")
+    size, layers = node.value("state_size"), node.value("num_layers")
     inputs, gates, dropout = node.inputs[0][0][2], {"lstm": 4, "gru": 3}.get(kind, 1), node.value("p", 0.0)
     directions = ("", "_reverse") if node.flag("bidirectional") else ("",)
     layer = call(
@@ -395,8 +390,7 @@ def split(node: Node, x: str) -> str:
 
 
 def concat(node: Node, *inputs: str) -> str:
-    default = {"Concat": 1}.get(node.op, 0)
-    axis = node.value("dim" if node.op == "Concat" else "axis", default)
+    axis = node.value("dim", 1) if node.op == "Concat" else node.value("axis", 0)
     return call("torch.stack" if "stack" in node.op else "torch.cat", f"[{', '.join(inputs)}]", dim=axis)
 
 
@@ -447,7 +441,9 @@ def reduction(function: str) -> Callable[..., str]:
         if function == "prod" and len(axes) > 1:
             raise ValueError(f"the product over axes {axes} is not supported")
         code = call(
-            f"{x}.{function}",
+            f"torch.{function}",
+            x,
+            ord=_unless(2, node.value("ord", 2)),
             dim=_short(axes),
             keepdim=_unless(False, node.flag("keepdims")),
             correction=_unless(1, node.value("ddof", 0)) if function in ("std", "var") else None,
@@ -456,17 +452,6 @@ def reduction(function: str) -> Callable[..., str]:
         return f"{code}.reshape(1)" if to_scalar and node.outputs[0][0] == (1,) else code
 
     return rule
-
-
-def norm(node: Node, x: str) -> str:
-    node.read.add("ord")
-    return call(
-        "torch.linalg.vector_norm",
-        x,
-        ord=_unless(2, node.value("ord", 2)),
-        dim=_short(node.axes()),
-        keepdim=_unless(False, node.flag("keepdims")),
-    )
 
 
 def arg_reduction(node: Node, x: str) -> str:
@@ -484,20 +469,18 @@ def topk(node: Node, x: str) -> str:
 
 
 def l2_normalization(node: Node, x: str) -> str:
-    kind = node.word("mode", "instance", "channel", "spatial")
-    axes = (
-        tuple(range(1, node.rank)) if kind == "instance" else (1,) if kind == "channel" else tuple(range(2, node.rank))
-    )
-    total = call(f"{x}.square().sum", _short(axes), keepdim=True)
+    first, end = {"instance": (1, node.rank), "channel": (1, 2), "spatial": (2, node.rank)}[
+        node.word("mode", "instance", "channel", "spatial")
+    ]
+    total = call(f"{x}.square().sum", _short(tuple(range(first, end))), keepdim=True)
     return f"{x} / ({total} + {node.value('eps', 1e-10)!r}).sqrt()"
 
 
 def matrix_product(node: Node, a: str, b: str) -> str:
     if node.op == "dot" and (node.rank > 2 or len(node.inputs[1][0]) > 2):
         return call("torch.tensordot", a, b, dims=1)
-    left, right = (
-        f"{x}.transpose(-2, -1)" if node.flag(key) else x for x, key in ((a, "transpose_a"), (b, "transpose_b"))
-    )
+    left = f"{a}.transpose(-2, -1)" if node.flag("transpose_a") else a
+    right = f"{b}.transpose(-2, -1)" if node.flag("transpose_b") else b
     alpha = node.value("alpha", 1.0)
     return f"{left} @ {right}" if alpha == 1 else f"{alpha!r} * ({left} @ {right})"
 
@@ -518,35 +501,6 @@ def one_hot(node: Node, x: str) -> str:
     on, off = node.value("on_value", 1.0), node.value("off_value", 0.0)
     code = f"({x}.unsqueeze(-1) == torch.arange({node.value('depth')!r}, device={x}.device)).float()"
     return code if (on, off) == (1, 0) else f"{code} * {on - off!r} + {off!r}"
-
-
-def add_n(node: Node, *inputs: str) -> str:
-    return " + ".join(inputs)
-
-
-def comparison(sign: str) -> Callable[..., str]:
-    """A rule for an operator that compares; outside mx.np, the result has the type of its first input."""
-
-    def rule(node: Node, a: str, b: str = "") -> str:
-        code = f"{a} {sign} {b or scalar(node)}"
-        return code if node.op.startswith("_np") else f"({code}).to({a}.dtype)"
-
-    return rule
-
-
-def scalar(node: Node) -> str:
-    value = node.value("scalar")
-    return repr(int(value) if value == int(value) and node.flag("is_int") else value)
-
-
-def binary(template: str, reverse: bool = False) -> Callable[..., str]:
-    """A rule for arithmetic. reverse: whether the scalar is the first operand."""
-
-    def rule(node: Node, a: str, b: str = "") -> str:
-        operands = (a, b or scalar(node))
-        return template.format(*(operands[::-1] if reverse else operands))
-
-    return rule
 
 
 LAYERS: dict[str, Callable[..., str]] = {
@@ -580,36 +534,39 @@ UNARY = {
     "ones_like": "torch.ones_like",
 }
 ARITHMETIC = {
-    **dict.fromkeys(("add", "plus", "_grad_add"), "{} + {}"),
-    **dict.fromkeys(("sub", "minus", "subtract"), "{} - {}"),
-    **dict.fromkeys(("mul", "multiply"), "{} * {}"),
-    **dict.fromkeys(("div", "true_divide"), "{} / {}"),
-    "mod": "{} % {}",
-    "power": "{} ** {}",
-    "maximum": "torch.maximum({}, {})",
-    "minimum": "torch.minimum({}, {})",
-    "hypot": "torch.hypot({}, {})",
+    **dict.fromkeys(("add", "plus", "_grad_add"), "{0} + {1}"),
+    **dict.fromkeys(("sub", "minus", "subtract"), "{0} - {1}"),
+    **dict.fromkeys(("mul", "multiply"), "{0} * {1}"),
+    **dict.fromkeys(("div", "true_divide"), "{0} / {1}"),
+    "mod": "{0} % {1}",
+    "power": "{0} ** {1}",
+    "maximum": "torch.maximum({0}, {1})",
+    "minimum": "torch.minimum({0}, {1})",
+    "hypot": "torch.hypot({0}, {1})",
 }
 COMPARISONS = {
     "equal": "==",
     "not_equal": "!=",
     "greater": ">",
     "greater_equal": ">=",
-    "lesser": "<",
-    "lesser_equal": "<=",
+    **dict.fromkeys(("lesser", "less"), "<"),
+    **dict.fromkeys(("lesser_equal", "less_equal"), "<="),
 }
-COMPARISONS |= {"less": "<", "less_equal": "<="}
 REDUCTIONS = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin", "prod": "prod", "std": "std", "var": "var"}
 PREFIXES = ("", "_", "broadcast_", "elemwise_", "_np_", "_npi_", "_npx_")
+BINARY = {
+    **{f"{prefix}{name}": code for prefix in PREFIXES for name, code in ARITHMETIC.items()},
+    # Outside mx.np, the result of a comparison has the type of its first input.
+    **{f"{p}{name}": f"({{0}} {sign} {{1}}).to({{0}}.dtype)" for p in PREFIXES for name, sign in COMPARISONS.items()},
+    **{f"_npi_{name}": f"{{0}} {sign} {{1}}" for name, sign in COMPARISONS.items()},
+}
 
 OPERATORS: dict[str, str | Callable[..., str]] = {
     **LAYERS,
     **{f"{prefix}{name}": f"{code}({{0}})" for prefix in PREFIXES for name, code in UNARY.items()},
-    **{f"{prefix}{name}": binary(code) for prefix in PREFIXES for name, code in ARITHMETIC.items()},
-    **{f"{prefix}{name}_scalar": binary(code) for prefix in PREFIXES for name, code in ARITHMETIC.items()},
-    **{f"{prefix}r{name}_scalar": binary(code, True) for prefix in PREFIXES for name, code in ARITHMETIC.items()},
-    **{f"{prefix}{name}": comparison(sign) for prefix in PREFIXES for name, sign in COMPARISONS.items()},
-    **{f"{prefix}{name}_scalar": comparison(sign) for prefix in PREFIXES for name, sign in COMPARISONS.items()},
+    **BINARY,
+    **{f"{name}_scalar": code.format("{0}", "{scalar}") for name, code in BINARY.items()},
+    **{f"{p}r{name}_scalar": code.format("{scalar}", "{0}") for p in PREFIXES for name, code in ARITHMETIC.items()},
     **{f"{prefix}{name}": reduction(code) for prefix in PREFIXES for name, code in REDUCTIONS.items()},
     **dict.fromkeys(("_maximum_scalar", "_npi_maximum_scalar"), "{0}.clamp(min={scalar})"),
     **dict.fromkeys(("_minimum_scalar", "_npi_minimum_scalar"), "{0}.clamp(max={scalar})"),
@@ -635,10 +592,9 @@ OPERATORS: dict[str, str | Callable[..., str]] = {
     **dict.fromkeys(("dot", "batch_dot", "_linalg_gemm2", "_npi_matmul", "_np_dot"), matrix_product),
     **dict.fromkeys(("argmax", "argmin", "argmax_channel", "_npi_argmax", "_npi_argmin"), arg_reduction),
     "topk": topk,
-    "norm": norm,
-    "_np_cumsum": "{0}.cumsum({axis})",
-    "cumsum": "{0}.cumsum({axis})",
-    "add_n": add_n,
+    "norm": reduction("linalg.vector_norm"),
+    **dict.fromkeys(("cumsum", "_np_cumsum"), "{0}.cumsum({axis})"),
+    "add_n": lambda node, *inputs: " + ".join(inputs),
     "Pad": pad,
     "Flatten": "{0}.flatten(1)",
     **dict.fromkeys(("Reshape", "_np_reshape", "_npi_reshape", "_npx_reshape", "reshape_like"), reshape),

@@ -8,6 +8,7 @@ import keyword
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -85,29 +86,6 @@ SOURCES = ("arange", "eye", "full", "ones", "zeros")  # operators without inputs
 Entry = tuple[int, int]  # one output of a node: the node's index, and the index of the output
 
 
-def translate(network: Network, name: str) -> tuple[str, dict[str, np.ndarray]]:
-    """Generate a module's code and its state dict. name: the module's name, which must be an identifier.
-
-    Raises UsageError for the first operator that cannot be converted.
-    """
-    module = _Module(network)
-    inputs, outputs = (
-        ", ".join(f"({', '.join(['n', *map(str, array.shape[1:])])})" for array in arrays)
-        for arrays in network.samples[0]
-    )
-    code = MODULE.format(
-        version=__version__,
-        name=name,
-        input=inputs,
-        output=outputs,
-        layers="\n".join(f"        {line}" for line in module.layers),
-        arguments=", ".join(module.arguments),
-        forward="\n".join(f"        {line}" for line in module.forward),
-        result=module.result,
-    )
-    return code, module.state
-
-
 class _Module:
     """Generates the code of a module, node by node."""
 
@@ -132,11 +110,11 @@ class _Module:
             inputs = [found.get((j, output)) for j, output, *_ in node["inputs"]]
             fixed = len({str(shapes[i]) for shapes in self.shapes}) == 1
             if node["op"] == "null":
-                constant = node["name"] in self.network.params
+                constant, description = node["name"] in self.network.params, node["name"]
             else:
                 constant = None not in inputs and (bool(inputs) or fixed and node["op"].split("_")[-1] in SOURCES)
+                description = str((node["op"], node.get("attrs"), inputs))
             if constant:
-                description = node["name"] if node["op"] == "null" else str((node["op"], node.get("attrs"), inputs))
                 found.update({(i, output): f"{description}[{output}]" for output in range(len(self.shapes[0][i]))})
         return found
 
@@ -205,9 +183,9 @@ class _Module:
     def _node(self, i: int, operands: list[Entry], params: list[Entry]) -> Node:
         node, layer = self.nodes[i], ""
         if node["op"] not in OPERATORS:
-            raise refuse(node, "PyTorch")
+            raise refuse(node["op"], node["name"])
         if not all(entry in self.constants for entry in params):
-            raise refuse(node, "PyTorch", "its parameters are computed from the network's input")
+            raise refuse(node["op"], node["name"], "its parameters are computed from the network's input")
         inputs = [[shapes[j][output] for shapes in self.shapes] for j, output in operands]
         if params:
             key = node["op"], str(node.get("attrs")), *(self.constants[entry] for entry in params), len(inputs[0][0])
@@ -268,12 +246,30 @@ def _identifier(name: str, others: set[str]) -> str:
 
 
 def write(network: Network, base: str) -> None:
-    """Write BASE.py and BASE.safetensors. Exceptions: see `translate`."""
+    """Write BASE.py and BASE.safetensors. BASE's last part must be an identifier.
+
+    Raises UsageError for the first operator that cannot be converted.
+    """
     from safetensors.numpy import save
 
-    code, state = translate(network, os.path.basename(base))
+    module = _Module(network)
+    inputs, outputs = (
+        ", ".join(f"({', '.join(['n', *map(str, array.shape[1:])])})" for array in arrays)
+        for arrays in network.samples[0]
+    )
+    code = MODULE.format(
+        version=__version__,
+        name=os.path.basename(base),
+        input=inputs,
+        output=outputs,
+        layers=textwrap.indent("\n".join(module.layers), " " * 8),
+        arguments=", ".join(module.arguments),
+        forward=textwrap.indent("\n".join(module.forward), " " * 8),
+        result=module.result,
+    )
     Path(f"{base}.py").write_text(code, encoding="utf-8")
-    Path(f"{base}.safetensors").write_bytes(save({name: np.ascontiguousarray(array) for name, array in state.items()}))
+    state = {name: np.ascontiguousarray(array) for name, array in module.state.items()}
+    Path(f"{base}.safetensors").write_bytes(save(state))
 
 
 def load_and_run(network: Network, base: str, program: str) -> None:

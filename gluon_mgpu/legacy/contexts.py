@@ -21,6 +21,7 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     Context = mx.context.Context
     original = Context.__init__
     there_are_gpus = mx.context.num_gpus() > 0
+    say_once = functools.cache(log.say)
     used = {0}  # indices of the CPU contexts in use; 0 is the default context
 
     def create(context: Any, device_type: Any, device_id: int = 0) -> None:
@@ -29,13 +30,12 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
                 raise mx.MXNetError(f"gpu({device_id}): no GPU is available; omit --no-map to use CPU contexts")
             if gpus is not None and not 0 <= device_id < gpus:
                 raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}; increase it")
-            _say_once()
+            say_once("no GPU is available: mx.gpu(i) is CPU context i")
         original(context, device_type, device_id)
         if context.device_typeid == CPU and context.device_id not in used:
-            if len(used) == 1 and engine.openmp_threads() > 1:
-                log.say("the program's CPU contexts use one thread each, and mostly take turns (docs/old-programs.md)")
             used.add(context.device_id)
             if engine.openmp_threads() > 1:
+                say_once("the program's CPU contexts use one thread each, and mostly take turns (docs/old-programs.md)")
                 for index in sorted(used):
                     use_one_thread(mx, index)
 
@@ -43,16 +43,10 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     if there_are_gpus or not map_gpus:
         return
     Context.devstr2type = {**Context.devstr2type, "gpu": CPU, "cpu_pinned": CPU}
-    for module in (mx.context, mx.gluon.contrib.estimator.estimator):
-        module.num_gpus = lambda: gpus or 0
-    mx.util.get_gpu_count = mx.npx.num_gpus = mx.context.num_gpus
+    mx.context.num_gpus = mx.util.get_gpu_count = mx.npx.num_gpus = lambda: gpus or 0
+    mx.gluon.contrib.estimator.estimator.num_gpus = mx.context.num_gpus
     create_store = mx.kvstore.create
     mx.kvstore.create = lambda name="local": create_store("device" if name == "nccl" else name)
-
-
-@functools.cache
-def _say_once() -> None:
-    log.say("no GPU is available: mx.gpu(i) is CPU context i")
 
 
 def use_one_thread(mx: ModuleType, index: int) -> None:

@@ -57,17 +57,6 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
         sys.__excepthook__(kind, error, traceback)
 
 
-def add_to_python() -> dict[str, Callable[[ModuleType], object]]:
-    """Restore the names that Python 3.8 to 3.13 removed from modules that still exist.
-
-    Returns {module: function to call after its import} for modules that are not imported yet.
-    """
-    for name, restore in RESTORE.items():
-        if name in sys.modules:
-            restore(sys.modules[name])
-    return {name: restore for name, restore in RESTORE.items() if name not in sys.modules}
-
-
 def _collections(module: ModuleType) -> None:
     for name in collections.abc.__all__:
         _add(module, name, getattr(collections.abc, name))
@@ -103,6 +92,7 @@ def _unittest(module: ModuleType) -> None:
 
 
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
+# {module: what restores the names that Python 3.8 to 3.13 removed from it}
 RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "base64": _base64,
     "collections": _collections,

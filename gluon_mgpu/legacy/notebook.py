@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gluon_mgpu.legacy import prepare
-from gluon_mgpu.runtime import errors, files, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime import files, log
+from gluon_mgpu.runtime.errors import Error, UsageError, command
 
 KERNEL = "gluon_mgpu"
 TITLE = "MXNet (gluon_mgpu)"
@@ -114,9 +114,8 @@ def uninstall_kernel() -> str:
     try:
         return str(KernelSpecManager().remove_kernel_spec(KERNEL))
     except (KeyError, NoSuchKernel):
-        raise UsageError(
-            None, None, f"the kernel is not installed; `{errors.command('kernel install')}` installs it"
-        ) from None
+        advice = f"the kernel is not installed; `{command('kernel install')}` installs it"
+        raise UsageError(None, None, advice) from None
 
 
 def _require(*packages: str) -> None:

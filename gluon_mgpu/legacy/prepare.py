@@ -50,11 +50,10 @@ def prepare() -> None:
         return
     try:
         settings = Preparation(**json.loads(text))
-    except (ValueError, TypeError, UsageError) as error:
+    except (ValueError, TypeError) as error:
         print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
         os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
-    after = names.add_to_python()
-    after["IPython.display"] = names.add_to_ipython
+    after = {**names.RESTORE, "IPython.display": names.add_to_ipython}
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     if settings.numpy_names:
         after["numpy"] = names.add_to_numpy
@@ -74,10 +73,15 @@ def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
 
 
 class AfterImport:
-    """Calls functions right after modules are imported. actions: {module's name: function that takes the module}."""
+    """Calls functions right after modules are imported, or now for modules that are imported already.
+
+    actions: {module's name: function that takes the module}.
+    """
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], object]]) -> None:
         self.actions = actions
+        for name in actions.keys() & sys.modules.keys():
+            actions[name](sys.modules[name])
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
