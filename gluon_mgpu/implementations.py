@@ -21,13 +21,13 @@ from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import TRAINABLE, highlevel, networks, scratch, sharded
+from gluon_mgpu.distributed import process
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError, reason, setting
-from gluon_mgpu.training import loop, tuning
+from gluon_mgpu.training import loop, records, tuning
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.options import NOT_KEPT
-from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.replicas import LENET, VELOCITY, Replicas
 from gluon_mgpu.training.settings import DEFAULTS, IMAGE_SHAPE, OPTIONS, SGD, Settings, takes
 
@@ -38,7 +38,7 @@ OWN = {scratch: ("init_params", "get_params", "allreduce", "sgd"), highlevel: ("
 
 
 @takes(Settings)
-def train(given: dict[str, Any]) -> list[Epoch]:
+def train(given: dict[str, Any]) -> list[records.Epoch]:
     """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
 
     Arguments: the fields of `Settings`. impl can also be a lesson from `load`, and dataset can be your own arrays:
@@ -53,16 +53,13 @@ def train(given: dict[str, Any]) -> list[Epoch]:
     arrays = given["dataset"] if isinstance(given.get("dataset"), Dataset) else None
     if arrays:
         given["dataset"] = arrays.name
-
-    def connect(settings: Settings) -> loop.Build:
-        lesson = own_lesson or load(settings.impl)
-        for name in kind(lesson).unused:
-            if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
-                other = "sharded" if name == "zero" else "highlevel"
-                raise UsageError(name, given[name], f"needs {setting('impl', other)}")
-        return partial(replicas, lesson)
-
-    return loop.train(given, connect, arrays)
+    settings = records.starting_settings(given, process.current())
+    lesson = own_lesson or load(settings.impl)
+    for name in kind(lesson).unused:
+        if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+            other = "sharded" if name == "zero" else "highlevel"
+            raise UsageError(name, given[name], f"needs {setting('impl', other)}")
+    return loop.train(given, settings, partial(replicas, lesson), arrays)
 
 
 def replicas(
@@ -356,9 +353,3 @@ class ShardedReplicas(Replicas):
 
     def predict(self, X: NDArray) -> NDArray:
         return scratch.lenet(X, list(self.arrays[self.ctx.index(X.context)].values()))
-
-    def reduce(self) -> None:
-        raise NotImplementedError  # part of `steps`
-
-    def update(self, lr: float, batch_size: int) -> None:
-        raise NotImplementedError  # part of `steps`

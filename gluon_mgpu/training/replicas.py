@@ -18,7 +18,7 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error, UsageError, reason
 from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
 from gluon_mgpu.training.settings import IMAGE_SHAPE, SGD, Settings
 
@@ -46,7 +46,6 @@ class Replicas(ABC):
         workers: Workers = ALONE,
         image_shape: Sequence[int] = IMAGE_SHAPE,
     ) -> None:
-        """image_shape: (channels, height, width)."""
         engine.check(ctx)
         self.lesson, self.ctx, self.settings, self.workers = lesson, ctx, settings, workers
         self.image_shape = tuple(image_shape)
@@ -59,20 +58,22 @@ class Replicas(ABC):
         """The last argument of the lesson's `train_batch`, which determines the update."""
 
     @abstractmethod
-    def reduce(self) -> None:
-        """Sum the gradients over the devices of this process."""
-
-    @abstractmethod
-    def update(self, lr: float, batch_size: int) -> None:
-        """Update each replica with its gradients, which are sums over batch_size examples."""
-
-    @abstractmethod
     def predict(self, X: NDArray) -> NDArray:
         """Compute the scores (n, classes) of images X (n, 1, 28, 28) on X's device, without waiting for them."""
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
         """Returns the velocities on one device, as {name: velocity}. Without momentum, the dict is empty."""
+
+    # Parts of `extended_step`; a class without them does not use it
+
+    def reduce(self) -> None:
+        """Sum the gradients over the devices of this process."""
+        raise NotImplementedError
+
+    def update(self, lr: float, batch_size: int) -> None:
+        """Update each replica with its gradients, which are sums over batch_size examples."""
+        raise NotImplementedError
 
     # A step
 
@@ -162,8 +163,7 @@ class Replicas(ABC):
         try:
             shape = self.predict(nd.zeros((1, *self.image_shape), ctx=self.ctx[0])).shape
         except (mx.MXNetError, ValueError, AssertionError) as error:
-            line = str(error).strip().splitlines()[-1].strip()
-            raise self.unfit(f"does not accept images of shape {self.image_shape} ({line})") from None
+            raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         if shape[:1] != (1,) or len(shape) != 2 or shape[1] < classes or (exactly and shape[1] > classes):
             raise self.unfit(f"returns scores of shape {shape} for one image, but needs (1, {classes})")
 
