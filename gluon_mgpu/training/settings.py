@@ -35,6 +35,7 @@ from gluon_mgpu.training.options import (
     numbers,
     option,
     path,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 
 LEAST_LR, MOST_LR = 1e-37, 1e38  # just inside the range of float32
-COUNT = number(int, f"a whole number from 1 to {MOST}", lambda n: 1 <= n <= MOST)
+COUNT = whole(1)
 PART = number(float, "at least 0 and less than 1, such as 0.9", lambda x: 0 <= x < 1)
 
 
@@ -101,7 +102,7 @@ class Settings:
     epochs: int = training(4, COUNT, "Number of passes through the training set.", on_resume=FREE)
     seed: int | None = training(
         None,
-        number(int, f"a whole number from 0 to {MOST}", lambda n: 0 <= n <= MOST),
+        whole(0),
         "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
         "bit-for-bit identical. Default: a random seed.",
     )
@@ -118,7 +119,7 @@ class Settings:
     )
     limit: int | None = network(
         None,
-        number(int, f"a whole number from 1 to {LARGEST}", lambda n: 1 <= n <= LARGEST),
+        whole(1, LARGEST),
         "Use only the first N training examples and the first N/6 test examples (at least 100).",
     )
     data_dir: str | Path | None = network(
@@ -189,7 +190,7 @@ class Settings:
     )
     zero: int = devices_(
         0,
-        number(int, "from 0 to 3", lambda n: 0 <= n <= 3),
+        whole(0, 3),
         "With --impl sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the "
         "parameters.",
     )
@@ -281,8 +282,7 @@ class Settings:
 
 OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(Settings)}
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
-DEVICE_SETTINGS = ("num_gpus", "device")
-RECORDED = [name for name, o in OPTIONS.items() if o.on_resume != NOT_KEPT and name not in DEVICE_SETTINGS]
+RECORDED = [name for name, o in OPTIONS.items() if o.on_resume != NOT_KEPT and name not in ("num_gpus", "device")]
 SGD = Settings()  # plain SGD, as in the notebooks
 
 
@@ -301,21 +301,17 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Callable[[dict[str, Any]
     def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> T:
-            return function(_by_name(args, options))
+            given = dict(zip(OPTIONS, args))
+            for name, value in options.items():
+                if name not in OPTIONS:
+                    near = difflib.get_close_matches(name, OPTIONS)
+                    raise UsageError(name, value, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
+                if name in given:
+                    raise UsageError(name, value, f"given twice; the other value is {shown(given[name])}")
+                given[name] = value
+            return function(given)
 
         call.__signature__ = inspect.signature(Settings)  # type: ignore[attr-defined]
         return call
 
     return decorate
-
-
-def _by_name(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    given = dict(zip(OPTIONS, args))
-    for name, value in options.items():
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS)
-            raise UsageError(name, value, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
-        if name in given:
-            raise UsageError(name, value, f"given twice; the other value is {shown(given[name])}")
-        given[name] = value
-    return given
