@@ -20,7 +20,7 @@ from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError, reason
 from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
-from gluon_mgpu.training.settings import IMAGE_SHAPE, SGD, Settings
+from gluon_mgpu.training.settings import IMAGE_SHAPE, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name
@@ -42,7 +42,7 @@ class Replicas(ABC):
         self,
         lesson: ModuleType,
         ctx: list[Context],
-        settings: Settings = SGD,
+        settings: Settings,
         workers: Workers = ALONE,
         image_shape: Sequence[int] = IMAGE_SHAPE,
     ) -> None:

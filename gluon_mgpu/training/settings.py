@@ -181,10 +181,7 @@ class Settings:
     device: str = devices_("auto", choice(*devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.")
     shares: tuple[float, ...] | None = devices_(
         None,
-        numbers(
-            number(float, "above 0", lambda x: 0 < x <= 1e9),
-            "one number above 0 per device, such as 80,20",
-        ),
+        numbers(number(float, "above 0", lambda x: 0 < x <= 1e9), "one number above 0 per device, such as 80,20"),
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         metavar="A,B,...",
     )
