@@ -1,8 +1,8 @@
 """Lesson 2: LeNet on several devices with Gluon. Each function has a counterpart in `scratch`.
 
 `initialize` with a list of contexts copies the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the
-gradients and updates every replica. Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope),
-whose `run` is called `train` here, as in `scratch`.
+gradients and updates every replica. train.py takes its steps with these functions, as it does with those of `scratch`.
+Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope), whose `run` is called `train` here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train_batch(X: NDArray, y: NDArray, net: gluon.Block, ctx: list[Context], tr
     assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
     data, label = split_and_load(X, ctx), split_and_load(y, ctx)
     losses = forward_backward(net, data, label)
-    trainer.step(X.shape[0])  # allreduce, then the same update on each device
+    trainer.step(X.shape[0])  # sums the gradients, and updates all replicas equally
     return losses
 
 

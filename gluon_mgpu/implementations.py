@@ -1,7 +1,8 @@
-"""Connects lessons to the training engine: `train` trains with `scratch`, `highlevel` or a file of your own.
+"""Connects lessons to the training engine: `train` trains with `scratch`, `highlevel`, `sharded` or your own file.
 
-A lesson is a module with the functions of `scratch` or of `highlevel`. `ArrayReplicas` and `GluonReplicas` contain what
-these two do differently; `Replicas` in `gluon_mgpu.training.replicas` does the rest through the lesson's functions.
+Your own file is a module with the functions of `scratch` or of `highlevel`. `ArrayReplicas` and `GluonReplicas` contain
+what these two do differently; `Replicas` in `training.replicas` does the rest through the lesson's functions.
+`ShardedReplicas` calls a whole step of `sharded`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import TRAINABLE, highlevel, networks, scratch, sharded
-from gluon_mgpu.distributed import process
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError, reason, setting
-from gluon_mgpu.training import loop, records, tuning
+from gluon_mgpu.training import loop, tuning
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.options import NOT_KEPT
-from gluon_mgpu.training.replicas import LENET, VELOCITY, Replicas
-from gluon_mgpu.training.settings import DEFAULTS, IMAGE_SHAPE, OPTIONS, SGD, Settings, takes
+from gluon_mgpu.training.records import Epoch
+from gluon_mgpu.training.replicas import LENET, RUNNING_STATS, VELOCITY, Replicas
+from gluon_mgpu.training.settings import DEFAULTS, IMAGE_SHAPE, OPTIONS, PLAIN, Settings, takes
 
-# The functions that every lesson has, and those of one kind of lesson.
+# The functions that scratch, highlevel and copies of them have, and those that only one of the two has.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 LESSONS = {"scratch": scratch, "highlevel": highlevel, "sharded": sharded}
 OWN = {scratch: ("init_params", "get_params", "allreduce", "sgd"), highlevel: ("initialize",)}
 
 
 @takes(Settings)
-def train(given: dict[str, Any]) -> list[records.Epoch]:
+def train(given: dict[str, Any]) -> list[Epoch]:
     """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
 
     Arguments: the fields of `Settings`. impl can also be a lesson from `load`, and dataset can be your own arrays:
@@ -53,26 +54,34 @@ def train(given: dict[str, Any]) -> list[records.Epoch]:
     arrays = given["dataset"] if isinstance(given.get("dataset"), Dataset) else None
     if arrays:
         given["dataset"] = arrays.name
-    settings = records.starting_settings(given, process.current())
-    lesson = own_lesson or load(settings.impl)
-    for name in kind(lesson).unused:
-        if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
-            other = "sharded" if name == "zero" else "highlevel"
-            raise UsageError(name, given[name], f"needs {setting('impl', other)}")
-    return loop.train(given, settings, partial(replicas, lesson), arrays)
+
+    def connect(settings: Settings) -> loop.Build:
+        lesson = own_lesson or load(settings.impl)
+        for name in kind(lesson).unused:
+            if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+                other = "sharded" if name == "zero" else "highlevel"
+                raise UsageError(name, given[name], f"needs {setting('impl', other)}")
+        return partial(_build, lesson)
+
+    return loop.train(given, connect, arrays)
 
 
 def replicas(
     impl: str | ModuleType,
     ctx: list[Context],
-    settings: Settings = SGD,
+    settings: Settings = PLAIN,
     workers: Workers = ALONE,
     image_shape: Sequence[int] = IMAGE_SHAPE,
 ) -> Replicas:
     """Create replicas of a lesson's network on the devices in ctx, with new parameters. impl: a lesson, or its name or
     path, as in `load`. image_shape: (channels, height, width)."""
     lesson = impl if isinstance(impl, ModuleType) else load(impl)
-    made = kind(lesson)(lesson, ctx, settings, workers, image_shape)
+    return kind(lesson)(lesson, ctx, settings, workers, image_shape)
+
+
+def _build(lesson: ModuleType, *args: Any) -> Replicas:
+    """Create the replicas for a training run. Arguments: see `replicas`."""
+    made = replicas(lesson, *args)
     if lesson not in LESSONS.values():
         _say_what_is_not_called(made)
     return made
@@ -83,7 +92,8 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     highlevel.
 
     functions: replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
-    of the lesson. Raises UsageError if the file cannot be loaded, or if a function is missing or has other arguments.
+    of the lesson. Raises UsageError if the file does not exist, or if a function is missing or has other arguments; an
+    error in the file's own code is not caught.
     """
     if impl in LESSONS and not functions:
         return LESSONS[impl]
@@ -161,6 +171,15 @@ def _array_names(count: int) -> Sequence[str]:
     return LENET if count == len(LENET) else [f"p{i}" for i in range(count)]
 
 
+def _gluon_names(network: networks.Network, params: Sequence[str], is_lessons_own: bool) -> Sequence[str]:
+    """The checkpoint names of a Gluon network's arrays. params: Gluon's names. is_lessons_own: whether the network is
+    the lesson's `lenet`; its names are then those of `scratch`, unless it has running statistics, which `scratch`
+    lacks."""
+    if not is_lessons_own:
+        return network.names or params
+    return params if any(name.endswith(RUNNING_STATS) for name in params) else _array_names(len(params))
+
+
 class ArrayReplicas(Replicas):
     """Replicas of a lesson like `scratch`: the model is one list of arrays per device, and the rule is the learning
     rate."""
@@ -177,7 +196,7 @@ class ArrayReplicas(Replicas):
         self.model = [lesson.get_params(params, c) for c in self.ctx]
         self.arrays = [dict(zip(_array_names(len(params)), params)) for params in self.model]
         like = self.model if settings.momentum else [[] for _ in self.ctx]
-        self.momentum = [[nd.zeros_like(p) for p in params] for params in like]
+        self._velocities = [[nd.zeros_like(p) for p in params] for params in like]
         if settings.grad_accum_steps > 1:
             for params in self.model:
                 for p in params:
@@ -190,7 +209,7 @@ class ArrayReplicas(Replicas):
     def rule(self, lr: float) -> float:
         return lr
 
-    def reduce(self) -> None:
+    def allreduce(self) -> None:
         for i in range(len(self.model[0])):
             self.lesson.allreduce([params[i].grad for params in self.model])
 
@@ -198,7 +217,7 @@ class ArrayReplicas(Replicas):
         """Call the lesson's sgd or, with momentum v or weight decay, compute v = momentum * v - lr * (gradient /
         batch_size + weight_decay * p), then p += v."""
         s = self.settings
-        for params, velocities in zip(self.model, self.momentum):
+        for params, velocities in zip(self.model, self._velocities):
             if not (s.momentum or s.weight_decay):
                 self.lesson.sgd(params, lr, batch_size)
                 continue
@@ -213,7 +232,7 @@ class ArrayReplicas(Replicas):
         return self.lesson.lenet(X, self.model[self.ctx.index(X.context)])
 
     def velocities(self, device: int) -> dict[str, NDArray]:
-        return dict(zip(self.arrays[device], self.momentum[device]))
+        return dict(zip(self.arrays[device], self._velocities[device]))
 
 
 class GluonReplicas(Replicas):
@@ -229,21 +248,24 @@ class GluonReplicas(Replicas):
             known = ", ".join(networks.NETWORKS)
             raise UsageError("model", settings.model, f"must be one of {known}, or registered: see networks.register")
         network = networks.NETWORKS[settings.model]
-        self.net = self.lesson.lenet() if settings.model == "lenet" else network.build()
+        own = settings.model == "lenet"  # the lesson's own network, with the lesson's own initializer
+        self.net = self.lesson.lenet() if own else network.build()
         takes_shape = "image_shape" in inspect.signature(self.lesson.initialize).parameters
         shape = {"image_shape": self.image_shape} if takes_shape else {}
         try:
-            self.lesson.initialize(self.net, self.ctx, network.init, **shape)
+            self.lesson.initialize(self.net, self.ctx, *([] if own else [network.init]), **shape)
         except (mx.MXNetError, ValueError) as error:
             raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
-        if settings.hybridize:
-            self.net.hybridize(static_alloc=True, static_shape=True)
-            loss = getattr(self.lesson, "loss", None)
-            if isinstance(loss, gluon.HybridBlock):  # one graph runs faster than five separate operators
-                loss.hybridize(static_alloc=True, static_shape=True)
+        loss = getattr(self.lesson, "loss", None)  # as one graph, it runs faster than as five separate operators
+        for block in (self.net, loss):
+            if isinstance(block, gluon.Block):
+                block.hybridize(settings.hybridize, static_alloc=True, static_shape=True)
         self.model = self._tuned()
         params = self.net._collect_params_with_prefix()
-        names = _array_names(len(params)) if settings.model == "lenet" else network.names or params
+        names = _gluon_names(network, [*params], own)
+        if len(names) != len(params):
+            advice = f"registered with {len(names)} names, but the network has {len(params)} arrays"
+            raise UsageError("model", settings.model, advice)
         named = dict(zip(names, params.values()))
         trained = [p for p in named.values() if p.grad_req != "null"]
         if settings.grad_accum_steps > 1:
@@ -261,8 +283,9 @@ class GluonReplicas(Replicas):
                 updater.states_synced = dict.fromkeys(updater.states, True)
 
     def _tuned(self) -> gluon.Block:
-        """The network to train. With several workers, this is the network as written: padding and pieces would delay
-        the gradients, which are summed over the workers during the backward pass."""
+        """The network to train. With several workers, unless the run has recorded a plan, this is the network as
+        written: padding and pieces would delay the gradients, which are summed over the workers during the backward
+        pass."""
         tune = self.settings.tune
         if not (tune and self.settings.hybridize and tuning.tunable(self.net, self.ctx)):
             return self.net
@@ -274,7 +297,7 @@ class GluonReplicas(Replicas):
         self.trainer.set_learning_rate(lr)
         return self.trainer
 
-    def reduce(self) -> None:
+    def allreduce(self) -> None:
         self.trainer.allreduce_grads()
 
     def update(self, lr: float, batch_size: int) -> None:
@@ -308,6 +331,7 @@ class ShardedReplicas(Replicas):
                 raise UsageError(name, value, f"not supported by {setting('impl', 'sharded')}")
         if self.workers.count > 1:
             raise UsageError("kvstore", self.settings.kvstore, f"not supported by {setting('impl', 'sharded')}")
+        self.smallest_batch = len(self.ctx)
         params = scratch.init_params()
         self._place(params, [nd.zeros_like(p) for p in params])
 
@@ -316,8 +340,6 @@ class ShardedReplicas(Replicas):
         self.model = [sharded.place(sharded.LENET, arrays, self.ctx, is_sharded) for arrays, is_sharded in parts]
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
-        if X is None or X.shape[0] < len(self.ctx):
-            raise UsageError("batch_size", self.settings.batch_size, "the last batch has fewer examples than devices")
         return self.steps[self.settings.zero](X, y, sharded.LENET, self.model, self.ctx, self.rule(lr))
 
     def rule(self, lr: float) -> sharded.Optimizer:

@@ -1,7 +1,7 @@
 """Lesson 1: LeNet on several devices with NDArray alone. Each part of data parallelism is one function.
 
-`train` runs the notebook's experiment; train.py calls the other functions from `training.loop` instead. `highlevel` has
-the same functions with Gluon.
+`train` runs the notebook's experiment. train.py has a loop of its own, `training.loop`, with checkpoints and more, and
+takes its steps with the same functions. `highlevel` is the same lesson with Gluon.
 Source: the notebook "Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019).
 """
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import mxnet as mx
 import numpy as np
 import pytest
+import small_networks
 from lenet64 import scores
 from mxnet import gluon, nd
 from parity import drift
@@ -266,6 +267,38 @@ class TestOwnLesson:
         assert capsys.readouterr().err.count("the replicas differ") == 2
         implementations.train("scratch", 2, 64, LR, **OPTIONS)
         assert "differ" not in capsys.readouterr().err
+
+
+class TestOwnGluonLesson:
+    def test_batch_normalization_of_an_own_network_is_averaged_over_the_devices(self, capsys):
+        lesson = implementations.load("highlevel", lenet=small_networks.normalized)
+        implementations.train(lesson, 2, 64, LR, **OPTIONS)
+        assert "differ" not in capsys.readouterr().err
+        assert len(implementations.replicas(lesson, contexts(2)).running_stats) == 4
+
+    def test_its_own_initial_weights_are_used(self, tmp_path):
+        path = tmp_path / "my_highlevel.py"
+        path.write_text(Path(highlevel.__file__).read_text().replace("mx.init.Normal(0.01)", "mx.init.Zero()"))
+        made = implementations.replicas(str(path), contexts(1))
+        assert not any(array.any() for array in made.parameters().values())
+
+    def test_a_network_registered_with_too_few_names_is_refused(self):
+        networks.register("two-names", small_networks.normalized, names=("a", "b"))
+        with pytest.raises(UsageError):
+            implementations.replicas("highlevel", contexts(1), Settings(model="two-names"))
+
+    def test_an_assertion_without_a_message_is_an_error_of_the_network(self):
+        def refuse(X, params):
+            raise AssertionError
+
+        lesson = implementations.load("scratch", lenet=refuse)
+        with pytest.raises(UsageError):
+            implementations.train(lesson, 2, 64, LR, **OPTIONS)
+
+    def test_after_a_run_without_hybridizing_the_loss_is_not_hybridized(self):
+        for hybridize in (True, False):
+            implementations.replicas("highlevel", contexts(1), Settings(hybridize=hybridize))
+            assert highlevel.loss._active == hybridize
 
 
 INITIAL = {  # {network: the distribution function of its initial weights}

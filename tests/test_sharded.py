@@ -11,6 +11,7 @@ from mxnet.gluon import nn
 from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
 
 from gluon_mgpu import implementations, networks, scratch, sharded
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import checkpoint
 
 STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
@@ -190,3 +191,9 @@ def test_other_lessons_continue_a_sharded_run_and_the_other_way_round(first, the
     found = run(tmp_path / "run", then, 3, epochs=2, **({"tune": False} if then == "highlevel" else zero[then]))
     for name, array in expected.items():
         assert_close(found[name], array, additions(32) ** 0.5 * 8)  # the random errors of 8 steps
+
+
+def test_a_last_batch_with_fewer_examples_than_devices_is_refused_before_training(capsys):
+    with pytest.raises(UsageError):
+        implementations.train("sharded", 3, 32, 0.1, dataset="synthetic", limit=98, device="cpu")
+    assert capsys.readouterr().out == ""

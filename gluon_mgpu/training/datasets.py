@@ -123,10 +123,12 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     """
     if name not in DATASETS:
         raise UsageError("dataset", name, f"must be one of {', '.join(DATASETS)}")
-    if limit is not None and not 1 <= limit <= LARGEST:
-        raise UsageError("limit", limit, f"must be from 1 to {LARGEST}")
+    if limit is not None and limit < 1:
+        raise UsageError("limit", limit, "must be at least 1")
     if name == "synthetic":
         train_size = LARGEST if limit is None else limit
+        if train_size > LARGEST:
+            raise UsageError("limit", limit, f"must be at most {LARGEST} for synthetic")
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     if name == "own":
         if data_dir is None:

@@ -17,6 +17,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, nd
 
+from gluon_mgpu.distributed import process
 from gluon_mgpu.distributed.workers import Workers, join
 from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
@@ -33,12 +34,13 @@ Build = Callable[[list[Context], Settings, Workers, Sequence[int]], Replicas]
 
 
 def train(
-    given: dict[str, Any], settings: Settings, build: Build, data: datasets.Dataset | None
+    given: dict[str, Any], connect: Callable[[Settings], Build], data: datasets.Dataset | None
 ) -> list[records.Epoch]:
     """Train. Returns one `records.Epoch` per epoch. Exceptions: see `implementations.train`.
 
-    given: the settings that the caller passed. data: None: as in the settings.
+    given: the settings that the caller passed. connect: finds the settings' lesson. data: None: as in the settings.
     """
+    settings = records.starting_settings(given, process.current())
     ctx = devices.contexts(settings.num_gpus, settings.device)
     with join(settings.kvstore, settings.compress) as workers:
         kept = settings.recorded()
@@ -48,7 +50,7 @@ def train(
         first = workers.rank == 0  # only worker 0 prints and writes files
         where = (settings.out, settings.resume) if first else ()
         with records.RunFolder(*where) as folder:
-            return prepare(settings, ctx, workers, folder, build, data).train()
+            return prepare(settings, ctx, workers, folder, connect, data).train()
 
 
 def prepare(
@@ -56,7 +58,7 @@ def prepare(
     ctx: list[Context],
     workers: Workers,
     folder: records.RunFolder,
-    build: Build,
+    connect: Callable[[Settings], Build],
     data: datasets.Dataset | None,
 ) -> Training:
     """Load the data and build the replicas. In a resumed run, load the checkpoint. All workers get equal parameters."""
@@ -67,6 +69,7 @@ def prepare(
     start = workers.all_gather({"settings": settings.recorded(), "position": position.as_json()})[0]
     settings = replace(settings, **start["settings"])
     position = records.Position.from_json(start["position"])
+    build = connect(settings)  # only now, because only worker 0 may know the lesson of a resumed run
     _check_batch(settings, len(ctx), workers)
     if data:
         data = data.first(settings.limit)
@@ -78,6 +81,10 @@ def prepare(
     mx.random.seed(settings.seed)
     replicas = build(ctx, settings, workers, shape)
     replicas.check_scores(data.classes, exactly=data.name != "own")
+    last_batch = len(data.train_labels) % settings.batch_size or settings.batch_size
+    if last_batch < replicas.smallest_batch:
+        advice = f"leaves {last_batch} examples for the last batch, which needs {replicas.smallest_batch}"
+        raise UsageError("batch_size", settings.batch_size, advice)
     if replicas.running_stats and (settings.compress or "").startswith("2bit"):
         raise UsageError("compress", settings.compress, "would also compress the running statistics; omit this setting")
     if drawn:
@@ -234,7 +241,8 @@ class Training:
         if self.first:
             epoch = position.history[-1]
             print(f"epoch {epoch.epoch}, time: {epoch.train_seconds:.1f} sec, test acc: {test_acc:.2f}", flush=True)
-            if abs(epoch.train_loss / math.log(data.classes) - 1) < 0.01 and self.steps_issued >= PLATEAU_STEPS:
+            guessing = math.log(data.classes)  # the loss if every class has the same probability
+            if abs(epoch.train_loss - guessing) < 0.01 * guessing and self.steps_issued >= PLATEAU_STEPS:
                 log.say(
                     f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: this network starts on a "
                     "plateau, and leaves it after a few hundred steps"

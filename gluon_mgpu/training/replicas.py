@@ -37,6 +37,7 @@ class Replicas(ABC):
     model: Any
     arrays: list[dict[str, NDArray]]
     unused: tuple[str, ...] = ()  # settings that have no effect, and are not recorded
+    smallest_batch = 1  # the number of examples that a step needs
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def predict(self, X: NDArray) -> NDArray:
-        """Compute the scores (n, classes) of images X (n, 1, 28, 28) on X's device, without waiting for them."""
+        """Compute the scores (n, classes) of images X (n, *image_shape) on X's device, without waiting for them."""
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
@@ -67,7 +68,7 @@ class Replicas(ABC):
 
     # Parts of `extended_step`; a class without them does not use it
 
-    def reduce(self) -> None:
+    def allreduce(self) -> None:
         """Sum the gradients over the devices of this process."""
         raise NotImplementedError
 
@@ -84,7 +85,7 @@ class Replicas(ABC):
         return bool(s.grad_accum_steps > 1 or s.max_grad_norm or s.shares or self.workers.count > 1)
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
-        """Run one step on images X (n, 1, 28, 28) and labels y (n,). Returns the losses of each shard, without waiting.
+        """Run one step on images X (n, *image_shape) and labels y (n,). Returns each shard's losses, without waiting.
 
         batch_size: the size of the global batch, required if there are several workers. X and y are then this worker's
         part of the global batch, or None if the worker has no examples.
@@ -102,7 +103,8 @@ class Replicas(ABC):
         return losses
 
     def extended_step(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int) -> list[NDArray]:
-        """Run a step with gradient accumulation, shares, devices without examples, several workers or clipping."""
+        """Run a step with any of the extras: gradient accumulation, shares, devices without examples, several workers,
+        clipping, or an update with momentum or weight decay."""
         s = self.settings
         if s.grad_accum_steps > 1 or X is None or X.shape[0] < len(self.ctx):
             self.zero_grad()
@@ -110,7 +112,7 @@ class Replicas(ABC):
         if X is not None and y is not None:
             for X_part, y_part in split_batch(X, y, s.grad_accum_steps):
                 losses += self.forward_backward(self.split(X_part), self.split(y_part))
-        self.reduce()
+        self.allreduce()
         if self.workers.count > 1:
             self._sum_over_workers()
         if s.max_grad_norm:
@@ -170,7 +172,7 @@ class Replicas(ABC):
     def unfit(self, why: str) -> UsageError:
         """The error for a network that does not fit the data."""
         name, value = ("impl", self.settings.impl) if self.settings.model == "lenet" else ("model", self.settings.model)
-        own = "" if name == "model" else "; copy the lesson, change its network, and pass your file"
+        own = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
         return UsageError(name, value, f"the network {why}{own}")
 
     # Running statistics of batch normalization

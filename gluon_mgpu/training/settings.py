@@ -1,8 +1,7 @@
 """The settings of a run. Each is declared once; the command line, checks and resume rules are derived from that.
 
 Momentum, weight decay, schedules, gradient accumulation, clipping and shares are off by default. With all of them off,
-a step computes the same values as in the notebooks. To add a setting, add a field to `Settings`, and use it in each
-class of replicas.
+a step computes the same values as in the notebooks. docs/architecture.md says what to do after adding a field.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ PART = number(float, "at least 0 and less than 1, such as 0.9", lambda x: 0 <= x
 
 
 def _flag_or_plan(value: Any) -> Any:
-    """Check the setting `tune`: a flag, or the block and the piece that a run of version 0.2.0 has recorded."""
+    """Check the setting `tune`: a flag, or the block and the piece that an older run has recorded."""
     if isinstance(value, bool):
         return value
     block, piece = value
@@ -119,7 +118,7 @@ class Settings:
     )
     limit: int | None = network(
         None,
-        whole(1, LARGEST),
+        COUNT,
         "Use only the first N training examples and the first N/6 test examples (at least 100).",
     )
     data_dir: str | Path | None = network(
@@ -212,8 +211,9 @@ class Settings:
     resume: str | Path | None = files(
         None,
         path("folder", "runs/first"),
-        "Continue the run in this folder with its saved settings. Only --epochs (except with a cosine schedule), "
-        "--shares, and options for devices and implementations can be changed.",
+        "Continue the run in this folder with its saved settings. You can change --epochs (except with a cosine "
+        "schedule), --shares, and the options for devices and implementations; --data-dir, --kvstore and --compress "
+        "are not saved.",
     )
     profile: str | Path | None = files(
         None,
@@ -280,7 +280,7 @@ class Settings:
 OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(Settings)}
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
 RECORDED = [name for name, o in OPTIONS.items() if o.on_resume != NOT_KEPT and name not in ("num_gpus", "device")]
-SGD = Settings()  # plain SGD, as in the notebooks
+PLAIN = Settings()  # plain SGD, as in the notebooks
 
 
 def flag(name: str) -> str:
@@ -298,6 +298,8 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Callable[[dict[str, Any]
     def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> T:
+            if len(args) > len(OPTIONS):
+                raise TypeError(f"takes at most {len(OPTIONS)} arguments, but {len(args)} were given")
             given = dict(zip(OPTIONS, args))
             for name, value in options.items():
                 if name not in OPTIONS:
@@ -308,7 +310,8 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Callable[[dict[str, Any]
                 given[name] = value
             return function(given)
 
-        call.__signature__ = inspect.signature(Settings)  # type: ignore[attr-defined]
+        returns = inspect.signature(function).return_annotation
+        call.__signature__ = inspect.signature(settings).replace(return_annotation=returns)  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -18,7 +18,7 @@ from gluon_mgpu.runtime import devices, engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError, shown
 from gluon_mgpu.training import datasets, records
 from gluon_mgpu.training.records import Epoch
-from gluon_mgpu.training.settings import SGD, Settings, flag
+from gluon_mgpu.training.settings import PLAIN, Settings, flag
 
 NAME, SWEEP = "batch-size", "batch-size-sweep"  # names of the experiments; each writes NAME.png and NAME.csv
 
@@ -66,7 +66,7 @@ def run(out: str | Path, **options: Any) -> list[Result]:
     return results
 
 
-def sweep(out: str | Path, *, lr: float = SGD.lr, **options: Any) -> list[Result]:
+def sweep(out: str | Path, *, lr: float = PLAIN.lr, **options: Any) -> list[Result]:
     """Train on 2 devices with each combination of batch size (in SIZES) and learning rate (lr times one of FACTORS).
 
     Writes a picture and a CSV table to `out`. options, exceptions: see `train_all`.

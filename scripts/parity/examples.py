@@ -46,7 +46,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     replicas = implementations.replicas(impl, ctx[:2])
     for grads, values in zip(replicas.grads(), before):
         grads["b1"][:2] = nd.array(values[0])
-    replicas.reduce()
+    replicas.allreduce()
     found = [[replicas.grads()[device]["b1"][:2].asnumpy().tolist()] for device in range(2)]
     yield finding(f"allreduce of {before} is {after}", found == after, found)
 

@@ -165,7 +165,7 @@ def test_a_run_of_two_workers_is_resumed_by_one_process(two, impl, tmp_path):
 def test_a_tuned_run_with_shares_is_resumed_with_its_plan_if_only_worker_0_has_its_folder(tmp_path):
     folder = train_alone("highlevel", 2, tmp_path / "tuned", tune=(16, 0), shares=(70, 30))
     change_folder = f'if [ "$DMLC_TASK_ID" = 0 ]; then cd "{tmp_path}"; else cd /; fi'
-    options = "--kvstore dist_sync --resume tuned --impl highlevel --gpus 1 --epochs 2 --device cpu"
+    options = "--kvstore dist_sync --resume tuned --gpus 1 --epochs 2 --device cpu"
     program = " ".join([change_folder, "; exec", *runs.TRAIN, options])
     _, err = train(folder, "dist_sync", 2, program=["sh", "-c", program])
     assert "workers" in err and "shares" in err, err  # what has changed

@@ -141,6 +141,15 @@ def test_an_array_that_does_not_fit_is_a_usage_error_that_names_it(name, wrong):
     assert caught.value.name == name
 
 
+def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_trained_with():
+    images, labels = np.zeros((60001, 1, 1), np.uint8), np.zeros(60001, np.uint8)
+    data = datasets.own(images, labels, images[:5], labels[:5])
+    networks.register("mlp", lambda: mlp(1))
+    options = {"dataset": data, "limit": 60001, "epochs": 1, "batch_size": 1000, "device": "cpu"}
+    (epoch,) = implementations.train("highlevel", 2, model="mlp", **options)
+    assert epoch.test_accuracy == 1
+
+
 def test_a_network_with_too_few_scores_is_refused_before_training(tmp_path):
     networks.register("mlp", lambda: mlp(CLASSES - 1))
     with pytest.raises(UsageError) as caught:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import inspect
 import json
 import os
 import pty
@@ -298,6 +299,13 @@ def test_only_what_the_caller_passed_is_given():
 def test_an_unknown_or_repeated_setting_is_a_usage_error_that_names_the_nearest_one(args, options, name):
     with pytest.raises(UsageError, match=name):
         passed(*args, **options)
+    with pytest.raises(TypeError):
+        passed(*range(len(OPTIONS) + 1))
+
+
+def test_the_signature_of_train_has_all_settings_and_what_it_returns():
+    signature = inspect.signature(implementations.train)
+    assert [*signature.parameters] == [*OPTIONS] and signature.return_annotation == "list[Epoch]"
 
 
 @pytest.mark.parametrize("name", OPTIONS)
