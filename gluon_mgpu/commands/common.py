@@ -78,6 +78,8 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
+    command_class = Command
+
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(context, formatter)
         self.format_commands(context, formatter)
@@ -119,11 +121,9 @@ class Value(click.ParamType):
             raise errors.UsageError(self.name, value, str(error)) from None
 
     def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        what = getattr(self.kind, "what", None)
-        if what:
-            return [CompletionItem(incomplete, type="dir" if what == "folder" else "file")]
-        words = getattr(self.kind, "words", ())
-        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+        if self.kind.what:
+            return [CompletionItem(incomplete, type="dir" if self.kind.what == "folder" else "file")]
+        return [CompletionItem(word) for word in self.kind.words if word.startswith(incomplete)]
 
 
 def _report(error: BaseException) -> int:
@@ -142,6 +142,7 @@ def _report(error: BaseException) -> int:
     return error.exit_status if isinstance(error, Error) else 1
 
 
+command = functools.partial(click.command, cls=Command)
 option = functools.partial(click.option, cls=Option)
 
 
@@ -153,12 +154,13 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
         for name in reversed(names):
             declared, default = OPTIONS[name], DEFAULTS[name]
             how: dict[str, Any] = {"default": default, "help": declared.help, "group": declared.group}
-            if isinstance(default, bool):
-                option_name = f"{flag(name)}/--no-{flag(name)[2:]}" if default else flag(name)
-                how |= {} if default else {"is_flag": True}
-            else:
-                option_name = flag(name)
+            option_name = flag(name)
+            if not isinstance(default, bool):
                 how |= {"type": Value(name, declared.kind), "metavar": declared.metavar}
+            elif default:
+                option_name += f"/--no-{option_name[2:]}"
+            else:
+                how["is_flag"] = True
             command = option(option_name, name, **{**how, **changes.get(name, {})})(command)
         return command
 

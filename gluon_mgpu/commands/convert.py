@@ -19,8 +19,7 @@ def parse_shape(value: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-@click.command(
-    cls=common.Command,
+@common.command(
     examples="""
         gluon-mgpu convert runs/first --to pytorch lenet
         gluon-mgpu convert runs/first --to onnx lenet

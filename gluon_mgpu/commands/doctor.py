@@ -28,8 +28,7 @@ COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
 
 
-@click.command(
-    cls=common.Command,
+@common.command(
     examples="""
         gluon-mgpu doctor
         gluon-mgpu doctor --data-dir data

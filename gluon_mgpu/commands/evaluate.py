@@ -10,8 +10,7 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.runtime import devices, engine
 
 
-@click.command(
-    cls=common.Command,
+@common.command(
     examples="""
         gluon-mgpu evaluate runs/first
         gluon-mgpu evaluate runs/first --impl highlevel --gpus 2

@@ -25,7 +25,7 @@ def exercise() -> None:
     """Solve exercises with automatic checks. Start an exercise, complete the function in its file, and check it."""
 
 
-@exercise.command("list", cls=common.Command, examples="gluon-mgpu exercise list")
+@exercise.command("list", examples="gluon-mgpu exercise list")
 def list_() -> None:
     """List the exercises and their lesson pages."""
     pages = enumerate(exercises.PAGES.items(), 1)
@@ -33,10 +33,7 @@ def list_() -> None:
     click.echo("\n".join(log.table(rows, "<")))
 
 
-@exercise.command(
-    cls=common.Command,
-    examples="gluon-mgpu exercise start allreduce --out answers/allreduce.py",
-)
+@exercise.command(examples="gluon-mgpu exercise start allreduce --out answers/allreduce.py")
 @click.argument("name", type=click.Choice(exercises.NAMES), metavar="NAME")
 @common.option("--out", type=common.FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
 def start(name: str, out: str | None) -> None:
@@ -48,10 +45,7 @@ def start(name: str, out: str | None) -> None:
     click.echo(f"wrote {path}: complete the function, then run `{command(f'exercise check {path}')}`")
 
 
-@exercise.command(
-    cls=common.Command,
-    examples="gluon-mgpu exercise check allreduce.py --solution",
-)
+@exercise.command(examples="gluon-mgpu exercise check allreduce.py --solution")
 @click.argument("file", type=common.FILE)
 @common.option("--solution", is_flag=True, help="Also show a solution.")
 @click.pass_context

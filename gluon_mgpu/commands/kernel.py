@@ -23,7 +23,7 @@ def kernel() -> None:
     """Install or remove the Jupyter kernel "MXNet (gluon_mgpu)", which runs old MXNet notebooks unchanged."""
 
 
-@kernel.command(cls=common.Command, examples="gluon-mgpu kernel install --gpus 2")
+@kernel.command(examples="gluon-mgpu kernel install --gpus 2")
 @preparation
 @common.option("--sys-prefix", is_flag=True, help="Install for this Python environment instead of for the user.")
 def install(sys_prefix: bool, **options: Any) -> None:
@@ -32,7 +32,7 @@ def install(sys_prefix: bool, **options: Any) -> None:
     click.echo(f"installed {folder}: choose the kernel {notebook.TITLE} in Jupyter")
 
 
-@kernel.command(cls=common.Command, examples="gluon-mgpu kernel uninstall")
+@kernel.command(examples="gluon-mgpu kernel uninstall")
 def uninstall() -> None:
     """Remove the kernel."""
     click.echo(f"removed {notebook.uninstall_kernel()}")

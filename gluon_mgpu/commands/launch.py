@@ -12,8 +12,7 @@ from gluon_mgpu.distributed import launch as launcher
 PROCESSES = click.IntRange(1, launcher.MAX_PROCESSES)
 
 
-@click.command(
-    cls=common.Command,
+@common.command(
     context_settings={"allow_interspersed_args": False},
     examples="""
         gluon-mgpu launch --workers 2 --servers 1 -- gluon-mgpu train --impl highlevel --kvstore dist_sync

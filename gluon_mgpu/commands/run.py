@@ -47,8 +47,7 @@ def settings_of(strict_numpy: bool, **options: Any) -> prepare.Preparation:
     return prepare.Preparation(numpy_names=not strict_numpy, **options)
 
 
-@click.command(
-    cls=common.Command,
+@common.command(
     context_settings={"allow_interspersed_args": False},
     examples="""
         gluon-mgpu run train.py --epochs 2

@@ -19,8 +19,7 @@ from gluon_mgpu.training.options import NOT_KEPT
 from gluon_mgpu.training.settings import OPTIONS
 
 
-@click.command(
-    cls=common.Command,
+@common.command(
     examples="""
         gluon-mgpu train --impl scratch --gpus 2
         gluon-mgpu train --impl highlevel --gpus 0,2 --device gpu

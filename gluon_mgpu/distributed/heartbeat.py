@@ -244,17 +244,10 @@ class Client:
                 return True
         return step < self.stop_at.result()
 
-    def failed(self, line: str, status: int) -> None:
-        """Tell the other processes why this process is exiting."""
-        self._leave({"failed": line, "status": status})
-
-    def close(self) -> None:
-        """Tell the coordinator that this process is exiting normally."""
-        self._leave({"done": True})
-
-    def _leave(self, message: dict[str, Any]) -> None:
+    def close(self, failed: str | None = None, status: int = 0) -> None:
+        """Tell the coordinator that this process is exiting. failed: why it failed; all other processes then exit."""
         self.finished = True
-        self._send(message)
+        self._send({"done": True} if failed is None else {"failed": failed, "status": status})
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 

@@ -113,7 +113,11 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
                 processes.append(_Process(command, environment, role, rank))
         return _supervise(processes, reports)
     finally:
-        _kill(processes)
+        for process in processes:  # also suspended processes, and children of processes that have exited
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
         os.close(reports)
         os.close(writer)
 
@@ -188,25 +192,15 @@ def _terminate(processes: list[_Process], awaited: Sequence[_Process] = (), when
     _wait(lambda: _ended(processes), SECONDS_TO_TERMINATE)
 
 
-def _kill(processes: list[_Process]) -> None:
-    """Kill all remaining processes, including suspended processes and children of processes that have exited."""
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait()
-
-
 class _Process(subprocess.Popen[bytes]):
     """A process of the run. Worker 0 inherits the launcher's stdin; only workers inherit its stdout."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], role: str, rank: int) -> None:
-        first_worker = (role, rank) == ("worker", 0)
         task = {} if role == "scheduler" else {"DMLC_TASK_ID": str(rank)}
         super().__init__(
             [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command],
             env={**environment, "DMLC_ROLE": role, **task},
-            stdin=None if first_worker else subprocess.DEVNULL,
+            stdin=None if (role, rank) == ("worker", 0) else subprocess.DEVNULL,
             stdout=None if role == "worker" else 2,  # standard error
             start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which passes it on
         )

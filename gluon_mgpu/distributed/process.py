@@ -67,7 +67,8 @@ def identify(here: Process) -> None:
     """Tell `runtime` about this process: how to prepare MXNet, and whether this process prints notices."""
     if here.role == "worker":
         engine.plan(processes=here.local_workers, workers=here.workers)
-    log.identify("" if here.kvstore == "local" else str(here), is_first=here.role == "worker" and here.rank == 0)
+    log.name = "" if here.kvstore == "local" else str(here)
+    log.speaks = here.role == "worker" and here.rank == 0
 
 
 def require(kvstore: str) -> Process:

@@ -26,7 +26,12 @@ def serve(here: Process) -> None:
 
     os.environ["DMLC_ROLE"] = here.role
     if here.role == "scheduler":
-        connection: heartbeat.Coordinator | heartbeat.Client = _coordinator(here)
+        heartbeat.listen(here.root, here.port).close()  # gives a clear error if ps-lite's own port is in use
+        connection: heartbeat.Coordinator | heartbeat.Client = heartbeat.Coordinator(here, here.root, here.port + 1)
+        address = connection.own_address
+        if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
+            unreachable = f"{here.root} resolves to {address}, which other machines cannot reach"
+            log.say(f"{here}: DMLC_PS_ROOT_URI={unreachable}; use the network address instead", in_any_process=True)
     else:
         connection = heartbeat.Client(here, here.root, here.port + 1)
     process.prepare_ps_lite(connection.own_address, connection.coordinator_address)
@@ -38,16 +43,6 @@ def serve(here: Process) -> None:
         log.say(f"{here}: ignoring a command from a worker: servers only sum arrays", in_any_process=True)
 
     check_call(_LIB.MXKVStoreRunServer(kv.handle, ignore, None))
-
-
-def _coordinator(here: Process) -> heartbeat.Coordinator:
-    heartbeat.listen(here.root, here.port).close()  # gives a clear error if ps-lite's own port is in use
-    coordinator = heartbeat.Coordinator(here, here.root, here.port + 1)
-    address = coordinator.own_address
-    if address.startswith("127.") and here.root != "localhost" and not here.root.startswith("127."):
-        unreachable = f"{here.root} resolves to {address}, which other machines cannot reach"
-        log.say(f"{here}: DMLC_PS_ROOT_URI={unreachable}; use the network address instead", in_any_process=True)
-    return coordinator
 
 
 def _pass_signals_on(ask_to_stop: Callable[[], bool]) -> None:

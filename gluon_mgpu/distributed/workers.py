@@ -135,7 +135,7 @@ class Workers:
         elif not isinstance(error, Error):
             time.sleep(SECONDS_TO_BLAME)  # if a lost process is the cause, the heartbeat meanwhile ends this process
         if self.client:
-            self.client.failed(line, status)
+            self.client.close(line, status)
         if self.coordinator:
             self.coordinator.close()  # waits until the other processes have been told
 

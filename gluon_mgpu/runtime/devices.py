@@ -17,7 +17,6 @@ DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
 KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 supports (docs/engine.md)
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-KERNELS_FOR = f"{KERNELS[0]}.x to {KERNELS[-1]}.x"
 
 
 def parse(given: int | str | Sequence[int], name: str = "num_gpus", first: int = 0, below: int = MOST) -> list[int]:
@@ -74,7 +73,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
         if major not in KERNELS:
             gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
             cpu = errors.setting("device", "cpu")
-            raise Error(f"{gpu}: MXNet 1.9.1 has kernels for {KERNELS_FOR} only; use {cpu}")
+            raise Error(f"{gpu}: MXNet 1.9.1 has kernels for {KERNELS[0]}.x to {KERNELS[-1]}.x only; use {cpu}")
     return [mx.gpu(i) for i in indices]
 
 

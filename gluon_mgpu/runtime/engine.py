@@ -58,6 +58,7 @@ VARIABLES = (
     ),
 )
 
+# Make glibc's malloc keep freed memory, so that the next operator causes no page faults:
 # (environment variable for the user's own value, mallopt's parameter from malloc.h, value)
 ALLOCATOR = (
     # Allocate arrays of up to 32 MiB, glibc's largest threshold, on the heap. Larger arrays are mapped, and unmapped
@@ -186,7 +187,9 @@ def _prepare() -> None:
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     both = {name: (users.get(name), os.environ.get(name)) for name in {*users, *os.environ}}
     _changed = {name: (before, after) for name, (before, after) in both.items() if before != after}
-    _set_allocator()
+    for variable, parameter, value in ALLOCATOR:
+        if variable not in os.environ:
+            ctypes.CDLL(None).mallopt(parameter, value)
     _prepared = _plan
 
 
@@ -255,10 +258,3 @@ def _put(name: str, value: str, why: str) -> None:
     if asked != value:
         log.say(f"{name}={asked} is ignored: {why}; using {value} (docs/engine.md)")
     os.environ[name] = value
-
-
-def _set_allocator() -> None:
-    """Make glibc's malloc keep freed memory, so that the next operator causes no page faults."""
-    for variable, parameter, value in ALLOCATOR:
-        if variable not in os.environ:
-            ctypes.CDLL(None).mallopt(parameter, value)

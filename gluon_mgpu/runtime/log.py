@@ -1,6 +1,6 @@
 """Prints notices, errors and progress bars on standard error, and formats tables.
 
-If several processes train together, only one of them prints notices and progress bars; see `identify`.
+If several processes train together, only one of them prints notices and progress bars.
 """
 
 from __future__ import annotations
@@ -19,16 +19,9 @@ if TYPE_CHECKING:
 
 LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: path of the pipe from which launch.py reads errors
 
-name, speaks = "", True
-
-
-def identify(process: str, is_first: bool) -> None:
-    """Set this process's name in a run of several processes, such as "worker 1"; "" if it runs alone.
-
-    is_first: whether this process prints notices and progress bars.
-    """
-    global name, speaks
-    name, speaks = process, is_first
+# `distributed.process.identify` changes these.
+name = ""  # this process's name in a run of several processes, such as "worker 1"
+speaks = True  # whether this process prints notices and progress bars
 
 
 def printable(line: str) -> str:

@@ -138,7 +138,7 @@ def test_the_report_of_a_lost_process_ends_with_advice_and_that_of_a_failed_one_
     if lost:
         second.sock.shutdown(socket.SHUT_RDWR)
     else:
-        second.failed("no space left", 1)
+        second.close("no space left", 1)
     runs.wait(lambda: [line for line, _ in ends if line], 10)
     (line,) = [line for line, _ in ends if line]
     assert line.endswith(first.advice) == lost
