@@ -89,26 +89,22 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
-    """Compute the accuracy and the confusion matrix on a test set, and format them for a terminal."""
+    """Compute the accuracy and the confusion matrix on a test set, and format them for a terminal.
+
+    The matrix also has the recall of each class. Zeros are shown as dots.
+    """
     found = scores(trained, images)
     classes = class_names(trained.settings.dataset, found.shape[1])
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (labels, found.argmax(axis=1)), 1)
-    right, total = counts.trace(), counts.sum()
-    return f"{trained.title}\ntest accuracy: {right / total:.4f} ({right}/{total})\n\n{table(counts, classes)}"
-
-
-def table(counts: np.ndarray, classes: Sequence[str]) -> str:
-    """Format a confusion matrix and the recall of each class. Zeros are shown as dots.
-
-    counts: (n, n); counts[i, j] examples of class i were predicted as class j.
-    """
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()
         recall = f"{counts[i, i] / examples:.3f}" if examples else "-"
         rows.append([name, *(str(count or ".") for count in counts[i]), recall])
-    return "\n".join(["rows: true class; columns: predicted class", *log.table(rows)])
+    right, total = counts.trace(), counts.sum()
+    accuracy = f"test accuracy: {right / total:.4f} ({right}/{total})"
+    return "\n".join([trained.title, accuracy, "", "rows: true class; columns: predicted class", *log.table(rows)])
 
 
 def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarray:

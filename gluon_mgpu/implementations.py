@@ -267,19 +267,19 @@ class GluonReplicas(Replicas):
             advice = f"registered with {len(names)} names, but the network has {len(params)} arrays"
             raise UsageError("model", settings.model, advice)
         named = dict(zip(names, params.values()))
-        self.trained = [p for p in named.values() if p.grad_req != "null"]
+        trained = [p for p in named.values() if p.grad_req != "null"]
         if settings.grad_accum_steps > 1:
-            for p in self.trained:
+            for p in trained:
                 p.grad_req = "add"
         self.arrays = [{name: p.data(c) for name, p in named.items()} for c in self.ctx]
         rule = {"learning_rate": settings.peak_lr, "momentum": settings.momentum, "wd": settings.weight_decay}
         if settings.tune and self.ctx[0].device_type == "cpu":
-            self.trainer = tuning.Trainer(self.trained, rule)
+            self.trainer = tuning.Trainer(trained, rule)
         else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
-            self.trainer = gluon.Trainer(self.trained, "sgd", rule, kvstore="device", update_on_kvstore=False)
+            self.trainer = gluon.Trainer(trained, "sgd", rule, kvstore="device", update_on_kvstore=False)
         if settings.momentum:  # Trainer itself would create the velocities only in the first step
             for c, updater in zip(self.ctx, self.trainer._updaters):
-                updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(self.trained)}
+                updater.states = {i: nd.zeros_like(p.data(c)) for i, p in enumerate(trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
 
     def _tuned(self) -> gluon.Block:
@@ -332,16 +332,15 @@ class ShardedReplicas(Replicas):
         if self.workers.count > 1:
             raise UsageError("kvstore", self.settings.kvstore, f"not supported by {setting('impl', 'sharded')}")
         self.smallest_batch = len(self.ctx)
-        self.zero = self.settings.zero
         params = scratch.init_params()
         self._place(params, [nd.zeros_like(p) for p in params])
 
     def _place(self, params: list[NDArray], velocities: list[NDArray]) -> None:
-        parts = ((params, self.zero == 3), (velocities, self.zero > 0))
+        parts = ((params, self.settings.zero == 3), (velocities, self.settings.zero > 0))
         self.model = [sharded.place(sharded.LENET, arrays, self.ctx, is_sharded) for arrays, is_sharded in parts]
 
     def train_batch(self, X: NDArray | None, y: NDArray | None, lr: float, batch_size: int = 0) -> list[NDArray]:
-        return self.steps[self.zero](X, y, sharded.LENET, self.model, self.ctx, self.rule(lr))
+        return self.steps[self.settings.zero](X, y, sharded.LENET, self.model, self.ctx, self.rule(lr))
 
     def rule(self, lr: float) -> sharded.Optimizer:
         return partial(sharded.sgd, lr=lr, momentum=self.settings.momentum)
@@ -350,7 +349,7 @@ class ShardedReplicas(Replicas):
     def arrays(self) -> list[dict[str, NDArray]]:  # type: ignore[override]
         """The whole parameters on each device. With ZeRO-3, these are copies."""
         layers = [
-            sharded.unshard(b, shapes) if self.zero == 3 else [sharded.unbucket(v, shapes) for v in b]
+            sharded.unshard(b, shapes) if self.settings.zero == 3 else [sharded.unbucket(v, shapes) for v in b]
             for (_, shapes), b in zip(sharded.LENET, self.model[0])
         ]
         return [dict(zip(LENET, [p for layer in layers for p in layer[i]])) for i in range(len(self.ctx))]
@@ -358,7 +357,7 @@ class ShardedReplicas(Replicas):
     def velocities(self, device: int) -> dict[str, NDArray]:
         if not self.settings.momentum:
             return {}
-        return dict(zip(LENET, sharded.collect(sharded.LENET, self.model[1], self.zero > 0)))
+        return dict(zip(LENET, sharded.collect(sharded.LENET, self.model[1], self.settings.zero > 0)))
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         params = {name: nd.array(state[name]) for name in LENET if name in state}
@@ -375,9 +374,3 @@ class ShardedReplicas(Replicas):
 
     def predict(self, X: NDArray) -> NDArray:
         return scratch.lenet(X, list(self.arrays[self.ctx.index(X.context)].values()))
-
-    def allreduce(self) -> None:
-        raise NotImplementedError  # part of `steps`
-
-    def update(self, lr: float, batch_size: int) -> None:
-        raise NotImplementedError  # part of `steps`

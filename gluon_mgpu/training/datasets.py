@@ -224,7 +224,7 @@ def read(folder: Path, name: str) -> Dataset:
     """Read data set `name` from the four files in `folder`, as read-only arrays. Raises Error if a file is damaged."""
     arrays = []
     for file in SHA256[name]:
-        content = _content(_locate(folder, file) or folder / file, name)
+        content = _content(_path(folder, file), name)
         if "images" in file:
             arrays.append(np.frombuffer(content, np.uint8, offset=16).reshape(-1, 1, 28, 28))
         else:
@@ -234,8 +234,7 @@ def read(folder: Path, name: str) -> Dataset:
 
 def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:
     """The decompressed content of one of the files in SHA256[name]. data_dir, exceptions: see `load`."""
-    folder = find(name, data_dir) or fetch(name)
-    return _content(_locate(folder, file) or folder / file, name)
+    return _content(_path(find(name, data_dir) or fetch(name), file), name)
 
 
 def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
@@ -275,12 +274,14 @@ def cache_folder(name: str) -> Path:
     return platformdirs.user_cache_path("gluon_mgpu") / name
 
 
-def _locate(folder: Path, file: str) -> Path | None:
-    return next((path for path in (folder / f"{file}.gz", folder / file) if os.path.isfile(path)), None)
+def _path(folder: Path, file: str) -> Path:
+    """The path of a file that may be compressed, or missing."""
+    compressed = folder / f"{file}.gz"
+    return compressed if os.path.isfile(compressed) else folder / file
 
 
 def _missing(folder: Path, name: str) -> list[str]:
-    return [file for file in SHA256[name] if not _locate(folder, file)]
+    return [file for file in SHA256[name] if not os.path.isfile(_path(folder, file))]
 
 
 def _content(path: Path, name: str) -> bytes:
@@ -346,7 +347,7 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     run(*apt, "download", package)
     run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")
     for file in _missing(folder, name):
-        path = _locate(temp / "usr/share/datasets" / name, file)
-        if not path:
+        path = _path(temp / "usr/share/datasets" / name, file)
+        if not path.is_file():
             raise Error(f"{package}: does not contain {file}")
         _keep(path, name, folder)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from gluon_mgpu.distributed.process import SAME_SIGNAL
-from gluon_mgpu.distributed.workers import ALONE, Workers
+from gluon_mgpu.distributed.workers import Workers
 from gluon_mgpu.runtime.errors import Interrupted
 
 Item = TypeVar("Item")
@@ -25,7 +25,7 @@ class CtrlC:
     stop at the same step.
     """
 
-    def __init__(self, workers: Workers = ALONE, checkpoint: bool = False) -> None:
+    def __init__(self, workers: Workers, checkpoint: bool) -> None:
         """checkpoint: whether the run saves a checkpoint when it stops; used only in the notice."""
         self.workers, self.checkpoint = workers, checkpoint
 

@@ -34,7 +34,7 @@ Build = Callable[[list[Context], Settings, Workers, Sequence[int]], Replicas]
 
 
 def train(
-    given: dict[str, Any], connect: Callable[[Settings], Build], data: datasets.Dataset | None = None
+    given: dict[str, Any], connect: Callable[[Settings], Build], data: datasets.Dataset | None
 ) -> list[records.Epoch]:
     """Train. Returns one `records.Epoch` per epoch. Exceptions: see `implementations.train`.
 
@@ -43,7 +43,10 @@ def train(
     settings = records.starting_settings(given, process.current())
     ctx = devices.contexts(settings.num_gpus, settings.device)
     with join(settings.kvstore, settings.compress) as workers:
-        _agree(given, settings, workers)
+        kept = settings.recorded()
+        facts = {name: kept[name] for name in given if name in kept} if settings.resume else kept
+        options = {"kvstore": settings.kvstore, "compress": settings.compress}
+        workers.agree({**facts, **options, "resume": bool(settings.resume), "profile": bool(settings.profile)})
         first = workers.rank == 0  # only worker 0 prints and writes files
         where = (settings.out, settings.resume) if first else ()
         with records.RunFolder(*where) as folder:
@@ -56,7 +59,7 @@ def prepare(
     workers: Workers,
     folder: records.RunFolder,
     connect: Callable[[Settings], Build],
-    data: datasets.Dataset | None = None,
+    data: datasets.Dataset | None,
 ) -> Training:
     """Load the data and build the replicas. In a resumed run, load the checkpoint. All workers get equal parameters."""
     settings, position, arrays = folder.start(settings)
@@ -94,14 +97,6 @@ def prepare(
     return Training(replicas, data, position, folder)
 
 
-def _agree(given: dict[str, Any], settings: Settings, workers: Workers) -> None:
-    """Raise UsageError if the workers were started with different settings."""
-    kept = settings.recorded()
-    facts = {name: kept[name] for name in given if name in kept} if settings.resume else kept
-    options = {"kvstore": settings.kvstore, "compress": settings.compress}
-    workers.agree({**facts, **options, "resume": bool(settings.resume), "profile": bool(settings.profile)})
-
-
 def _check_batch(settings: Settings, devices_here: int, workers: Workers) -> None:
     """Raise UsageError if a batch cannot be split across the devices as the settings require."""
     total = sum(workers.exchange_device_counts(devices_here))
@@ -123,24 +118,22 @@ class Training:
         self.first = self.workers.rank == 0
         self.examples = len(data.train_labels)
         self.steps_per_epoch = -(-self.examples // self.settings.batch_size)
-        self.recorder = self._recorder()
+        self.recorder: timeline.Recorder | timeline.NoRecorder = timeline.NoRecorder()
+        settings, ctx = replicas.settings, replicas.ctx
+        if settings.profile and self.first:
+            plural = "s" * (len(ctx) > 1)
+            about = f"{settings.model}, {settings.impl}, {len(ctx)} device{plural}, batch {settings.batch_size}"
+            if self.workers.count > 1:
+                about += f", worker 0 of {self.workers.count}"
+            total = settings.epochs * self.steps_per_epoch
+            self.recorder = timeline.Recorder(
+                settings.profile, ctx, about, total, self.steps_per_epoch, self.steps_issued
+            )
 
     @property
     def steps_issued(self) -> int:
         """The number of steps issued since the start of the run."""
         return len(self.position.history) * self.steps_per_epoch + self.position.steps
-
-    def _recorder(self) -> timeline.Recorder | timeline.NoRecorder:
-        """Create the recorder of --profile. Raises UsageError if the run's steps cannot be recorded."""
-        settings, ctx = self.settings, self.replicas.ctx
-        if not (settings.profile and self.first):
-            return timeline.NoRecorder()
-        plural = "s" * (len(ctx) > 1)
-        about = f"{settings.model}, {self.config['impl']}, {len(ctx)} device{plural}, batch {settings.batch_size}"
-        if self.workers.count > 1:
-            about += f", worker 0 of {self.workers.count}"
-        total = settings.epochs * self.steps_per_epoch
-        return timeline.Recorder(settings.profile, ctx, about, total, self.steps_per_epoch, self.steps_issued)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -190,7 +183,8 @@ class Training:
         train_iter = batches(self.data.train_images, self.data.train_labels, size, order, self.workers.part)
         start = time.perf_counter() - position.seconds
         pending, loss_sum = Pending(), position.loss_sum if self.first else 0.0
-        with Progress(number, self.examples, size, position.steps, loss_sum) as progress:
+        progress = Progress(number, self.examples, size, position.steps, loss_sum)
+        with progress.bar:
             for X, y in train_iter:
                 if self.stop.wanted(self.steps_issued):  # Ctrl-C here or in another worker
                     break
@@ -262,14 +256,8 @@ class Progress:
         """steps, loss_sum: the values for an earlier part of the epoch."""
         self.title, self.examples, self.batch_size = f"epoch {epoch}", examples, batch_size
         self.steps, self.loss_sum = steps, loss_sum
-
-    def __enter__(self) -> Progress:
         options = {"unit": " examples", "unit_scale": True, "desc": self.title}
-        self.bar = log.progress(total=self.examples, initial=self.steps * self.batch_size, **options)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
+        self.bar = log.progress(total=examples, initial=steps * batch_size, **options)
 
     def update(self, losses: np.ndarray) -> None:
         """Add the next step's losses (n,). Raises Error if they are not finite."""

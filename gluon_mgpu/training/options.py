@@ -59,6 +59,10 @@ def number(of: type, advice: str, valid: Callable[[Any], bool]) -> Kind:
     return Kind(advice, convert, of, "N" if of is int else "X")
 
 
+def whole(least: int, most: int = MOST) -> Kind:
+    return number(int, f"a whole number from {least} to {most}", lambda n: least <= n <= most)
+
+
 def numbers(of: Kind, advice: str) -> Kind:
     """A tuple of numbers."""
     return Kind(advice, lambda value: tuple(map(of.check, value)), lambda text: tuple(map(of.parse, text.split(","))))
@@ -68,26 +72,21 @@ def choice(*words: str) -> Kind:
     return Kind(f"one of {', '.join(words)}", lambda value: words[words.index(value)], str, "|".join(words), words)
 
 
-def instance(advice: str, *types: type, words: tuple[str, ...] = ()) -> Kind:
-    """A value of one of these types, which the code that uses it checks further."""
+def instance(advice: str, *types: type, valid: Callable[[Any], Any] = lambda value: True, **more: Any) -> Kind:
+    """A value of one of these types for which valid() is true, which the code that uses it checks further."""
 
     def convert(value: Any) -> Any:
-        if not isinstance(value, types):
+        if not isinstance(value, types) or not valid(value):
             raise ValueError
         return value
 
-    return Kind(advice, convert, words=words)
+    return Kind(advice, convert, **more)
 
 
 def path(what: str, example: str) -> Kind:
     """The path of a folder or file."""
-
-    def convert(value: Any) -> Any:
-        if not isinstance(value, (str, os.PathLike)) or not str(value):
-            raise ValueError
-        return value
-
-    return Kind(f"a {what}, such as {example}", convert, str, "DIR" if what == "folder" else "FILE", what=what)
+    metavar = "DIR" if what == "folder" else "FILE"
+    return instance(f"a {what}, such as {example}", str, os.PathLike, valid=str, metavar=metavar, what=what)
 
 
 FLAG = instance("True or False", bool)  # if the default is True, the command line also has --no-NAME

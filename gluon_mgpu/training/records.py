@@ -12,10 +12,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -123,20 +122,15 @@ class RunFolder:
     def _lock(self) -> None:
         """Lock the folder, and remove temporary files left by killed processes."""
         self.locked = files.lock(self.folder, self.name)
-        if not self.resumed:
-            self._check_unused()
-        for name in FILES:
-            files.remove_partial(self.folder / name)
-
-    def _check_unused(self) -> None:
-        """Raise UsageError if the folder contains a run, or a file that a new run would overwrite."""
-        if exists(self.folder):
+        if not self.resumed and exists(self.folder):
             advice = f"the folder holds a run; continue it with {setting('resume', self.folder)}, or use another folder"
             raise UsageError(self.name, self.folder, advice)
         for name in FILES:
-            if (self.folder / name).exists():
+            if not self.resumed and (self.folder / name).exists():
                 advice = f"the folder contains {name}, but no checkpoint; remove {name}, or use another folder"
                 raise UsageError(self.name, self.folder, advice)
+        for name in FILES:
+            files.remove_partial(self.folder / name)
 
     def start(self, settings: Settings) -> tuple[Settings, Position, dict[str, np.ndarray] | None]:
         """Returns (settings, position, arrays) to start with; arrays is None for a new run."""
@@ -203,16 +197,26 @@ class RunFolder:
         return f"interrupted after {position}; checkpoint saved; continue with {setting('resume', self.folder)}"
 
     def _write_text(self, position: Position) -> None:
-        """Write the configuration to config.json and the history to metrics.jsonl."""
-        self._write(CONFIG, json.dumps(self.config, indent=2) + "\n")
-        self._write(METRICS, "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history))
+        config = json.dumps(self.config, indent=2) + "\n"
+        metrics = "".join(json.dumps(epoch._asdict()) + "\n" for epoch in position.history)
+        files.write_whole(self.folder / CONFIG, lambda file: file.write(config.encode()))
+        files.write_whole(self.folder / METRICS, lambda file: file.write(metrics.encode()))
 
     def _draw(self, position: Position) -> None:
-        files.write_whole(self.folder / CURVES, lambda file: draw_curves(position.history, file))
-        self.drawn = time.monotonic()
+        """Plot loss and accuracy against epochs."""
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
-    def _write(self, name: str, text: str) -> None:
-        files.write_whole(self.folder / name, lambda file: file.write(text.encode()))
+        figure, history = Figure(figsize=(8, 3.2), layout="constrained"), position.history
+        losses, accuracies = [e.train_loss for e in history], [e.test_accuracy for e in history]
+        panels = (("training loss", losses), ("test accuracy", accuracies))
+        for axes, (title, values) in zip(figure.subplots(1, 2), panels):
+            axes.plot([e.epoch for e in history], values, marker="o")
+            axes.set(ylabel=title, xlabel="epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            axes.grid(alpha=0.3)
+        files.write_whole(self.folder / CURVES, lambda file: figure.savefig(file, format="png", dpi=120))
+        self.drawn = time.monotonic()
 
 
 def _say_what_changed(old: dict[str, Any], new: dict[str, Any], running_stats: bool) -> None:
@@ -246,7 +250,10 @@ def last(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Set
         config = {RENAMED.get(name, name): value for name, value in config.items()}
         settings = Settings(**{name: config[name] for name in RECORDED if name in config})
         _devices(config)
-        config["image_shape"] = _image_shape(config.get("image_shape", IMAGE_SHAPE))  # older runs have not recorded it
+        shape = tuple(config.get("image_shape", IMAGE_SHAPE))  # older runs have not recorded it
+        if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
+            raise ValueError(f"image_shape {shape}")
+        config["image_shape"] = shape
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         raise Error(f"{path}: invalid run configuration ({error}); start the run again in another folder") from None
     return arrays, config, settings, position
@@ -268,13 +275,6 @@ def _devices(config: dict[str, Any]) -> list[tuple[str, int]]:
     if not found or len(found) != len(config["devices"]):
         raise ValueError(f"devices {config['devices']}")
     return [(kind, int(index)) for kind, index in found]
-
-
-def _image_shape(sizes: Any) -> tuple[int, ...]:
-    """Check the sizes in a config. Raises ValueError if they are not (channels, height, width)."""
-    if len(sizes) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in sizes):
-        raise ValueError(f"image_shape {sizes}")
-    return tuple(sizes)
 
 
 def exists(folder: str | Path) -> bool:
@@ -302,10 +302,11 @@ def starting_settings(given: dict[str, Any], here: Process) -> Settings:
     for name, value in given.items():
         if name == "seed" and value is None:
             continue
+        value = tuple(value) if isinstance(value, list) else value
         if name == "epochs" and recorded["schedule"] == "cosine" and value != recorded[name]:
             advice = f"the run's cosine schedule ends at epoch {recorded[name]}; omit this setting"
             raise UsageError(name, value, advice)
-        if OPTIONS[name].on_resume == SAME and _differ(value, recorded[name]):
+        if OPTIONS[name].on_resume == SAME and value != recorded[name]:
             raise UsageError(name, value, f"the run in {folder} used {shown(recorded[name])}; omit this setting")
     if "impl" not in given and recorded["impl"] not in TRAINABLE:
         advice = f"the run used your own lesson, {recorded['impl']}; pass it with {setting('impl')}"
@@ -317,10 +318,6 @@ def starting_settings(given: dict[str, Any], here: Process) -> Settings:
     return Settings(**merged)
 
 
-def _differ(value: Any, recorded: Any) -> bool:
-    return (tuple(value) if isinstance(value, list) else value) != recorded
-
-
 def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Path) -> None:
     """Load the arrays of the checkpoint in `folder` into the replicas. Raises Error if they do not match the
     network."""
@@ -328,18 +325,3 @@ def restore(replicas: Replicas, arrays: dict[str, np.ndarray], folder: str | Pat
         replicas.load_state_dict(arrays)
     except Error as error:
         raise Error(f"{Path(folder) / CHECKPOINT}: {error}") from None
-
-
-def draw_curves(history: Sequence[Epoch], file: BinaryIO | str | Path) -> None:
-    """Plot loss and accuracy against epochs, as a PNG image."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    panels = (("training loss", [e.train_loss for e in history]), ("test accuracy", [e.test_accuracy for e in history]))
-    for axes, (title, values) in zip(figure.subplots(1, 2), panels):
-        axes.plot([e.epoch for e in history], values, marker="o")
-        axes.set(ylabel=title, xlabel="epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.grid(alpha=0.3)
-    figure.savefig(file, format="png", dpi=120)

@@ -20,7 +20,7 @@ from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError, reason
 from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
-from gluon_mgpu.training.settings import IMAGE_SHAPE, PLAIN, Settings
+from gluon_mgpu.training.settings import IMAGE_SHAPE, Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name
@@ -43,11 +43,10 @@ class Replicas(ABC):
         self,
         lesson: ModuleType,
         ctx: list[Context],
-        settings: Settings = PLAIN,
+        settings: Settings,
         workers: Workers = ALONE,
         image_shape: Sequence[int] = IMAGE_SHAPE,
     ) -> None:
-        """image_shape: (channels, height, width)."""
         engine.check(ctx)
         self.lesson, self.ctx, self.settings, self.workers = lesson, ctx, settings, workers
         self.image_shape = tuple(image_shape)
@@ -60,20 +59,22 @@ class Replicas(ABC):
         """The last argument of the lesson's `train_batch`, which determines the update."""
 
     @abstractmethod
-    def allreduce(self) -> None:
-        """Sum the gradients over the devices of this process."""
-
-    @abstractmethod
-    def update(self, lr: float, batch_size: int) -> None:
-        """Update each replica with its gradients, which are sums over batch_size examples."""
-
-    @abstractmethod
     def predict(self, X: NDArray) -> NDArray:
         """Compute the scores (n, classes) of images X (n, *image_shape) on X's device, without waiting for them."""
 
     @abstractmethod
     def velocities(self, device: int) -> dict[str, NDArray]:
         """Returns the velocities on one device, as {name: velocity}. Without momentum, the dict is empty."""
+
+    # Parts of `extended_step`; a class without them does not use it
+
+    def allreduce(self) -> None:
+        """Sum the gradients over the devices of this process."""
+        raise NotImplementedError
+
+    def update(self, lr: float, batch_size: int) -> None:
+        """Update each replica with its gradients, which are sums over batch_size examples."""
+        raise NotImplementedError
 
     # A step
 

@@ -34,6 +34,7 @@ from gluon_mgpu.training.options import (
     numbers,
     option,
     path,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 
 LEAST_LR, MOST_LR = 1e-37, 1e38  # just inside the range of float32
-COUNT = number(int, f"a whole number from 1 to {MOST}", lambda n: 1 <= n <= MOST)
+COUNT = whole(1)
 PART = number(float, "at least 0 and less than 1, such as 0.9", lambda x: 0 <= x < 1)
 
 
@@ -100,7 +101,7 @@ class Settings:
     epochs: int = training(4, COUNT, "Number of passes through the training set.", on_resume=FREE)
     seed: int | None = training(
         None,
-        number(int, f"a whole number from 0 to {MOST}", lambda n: 0 <= n <= MOST),
+        whole(0),
         "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
         "bit-for-bit identical. Default: a random seed.",
     )
@@ -179,16 +180,13 @@ class Settings:
     device: str = devices_("auto", choice(*devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.")
     shares: tuple[float, ...] | None = devices_(
         None,
-        numbers(
-            number(float, "above 0", lambda x: 0 < x <= 1e9),
-            "one number above 0 per device, such as 80,20",
-        ),
+        numbers(number(float, "above 0", lambda x: 0 < x <= 1e9), "one number above 0 per device, such as 80,20"),
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         metavar="A,B,...",
     )
     zero: int = devices_(
         0,
-        number(int, "from 0 to 3", lambda n: 0 <= n <= 3),
+        whole(0, 3),
         "With --impl sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the "
         "parameters.",
     )
@@ -281,8 +279,7 @@ class Settings:
 
 OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(Settings)}
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
-DEVICE_SETTINGS = ("num_gpus", "device")
-RECORDED = [name for name, o in OPTIONS.items() if o.on_resume != NOT_KEPT and name not in DEVICE_SETTINGS]
+RECORDED = [name for name, o in OPTIONS.items() if o.on_resume != NOT_KEPT and name not in ("num_gpus", "device")]
 PLAIN = Settings()  # plain SGD, as in the notebooks
 
 
@@ -301,24 +298,20 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Callable[[dict[str, Any]
     def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> T:
-            return function(_by_name(args, options))
+            if len(args) > len(OPTIONS):
+                raise TypeError(f"takes at most {len(OPTIONS)} arguments, but {len(args)} were given")
+            given = dict(zip(OPTIONS, args))
+            for name, value in options.items():
+                if name not in OPTIONS:
+                    near = difflib.get_close_matches(name, OPTIONS)
+                    raise UsageError(name, value, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
+                if name in given:
+                    raise UsageError(name, value, f"given twice; the other value is {shown(given[name])}")
+                given[name] = value
+            return function(given)
 
         returns = inspect.signature(function).return_annotation
         call.__signature__ = inspect.signature(settings).replace(return_annotation=returns)  # type: ignore[attr-defined]
         return call
 
     return decorate
-
-
-def _by_name(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    if len(args) > len(OPTIONS):
-        raise TypeError(f"takes at most {len(OPTIONS)} arguments, but {len(args)} were given")
-    given = dict(zip(OPTIONS, args))
-    for name, value in options.items():
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS)
-            raise UsageError(name, value, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
-        if name in given:
-            raise UsageError(name, value, f"given twice; the other value is {shown(given[name])}")
-        given[name] = value
-    return given

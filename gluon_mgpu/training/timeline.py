@@ -1,7 +1,6 @@
 """Records what each context does during a few training steps, as a Chrome trace and as a picture.
 
-`Recorder` profiles steps and writes the trace for chrome://tracing or Perfetto. `summary` computes the seconds per
-phase and the idle share of each context. `draw` draws one lane per context. docs/engine.md describes MXNet's profiler.
+The trace is for chrome://tracing or Perfetto. docs/engine.md describes MXNet's profiler.
 """
 
 from __future__ import annotations

@@ -190,9 +190,6 @@ class Trainer(gluon.Trainer):
             self.owners.append(loads.index(min(loads)))
             loads[self.owners[-1]] += math.prod(p.shape)
 
-    def _fresh(self) -> bool:
-        return all(array._fresh_grad for p in self._params for array in p.list_data())
-
     def _allreduce_grads(self) -> None:
         for p, owner in zip(self._params, self.owners):
             _reduce(p.list_grad(), owner)
@@ -202,7 +199,8 @@ class Trainer(gluon.Trainer):
         """Sum the gradients, and update the arrays. Without momentum, only the context that updated an array then holds
         the array's summed gradient. Raises UserWarning if the backward pass has not computed a gradient, as
         gluon.Trainer does."""
-        if self._optimizer.momentum or ignore_stale_grad or not self._fresh():
+        fresh = all(array._fresh_grad for p in self._params for array in p.list_data())
+        if self._optimizer.momentum or ignore_stale_grad or not fresh:
             super().step(batch_size, ignore_stale_grad)  # also raises the error for stale gradients
             return
         self._optimizer.rescale_grad = self._scale / batch_size
