@@ -22,13 +22,13 @@ from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import TRAINABLE, highlevel, networks, scratch, sharded
+from gluon_mgpu.distributed import process
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError, reason, setting
-from gluon_mgpu.training import loop, tuning
+from gluon_mgpu.training import loop, records, tuning
 from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.options import NOT_KEPT
-from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.replicas import LENET, RUNNING_STATS, VELOCITY, Replicas
 from gluon_mgpu.training.settings import DEFAULTS, IMAGE_SHAPE, OPTIONS, PLAIN, Settings, takes
 
@@ -39,7 +39,7 @@ OWN = {scratch: ("init_params", "get_params", "allreduce", "sgd"), highlevel: ("
 
 
 @takes(Settings)
-def train(given: dict[str, Any]) -> list[Epoch]:
+def train(given: dict[str, Any]) -> list[records.Epoch]:
     """Train, and print the same lines as the notebook. Returns one `records.Epoch` per epoch.
 
     Arguments: the fields of `Settings`. impl can also be a lesson from `load`, and dataset can be your own arrays:
@@ -55,15 +55,21 @@ def train(given: dict[str, Any]) -> list[Epoch]:
     if arrays:
         given["dataset"] = arrays.name
 
-    def connect(settings: Settings) -> loop.Build:
-        lesson = own_lesson or load(settings.impl)
-        for name in kind(lesson).unused:
-            if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
-                other = "sharded" if name == "zero" else "highlevel"
-                raise UsageError(name, given[name], f"needs {setting('impl', other)}")
-        return partial(_build, lesson)
+    settings = records.starting_settings(given, process.current())
+    lesson = own_lesson or load(settings.impl)
+    for name in kind(lesson).unused:
+        if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+            other = "sharded" if name == "zero" else "highlevel"
+            raise UsageError(name, given[name], f"needs {setting('impl', other)}")
 
-    return loop.train(given, connect, arrays)
+    def build(ctx: list[Context], agreed: Settings, *more: Any) -> Replicas:
+        # If only worker 0 has the folder of a resumed run, the other workers know its lesson only now.
+        made = replicas(lesson if agreed.impl == settings.impl else agreed.impl, ctx, agreed, *more)
+        if made.lesson not in LESSONS.values():
+            _say_what_is_not_called(made)
+        return made
+
+    return loop.train(given, settings, build, arrays)
 
 
 def replicas(
@@ -77,14 +83,6 @@ def replicas(
     path, as in `load`. image_shape: (channels, height, width)."""
     lesson = impl if isinstance(impl, ModuleType) else load(impl)
     return kind(lesson)(lesson, ctx, settings, workers, image_shape)
-
-
-def _build(lesson: ModuleType, *args: Any) -> Replicas:
-    """Create the replicas for a training run. Arguments: see `replicas`."""
-    made = replicas(lesson, *args)
-    if lesson not in LESSONS.values():
-        _say_what_is_not_called(made)
-    return made
 
 
 def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:

@@ -17,7 +17,6 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, nd
 
-from gluon_mgpu.distributed import process
 from gluon_mgpu.distributed.workers import Workers, join
 from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
@@ -34,13 +33,13 @@ Build = Callable[[list[Context], Settings, Workers, Sequence[int]], Replicas]
 
 
 def train(
-    given: dict[str, Any], connect: Callable[[Settings], Build], data: datasets.Dataset | None
+    given: dict[str, Any], settings: Settings, build: Build, data: datasets.Dataset | None
 ) -> list[records.Epoch]:
     """Train. Returns one `records.Epoch` per epoch. Exceptions: see `implementations.train`.
 
-    given: the settings that the caller passed. connect: finds the settings' lesson. data: None: as in the settings.
+    given: the settings that the caller passed. settings: all settings, as far as this process knows them. build:
+    creates the replicas. data: None: as in the settings.
     """
-    settings = records.starting_settings(given, process.current())
     ctx = devices.contexts(settings.num_gpus, settings.device)
     with join(settings.kvstore, settings.compress) as workers:
         kept = settings.recorded()
@@ -50,7 +49,7 @@ def train(
         first = workers.rank == 0  # only worker 0 prints and writes files
         where = (settings.out, settings.resume) if first else ()
         with records.RunFolder(*where) as folder:
-            return prepare(settings, ctx, workers, folder, connect, data).train()
+            return prepare(settings, ctx, workers, folder, build, data).train()
 
 
 def prepare(
@@ -58,7 +57,7 @@ def prepare(
     ctx: list[Context],
     workers: Workers,
     folder: records.RunFolder,
-    connect: Callable[[Settings], Build],
+    build: Build,
     data: datasets.Dataset | None,
 ) -> Training:
     """Load the data and build the replicas. In a resumed run, load the checkpoint. All workers get equal parameters."""
@@ -69,7 +68,6 @@ def prepare(
     start = workers.all_gather({"settings": settings.recorded(), "position": position.as_json()})[0]
     settings = replace(settings, **start["settings"])
     position = records.Position.from_json(start["position"])
-    build = connect(settings)  # only now, because only worker 0 may know the lesson of a resumed run
     _check_batch(settings, len(ctx), workers)
     if data:
         data = data.first(settings.limit)

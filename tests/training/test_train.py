@@ -305,7 +305,7 @@ def test_an_unknown_or_repeated_setting_is_a_usage_error_that_names_the_nearest_
 
 def test_the_signature_of_train_has_all_settings_and_what_it_returns():
     signature = inspect.signature(implementations.train)
-    assert [*signature.parameters] == [*OPTIONS] and signature.return_annotation == "list[Epoch]"
+    assert [*signature.parameters] == [*OPTIONS] and signature.return_annotation == "list[records.Epoch]"
 
 
 @pytest.mark.parametrize("name", OPTIONS)
