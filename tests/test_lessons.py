@@ -288,10 +288,7 @@ class TestOwnGluonLesson:
             implementations.replicas("highlevel", contexts(1), Settings(model="two-names"))
 
     def test_an_assertion_without_a_message_is_an_error_of_the_network(self):
-        def refuse(X, params):
-            raise AssertionError
-
-        lesson = implementations.load("scratch", lenet=refuse)
+        lesson = implementations.load("scratch", lenet=Mock(side_effect=AssertionError))
         with pytest.raises(UsageError):
             implementations.train(lesson, 2, 64, LR, **OPTIONS)
 
