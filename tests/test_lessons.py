@@ -168,6 +168,7 @@ class TestWhatYouReadIsWhatRuns:
         original = implementations.load(impl).forward_backward
         lesson = implementations.load(impl, forward_backward=lambda *args: original(*args))
         implementations.train(lesson, 2, 64, LR, **changes, **OPTIONS)
+        implementations.replicas(lesson, contexts(2), Settings(**changes))  # as in evaluate, where no step runs
         said = [line for line in capsys.readouterr().err.splitlines() if "does not call your own" in line]
         assert len(said) == bool(not_called) and all(name in said[0] for name in not_called)
 
