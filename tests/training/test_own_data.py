@@ -145,9 +145,7 @@ def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_tr
     images, labels = np.zeros((60001, 1, 1), np.uint8), np.zeros(60001, np.uint8)
     data = datasets.own(images, labels, images[:5], labels[:5])
     networks.register("mlp", lambda: mlp(1))
-    (epoch,) = implementations.train(
-        "highlevel", 2, 1000, model="mlp", dataset=data, limit=60001, epochs=1, device="cpu"
-    )
+    (epoch,) = train(dataset=data, limit=60001, epochs=1, batch_size=1000)
     assert epoch.test_accuracy == 1
 
 
