@@ -55,15 +55,17 @@ def train(given: dict[str, Any]) -> list[records.Epoch]:
     if arrays:
         given["dataset"] = arrays.name
 
-    settings = records.starting_settings(given, process.current())
+    here = process.current()
+    settings = records.starting_settings(given, here)
     lesson = own_lesson or load(settings.impl)
-    for name in kind(lesson).unused:
+    # If only worker 0 has the folder of a resumed run, the other workers do not know its lesson yet.
+    is_known = here.rank == 0 or settings.resume is None or "impl" in given
+    for name in kind(lesson).unused if is_known else ():
         if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
             other = "sharded" if name == "zero" else "highlevel"
             raise UsageError(name, given[name], f"needs {setting('impl', other)}")
 
     def build(ctx: list[Context], agreed: Settings, *more: Any) -> Replicas:
-        # If only worker 0 has the folder of a resumed run, the other workers know its lesson only now.
         made = replicas(lesson if agreed.impl == settings.impl else agreed.impl, ctx, agreed, *more)
         if made.lesson not in LESSONS.values():
             _say_what_is_not_called(made)

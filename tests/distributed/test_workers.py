@@ -174,6 +174,14 @@ def test_a_tuned_run_with_shares_is_resumed_with_its_plan_if_only_worker_0_has_i
     assert apart(folder, expected) < RTOL
 
 
+def test_a_worker_without_the_runs_folder_trains_worker_0s_lesson(tmp_path):
+    folder = train_alone("highlevel", 2, tmp_path / "begun", model="lenet-max")  # scratch does not have this network
+    options = "--kvstore dist_sync --resume begun --no-tune --epochs 2 --device cpu"
+    program = f'[ "$DMLC_TASK_ID" = 0 ] && cd "{tmp_path}" || cd /; exec {" ".join(runs.TRAIN)} {options}'
+    train(folder, "dist_sync", 2, program=["sh", "-c", program])
+    assert len(records.last(folder)[3].history) == 2
+
+
 def test_a_run_that_loses_a_worker_is_restarted_and_ends_with_the_bits_of_one_process(tmp_path):
     folder = tmp_path / "run"
     launcher = [*runs.LAUNCH, "--restarts", "3", "--", *runs.TRAIN]
