@@ -17,12 +17,14 @@ from mxnet import nd
 from PIL import Image, ImageOps
 
 from gluon_mgpu import TRAINABLE, implementations
+from gluon_mgpu.data import datasets
+from gluon_mgpu.data.batches import batches
+from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
-from gluon_mgpu.training import datasets, records
-from gluon_mgpu.training.batches import batches
+from gluon_mgpu.training import records
 from gluon_mgpu.training.replicas import VELOCITY, Replicas
-from gluon_mgpu.training.settings import IMAGE_SHAPE, Settings
+from gluon_mgpu.training.settings import Settings
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 LARGEST_BATCH = 1024  # maximum number of images computed at once, even if the run's batch size is larger

@@ -22,15 +22,15 @@ from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import TRAINABLE, highlevel, networks, scratch, sharded
+from gluon_mgpu.data.datasets import IMAGE_SHAPE, Dataset
 from gluon_mgpu.distributed import process
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError, reason, setting
 from gluon_mgpu.training import loop, records, tuning
-from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.options import NOT_KEPT
 from gluon_mgpu.training.replicas import LENET, RUNNING_STATS, VELOCITY, Replicas
-from gluon_mgpu.training.settings import DEFAULTS, IMAGE_SHAPE, OPTIONS, PLAIN, Settings, takes
+from gluon_mgpu.training.settings import DEFAULTS, OPTIONS, PLAIN, Settings, takes
 
 # The functions that scratch, highlevel and copies of them have, and those that only one of the two has.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")

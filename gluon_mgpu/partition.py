@@ -14,8 +14,8 @@ from mxnet import Context, autograd, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import scratch
+from gluon_mgpu.data.splitting import split_batch
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.runtime.splitting import split_batch
 from gluon_mgpu.scratch import Params
 
 

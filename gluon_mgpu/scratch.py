@@ -14,8 +14,8 @@ import mxnet as mx
 from mxnet import Context, autograd, nd
 from mxnet.ndarray import NDArray
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import devices
-from gluon_mgpu.training import datasets
 
 Params = list[NDArray]  # the network's parameters on one device
 

@@ -20,8 +20,9 @@ from runs import call
 from gluon_mgpu import convert, evaluate, implementations
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import network, operators
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, datasets
+from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.replicas import LENET
 
 

@@ -13,8 +13,9 @@ from runs import call
 
 from gluon_mgpu import IMPLS, convert, evaluate, implementations
 from gluon_mgpu.commands.evaluate import evaluate as command
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, datasets
+from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.replicas import LENET
 
 LIMIT, TESTS = 600, 100

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"]
 USES = ["evaluate", "convert"]  # these use implementations
 # from the bottom
-LAYERS = ["runtime", "distributed", "training", "legacy", "lessons", "implementations", "uses", "exercises", "commands"]
+LAYERS = "runtime data distributed training legacy lessons implementations uses exercises commands".split()
 # {module: path}, such as {"training.loop": ...}
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items() if name not in ("__init__", "__main__")}
@@ -74,7 +74,7 @@ PROGRAM = """\
 import gluon_mgpu
 from gluon_mgpu import highlevel, implementations, scratch
 from gluon_mgpu.runtime import devices
-from gluon_mgpu.training import datasets
+from gluon_mgpu.data import datasets
 from gluon_mgpu.training.settings import Settings
 
 gluon_mgpu.configure(contexts="2")  # wrong

@@ -20,9 +20,10 @@ from test_partition import batch, contexts, parameters
 
 from gluon_mgpu import evaluate, highlevel, implementations, networks, scratch
 from gluon_mgpu.commands.train import train as train_command
+from gluon_mgpu.data import datasets
 from gluon_mgpu.distributed import launch
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import datasets, records
+from gluon_mgpu.training import records
 from gluon_mgpu.training.replicas import LENET
 from gluon_mgpu.training.settings import Settings
 

@@ -14,8 +14,8 @@ from mxnet import nd
 from runs import ROOT, finished
 
 from gluon_mgpu import scratch
+from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import batches, datasets
 
 FOLDER = ROOT / "docs/pytorch"
 PROGRAMS = ("scratch", "ddp", "fsdp")

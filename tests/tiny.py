@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from gluon_mgpu.training import datasets
+from gluon_mgpu.data import datasets
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 

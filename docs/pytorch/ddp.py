@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from gluon_mgpu.training import datasets
+from gluon_mgpu.data import datasets
 
 
 def lenet(scale=0.1, seed=1):

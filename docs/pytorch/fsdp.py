@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from gluon_mgpu.training import datasets
+from gluon_mgpu.data import datasets
 
 
 def lenet(scale=0.1, seed=1):

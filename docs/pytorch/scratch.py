@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from gluon_mgpu.training import datasets
+from gluon_mgpu.data import datasets
 
 
 def init_params(scale=0.1, seed=1):

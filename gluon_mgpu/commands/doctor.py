@@ -106,7 +106,7 @@ def _trial() -> Finding:
 
 def _data(data_dir: str | Path | None) -> Finding:
     """Check the data set of the main job."""
-    from gluon_mgpu.training import datasets
+    from gluon_mgpu.data import datasets
 
     try:
         folder = datasets.find("fashion-mnist", data_dir)

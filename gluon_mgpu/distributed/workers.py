@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gluon_mgpu import __version__
+from gluon_mgpu.data.splitting import shard_sizes
 from gluon_mgpu.distributed import heartbeat, process
 from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.runtime import engine, errors
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError
-from gluon_mgpu.runtime.splitting import shard_sizes
 
 if TYPE_CHECKING:
     import numpy as np

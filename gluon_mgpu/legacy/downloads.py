@@ -23,8 +23,8 @@ from typing import Any
 
 import requests
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import files, log
-from gluon_mgpu.training import datasets
 
 SECONDS = 20  # time limit for a stalled download
 FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's functions raise if a download fails

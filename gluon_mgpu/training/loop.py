@@ -17,11 +17,12 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, nd
 
+from gluon_mgpu.data import datasets
+from gluon_mgpu.data.batches import Pending, batches, shuffled
 from gluon_mgpu.distributed.workers import Workers, join
 from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
-from gluon_mgpu.training import datasets, records, timeline
-from gluon_mgpu.training.batches import Pending, batches, shuffled
+from gluon_mgpu.training import records, timeline
 from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gluon_mgpu import TRAINABLE, __version__
+from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.runtime import devices, files, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.options import FREE, MOST, SAME
-from gluon_mgpu.training.settings import IMAGE_SHAPE, OPTIONS, RECORDED, Settings
+from gluon_mgpu.training.settings import OPTIONS, RECORDED, Settings
 
 if TYPE_CHECKING:
     from gluon_mgpu.training.replicas import Replicas

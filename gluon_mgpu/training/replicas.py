@@ -16,11 +16,12 @@ import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
+from gluon_mgpu.data.datasets import IMAGE_SHAPE
+from gluon_mgpu.data.splitting import split_batch, split_by_shares
 from gluon_mgpu.distributed.workers import ALONE, Workers
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError, reason
-from gluon_mgpu.runtime.splitting import split_batch, split_by_shares
-from gluon_mgpu.training.settings import IMAGE_SHAPE, Settings
+from gluon_mgpu.training.settings import Settings
 
 LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in a state_dict, a velocity's name is this prefix followed by the parameter's name

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gluon_mgpu import TRAINABLE
+from gluon_mgpu.data.datasets import DATASETS
 from gluon_mgpu.distributed import process
 from gluon_mgpu.runtime import devices
 from gluon_mgpu.runtime.errors import UsageError, setting, shown
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
 T = TypeVar("T")
 
-DATASETS = ("fashion-mnist", "mnist", "synthetic", "own")
-IMAGE_SHAPE = (1, 28, 28)  # of the built-in data sets: channels, height, width
-LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
 BUILT_IN = ("lenet", "lenet-max", "resnet18")
 SCHEDULES = ("constant", "step", "cosine")
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to

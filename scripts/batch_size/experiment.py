@@ -14,9 +14,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import devices, engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError, shown
-from gluon_mgpu.training import datasets, records
+from gluon_mgpu.training import records
 from gluon_mgpu.training.records import Epoch
 from gluon_mgpu.training.settings import PLAIN, Settings, flag
 

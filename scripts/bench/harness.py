@@ -24,10 +24,11 @@ import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import __version__
+from gluon_mgpu.data import datasets
+from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.runtime import engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import datasets, timeline
-from gluon_mgpu.training.datasets import Dataset
+from gluon_mgpu.training import timeline
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch does not support ResNet-18
@@ -154,7 +155,7 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
     """
     from mxnet import nd
 
-    from gluon_mgpu.training import batches
+    from gluon_mgpu.data import batches
 
     data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
     pending = batches.Pending()

@@ -14,8 +14,8 @@ from batch_size.experiment import Result
 from mxnet import Context
 
 from gluon_mgpu import IMPLS, highlevel, implementations, networks
-from gluon_mgpu.training.batches import batches
-from gluon_mgpu.training.datasets import Dataset
+from gluon_mgpu.data.batches import batches
+from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.training.settings import Settings
 from parity import Finding, bands, drift
 

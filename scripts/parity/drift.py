@@ -17,9 +17,9 @@ from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import implementations
+from gluon_mgpu.data.batches import batches
+from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.runtime import log
-from gluon_mgpu.training.batches import batches
-from gluon_mgpu.training.datasets import Dataset
 from gluon_mgpu.training.recipes import RECIPES
 from gluon_mgpu.training.replicas import LENET, Replicas
 from gluon_mgpu.training.settings import Settings

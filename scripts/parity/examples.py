@@ -13,8 +13,8 @@ import numpy as np
 from mxnet import Context, nd
 
 from gluon_mgpu import implementations
-from gluon_mgpu.training.batches import batches
-from gluon_mgpu.training.datasets import Dataset
+from gluon_mgpu.data.batches import batches
+from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.training.replicas import Replicas
 from gluon_mgpu.training.settings import Settings
 from parity import Finding

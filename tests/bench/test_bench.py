@@ -20,7 +20,7 @@ from runs import finished, program
 from test_partition import recorded_copies
 
 from gluon_mgpu import highlevel, partition, scratch
-from gluon_mgpu.training import datasets
+from gluon_mgpu.data import datasets
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
 EPSILON = np.finfo(np.float32).eps

@@ -13,8 +13,8 @@ import tiny
 from runs import ROOT, finished
 
 from gluon_mgpu.commands import doctor
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets
 
 
 def run(*arguments, python=sys.executable, **environment):

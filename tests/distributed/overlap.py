@@ -18,9 +18,9 @@ sys.path += [str(Path(__file__).parents[i] / name) for i, name in ((0, ""), (1, 
 
 from bench import distributed, harness
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.distributed import process, serve, workers
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets
 
 STEPS = {"lenet": 20, "resnet18": 2}
 CASES = [("lenet", "scratch"), ("lenet", "highlevel"), ("resnet18", "highlevel")]

@@ -15,9 +15,9 @@ import tiny
 from parity import examples
 from runs import arrays
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.legacy import notebook
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets
 
 pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
 import jupyter_client  # noqa: E402
@@ -159,7 +159,7 @@ def original(tmp_path, environment, install):
         # Jupyter runs this file before the first cell.
         start = tmp_path / "ipython" / "profile_default" / "startup" / "start.py"
         start.parent.mkdir(parents=True)
-        start.write_text(f"from gluon_mgpu.training import datasets\ndatasets.SHA256 = {hashes}\n")
+        start.write_text(f"from gluon_mgpu.data import datasets\ndatasets.SHA256 = {hashes}\n")
         install("--gpus", gpus, "--data-dir", tmp_path)
         path, contents = tmp_path / name, nbformat.read(SHARED / "originals" / name, as_version=4)
         contents.cells.append(nbformat.v4.new_code_cell(last))

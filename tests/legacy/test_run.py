@@ -13,9 +13,9 @@ import tiny
 from runs import PRODUCTS, finished
 from runs import gluon_mgpu as command
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.legacy import prepare
 from gluon_mgpu.runtime import engine
-from gluon_mgpu.training import datasets
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_another_sitecustomize_still_runs(program, tmp_path):
     assert program("print(customized)", PYTHONPATH=str(tmp_path / "site")).stdout == "1\n"
 
 
-START = "import json, sys; from gluon_mgpu.training import datasets; datasets.SHA256 = json.loads(sys.argv[1])\n"
+START = "import json, sys; from gluon_mgpu.data import datasets; datasets.SHA256 = json.loads(sys.argv[1])\n"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from parity.cli import parity
 from parity.run import RECORDED
 from runs import call, finished
 
-from gluon_mgpu.training import datasets, recipes, records
+from gluon_mgpu.data import datasets
+from gluon_mgpu.training import recipes, records
 from gluon_mgpu.training.recipes import RECIPES
 
 CTX = [mx.cpu(i) for i in range(4)]

@@ -3,7 +3,8 @@ import ctypes
 import mxnet as mx
 import pytest
 
-from gluon_mgpu.runtime import devices, splitting
+from gluon_mgpu.data import splitting
+from gluon_mgpu.runtime import devices
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 

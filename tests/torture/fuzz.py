@@ -27,9 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from gluon_mgpu import Error
+from gluon_mgpu.data import datasets
 from gluon_mgpu.distributed import heartbeat
 from gluon_mgpu.distributed.process import Process
-from gluon_mgpu.training import datasets, records
+from gluon_mgpu.training import records
 from gluon_mgpu.training.settings import Settings
 
 MEMORY = 1 << 28  # bytes that a reader may use

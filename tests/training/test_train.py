@@ -23,8 +23,9 @@ from runs import finished, python
 
 from gluon_mgpu import IMPLS, implementations, scratch
 from gluon_mgpu.commands.train import train as train_command
+from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import batches, checkpoint, datasets, interrupt, recipes, records, replicas
+from gluon_mgpu.training import checkpoint, interrupt, recipes, records, replicas
 from gluon_mgpu.training.settings import OPTIONS, Settings, flag, takes
 
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")

@@ -25,18 +25,20 @@ import numpy as np
 import platformdirs
 import requests
 
+from gluon_mgpu.data import own_data
 from gluon_mgpu.runtime import log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
-from gluon_mgpu.training import own_data
-from gluon_mgpu.training.settings import DATASETS, LARGEST
 
 if TYPE_CHECKING:
-    from gluon_mgpu.training.batches import DataIter
+    from gluon_mgpu.data.batches import DataIter
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in Jupyter without ipywidgets, tqdm warns that it falls back to text
     import pooch
 
+DATASETS = ("fashion-mnist", "mnist", "synthetic", "own")
+IMAGE_SHAPE = (1, 28, 28)  # of the built-in data sets: channels, height, width
+LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 DIGITS = tuple("0123456789")
 CLASSES = {"fashion-mnist": FASHION, "mnist": DIGITS, "synthetic": DIGITS}  # class names, in the order of the labels
@@ -159,7 +161,7 @@ def load_fashion_mnist(batch_size: int, seed: int | None = None) -> tuple[DataIt
     Each pass over the first one is an epoch in a new random order, which depends on seed; None: a random seed. Batches
     are X float32 (n, 1, 28, 28) in [0, 1] and y float32 (n,). Exceptions: see `load`.
     """
-    from gluon_mgpu.training.batches import DataIter  # imports mxnet
+    from gluon_mgpu.data.batches import DataIter  # imports mxnet
 
     data = load("fashion-mnist")
     seed = secrets.randbelow(2**31) if seed is None else seed

@@ -14,8 +14,8 @@ import runs
 import tiny
 from runs import write_program
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import datasets
 
 NAME = "fashion-mnist"
 TINY = datasets.synthetic(700, 120, seed=5)
@@ -91,7 +91,7 @@ def use_mirrors(monkeypatch, server, *behaviours):
 
 def start_child(mirror):
     """Start a process that loads the data set and prints the sum of its labels."""
-    code = f"from gluon_mgpu.training import datasets; datasets.SHA256[{NAME!r}] = {SUMS}; "
+    code = f"from gluon_mgpu.data import datasets; datasets.SHA256[{NAME!r}] = {SUMS}; "
     code += f"print(datasets.load({NAME!r}).train_labels.sum())"
     return runs.start([sys.executable, "-c", code], {"GLUON_MGPU_MIRROR": mirror})
 

@@ -10,8 +10,9 @@ import tiny
 from mxnet.gluon import nn
 
 from gluon_mgpu import convert, evaluate, implementations, networks, scratch
+from gluon_mgpu.data import datasets, own_data
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import datasets, own_data, records
+from gluon_mgpu.training import records
 
 CLASSES, SHAPE = 3, (2, 5, 6)
 OPTIONS = {"lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}
