@@ -198,7 +198,7 @@ class GluonModel(Model):
         return net
 
     def _names(self) -> Sequence[str]:
-        """The names of the network's arrays in checkpoints: Gluon's or, for networks like scratch's, those of scratch."""
+        """The names of the network's arrays in checkpoints: Gluon's or, if it is like scratch's, those of scratch."""
         network, names = networks.get(self.config.model), [*self.net._collect_params_with_prefix()]
         if network is None:
             is_like_scratch = len(names) == len(networks.LENET) and not any(n.endswith(RUNNING_STATS) for n in names)
