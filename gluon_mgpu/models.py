@@ -72,8 +72,8 @@ class Model(ABC):
                 nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
 
     def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
-        own = {name: array.shape for name, array in self.arrays().items()}
-        if {name: array.shape for name, array in arrays.items()} != own:
+        expected = {name: array.shape for name, array in self.arrays().items()}
+        if {name: array.shape for name, array in arrays.items()} != expected:
             raise Error("the checkpoint holds the parameters of a different network")
 
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
@@ -92,8 +92,8 @@ class Model(ABC):
         """The error for a network that does not fit the data."""
         config = self.config
         name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
-        own = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
-        return UsageError(name, value, f"the network {why}{own}")
+        hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
+        return UsageError(name, value, f"the network {why}{hint}")
 
 
 class ArrayModel(Model):
@@ -314,7 +314,7 @@ def build(
     image_shape: (channels, height, width). classes: number of classes. exactly: whether more scores are an error.
     Raises UsageError if the settings, the devices, the network and the data do not fit together.
     """
-    engine.check(ctx)
+    engine.check_contexts(ctx)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl)
     config = config or LessonConfig(impl=name_of(lesson))
     config.check_lesson(lesson)

@@ -213,8 +213,8 @@ def fetch(name: str) -> Path:
     several processes may call this at the same time. If all sources fail, raises Error with all reasons.
     """
     folder = cache_folder(name)
-    own = os.environ.get("GLUON_MGPU_MIRROR")
-    sources = [partial(_download, mirror) for mirror in ([own] if own else MIRRORS[name])]
+    mirror = os.environ.get("GLUON_MGPU_MIRROR")
+    sources = [partial(_download, url) for url in ([mirror] if mirror else MIRRORS[name])]
     sources += [partial(_unpack, PACKAGES[name])] if name in PACKAGES else []
     failures = []
     log.say(f"downloading {name} into {folder}")

@@ -205,7 +205,7 @@ def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[R
     new run, their defaults. Raises UsageError if an option is invalid, contradicts a resumed run, or differs between
     workers; Error if the checkpoint is damaged.
     """
-    given = kind.check(options)
+    given = kind.convert(options)
     group.agree({"version": __version__, "options": {name: str(value) for name, value in given.items()}})
     run = _open(kind, given, group.size) if group.rank == 0 else None
     try:
