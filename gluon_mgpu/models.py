@@ -7,10 +7,12 @@ calls the lesson's own functions.
 from __future__ import annotations
 
 import inspect
+import io
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -191,8 +193,9 @@ class GluonModel(Model):
             raise UsageError("model", self.config.model, advice)
         net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
         try:
-            for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower later
-                net(nd.zeros((1, *self.image_shape), ctx=c))
+            with redirect_stdout(io.StringIO()):  # if shapes do not fit, MXNet prints its arguments
+                for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
+                    net(nd.zeros((1, *self.image_shape), ctx=c))
         except (mx.MXNetError, ValueError) as error:
             raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         return net

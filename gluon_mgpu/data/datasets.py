@@ -26,7 +26,7 @@ import requests
 
 from gluon_mgpu.data import own_data
 from gluon_mgpu.runtime import files, log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from gluon_mgpu.data.batches import DataIter
@@ -147,8 +147,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     if name == "own":
         data_dir = data_dir or os.environ.get("GLUON_MGPU_DATA")
         if not data_dir:
-            advice = f"needs {setting('data_dir', 'DIR')}, a folder with {own_data.NEEDED}"
-            raise UsageError("dataset", name, advice)
+            raise UsageError("data_dir", None, f"needed for your own data: a folder with {own_data.NEEDED}")
         return Dataset(name, *own_data.read(data_dir), str(data_dir)).first(limit)
     return read(find(name, data_dir) or fetch(name), name).first(limit)
 
@@ -161,7 +160,7 @@ def own(
 ) -> Dataset:
     """Make a data set of your own arrays: `train(dataset=datasets.own(...))`.
 
-    images: (n, height, width) or (n, channels, height, width); uint8, which training divides by 255, or floating-point,
+    images: (n, height, width), (n, channels, height, width) or, if it is square, (n, height, width, channels); uint8, which training divides by 255, or floating-point,
     which it uses as they are. labels: whole numbers from 0, (n,) or (n, 1).
     Raises UsageError if an array has another form, or if two of them do not fit together.
     """

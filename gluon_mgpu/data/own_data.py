@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gluon_mgpu.runtime import files
+from gluon_mgpu.runtime import files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -19,13 +19,15 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order o
 
 
 def read(folder: str | Path) -> Arrays:
-    """Read the arrays in a folder, and check them.
+    """Read the arrays in a folder or .npz file, and check them.
 
     Raises UsageError if they are missing or invalid, and Error if a file is damaged.
     """
     folder = Path(folder).expanduser()
+    if folder.suffix == ".npz" and folder.is_file():
+        return checked(*_read_npz(folder))
     if not folder.is_dir():
-        raise UsageError("data_dir", folder, "the folder does not exist")
+        raise UsageError("data_dir", folder, "does not exist")
     archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*-idx?-ubyte*"))
     try:
         if len(archives) == 1:
@@ -59,6 +61,9 @@ def _images(name: str, array: np.ndarray) -> np.ndarray:
     images = np.asarray(array)
     if images.ndim == 3:
         images = images[:, None]
+    if images.ndim == 4 and images.shape[3] in (1, 3, 4) and images.shape[1] == images.shape[2] > 4:
+        log.say(f"{name}: the shape {images.shape} has the channels last; they are moved to the second axis")
+        images = images.transpose(0, 3, 1, 2)
     if images.ndim != 4 or not images.size:
         raise UsageError(name, images.shape, "must have the shape (n, height, width) or (n, channels, height, width)")
     if images.dtype != np.uint8 and images.dtype.kind != "f":

@@ -37,7 +37,7 @@ def parse(given: int | str | Sequence[int], name: str = "gpus", first: int = 0, 
         numbers = []
     distinct = len(set(numbers)) == len(numbers)
     if not (distinct and 1 <= len(numbers) <= MOST and all(0 <= number < below for number in numbers)):
-        advice = f"must be a number up to {MOST}, such as 2, or distinct numbers below {below}, such as 0,2"
+        advice = f"must be a number from 1 to {MOST}, such as 2, or distinct numbers below {below}, such as 0,2"
         raise UsageError(name, given, advice)
     return numbers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import os
@@ -33,7 +34,8 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise Error(f"cannot write {path} ({error.strerror}): free some space, or use another folder") from None
+        advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
+        raise Error(f"cannot write {path} ({error.strerror}): {advice} another folder") from None
     finally:
         with suppress(OSError):  # the temporary file has replaced `path`, or was never created
             temporary.unlink()
