@@ -160,8 +160,9 @@ def own(
 ) -> Dataset:
     """Make a data set of your own arrays: `train(dataset=datasets.own(...))`.
 
-    images: (n, height, width), (n, channels, height, width) or, if it is square, (n, height, width, channels); uint8, which training divides by 255, or floating-point,
-    which it uses as they are. labels: whole numbers from 0, (n,) or (n, 1).
+    images: (n, height, width), (n, channels, height, width) or, if they are square, (n, height, width, channels); uint8,
+    which training divides by 255, or floating-point, which it uses as they are. labels: whole numbers from 0, (n,) or
+    (n, 1).
     Raises UsageError if an array has another form, or if two of them do not fit together.
     """
     return Dataset("own", *own_data.checked(train_images, train_labels, test_images, test_labels), "arrays")
