@@ -160,8 +160,8 @@ def own(
 ) -> Dataset:
     """Make a data set of your own arrays: `train(dataset=datasets.own(...))`.
 
-    images: (n, height, width), (n, channels, height, width) or, if they are square, (n, height, width, channels); uint8,
-    which training divides by 255, or floating-point, which it uses as they are. labels: whole numbers from 0, (n,) or
+    images: (n, height, width), (n, channels, height, width) or, if they are square, (n, height, width, channels).
+    Training divides uint8 by 255, and uses floating-point numbers as they are. labels: whole numbers from 0, (n,) or
     (n, 1).
     Raises UsageError if an array has another form, or if two of them do not fit together.
     """
