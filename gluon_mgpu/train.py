@@ -63,6 +63,7 @@ def train(options: dict[str, Any]) -> list[Epoch]:
         options["impl"] = name_of(lesson)
     if isinstance(data, Dataset):
         options["dataset"] = data.name
+    options = LessonConfig.convert(options)
     with workers.join(options.get("kvstore", "local")) as group, open_run(LessonConfig, options, group) as run:
         config = run.config
         if len(run.position.history) == config.epochs:
