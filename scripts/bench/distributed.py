@@ -84,6 +84,7 @@ def work(kvstore: str, impl: str, model: str, steps: int) -> dict[str, float] | 
             group.sum(0)
             return loss, time.perf_counter() - start
 
-        found = harness.time_steps(train, model, size, steps)
-        found["peak_mb"] = group.sum(found["peak_mb"])
-        return found if group.rank == 0 else None
+        measured = harness.time_steps(train, model, size, steps)
+        measured["peak_mb"] = group.sum(measured["peak_mb"])
+        measured["loss"] = group.sum(measured["loss"]) / group.size
+        return measured if group.rank == 0 else None

@@ -114,9 +114,12 @@ def busy(recorded: Spans, context: int) -> dict[str, float]:
 def run(model: Sequence[str]) -> dict:
     """Record the models as written and with --tune. Returns the input of `table` and `draw`."""
     cases = [(name, impl) for name in model for impl in ("highlevel", TUNED)]
+    return {"runs": {f"{TITLE[name]}, {impl}": harness.start(impl, job(name, impl)) for name, impl in cases}}
+
+
+def job(model: str, impl: str) -> Job:
     env = harness.environment({"MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN": "1"})  # the names of a bulk say little
-    jobs = {f"{TITLE[name]}, {impl}": Job("timeline", {"model": name, "impl": impl}, env) for name, impl in cases}
-    return {"runs": {name: harness.start(name, job) for name, job in jobs.items()}}
+    return Job("timeline", {"model": model, "impl": impl}, env)
 
 
 def work(model: str, impl: str) -> dict[str, Any]:
