@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -26,6 +26,9 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.runtime import engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
+
+if TYPE_CHECKING:
+    from gluon_mgpu.models import Model
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 TUNED = "highlevel --tune"
@@ -105,19 +108,22 @@ def measure(jobs: Mapping[Any, Job], rounds: int) -> dict[Any, Rounds]:
 # Training, in a worker
 
 
-def build(impl: str, model: str, contexts: int, *, size: int | None = None, **options: Any) -> Any:
-    """Create a model (`gluon_mgpu.models`) on CPU contexts of this process, with the parameters of `initial`.
+def build(impl: str, model: str, contexts: int, *, size: int | None = None, **options: Any) -> Model:
+    """Create a model on CPU contexts of this process, with the parameters of `initial`.
 
     impl: "scratch", "highlevel" or TUNED. size: examples per step. options: other fields of the configuration.
     """
     engine.configure(contexts)
     import mxnet as mx
-    from interim import LessonConfig, build
+
+    from gluon_mgpu import models
+    from gluon_mgpu.lessons import LessonConfig
+    from gluon_mgpu.training.loop import state_dict
 
     config = LessonConfig(batch_size=size or BATCH_SIZE[model], model=model, tune=impl == TUNED, **options)
-    made = build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
-    made.load(initial({name: array.asnumpy() for name, array in made.arrays().items()}))
-    return made
+    built = models.build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
+    built.load(initial(state_dict(built)))
+    return built
 
 
 def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
@@ -201,11 +207,6 @@ def speed_table(title: str, rows: Iterable[tuple[str, int, Rounds, Mapping[str, 
     return log.table([[title, "ms/step", "examples/s", *columns, "peak MB"], *cells])
 
 
-def plural(count: int, noun: str) -> str:
-    """Format a count and its noun: 1 context, 2 contexts."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def facts() -> dict[str, Any]:
     """Describe the machine and the versions of this project and its packages, as {name: value}."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
@@ -230,7 +231,7 @@ def machine_line() -> str:
     limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
     sets = ", ".join(found["instruction_sets"]) or "no AVX2"
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    return f"{plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {versions}"
+    return f"{found['cores']} {log.plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {versions}"
 
 
 def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
 from bench.steps import Subject, measure, one_thread
+from gluon_mgpu.runtime import log
 
 Series = dict[tuple[str, int, str, str], list[dict[str, Any]]]
 
@@ -64,7 +65,9 @@ def table(result: dict) -> str:
         rows = []
         for run in runs:
             columns = {"batch": str(run["batch_size"]), "efficiency": efficiencies(runs[0], run, cores)}
-            rows.append((harness.plural(run["contexts"], "context"), run["batch_size"], run, columns))
+            rows.append(
+                (f"{run['contexts']} {log.plural(run['contexts'], 'context')}", run["batch_size"], run, columns)
+            )
         lines += ["", *harness.speed_table(f"{TITLE[model]}, batch {size}, {impl}, {kind} scaling", rows)]
     return "\n".join(lines)
 

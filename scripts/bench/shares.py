@@ -43,7 +43,9 @@ def work(shares: list[int], steps: int) -> dict[str, Any]:
     """Measure a step. shares: one per device."""
     engine.configure(2)
     import mxnet as mx
-    from interim import extended
+
+    from gluon_mgpu.training.step import extended
+    from gluon_mgpu.training.workers import Group
 
     cores = sorted(os.sched_getaffinity(0))
     for i, core in enumerate(cores[:2]):
@@ -51,4 +53,6 @@ def work(shares: list[int], steps: int) -> dict[str, Any]:
         mx.nd.ones(1, ctx=mx.cpu(i)).wait_to_read()
     os.sched_setaffinity(0, cores)
     model = harness.build("scratch", "lenet", 2, shares=shares)
-    return harness.time_steps(harness.timed(partial(extended(model), lr=LR["lenet"]), SIZE), "lenet", SIZE, steps)
+    return harness.time_steps(
+        harness.timed(partial(extended(model, Group()), lr=LR["lenet"]), SIZE), "lenet", SIZE, steps
+    )

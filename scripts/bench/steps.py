@@ -14,7 +14,7 @@ import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Rounds, Train, ratios
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import engine, log
 
 ENGINE = {  # {note: changed settings}
     "": (),
@@ -39,7 +39,9 @@ class Subject(NamedTuple):
     batch_size: int | None = None  # None: BATCH_SIZE[model]
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, [self.impl, harness.plural(self.contexts, "context"), self.note]))
+        return ", ".join(
+            filter(None, [self.impl, f"{self.contexts} {log.plural(self.contexts, 'context')}", self.note])
+        )
 
     @property
     def size(self) -> int:

@@ -19,6 +19,7 @@ from runs import finished, program
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu import partition as lesson
 from gluon_mgpu.data import datasets
+from gluon_mgpu.training.loop import state_dict
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
 EPSILON = np.finfo(np.float32).eps
@@ -125,7 +126,7 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 def step_in_float64(model):
     """Images, labels, losses; the trained parameters; their gradients, which are sums over the examples."""
     made, rng = harness.build("highlevel", model, 1), np.random.default_rng(0)
-    state = {name: array.asnumpy() for name, array in made.arrays().items()}
+    state = state_dict(made)
     for name, p in state.items():
         if p.ndim == 1 and "running" not in name:
             state[name] = p + 0.1 * rng.standard_normal(p.shape, np.float32)
