@@ -1,6 +1,7 @@
-"""find-python.sh, test-all.sh and `make install`, with stand-ins for machines, Pythons and make; and the wheel."""
+"""find-python.sh, with stand-ins for machines and Pythons; what the Makefile rebuilds; and the wheel."""
 
 import os
+import shutil
 import sys
 import zipfile
 
@@ -43,6 +44,25 @@ def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, machine):
     assert fails_with_one_line(done) and machine in done.stderr
     done = find(tmp_path, "Linux aarch64")  # MXNet has a wheel for it, but it is not tested
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/python3.11\n") and "aarch64" in done.stderr
+
+
+def test_a_changed_dependency_rebuilds_the_environment_and_a_changed_lint_rule_does_not(tmp_path):
+    for name in ("Makefile", "setup.cfg", "pyproject.toml", "scripts/find-python.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+        os.utime(tmp_path / name, (1, 1))
+    stamp = tmp_path / ".venv/.installed"
+    stamp.parent.mkdir()
+    stamp.touch()
+    os.utime(stamp, (2, 2))
+
+    def up_to_date():
+        return finished("make", "--question", ".venv/.installed", cwd=tmp_path).returncode == 0
+
+    os.utime(tmp_path / "pyproject.toml", (3, 3))
+    assert up_to_date()
+    os.utime(tmp_path / "setup.cfg", (3, 3))
+    assert not up_to_date()
 
 
 def run(*command, cwd):
