@@ -15,7 +15,7 @@ from mxnet import Context, autograd, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.partition import LAYERS
-from gluon_mgpu.scratch import loss, split_and_load
+from gluon_mgpu.scratch import SHAPES, loss, split_and_load
 
 Vectors = list[NDArray]  # one array per device
 Buckets = list[Vectors]  # for each layer, one bucket per device, or one chunk of it per device
@@ -26,8 +26,7 @@ Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
 Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
 
-SHAPES: list[Shapes] = [[(20, 1, 3, 3), (20,)], [(50, 20, 5, 5), (50,)], [(128, 800), (128,)], [(10, 128), (10,)]]
-LENET: Net = list(zip(LAYERS, SHAPES))
+LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
 
 
 def bucket(arrays: Sequence[NDArray]) -> NDArray:

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import cuda, engine, errors, subprocesses
+from gluon_mgpu.runtime import cuda, engine, errors, log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MAIN_JOB = "train --impl scratch --gpus 2"
@@ -92,7 +92,7 @@ def cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
 def _trial() -> Finding:
     """Run the main job with 512 synthetic examples. If it uses no GPU, `train` prints why."""
     users = engine.users_environment()  # a child process is not a worker, even if doctor runs in a worker's environment
-    environment = {name: value for name, value in users.items() if not name.startswith(("DMLC_", "HOROVOD_"))}
+    environment = {name: value for name, value in users.items() if name not in log.RANKS}
     command = [sys.executable, "-m", "gluon_mgpu", *MAIN_JOB.split(), *TRIAL]
     finished = subprocesses.run(command, env=environment, seconds=SECONDS)
     try:

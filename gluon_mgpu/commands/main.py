@@ -9,7 +9,7 @@ import click
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 
-COMMANDS = "train exercise evaluate convert run kernel launch doctor".split()
+COMMANDS = "train exercise evaluate convert run kernel doctor".split()
 
 
 class Commands(common.Group):

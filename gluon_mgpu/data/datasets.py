@@ -94,6 +94,19 @@ class Dataset(NamedTuple):
         largest = max(self.train_labels.max(), self.test_labels.max())
         return len(CLASSES.get(self.name, range(1 + int(largest))))
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)"""
+        _, channels, height, width = self.train_images.shape
+        return channels, height, width
+
+    @property
+    def image_range(self) -> tuple[float, float]:
+        """The smallest and the largest value in the training images; for uint8, 0 and 255."""
+        if self.train_images.dtype == np.uint8:
+            return 0.0, 255.0
+        return float(self.train_images.min()), float(self.train_images.max())
+
     def first(self, limit: int | None) -> Dataset:
         """The first `limit` training examples and the first max(limit // 6, 100) test examples; None: all.
 
@@ -133,7 +146,8 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
             raise UsageError("limit", limit, f"must be at most {LARGEST} for synthetic")
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     if name == "own":
-        if data_dir is None:
+        data_dir = data_dir or os.environ.get("GLUON_MGPU_DATA")
+        if not data_dir:
             advice = f"needs {setting('data_dir', 'DIR')}, a folder with {own_data.NEEDED}"
             raise UsageError("dataset", name, advice)
         return Dataset(name, *own_data.read(data_dir), str(data_dir)).first(limit)

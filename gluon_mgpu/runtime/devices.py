@@ -19,7 +19,7 @@ KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 suppo
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
-def parse(given: int | str | Sequence[int], name: str = "num_gpus", first: int = 0, below: int = MOST) -> list[int]:
+def parse(given: int | str | Sequence[int], name: str = "gpus", first: int = 0, below: int = MOST) -> list[int]:
     """Parse a count or a list of distinct numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
 
     Raises UsageError for anything else, for more than 1024 numbers, or if a number is not in range(below). name: the
@@ -66,7 +66,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     if max(indices) >= count:
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
         advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
-        raise UsageError("num_gpus", indices, advice)
+        raise UsageError("gpus", indices, advice)
     found = driver_gpus()
     for index in indices:
         name, major, minor = found[index]
