@@ -82,8 +82,8 @@ $(INSTALLED): setup.cfg scripts/find-python.sh
 dev: $(DEV_INSTALLED)  ## set up .venv with what training, tests and lint need
 
 $(DEV_INSTALLED): $(INSTALLED)
-	@echo "installing pytest, mypy and other tools (76 MB to download)"
-	@$(PIP) --editable '.[dev]' || $(call failed,290 MB)
+	@echo "installing pytest, mypy and other tools (57 MB to download)"
+	@$(PIP) --editable '.[dev]' || $(call failed,240 MB)
 	@touch $@
 
 failed = { echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $(1)" >&2; exit 1; }

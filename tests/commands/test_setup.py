@@ -1,4 +1,4 @@
-"""find-python.sh, with stand-ins for machines and Pythons; what the Makefile rebuilds; and the wheel."""
+"""find-python.sh, with stand-ins for machines and Pythons; what the Makefile rebuilds; Slurm's script; the wheel."""
 
 import os
 import shutil
@@ -63,6 +63,22 @@ def test_a_changed_dependency_rebuilds_the_environment_and_a_changed_lint_rule_d
     assert up_to_date()
     os.utime(tmp_path / "setup.cfg", (3, 3))
     assert not up_to_date()
+
+
+def test_the_script_for_slurm_starts_a_run_and_continues_it_if_there_is_a_checkpoint(tmp_path):
+    write_program(tmp_path / "srun", 'echo "$@"')  # a stand-in that prints its arguments
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "4"}
+
+    def options():
+        done = finished("bash", ROOT / "docs/cluster/slurm.sh", cwd=tmp_path, env=environment)
+        return done.stdout.partition("train.py ")[2].split()
+
+    assert options() == ["--kvstore", "mpi", "--impl", "highlevel", "--out", "runs/cluster"]
+    (tmp_path / "runs/cluster").mkdir(parents=True)
+    (tmp_path / "runs/cluster/checkpoint.npz").touch()
+    assert options() == ["--kvstore", "mpi", "--resume", "runs/cluster"]
 
 
 def run(*command, cwd):
