@@ -150,43 +150,24 @@ class ArrayModel(Model):
 
 
 class GluonModel(Model):
-    """net: the network as written. trained: the network that is trained, which `tuning` may have made faster."""
+    """net: the network as written. fast_net: the network that is trained; with `tune`, it may be a faster equivalent of
+    net, with the same parameters."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config, ctx = self.config, self.ctx
-        network = networks.get(config.model)
-        is_own = network is None  # the lesson's own network, with the lesson's own initializer
-        self.net = self.lesson.lenet() if network is None else network.build()
-        if network is None or network.init is None:
-            self.lesson.initialize(self.net, ctx)
-        elif "init" in inspect.signature(self.lesson.initialize).parameters:
-            self.lesson.initialize(self.net, ctx, init=network.init)
-        else:
-            advice = f"needs an initializer of its own, but initialize in {name_of(self.lesson)} has no argument init"
-            raise UsageError("model", config.model, advice)
-        self.net.hybridize(config.hybridize, static_alloc=True, static_shape=True)
-        for c in ctx:  # creates the parameters; if only one device did this, the others would be slower later
-            self.predict_with(self.net, nd.zeros((1, *self.image_shape), ctx=c))
-        params = self.net._collect_params_with_prefix()
-        names: Sequence[str] = [*params]
-        if is_own and len(names) == len(networks.LENET) and not any(name.endswith(RUNNING_STATS) for name in names):
-            names = networks.LENET
-        elif network is not None and network.names:
-            names = network.names
-            if len(names) != len(params):
-                advice = f"registered with {len(names)} names, but the network has {len(params)} arrays"
-                raise UsageError("model", config.model, advice)
-        self.parameters = dict(zip(names, params.values()))
+        self.net = self._create_net()
+        self.parameters = dict(zip(self._names(), self.net._collect_params_with_prefix().values()))
+        self.has_running_stats = any(name.endswith(RUNNING_STATS) for name in self.parameters)
         trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
         if config.grad_accum_steps > 1:
             for p in trained.values():
                 p.grad_req = "add"
+        tune = config.tune and ctx[0].device_type == "cpu"
+        faster = tune and config.hybridize and tuning.has_avx512() and tuning.tunable(self.net, ctx)
+        self.fast_net = tuning.tuned(self.net) if faster else self.net
         rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
-        self.trained = self.net
-        if config.tune and config.hybridize and tuning.tunable(self.net, ctx) and tuning.has_avx512():
-            self.trained = tuning.tuned(self.net)
-        if config.tune and ctx[0].device_type == "cpu":
+        if tune:
             self.trainer = tuning.Trainer([*trained.values()], rule)
         else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
             self.trainer = gluon.Trainer([*trained.values()], "sgd", rule, kvstore="device", update_on_kvstore=False)
@@ -196,29 +177,52 @@ class GluonModel(Model):
                 updater.states = {i: nd.zeros_like(arrays[name]) for i, name in enumerate(trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
                 arrays.update({VELOCITY + name: updater.states[i] for i, name in enumerate(trained)})
-        self.has_running_stats = any(name.endswith(RUNNING_STATS) for name in self.parameters)
 
-    def predict_with(self, net: gluon.Block, X: NDArray) -> NDArray:
+    def _create_net(self) -> gluon.Block:
+        """The lesson's network, or a registered one, initialized on all devices."""
+        network, initialize = networks.get(self.config.model), self.lesson.initialize
+        net = network.build() if network else self.lesson.lenet()
+        if network is None or network.init is None:
+            initialize(net, self.ctx)
+        elif "init" in inspect.signature(initialize).parameters:
+            initialize(net, self.ctx, init=network.init)
+        else:
+            advice = f"needs an initializer of its own, but initialize in {name_of(self.lesson)} has no argument init"
+            raise UsageError("model", self.config.model, advice)
+        net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
         try:
-            return net(X)
+            for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower later
+                net(nd.zeros((1, *self.image_shape), ctx=c))
         except (mx.MXNetError, ValueError) as error:
             raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
+        return net
+
+    def _names(self) -> Sequence[str]:
+        """The names of the network's arrays in checkpoints: Gluon's or, if it is like scratch's, those of scratch."""
+        network, names = networks.get(self.config.model), [*self.net._collect_params_with_prefix()]
+        if network is None:
+            is_like_scratch = len(names) == len(networks.LENET) and not any(n.endswith(RUNNING_STATS) for n in names)
+            return networks.LENET if is_like_scratch else names
+        if network.names and len(network.names) != len(names):
+            advice = f"registered with {len(network.names)} names, but the network has {len(names)} arrays"
+            raise UsageError("model", self.config.model, advice)
+        return network.names or names
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
-        losses = self.lesson.train_batch(X, y, self.trained, self.ctx, self.trainer)
+        losses = self.lesson.train_batch(X, y, self.fast_net, self.ctx, self.trainer)
         if self.has_running_stats:
             average_running_stats(self, losses, X.shape[0])
         return losses
 
     def predict(self, X: NDArray) -> NDArray:
-        return self.trained(X)
+        return self.fast_net(X)
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return self._arrays[device]
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return self.lesson.forward_backward(self.trained, Xs, ys)
+        return self.lesson.forward_backward(self.fast_net, Xs, ys)
 
     def allreduce(self) -> None:
         self.trainer.allreduce_grads()

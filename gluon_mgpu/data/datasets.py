@@ -7,7 +7,6 @@ package. The SHA-256 of each decompressed file is checked.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import secrets
@@ -26,7 +25,7 @@ import platformdirs
 import requests
 
 from gluon_mgpu.data import own_data
-from gluon_mgpu.runtime import log, subprocesses
+from gluon_mgpu.runtime import files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
 
 if TYPE_CHECKING:
@@ -202,8 +201,8 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     for place in (folder / name, folder):
         if not _missing(place, name):
             return place
-    files = ", ".join(SHA256[name])
-    advice = f"does not contain {name}: it needs a folder {name} or the files {files} (plain or .gz)"
+    names = ", ".join(SHA256[name])
+    advice = f"does not contain {name}: it needs a folder {name} or the files {names} (plain or .gz)"
     raise UsageError(source, data_dir, advice)
 
 
@@ -238,14 +237,8 @@ def fetch(name: str) -> Path:
 
 def read(folder: Path, name: str) -> Dataset:
     """Read data set `name` from the four files in `folder`, as read-only arrays. Raises Error if a file is damaged."""
-    arrays = []
-    for file in SHA256[name]:
-        content = _content(_path(folder, file), name)
-        if "images" in file:
-            arrays.append(np.frombuffer(content, np.uint8, offset=16).reshape(-1, 1, 28, 28))
-        else:
-            arrays.append(np.frombuffer(content, np.uint8, offset=8))
-    return Dataset(name, arrays[0], arrays[1], arrays[2], arrays[3], str(folder))
+    arrays = [own_data.parse_idx(_content(_path(folder, file), name)) for file in SHA256[name]]
+    return Dataset(name, arrays[0][:, None], arrays[1], arrays[2][:, None], arrays[3], str(folder))
 
 
 def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:
@@ -302,15 +295,10 @@ def _missing(folder: Path, name: str) -> list[str]:
 
 def _content(path: Path, name: str) -> bytes:
     """Read and decompress a file of data set `name`. Raises Error if it cannot be read or its SHA-256 is wrong."""
-    try:
-        with open(path, "rb") as file:
-            compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            content = (gzip.GzipFile(fileobj=file) if compressed else file).read(MOST)
-    except (OSError, EOFError, zlib.error) as error:  # a bad gzip file raises an OSError without strerror
-        raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); replace it") from error
-    found, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.removesuffix(".gz")]
-    if found != expected:
-        raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is {found}, not {expected}; replace it")
+    content = files.read_decompressed(path, MOST)
+    actual, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.removesuffix(".gz")]
+    if actual != expected:
+        raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is {actual}, not {expected}; replace it")
     return content
 
 
