@@ -120,7 +120,7 @@ def test_the_flop_of_lenet_are_those_of_its_two_convolutions():
     assert timeline.convolution_flop(highlevel.lenet(), 8) == 8 * 2 * (2 * 20 * 26**2 * 9 + 3 * 50 * 9**2 * 20 * 25)
 
 
-needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make bench-peers installs PyTorch")
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
 
 
 def step_in_float64(model):
