@@ -70,13 +70,19 @@ class Group:
                 both = f"{name} is {value} in worker {self.rank}, but {expected} in worker 0"
                 raise UsageError(None, both, "start all workers with the same options, data and version")
 
-    def part(self, n: int, device_count: int) -> slice:
-        """This process's slice of n examples, which are divided evenly among the devices of all processes.
+    def part(self, n: int, device_count: int, parts: int = 1) -> np.ndarray:
+        """The indices of this process's examples among n, which are divided evenly among the devices of all processes.
 
-        device_count: the number of devices of each process."""
-        sizes = shard_sizes(n, self.size * device_count)
-        start = sum(sizes[: self.rank * device_count])
-        return slice(start, start + sum(sizes[self.rank * device_count :][:device_count]))
+        device_count: the number of devices of each process. parts: the number of parts into which a batch is split
+        before it is divided."""
+        indices: list[np.ndarray] = []
+        for part in _split(np.arange(n), parts):
+            indices += _split(part, self.size * device_count)[self.rank * device_count :][:device_count]
+        return np.concatenate(indices)
+
+
+def _split(indices: np.ndarray, parts: int) -> list[np.ndarray]:
+    return np.split(indices, np.cumsum(shard_sizes(len(indices), parts))[:-1])
 
 
 @contextmanager
