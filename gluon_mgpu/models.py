@@ -105,7 +105,7 @@ class ArrayModel(Model):
         super().__init__(*args)
         params = self.lesson.init_params()
         self.device_params = [self.lesson.get_params(params, c) for c in self.ctx]
-        self.names = networks.LENET if len(params) == len(networks.LENET) else [f"p{i}" for i in range(len(params))]
+        self.names = _array_names(len(params))
         velocities = params if self.config.momentum else []
         self.velocities = [[nd.zeros_like(p).as_in_context(c) for p in velocities] for c in self.ctx]
         if self.config.grad_accum_steps > 1:
@@ -170,8 +170,8 @@ class GluonModel(Model):
             self.predict_with(self.net, nd.zeros((1, *self.image_shape), ctx=c))
         params = self.net._collect_params_with_prefix()
         names: Sequence[str] = [*params]
-        if is_own and len(names) == len(networks.LENET) and not any(name.endswith(RUNNING_STATS) for name in names):
-            names = networks.LENET
+        if is_own and not any(name.endswith(RUNNING_STATS) for name in names):  # scratch's names
+            names = _array_names(len(names))
         elif network is not None and network.names:
             names = network.names
             if len(names) != len(params):
@@ -362,6 +362,11 @@ def _not_called(model: Model, workers: int) -> list[str]:
     if workers > 1 or config.changed([*EXTENSIONS, *model.extensions]):
         names.append("train_batch")
     return names
+
+
+def _array_names(count: int) -> Sequence[str]:
+    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers."""
+    return networks.LENET if count == len(networks.LENET) else [f"p{i}" for i in range(count)]
 
 
 def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Sequence[int]) -> None:
