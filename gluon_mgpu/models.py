@@ -157,7 +157,8 @@ class GluonModel(Model):
         config, ctx = self.config, self.ctx
         network = networks.get(config.model)
         is_own = network is None  # the lesson's own network, with the lesson's own initializer
-        self.net = self.lesson.lenet() if network is None else network.build()
+        with mx.name.NameManager():  # counts layers from 0, whatever was built before
+            self.net = self.lesson.lenet() if network is None else network.build()
         if network is None or network.init is None:
             self.lesson.initialize(self.net, ctx)
         elif "init" in inspect.signature(self.lesson.initialize).parameters:
