@@ -189,7 +189,7 @@ class TestWhatYouReadIsWhatRuns:
         model = build(highlevel, 2)
         model.step(*batch(8), LR)
         assert type(model.net) is gluon.nn.HybridSequential and model.net.prefix == "cnn_"
-        assert model.trained is model.net and type(model.trainer) is gluon.Trainer
+        assert model.fast_net is model.net and type(model.trainer) is gluon.Trainer
         assert isinstance(model.trainer._kvstore, mx.kvstore.KVStore) and model.trainer._kvstore.type == "device"
 
     def test_a_second_model_changes_nothing_in_the_first(self, start):

@@ -201,25 +201,25 @@ def check_environment() -> None:
             raise UsageError(name, value, f"must be {rule[2]}; unset it to use MXNet's default")
 
 
-def check(ctx: list[Context]) -> None:
+def check_contexts(ctx: list[Context]) -> None:
     """Raise Error if these contexts could hang: several CPU contexts with more than one OpenMP thread each."""
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
 
 
 def users_environment() -> dict[str, str]:
     """The environment without the changes that `configure` made, for a child process that calls `configure` itself."""
-    own = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
-    return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
+    restored = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
+    return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
 
 
 def openmp_threads() -> int:
     """The number of OpenMP threads that each of MXNet's worker threads uses."""
-    found = []
+    counts = []
     gomp = ctypes.CDLL("libgomp.so.1")
-    thread = threading.Thread(target=lambda: found.append(gomp.omp_get_max_threads()))
+    thread = threading.Thread(target=lambda: counts.append(gomp.omp_get_max_threads()))
     thread.start()
     thread.join()
-    return found[0]
+    return counts[0]
 
 
 def _check_threads(contexts: int) -> None:

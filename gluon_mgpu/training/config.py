@@ -188,12 +188,12 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name, value in self.check(vars(self)).items():
+        for name, value in self.convert(vars(self)).items():
             object.__setattr__(self, name, value)
         self._check_combinations()
 
     @classmethod
-    def check(cls, options: dict[str, Any]) -> dict[str, Any]:
+    def convert(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Convert each option to its type. Raises UsageError for an unknown name or an invalid value."""
         checked = {}
         fields = {field.name: field for field in dataclasses.fields(cls)}

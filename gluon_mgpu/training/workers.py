@@ -69,9 +69,9 @@ class Group:
     def agree(self, values: dict[str, Any]) -> None:
         """Raise UsageError if a value differs from worker 0's value."""
         for name, value in self.broadcast(values).items():
-            own = json.loads(json.dumps(values.get(name)))
-            if own != value:
-                both = f"worker {self.rank} has {name} {own}, but worker 0 has {value}"
+            local = json.loads(json.dumps(values.get(name)))
+            if local != value:
+                both = f"worker {self.rank} has {name} {local}, but worker 0 has {value}"
                 raise UsageError(None, both, "start all workers with the same options, data and version")
 
     def part(self, n: int, device_count: int) -> slice:

@@ -89,7 +89,7 @@ def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expe
         assert tuning.has_avx512() == expected
     for tune in (True, False):
         model = models.build("highlevel", [mx.cpu(0), mx.cpu(1)], LessonConfig(impl="highlevel", tune=tune))
-        assert isinstance(model.trained, tuning.InPieces) == (tune and expected)
+        assert isinstance(model.fast_net, tuning.InPieces) == (tune and expected)
         assert isinstance(model.trainer, tuning.Trainer) == tune
 
 
