@@ -42,7 +42,7 @@ class LessonConfig(Config):
     CHANGEABLE: ClassVar[frozenset[str]] = Config.CHANGEABLE | {"impl", "hybridize", "tune", "zero"}
     NOT_RECORDED: ClassVar[frozenset[str]] = Config.NOT_RECORDED | {"check"}
 
-    impl: str = declare(
+    impl: Any = declare(  # str; `train` also takes a lesson
         "scratch",
         click.STRING,
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
