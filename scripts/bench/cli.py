@@ -10,7 +10,6 @@ import click
 
 from bench import harness
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime.errors import Error
 
 
 @click.group(
@@ -32,10 +31,7 @@ def measurement(name: str, *options: Any) -> None:
 
     def measure(out: str | None, **chosen: Any) -> None:
         if out is not None:
-            try:
-                os.makedirs(out, exist_ok=True)
-            except OSError as error:
-                raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+            os.makedirs(out, exist_ok=True)
         result = benchmark.run(**chosen)
         click.echo(benchmark.table(result))
         if out is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +108,7 @@ def trainer(subject: Subject) -> Train:
     if subject.impl == "notebook":
         return _notebook(subject)
     model = harness.build(subject.impl, subject.model, subject.contexts, size=subject.size)
-    return harness.timed(partial(model.step, lr=LR[subject.model]), subject.size)
+    return harness.timed(model.step, LR[subject.model], subject.size)
 
 
 def _notebook(subject: Subject) -> Train:
