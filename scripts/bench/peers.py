@@ -44,7 +44,7 @@ def run(model: Sequence[str], rounds: int, steps: int) -> dict:
     torch.compile needs is missing, or if a worker fails.
     """
     if importlib.util.find_spec("torch") is None:
-        raise Error("PyTorch is not installed: run `make bench-peers` or `pip install torch`")
+        raise Error("PyTorch is not installed: run `make torch`")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise Error(f"torch.compile needs a C++ compiler, and {compiler} was not found: install g++ or set CXX")

@@ -114,7 +114,7 @@ def test_every_operator_of_a_step_has_its_phase(impl):
     assert {timeline.phase(operator) for operator in operators} == {*timeline.COLORS}
 
 
-needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make bench-peers installs PyTorch")
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
 
 
 def step_in_float64(model):
