@@ -69,19 +69,12 @@ model = common.option(
     help="Network. The batch size is 256 (lenet) or 64 (resnet18) unless it is varied.",
 )
 steps = number("--steps", "Steps per run of LeNet; a run of ResNet-18 has a tenth of this number.", 100)
-what = common.option(
-    "--what",
-    type=click.Choice(("step", "resnet18", "engine")),
-    default=("step", "resnet18"),
-    multiple=True,
-    help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings.",
-)
 contexts = number("--contexts", "Number of CPU contexts; 1 is always measured.", (1, 2, 4, 8), multiple=True)
 batch_size = number(
     "--batch-size", "Batch size (weak scaling: per context). Default: 256, or 64 for ResNet-18.", multiple=True
 )
 
-measurement("steps", what, rounds(3), steps)
+measurement("steps", model, rounds(3), steps)
 measurement("timeline", model)
 measurement("allreduce", rounds(5))
 measurement("partition", rounds(3), steps)

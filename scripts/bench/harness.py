@@ -51,12 +51,12 @@ Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
 # Workers and rounds
 
 
-def environment(settings: Mapping[str, str] | Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """A worker's environment: the user's environment, except SETTINGS, plus `settings`."""
     users = engine.users_environment()
     kept = {name: value for name, value in users.items() if not name.startswith(SETTINGS)}
     path = os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")]))
-    return {**kept, "PYTHONPATH": path, **dict(settings)}
+    return {**kept, "PYTHONPATH": path, **(settings or {})}
 
 
 class Job(NamedTuple):

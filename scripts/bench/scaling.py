@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
-from bench.steps import Subject, measure, one_thread
+from bench.steps import Subject, measure
 from gluon_mgpu.runtime import log
 
 Series = dict[tuple[str, int, str, str], list[dict[str, Any]]]
@@ -28,8 +28,8 @@ def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int]
     subjects = {}
     for name, kind, k in product(model, ("strong", "weak"), sorted({1, *contexts})):
         for impl, size in product(IMPLS[name], batch_size or [BATCH_SIZE[name]]):
-            subject = Subject(impl, k, model=name, batch_size=size * (k if kind == "weak" else 1))
-            subjects[name, size, impl, kind, k] = one_thread(subject) if k == 1 else subject
+            batch = size * (k if kind == "weak" else 1)
+            subjects[name, size, impl, kind, k] = Subject(impl, k, name, batch, one_thread=k == 1)
     measured = measure(subjects.values(), rounds, steps)
     names = ("model", "size", "impl", "kind", "contexts")
     runs = [
