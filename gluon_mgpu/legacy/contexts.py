@@ -52,10 +52,32 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     if not map_gpus:
         return
     Context.devstr2type = {**Context.devstr2type, "gpu": CPU}
-    mx.context.num_gpus = mx.util.get_gpu_count = mx.npx.num_gpus = lambda: gpus or 0
-    mx.gluon.contrib.estimator.estimator.num_gpus = mx.context.num_gpus
+
+    def restore(context: Any, state: dict[str, Any]) -> None:
+        vars(context).update(state)
+        if context.device_type == "gpu":  # pickled on a machine with GPUs
+            create(context, "gpu", context.device_id)
+
+    Context.__setstate__ = restore
+    answer_queries(mx, gpus)
     create_store = mx.kvstore.create
     mx.kvstore.create = lambda name="local": create_store("device" if name == "nccl" else name)
+
+
+def answer_queries(mx: ModuleType, gpus: int | None) -> None:
+    """Answer MXNet's functions that ask for the number of GPUs, and for a GPU's free and total memory in bytes."""
+
+    def count(result: Any) -> int:
+        result._obj.value = gpus or 0
+        return 0
+
+    def memory(device_id: Any, free: Any, total: Any) -> int:
+        mx.gpu(getattr(device_id, "value", device_id))  # raises MXNetError if there are fewer
+        pages = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
+        free._obj.value, total._obj.value = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
+        return 0
+
+    mx.base._LIB.MXGetGPUCount, mx.base._LIB.MXGetGPUMemoryInformation64 = count, memory
 
 
 def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:

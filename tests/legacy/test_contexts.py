@@ -68,3 +68,23 @@ def test_a_program_whose_sync_batch_norm_hangs_says_what_to_set(program):
         """
     )
     assert run.returncode == 3 and f"MXNET_CPU_TEMP_COPY={contexts.SYNC_TEMP_COPIES}" in run.stderr
+
+
+def test_every_query_about_gpus_is_answered(program):
+    text = """
+        import pickle
+        import mxnet as mx
+        from mxnet import test_utils
+        from mxnet.gluon.contrib.estimator.estimator import num_gpus
+        print(mx.context.num_gpus(), num_gpus(), mx.util.get_gpu_count(), mx.npx.num_gpus(), *test_utils.list_gpus())
+        print(*(0 < free < total for free, total in (mx.context.gpu_memory_info(1), mx.util.get_gpu_memory(1))))
+        context = mx.Context.__new__(mx.Context)
+        vars(context).update(device_typeid=2, device_id=1)  # on a machine with GPUs
+        print(pickle.loads(pickle.dumps(context)), pickle.loads(pickle.dumps(mx.nd.ones(2, mx.gpu(1)))).context)
+        mx.gpu(0).empty_cache()
+        mx.context.gpu_memory_info(2)
+    """
+    run = program(text, options=["--gpus", 2])
+    assert run.stdout == "2 2 2 2 0 1\nTrue True\ncpu(1) cpu(0)\n"
+    assert run.returncode == 1 and "MXNetError: gpu(2)" in run.stderr.splitlines()[-1]
+    assert program(text).stdout.splitlines()[0] == "0 0 0 0"
