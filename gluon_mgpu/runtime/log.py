@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
+muted = False  # `legacy.launch` sets this in all processes except worker 0
+
 
 def rank() -> int | None:
     """This process's number among the workers that mpiexec or srun has started; None: it was started alone."""
@@ -49,7 +51,7 @@ def plural(count: int, noun: str) -> str:
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, except in workers other than worker 0."""
-    if not rank():
+    if not (muted or rank()):
         _print(f"{prefix}{printable(line)}")
 
 
