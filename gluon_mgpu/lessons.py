@@ -107,7 +107,8 @@ class LessonConfig(Config):
         return self._reset({"momentum", "grad_accum_steps", "shares", *UNSUPPORTED[kind(lesson)]} - {"model"})
 
     def _reset(self, names: Collection[str]) -> LessonConfig:
-        return replace(self, **{field.name: field.default for field in fields(self) if field.name in names})
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self) if field.name in names}
+        return replace(self, **defaults)
 
 
 def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
