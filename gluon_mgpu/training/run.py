@@ -205,7 +205,7 @@ def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[R
     keep their recorded values or, in a new run, their defaults. Raises UsageError if the options contradict each other
     or a resumed run, or differ between workers; Error if the checkpoint is damaged.
     """
-    group.agree({"version": __version__, "options": {name: str(value) for name, value in options.items()}})
+    group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
     run = _open(kind, options, group.size) if group.rank == 0 else None
     try:
         start: dict[str, Any] = {}
