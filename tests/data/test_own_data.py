@@ -131,9 +131,11 @@ EMNIST = [f"emnist-letters-{name}".replace("t10k", "test") for name in tiny.NAME
     [(npz, ()), (npz, [own_data.KERAS]), (idx, ()), (idx, [EMNIST])],
     ids=["npz", "npz with Keras's names", "idx", "idx with EMNIST's names"],
 )
-def test_a_folder_gives_the_arrays_that_were_written(write, arguments, tmp_path):
+def test_a_folder_gives_the_arrays_that_were_written(write, arguments, tmp_path, monkeypatch):
     write(tmp_path, *arguments)
-    data = datasets.load("own", tmp_path, limit=120)
+    monkeypatch.setenv("GLUON_MGPU_DATA", str(tmp_path))
+    data = datasets.load("own", limit=120)
+    assert data.checksum() == datasets.load("own", tmp_path, limit=120).checksum()
     channels = SHAPE[0] if write is npz else 1
     expected = (ARRAYS[0][:120, :channels], ARRAYS[1][:120], ARRAYS[2][:, :channels], ARRAYS[3])
     for found, array in zip(data[1:5], expected):
