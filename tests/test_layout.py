@@ -66,7 +66,7 @@ def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
     scripts = ROOT.parent / "scripts"
     links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
     assert links == {"main", "batch_size", "bench", "parity", *COMMANDS}
-    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py", "build_horovod.py"}
+    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py"}
 
 
 # The type hints reject incorrect uses of the package in a user's program, and accept correct ones.
