@@ -208,7 +208,7 @@ def _keep_sums_in_float64(metric: Any) -> None:
         def set_sum(self: Any, value: Any) -> None:
             vars(self)[name] = np.float64(value) if isinstance(value, (float, np.floating)) else value
 
-        return property(lambda self: vars(self)[name], set_sum)
+        return property(lambda self: getattr(self, name), set_sum)  # raises AttributeError before it is set
 
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
 

@@ -68,10 +68,11 @@ def prepare() -> None:
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.legacy import downloads
+    from gluon_mgpu.legacy import downloads, onednn
 
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus, settings.map_gpus)
+    onednn.replace(mx)
     names.add_to_mxnet(mx)
     if settings.launched:
         kvstore.prepare_worker(mx)
