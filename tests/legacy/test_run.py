@@ -329,6 +329,62 @@ def test_data_of_another_kind_is_neither_downloaded_as_mnist_nor_read_as_mnist(d
     assert not list(tmp_path.glob("*/*ubyte*"))
 
 
+def test_a_programs_own_requests_get_the_verified_files(download):
+    run = download("""
+        import gzip, shutil, urllib.request
+        from urllib.request import Request, urlopen, urlretrieve
+        import requests
+        mnist, fashion = "http://127.0.0.1:1/mnist", "http://127.0.0.1:1/fashion-mnist"
+        path, headers = urlretrieve(f"{mnist}/t10k-labels-idx1-ubyte.gz", "labels.gz")
+        print(gzip.open(path).read()[8:12], headers["Content-Length"] == str(len(open(path, "rb").read())))
+        with urlopen(Request(f"{fashion}/t10k-labels-idx1-ubyte.gz", headers={"User-Agent": "x"})) as response:
+            print(response.status, gzip.decompress(response.read())[8:12])
+        print(urlopen(f"{mnist}/t10k-labels-idx1-ubyte").read()[8:12])
+        for options in ({}, {"stream": True}):
+            response = requests.get(f"{fashion}/t10k-labels-idx1-ubyte.gz", **options)
+            response.raise_for_status()
+            print(response.ok, gzip.decompress(b"".join(response.iter_content(7)))[8:12])
+        response = requests.Session().get(f"{mnist}/t10k-labels-idx1-ubyte.gz", stream=True)
+        with open("raw.gz", "wb") as file:
+            shutil.copyfileobj(response.raw, file)
+        print(gzip.open("raw.gz").read()[8:12])
+        for get in (urlopen, requests.get):
+            try:
+                get("http://127.0.0.1:1/kmnist/t10k-labels-idx1-ubyte.gz")
+            except OSError:
+                print("refused")
+    """)
+    mnist, fashion = (bytes(range(start, start + 4)) for start in (1, 2))
+    assert run.stdout.splitlines() == [
+        f"{mnist} True",
+        f"200 {fashion}",
+        f"{mnist}",
+        f"True {fashion}",
+        f"True {fashion}",
+        f"{mnist}",
+        "refused",
+        "refused",
+    ], run.stderr
+
+
+def test_the_verified_files_themselves_are_downloaded(download, tmp_path, data):
+    run = download("""
+        import functools, http.server, os, threading, gzip, shutil, urllib.request, requests
+        folder = os.environ.pop("GLUON_MGPU_DATA")
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in os.listdir(f"{folder}/mnist"):
+            if not name.endswith(".gz"):
+                with open(f"{folder}/mnist/{name}", "rb") as file, gzip.open(f"{folder}/mnist/{name}.gz", "wb") as copy:
+                    shutil.copyfileobj(file, copy)
+        os.environ["GLUON_MGPU_MIRROR"] = f"http://127.0.0.1:{server.server_port}/mnist"
+        print(gzip.decompress(requests.get("http://x.invalid/mnist/t10k-labels-idx1-ubyte.gz").content)[8:12])
+    """)
+    assert run.stdout == f"{bytes(range(1, 5))}\n", run.stderr
+    assert (tmp_path / ".cache/gluon_mgpu/mnist/t10k-labels-idx1-ubyte.gz").exists()
+
+
 ANY_OTHER = {
     "mx.gluon.utils.download('http://127.0.0.1:1/a/net.params', path='models')": "models",
     "mx.test_utils.download('http://127.0.0.1:1/a/b.zip', dirname='data')": "data/b.zip",
