@@ -75,9 +75,6 @@ def bits(folder):
     return {name: array.tobytes() for name, array in arrays(folder).items()}
 
 
-# The same parameters
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """A folder with FILES, and with a run of two workers for each of CASES."""
