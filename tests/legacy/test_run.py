@@ -76,6 +76,11 @@ def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
     ]
 
 
+def test_names_that_pillow_removed_are_there_for_the_program(program):
+    text = "from PIL import Image; print(Image.ANTIALIAS is Image.LANCZOS, Image.LINEAR is Image.BILINEAR)"
+    assert program(text).stdout == "True True\n"
+
+
 def test_a_notebooks_plots_can_be_svg_with_any_ipython(program):
     pytest.importorskip("IPython")
     text = "from IPython.display import set_matplotlib_formats; set_matplotlib_formats('svg'); print('set')"
