@@ -4,17 +4,11 @@ Import this package before mxnet, so that the first `import mxnet` sets up the e
 """
 
 import sys
-from contextlib import suppress
 
-from gluon_mgpu.distributed import process
 from gluon_mgpu.runtime.engine import Finder, configure
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["Error", "UsageError", "configure"]
-IMPLS = ("scratch", "highlevel")  # the lessons that support every setting
-TRAINABLE = (*IMPLS, "sharded")
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
-with suppress(UsageError):  # `process.require` reports invalid environment variables
-    process.identify(process.current())
 sys.meta_path.insert(0, Finder())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -16,15 +15,16 @@ import numpy as np
 from mxnet import nd
 from PIL import Image, ImageOps
 
-from gluon_mgpu import TRAINABLE, implementations
+from gluon_mgpu import lessons, models
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
+from gluon_mgpu.data.splitting import split
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.models import VELOCITY, Model
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
-from gluon_mgpu.training import records
-from gluon_mgpu.training.replicas import VELOCITY, Replicas
-from gluon_mgpu.training.settings import Settings
+from gluon_mgpu.training.run import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 LARGEST_BATCH = 1024  # maximum number of images computed at once, even if the run's batch size is larger
@@ -32,11 +32,10 @@ TOP = 3  # number of classes printed per image
 
 
 class Trained(NamedTuple):
-    """A run's network with the parameters of its checkpoint."""
+    """A run, and its network with the parameters of its checkpoint."""
 
-    replicas: Replicas
-    settings: Settings
-    parameters: dict[str, np.ndarray]
+    run: Run[LessonConfig]
+    model: Model
     title: str  # "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
 
 
@@ -45,32 +44,36 @@ def load(
 ) -> Trained:
     """Load the network of the run in `folder`.
 
-    impl: see `implementations.load`; None: the run's implementation. gpus, device: see `devices.contexts`.
+    impl: see `lessons.load`; None: the run's lesson. gpus, device: see `devices.contexts`.
     Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the
     checkpoint is damaged or from a different network or version.
     """
-    arrays, config, settings, position = records.last(folder)
-    if impl is None and settings.impl not in TRAINABLE:
-        raise UsageError(None, folder, f"trained with your own lesson; pass it with {setting('impl', settings.impl)}")
-    impl = impl or settings.impl
+    run = read(LessonConfig, folder)
+    if impl is None and run.config.impl not in lessons.UNSUPPORTED:
+        option = setting("impl", run.config.impl)
+        raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
-    settings = replace(settings, shares=None, momentum=0.0)  # shares are for the training devices; momentum is unused
-    replicas = implementations.replicas(impl, ctx, settings, image_shape=config["image_shape"])
-    parameters = {name: array for name, array in arrays.items() if not name.startswith(VELOCITY)}
-    records.restore(replicas, parameters, folder)
-    broken = [name for name, array in parameters.items() if not np.isfinite(array).all()]
+    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.config.impl)
+    run.config = run.config.for_evaluation(lesson)
+    run.arrays = {name: array for name, array in (run.arrays or {}).items() if not name.startswith(VELOCITY)}
+    broken = [name for name, array in run.arrays.items() if not np.isfinite(array).all()]
+    model = models.build(lesson, ctx, run.config, run.facts["image_shape"], classes=1)
+    models.restore(model, run)
     if broken:
         log.say(f"{folder}: the parameters {', '.join(broken)} are not finite, so its scores mean nothing")
-    name = implementations.name_of(replicas.lesson)
-    return Trained(replicas, settings, parameters, f"{folder}: {settings.model} ({name}) after {position}, on {ctx}")
+    name = lessons.name_of(lesson)
+    return Trained(run, model, f"{folder}: {run.config.model} ({name}) after {run.position}, on {ctx}")
 
 
-def held_out(settings: Settings, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+def held_out(run: Run[LessonConfig], data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Load a run's test set: images (n, channels, height, width) and labels (n,).
 
-    data_dir, exceptions: see `datasets.load`.
+    data_dir, exceptions: see `datasets.load`. Raises UsageError for other data than the run was trained on.
     """
-    data = datasets.load(settings.dataset, data_dir, settings.limit, settings.seed)
+    config = run.config
+    data = datasets.load(config.dataset, data_dir, config.limit, config.seed)
+    if "data_checksum" in run.facts and run.facts["data_checksum"] != data.checksum():
+        raise UsageError("data_dir", data.source, f"not the data that the run in {run.folder} was trained on")
     return data.test_images, data.test_labels
 
 
@@ -80,14 +83,14 @@ def class_names(dataset: str, count: int) -> Sequence[str]:
 
 
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
-    """Compute the network's scores (n, classes) for images (n, channels, height, width)."""
-    replicas = trained.replicas
-    found: list[np.ndarray] = []
-    for X, _ in batches(images, np.zeros(len(images)), min(trained.settings.batch_size, LARGEST_BATCH)):
-        assert X is not None
-        shards = [replicas.predict(X_shard) for X_shard in replicas.split(X)]  # computed at the same time
-        found += [shard.asnumpy() for shard in shards]
-    return np.concatenate(found)
+    """Compute the network's scores (n, classes) for images (n, channels, height, width): uint8, or floats as in
+    training."""
+    model = trained.model
+    results: list[np.ndarray] = []
+    for X, _ in batches(images, np.zeros(len(images)), min(trained.run.config.batch_size, LARGEST_BATCH)):
+        shards = [model.predict(X_shard) for X_shard in split(X, model.ctx)]  # computed at the same time
+        results += [shard.asnumpy() for shard in shards]
+    return np.concatenate(results)
 
 
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
@@ -95,10 +98,12 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
 
     The matrix also has the recall of each class. Zeros are shown as dots.
     """
-    found = scores(trained, images)
-    classes = class_names(trained.settings.dataset, found.shape[1])
+    values = scores(trained, images)
+    if labels.max() >= values.shape[1]:
+        raise UsageError(None, f"label {labels.max()}", f"the network has only {values.shape[1]} classes")
+    classes = class_names(trained.run.config.dataset, values.shape[1])
     counts = np.zeros((len(classes), len(classes)), int)
-    np.add.at(counts, (labels, found.argmax(axis=1)), 1)
+    np.add.at(counts, (labels, values.argmax(axis=1)), 1)
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()
@@ -137,14 +142,25 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
     return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
 
 
+def scaled(trained: Trained, images: np.ndarray) -> np.ndarray:
+    """Scale uint8 images as the run's training images were scaled. Raises UsageError if that is not known."""
+    low, high = trained.run.facts.get("image_range", (0, 255))
+    if trained.run.facts.get("image_dtype", "uint8") == "uint8":
+        return images
+    if low < 0 or high > 255:
+        advice = f"trained on numbers from {low:g} to {high:g}; scale images in the same way, and use evaluate.scores"
+        raise UsageError(None, trained.run.folder, advice)
+    return images.astype(np.float32) / (255 if high <= 1 else 1)
+
+
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
     """Classify images. Returns a line for each image with its TOP most probable classes and their probabilities.
 
-    paths: names to print. images: one array (channels, height, width) per path.
+    paths: names to print. images: one uint8 array (channels, height, width) per path.
     """
     lines = []
-    probabilities = nd.softmax(nd.array(scores(trained, np.stack(images)))).asnumpy()
-    classes = class_names(trained.settings.dataset, probabilities.shape[1])
+    probabilities = nd.softmax(nd.array(scores(trained, scaled(trained, np.stack(images))))).asnumpy()
+    classes = class_names(trained.run.config.dataset, probabilities.shape[1])
     for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]
         lines.append(f"{path}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))

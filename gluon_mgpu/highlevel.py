@@ -7,7 +7,7 @@ Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import time
 
 import mxnet as mx
@@ -22,27 +22,23 @@ NORMAL = mx.init.Normal(0.01)  # as in scratch.init_params
 loss = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
-def lenet(pooling: Callable[..., nn.HybridBlock] = nn.AvgPool2D) -> nn.HybridSequential:
-    """Build LeNet for images (n, 1, 28, 28), uninitialized. pooling: nn.AvgPool2D as in `scratch`, or nn.MaxPool2D."""
+def lenet() -> nn.HybridSequential:
+    """Build LeNet for images (n, 1, 28, 28), uninitialized."""
     net = nn.HybridSequential(prefix="cnn_")
     with net.name_scope():
         net.add(nn.Conv2D(channels=20, kernel_size=3, activation="relu"))  # (n, 20, 26, 26)
-        net.add(pooling(pool_size=(2, 2), strides=(2, 2)))  # (n, 20, 13, 13)
+        net.add(nn.AvgPool2D(pool_size=(2, 2), strides=(2, 2)))  # (n, 20, 13, 13)
         net.add(nn.Conv2D(channels=50, kernel_size=5, activation="relu"))  # (n, 50, 9, 9)
-        net.add(pooling(pool_size=(2, 2), strides=(2, 2)))  # (n, 50, 4, 4)
+        net.add(nn.AvgPool2D(pool_size=(2, 2), strides=(2, 2)))  # (n, 50, 4, 4)
         net.add(nn.Flatten())  # (n, 800)
         net.add(nn.Dense(128, activation="relu"))
         net.add(nn.Dense(10))
     return net
 
 
-def initialize(
-    net: gluon.Block, ctx: list[Context], init: mx.init.Initializer = NORMAL, image_shape: Sequence[int] = (1, 28, 28)
-) -> None:
+def initialize(net: gluon.Block, ctx: list[Context], init: mx.init.Initializer = NORMAL) -> None:
     """Put a replica of the network on each device. The weights are drawn once, with init, so all replicas are equal."""
     net.initialize(init, ctx=ctx)
-    for c in ctx:  # creates the parameters; later steps were 8% slower if only one device did this (2 cores, AMD EPYC)
-        net(nd.zeros((1, *image_shape), ctx=c))
 
 
 def split_and_load(data: NDArray, ctx: list[Context]) -> list[NDArray]:

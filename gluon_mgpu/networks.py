@@ -1,13 +1,12 @@
 """ResNet-18, and the registry of the networks that can be trained with Gluon, by name.
 
-To train your own network: `networks.register("mlp", build)`, then `implementations.train("highlevel", model="mlp")`.
+To train your own network: `networks.register("mlp", build)`, then `train("highlevel", model="mlp")`.
 CONTRIBUTING.md explains how to add a network to the command line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -16,13 +15,14 @@ from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.highlevel import NORMAL, lenet
-from gluon_mgpu.training.replicas import LENET
+from gluon_mgpu.runtime.errors import UsageError
+
+LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 
 
 class Network(NamedTuple):
     build: Callable[[], gluon.Block]  # returns a new network, not yet initialized
-    init: mx.init.Initializer = NORMAL  # for the weights
+    init: mx.init.Initializer | None = None  # for the weights; None: the lesson's
     names: tuple[str, ...] = ()  # names of the arrays in checkpoints; (): Gluon's names
 
 
@@ -30,14 +30,25 @@ NETWORKS: dict[str, Network] = {}
 
 
 def register(
-    name: str, build: Callable[[], gluon.Block], init: mx.init.Initializer = NORMAL, names: tuple[str, ...] = ()
+    name: str, build: Callable[[], gluon.Block], init: mx.init.Initializer | None = None, names: tuple[str, ...] = ()
 ) -> None:
     """Make a network available as `model=name`, for training and for all code that loads the network's runs.
 
     build: returns a new, uninitialized network for 10 classes and images (n, 1, 28, 28) with values in [0, 1]. init:
-    the initializer for its weights. names: the names of its arrays in checkpoints; default: Gluon's names.
+    the initializer for its weights; default: the lesson's, normal(0, 0.01). names: the names of its arrays in
+    checkpoints; default: Gluon's names. Raises UsageError for the name "lenet", which is the lesson's own network.
     """
+    if name == "lenet":
+        raise UsageError("name", name, "the lesson's own network; use another name, or a changed copy of highlevel.py")
     NETWORKS[name] = Network(build, init, names)
+
+
+def get(name: str) -> Network | None:
+    """The network that is registered with this name; None for "lenet", the lesson's own network."""
+    if name != "lenet" and name not in NETWORKS:
+        known = ", ".join(["lenet", *NETWORKS])
+        raise UsageError("model", name, f"must be one of {known}, or registered: see networks.register")
+    return NETWORKS.get(name)
 
 
 class Residual(nn.HybridBlock):
@@ -74,6 +85,15 @@ def resnet18() -> nn.HybridSequential:
     return net
 
 
-register("lenet", lenet, names=LENET)
-register("lenet-max", partial(lenet, nn.MaxPool2D), mx.init.Uniform(0.07), LENET)  # as in the Gluon notebook
+def lenet_max() -> nn.HybridSequential:
+    """Build LeNet with max pooling, as in the Gluon notebook, for images (n, 1, 28, 28)."""
+    net = nn.HybridSequential(prefix="cnn_")
+    with net.name_scope():
+        net.add(nn.Conv2D(channels=20, kernel_size=3, activation="relu"), nn.MaxPool2D(pool_size=2, strides=2))
+        net.add(nn.Conv2D(channels=50, kernel_size=5, activation="relu"), nn.MaxPool2D(pool_size=2, strides=2))
+        net.add(nn.Flatten(), nn.Dense(128, activation="relu"), nn.Dense(10))
+    return net
+
+
+register("lenet-max", lenet_max, mx.init.Uniform(0.07), LENET)
 register("resnet18", resnet18)

@@ -18,13 +18,14 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import devices
 
 Params = list[NDArray]  # the network's parameters on one device
+SHAPES = [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]  # of the layers' weights
 
 
 def init_params(scale: float = 0.01) -> Params:
     """Create LeNet's eight parameters on the host, with weights from normal(0, scale) and zero biases. Dense weights
     have the shape (outputs, inputs), as in Gluon; in the notebook, the shape is (inputs, outputs)."""
     params = []
-    for shape in [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]:
+    for shape in SHAPES:
         params += [nd.random.normal(scale=scale, shape=shape), nd.zeros(shape[0])]
     return params
 

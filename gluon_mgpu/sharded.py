@@ -15,7 +15,7 @@ from mxnet import Context, autograd, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.partition import LAYERS
-from gluon_mgpu.scratch import loss, split_and_load
+from gluon_mgpu.scratch import SHAPES, loss, split_and_load
 
 Vectors = list[NDArray]  # one array per device
 Buckets = list[Vectors]  # for each layer, one bucket per device, or one chunk of it per device
@@ -26,8 +26,7 @@ Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
 Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
 
-SHAPES: list[Shapes] = [[(20, 1, 3, 3), (20,)], [(50, 20, 5, 5), (50,)], [(128, 800), (128,)], [(10, 128), (10,)]]
-LENET: Net = list(zip(LAYERS, SHAPES))
+LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
 
 
 def bucket(arrays: Sequence[NDArray]) -> NDArray:
@@ -90,8 +89,8 @@ def unshard(chunks: Vectors, shapes: Shapes) -> list[list[NDArray]]:
 def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[Tape]:
     """Compute a layer on each device. Each layer has a graph of its own, so `backward` can stop after any layer."""
     tapes = []
-    for X, own in zip(Xs, arrays):
-        variables = [X.detach(), *own]
+    for X, of_device in zip(Xs, arrays):
+        variables = [X.detach(), *of_device]
         autograd.mark_variables(variables, [v.detach() for v in variables])  # the second list is not used by `grad`
         with autograd.record():
             tapes.append((variables, layer(*variables)))
@@ -157,9 +156,9 @@ def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     while tapes:
         heads, whole = backward(tapes.pop(), heads)
         grads.append(reduce_scatter(whole))
-    own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, own, grads[::-1], moments, X.shape[0])
-    for chunks, buckets in zip(own, weights):
+    owned = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
+    update(optimizer, owned, grads[::-1], moments, X.shape[0])
+    for chunks, buckets in zip(owned, weights):
         all_gather(chunks, out=buckets)
     return losses
 
@@ -172,9 +171,9 @@ def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     while tapes:
         heads, whole = backward(tapes.pop(), heads)
         grads.append([g.copy() for g in reduce_scatter(whole)])
-    own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, own, grads[::-1], moments, X.shape[0])
-    for chunks, buckets in zip(own, weights):
+    owned = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
+    update(optimizer, owned, grads[::-1], moments, X.shape[0])
+    for chunks, buckets in zip(owned, weights):
         all_gather(chunks, out=buckets)
     return losses
 

@@ -6,19 +6,17 @@ NumPy, because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import os
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
-from gluon_mgpu.runtime import errors, log
+from gluon_mgpu.runtime import errors, log, mpi
 from gluon_mgpu.runtime.errors import Error
 
 COLUMN = 30  # width of the column of option names in --help
@@ -46,11 +44,7 @@ class Command(click.Command):
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in words:
                 traceback.print_exc()
-            status = _report(error)
-            if log.name:  # a normal exit would wait for MXNet, and MXNet may wait for a lost process
-                with suppress(OSError, ValueError):  # standard output may be closed
-                    sys.stdout.flush()
-                os._exit(status)
+            _report(error)
         sys.exit(status)
 
     def invoke(self, context: click.Context) -> Any:
@@ -106,40 +100,18 @@ class Option(click.Option):
         return super().type_cast_value(context, value)
 
 
-class Value(click.ParamType):
-    """The value of a setting, converted and checked as its declaration says."""
-
-    def __init__(self, name: str, kind: Any) -> None:
-        self.name, self.kind = name, kind
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        if not isinstance(value, str):  # a default
-            return value
-        try:
-            return self.kind.parse(value)
-        except ValueError as error:
-            raise errors.UsageError(self.name, value, str(error)) from None
-
-    def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        if self.kind.what:
-            return [CompletionItem(incomplete, type="dir" if self.kind.what == "folder" else "file")]
-        return [CompletionItem(word) for word in self.kind.words if word.startswith(incomplete)]
-
-
-def _report(error: BaseException) -> int:
-    """Print one line on standard error, and return the exit status."""
+def _report(error: BaseException) -> NoReturn:
+    """Print one line on standard error, and exit with the matching status."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C on this line
         log.say(str(error) or "interrupted", prefix=new_line)
-        return 130
-    if isinstance(error, click.UsageError):
-        if log.speaks:  # one process reports the error, because all have the same command line
-            see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            log.error(" ".join(error.format_message().rstrip(".").split()) + see)
-        return error.exit_code
+        sys.exit(130)
+    status = error.exit_code if isinstance(error, click.UsageError) else getattr(error, "exit_status", 1)
     line = str(error) if isinstance(error, Error) else errors.line_of(error)
-    log.error(f"{log.name}: {line}" if log.name else line)
-    return error.exit_status if isinstance(error, Error) else 1
+    if isinstance(error, click.UsageError):
+        see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+        line = " ".join(error.format_message().rstrip(".").split()) + see
+    mpi.fail(line, status)
 
 
 command = functools.partial(click.command, cls=Command)
@@ -147,24 +119,47 @@ option = functools.partial(click.option, cls=Option)
 
 
 def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
-    """Add the options of these settings to a command. changes: {name: arguments of click.option that differ}."""
-    from gluon_mgpu.training.settings import DEFAULTS, OPTIONS, flag
+    """Add the options of these settings to a command; without names, of all settings. changes: {name: arguments of
+    click.option that differ}."""
+    from gluon_mgpu.lessons import LessonConfig
+
+    fields = {field.name: field for field in dataclasses.fields(LessonConfig)}
 
     def decorate(command: Any) -> Any:
-        for name in reversed(names):
-            declared, default = OPTIONS[name], DEFAULTS[name]
-            how: dict[str, Any] = {"default": default, "help": declared.help, "group": declared.group}
-            option_name = flag(name)
-            if not isinstance(default, bool):
-                how |= {"type": Value(name, declared.kind), "metavar": declared.metavar}
-            elif default:
-                option_name += f"/--no-{option_name[2:]}"
-            else:
-                how["is_flag"] = True
-            command = option(option_name, name, **{**how, **changes.get(name, {})})(command)
+        for name in reversed(names or tuple(fields)):
+            default, how = fields[name].default, dict(fields[name].metadata)
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(default, bool):
+                flag += f"/--no-{name.replace('_', '-')}" * default
+                how |= {"is_flag": True, "type": None, "metavar": None}
+            command = option(flag, name, **{"default": default, **how, **changes.get(name, {})})(command)
         return command
 
     return decorate
+
+
+def renamed(**names: str) -> Callable[[Any], Any]:
+    """Refuse the former names of options. names: {former name: name}."""
+
+    def decorate(command: Any) -> Any:
+        for former, name in names.items():
+            old, new = (f"--{word.replace('_', '-')}" for word in (former, name))
+
+            def refuse(
+                context: click.Context, _: click.Parameter, value: Any, message: str = f"{old} is {new}"
+            ) -> None:
+                if value is not None:
+                    raise click.UsageError(f"{message} now.", context)
+
+            command = click.option(old, former, hidden=True, expose_value=False, callback=refuse)(command)
+        return command
+
+    return decorate
+
+
+def _refuse(message: str, context: click.Context, _: click.Parameter, value: Any) -> None:
+    if value is not None:
+        raise click.UsageError(message, context)
 
 
 FOLDER = click.Path(file_okay=False)

@@ -20,7 +20,7 @@ from gluon_mgpu.runtime import devices, engine
 @click.argument("run", type=common.FOLDER, metavar="RUN")
 @click.argument("images", nargs=-1, type=common.FILE, metavar="[IMAGE]...")
 @common.settings(
-    *("impl", "num_gpus", "device", "data_dir"),
+    *("impl", "gpus", "device", "data_dir"),
     impl={
         "default": None,
         "help": "Implementation to evaluate with; scratch and highlevel can load each other's lenet runs. Default: the "
@@ -31,13 +31,13 @@ def evaluate(run: str, images: tuple[str, ...], **options: Any) -> None:
     """Show the test accuracy and the confusion matrix of a run, or the top classes of image files. RUN is the folder
     that train --out wrote. As in the data set, each IMAGE should show a bright object on a dark background; it gets the
     size and the channels that the network was trained with."""
-    indices = devices.parse(options["num_gpus"])
+    indices = devices.parse(options["gpus"])
     engine.configure(len(indices))  # before the following modules import mxnet
     from gluon_mgpu import evaluate as evaluation
 
     trained = evaluation.load(run, options["impl"], indices, options["device"])
-    pictures = [evaluation.read_image(path, trained.replicas.image_shape) for path in images]
+    pictures = [evaluation.read_image(path, trained.model.image_shape) for path in images]
     if pictures:
         click.echo(evaluation.classify(trained, images, pictures))
     else:
-        click.echo(evaluation.report(trained, *evaluation.held_out(trained.settings, options["data_dir"])))
+        click.echo(evaluation.report(trained, *evaluation.held_out(trained.run, options["data_dir"])))

@@ -1,8 +1,7 @@
-"""`gluon-mgpu train`: train a network on one or several devices. Its options are the fields of `Settings`."""
+"""`gluon-mgpu train`: train a network on one or several devices. Its options are the fields of `LessonConfig`."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -10,13 +9,9 @@ from click.core import ParameterSource
 
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
-from gluon_mgpu.distributed import process, serve
-from gluon_mgpu.distributed.launch import RESTARTED
-from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import UsageError, setting
-from gluon_mgpu.training import recipes, records
-from gluon_mgpu.training.options import NOT_KEPT
-from gluon_mgpu.training.settings import OPTIONS
+from gluon_mgpu.train import train as train_lesson
+from gluon_mgpu.training import recipes
 
 
 @common.command(
@@ -36,29 +31,15 @@ from gluon_mgpu.training.settings import OPTIONS
     group="Network and data",
     help=f"Run one of the notebooks' experiments: {', '.join(recipes.RECIPES)}. Other options override its values.",
 )
-@common.settings(*OPTIONS)
+@common.settings()
+@common.renamed(accumulate="grad_accum_steps", clip_norm="max_grad_norm", step_epochs="milestones", step_factor="gamma")
 @click.version_option(__version__)
 @click.pass_context
 def train(context: click.Context, recipe: str | None, **options: Any) -> None:
     """Train LeNet or ResNet-18 with data parallelism, and print the time and test accuracy after each epoch."""
-    here = process.require(options["kvstore"])
-    if here.role != "worker":
-        serve.serve(here)
-        return
-    process.check_compress(options["compress"], here)
     given = {n: options[n] for n in options if context.get_parameter_source(n) == ParameterSource.COMMANDLINE}
-    if os.environ.get(RESTARTED) and options["out"] and records.exists(options["out"]):
-        if options["profile"]:
-            log.say(f"{setting('profile')} is ignored, because the run has been restarted")
-        given = {name: value for name, value in given.items() if name == "impl" or OPTIONS[name].on_resume == NOT_KEPT}
-        given.update(resume=given.pop("out"), profile=None)
-        recipe = None
     if recipe and options["resume"] is not None:
         raise UsageError("recipe", recipe, f"cannot be combined with {setting('resume')}: a run has its own settings")
     if recipe:
         given = {**recipes.RECIPES[recipe].options, **given}
-    settings = records.starting_settings(given, here)
-    engine.configure(len(devices.parse(settings.num_gpus)))  # before implementations imports mxnet
-    from gluon_mgpu import implementations
-
-    implementations.train(**given)
+    train_lesson(**given)

@@ -11,7 +11,6 @@ import io
 import json
 import math
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon, nd
+from mxnet import nd
 from mxnet.ndarray import NDArray
 from mxnet.util import np_shape
 
-from gluon_mgpu import evaluate, implementations
+from gluon_mgpu import evaluate
+from gluon_mgpu.data.batches import batches
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
@@ -131,55 +131,21 @@ def refuse(op: str, name: str, why: str = "") -> UsageError:
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
-    """Load a run's network, with test images and the scores that impl computes (None: the run's own implementation).
+    """Load a run's network, with test images and the scores that impl computes (None: the run's own lesson).
 
     impl: "scratch", "highlevel" or a lesson file. Raises UsageError if the network is not a HybridBlock. Other
     exceptions: see `evaluate.load` and `evaluate.held_out`.
     """
     trained = evaluate.load(folder, impl, device="cpu")
-    images = evaluate.held_out(trained.settings, data_dir)[0][:MOST_TEST_IMAGES]
+    images = evaluate.held_out(trained.run, data_dir)[0][:MOST_TEST_IMAGES]
     with tempfile.TemporaryDirectory() as temporary:
-        _export(trained, nd.zeros((1, *images.shape[1:])), f"{temporary}/net")
+        trained.model.export(f"{temporary}/net")
         network = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
     starts = range(1, len(images), BATCH_SIZE)  # the first batch is a single image
-    inputs = np.split(np.divide(images, 255, dtype=np.float32), starts)
+    inputs = [X.asnumpy() for X, _ in batches(images, np.zeros(len(images)), len(images))]
     outputs = np.split(evaluate.scores(trained, images), starts)
-    network.samples = [Sample((X,), [scores]) for X, scores in zip(inputs, outputs)]
+    network.samples = [Sample((X,), [scores]) for X, scores in zip(np.split(inputs[0], starts), outputs)]
     return network
-
-
-def _export(trained: evaluate.Trained, X: NDArray, prefix: str) -> None:
-    """Write a network's graph and parameters as HybridBlock.export does. X: an input of the network.
-
-    Raises UsageError if the network has no graph.
-    """
-    replicas = trained.replicas
-    if isinstance(replicas, implementations.GluonReplicas):
-        settings = replace(trained.settings, tune=False, hybridize=True)
-        plain = implementations.GluonReplicas(replicas.lesson, [mx.cpu()], settings, image_shape=replicas.image_shape)
-        if not isinstance(plain.net, gluon.HybridBlock):
-            raise UsageError("model", settings.model, "not a HybridBlock, so it cannot be converted")
-        plain.load_state_dict(trained.parameters)
-        plain.predict(X)  # export needs a graph
-        plain.net.export(prefix)
-        return
-    # MXNet numbers the arrays that attach_grad is called on, and names them in a recorded graph var1, var2, ...
-    first = nd.zeros(1)
-    params = {name: nd.array(values) for name, values in trained.parameters.items()}
-    for array in (first, *params.values(), X):
-        array.attach_grad()
-    with autograd.record(train_mode=False):
-        start, scores = first * 1, replicas.lesson.lenet(X, list(params.values()))
-    number = int(autograd.get_symbol(start).list_arguments()[0].removeprefix("var"))
-    renamed = {f"var{number + i}": name for i, name in enumerate([*params, "data"], 1)}
-    graph = json.loads(autograd.get_symbol(scores).tojson())
-    counts: Counter[str] = Counter()
-    for node in graph["nodes"]:
-        kind = {"Convolution": "conv", "FullyConnected": "dense"}.get(node["op"], node["op"].strip("_").lower())
-        node["name"] = renamed.get(node["name"], f"{kind}{counts[kind]}")  # such as conv0, as in Gluon
-        counts[kind] += 1
-    Path(f"{prefix}-symbol.json").write_text(json.dumps(graph))
-    nd.save(f"{prefix}-0000.params", {f"arg:{name}": array for name, array in params.items()})
 
 
 def from_files(symbol_file: str | Path, params_file: str | Path, *shapes: Shape) -> Network:

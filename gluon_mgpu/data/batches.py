@@ -10,7 +10,6 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Optional
 
 import mxnet as mx
 import numpy as np
@@ -23,7 +22,7 @@ from mxnet.ndarray import NDArray
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
-Batch = tuple[Optional[NDArray], Optional[NDArray]]  # (X, y), or (None, None) if this worker has no examples
+Batch = tuple[NDArray, NDArray]  # (X, y)
 
 
 def batches(
@@ -31,22 +30,19 @@ def batches(
     labels: np.ndarray,
     batch_size: int,
     order: np.ndarray | None = None,
-    part: Callable[[int], slice] | None = None,
+    part: Callable[[int], np.ndarray] | None = None,
 ) -> Iterator[Batch]:
     """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
 
     images: uint8, which is divided by 255, or float32. labels: class numbers. order: indices of the examples to use, in
     this order; None: all examples, in order.
-    part: maps the size of a batch to the slice that this worker takes; if the slice is empty, yields (None, None).
+    part: maps the size of a batch to the indices of the examples that this worker takes, at least one.
     """
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         if part:
             chosen = chosen[part(len(chosen))]
-        if not len(chosen):
-            yield None, None
-            continue
         X, pixels = _empty((len(chosen), *images.shape[1:]))
         y, classes = _empty(chosen.shape)
         np.divide(images[chosen], 255 if images.dtype == np.uint8 else 1, out=pixels, dtype=np.float32)
@@ -118,4 +114,4 @@ class Pending:
 
 
 def _joined(shards: list[NDArray]) -> np.ndarray:
-    return np.concatenate([shard.asnumpy() for shard in shards] or [np.empty(0, np.float32)])
+    return np.concatenate([shard.asnumpy() for shard in shards])

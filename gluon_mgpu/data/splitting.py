@@ -36,7 +36,7 @@ def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, N
         yield X[end - size : end], y[end - size : end]
 
 
-def split_by_shares(data: NDArray, ctx: list[Context], shares: tuple[float, ...]) -> list[NDArray]:
-    """Split a batch into one shard per device, in proportion to shares. Empty shards are omitted."""
+def split(data: NDArray, ctx: list[Context], shares: Sequence[float] | None = None) -> list[NDArray]:
+    """Split a batch into one shard per device, in order. Empty shards are omitted. shares: see `shard_sizes`."""
     sizes = shard_sizes(data.shape[0], len(ctx), shares)
     return [data[end - size : end].as_in_context(c) for c, size, end in zip(ctx, sizes, accumulate(sizes)) if size]

@@ -109,7 +109,7 @@ def _say_if_it_hangs() -> None:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         waits = used - before < 0.1 and frame.f_globals["__name__"].startswith("mxnet.")
     advice = f"check its num_devices, or start the program with MXNET_CPU_TEMP_COPY={SYNC_TEMP_COPIES}"
-    log.say(f"the program seems to hang in SyncBatchNorm: {advice}", in_any_process=True)
+    log.say(f"the program seems to hang in SyncBatchNorm: {advice}")
 
 
 def use_one_thread(mx: ModuleType, index: int) -> None:

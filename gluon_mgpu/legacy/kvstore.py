@@ -15,7 +15,7 @@ def prepare_process() -> None:
     """Let only worker 0 print notices. Make a server fail if it cannot use the program's optimizer; MXNet would print a
     traceback, and go on without the optimizer."""
     is_worker = os.environ["DMLC_ROLE"] == "worker"
-    log.name, log.speaks = "", is_worker and os.environ["DMLC_TASK_ID"] == "0"
+    log.muted = not (is_worker and os.environ["DMLC_TASK_ID"] == "0")
 
     def report(ignored: sys.UnraisableHookArgs) -> None:
         if "ctypes" not in (
@@ -23,7 +23,7 @@ def prepare_process() -> None:
         ):  # the only Python code that a server runs is called by MXNet's library
             return sys.__unraisablehook__(ignored)
         advice = "use one of MXNet's optimizers, or define yours in a module of its own"
-        log.say(f"a server cannot use the program's optimizer ({ignored.exc_value}): {advice}", in_any_process=True)
+        log.error(f"a server cannot use the program's optimizer ({ignored.exc_value}): {advice}")
         os._exit(1)
 
     if not is_worker:

@@ -73,6 +73,11 @@ def command(words: str) -> str:
     return f"{folder + slash if slash else 'python '}{name}.py{space}{rest}"
 
 
+def in_command() -> bool:
+    """Whether a command is running, not a user's Python program."""
+    return _running_command() is not None
+
+
 def _running_command() -> Any:
     """The click context of the command that is running; None in calls from Python."""
     click = sys.modules.get("click")  # not imported here, because programs that use this package may not need it

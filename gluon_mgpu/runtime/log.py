@@ -1,6 +1,6 @@
 """Prints notices, errors and progress bars on standard error, and formats tables.
 
-If several processes train together, only one of them prints notices and progress bars.
+If several processes train together, only worker 0 prints notices and progress bars.
 """
 
 from __future__ import annotations
@@ -17,11 +17,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LAUNCHER = "GLUON_MGPU_LAUNCHER"  # environment variable: path of the pipe from which launch.py reads errors
+# Variables that mpiexec or srun sets in each worker
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# `distributed.process.identify` changes these.
-name = ""  # this process's name in a run of several processes, such as "worker 1"
-speaks = True  # whether this process prints notices and progress bars
+muted = False  # `legacy.launch` sets this in all processes except worker 0
+
+
+def rank() -> int | None:
+    """This process's number among the workers that mpiexec or srun has started; None: it was started alone."""
+    return _first(RANKS)
+
+
+def size() -> int | None:
+    """The number of workers that mpiexec or srun has started, if it says so."""
+    return _first(SIZES)
+
+
+def _first(variables: Sequence[str]) -> int | None:
+    texts = [os.environ[name] for name in variables if name in os.environ]
+    return int(texts[0]) if texts and texts[0].isdecimal() else None
 
 
 def printable(line: str) -> str:
@@ -30,29 +45,33 @@ def printable(line: str) -> str:
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in escaped else c for c in line)
 
 
-def say(line: str, prefix: str = "gluon_mgpu: ", in_any_process: bool = False) -> None:
-    """Print a notice on standard error if this process is the one that prints, or if `in_any_process`."""
-    if speaks or in_any_process:
-        with suppress(OSError, ValueError):  # the reader may be gone
-            print(f"{prefix}{printable(line)}", file=sys.stderr, flush=True)
+def plural(count: int, noun: str) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
+    """Print a notice on standard error, except in workers other than worker 0."""
+    if not (muted or rank()):
+        _print(f"{prefix}{printable(line)}")
 
 
 def error(line: str) -> None:
-    """Print "error: LINE". Under launch.py, send the line to the launcher, which prints one error per run."""
-    with suppress(OSError), open(os.environ.get(LAUNCHER, ""), "r+b", buffering=0) as launcher:
-        launcher.write(f"{printable(line)}\n".encode())
-        return
+    """Print "error: LINE" on standard error."""
+    _print(f"error: {printable(line)}")
+
+
+def _print(line: str) -> None:
     with suppress(OSError, ValueError):  # the reader may be gone
-        print(f"error: {printable(line)}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def progress(**options: Any) -> tqdm:
-    """Create a progress bar, shown on a terminal or in Jupyter if this process prints. options: passed to tqdm."""
+    """Create a progress bar, shown on a terminal or in Jupyter, but only by worker 0. options: passed to tqdm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without ipywidgets, tqdm warns that it falls back to text
         from tqdm.auto import tqdm
 
-    hidden = not speaks or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    hidden = bool(rank()) or not (sys.stderr.isatty() or "ipykernel" in sys.modules)
     if hidden:  # disable=False would override the user's TQDM_DISABLE
         options["disable"] = True
     return tqdm(leave=False, **options)

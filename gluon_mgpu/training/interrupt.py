@@ -10,27 +10,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from gluon_mgpu.distributed.process import SAME_SIGNAL
-from gluon_mgpu.distributed.workers import Workers
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Interrupted
 
+SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from mpiexec or a cluster manager
 Item = TypeVar("Item")
 
 
 class CtrlC:
     """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
 
-    A second Ctrl-C takes effect immediately. If no step is left, the run finishes as usual. Python delivers signals
-    only to the main thread; in any other thread, this class does nothing. If one worker is interrupted, all workers
-    stop at the same step.
+    A second Ctrl-C takes effect immediately. Python delivers signals only to the main thread; in any other thread, this
+    class does nothing.
     """
 
-    def __init__(self, workers: Workers, checkpoint: bool) -> None:
-        """checkpoint: whether the run saves a checkpoint when it stops; used only in the notice."""
-        self.workers, self.checkpoint = workers, checkpoint
+    def __init__(self, saves: bool) -> None:
+        """saves: whether the run saves a checkpoint when it stops; used only in the notice."""
+        self.saves = saves
 
     def __enter__(self) -> CtrlC:
-        self.asked, self.stopped, self.since = False, False, 0.0
+        self.asked, self.since = False, 0.0
         main = threading.current_thread() is threading.main_thread()
         self.before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM) if main}
         return self
@@ -45,15 +44,10 @@ class CtrlC:
                 return
             raise KeyboardInterrupt
         self.asked, self.since = True, time.monotonic()
-        without = ", without saving a checkpoint" if self.checkpoint else ""
-        with suppress(OSError):  # the reader of standard error may be gone
-            os.write(2, f"\ngluon_mgpu: stopping after this step; press Ctrl-C again to stop now{without}\n".encode())
-
-    def wanted(self, step: int) -> bool:
-        """Whether to stop before step number `step`, counted from 0. All workers stop at the same step."""
-        alone = self.asked and not (self.workers.stopping or self.workers.ask_to_stop())
-        self.stopped = alone or not self.workers.may_step(step)
-        return self.stopped
+        if not log.rank():
+            notice = f"stopping after this step; press Ctrl-C again to stop now{', without a checkpoint' * self.saves}"
+            with suppress(OSError):  # the reader of standard error may be gone
+                os.write(2, f"\ngluon_mgpu: {notice}\n".encode())
 
     def between(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next item."""

@@ -24,14 +24,14 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "scratch-lenet-fashion-mnist-1gpu": Recipe(SCRATCH, {**LENET, "num_gpus": "1"}, (0.10, 0.66, 0.75, 0.71)),
-    "scratch-lenet-fashion-mnist-2gpu": Recipe(SCRATCH, {**LENET, "num_gpus": "2"}, (0.10, 0.61, 0.75, 0.76)),
+    "scratch-lenet-fashion-mnist-1gpu": Recipe(SCRATCH, {**LENET, "gpus": "1"}, (0.10, 0.66, 0.75, 0.71)),
+    "scratch-lenet-fashion-mnist-2gpu": Recipe(SCRATCH, {**LENET, "gpus": "2"}, (0.10, 0.61, 0.75, 0.76)),
     "gluon-lenet-mnist-1gpu": Recipe(
-        GLUON, {**LENET_MAX, "num_gpus": "1", "batch_size": 64}, (0.9685, 0.9814, 0.9862, 0.9848, 0.9853)
+        GLUON, {**LENET_MAX, "gpus": "1", "batch_size": 64}, (0.9685, 0.9814, 0.9862, 0.9848, 0.9853)
     ),
     "gluon-lenet-mnist-4gpu": Recipe(
-        GLUON, {**LENET_MAX, "num_gpus": "4", "batch_size": 256}, (0.9488, 0.9693, 0.9763, 0.9801, 0.9844)
+        GLUON, {**LENET_MAX, "gpus": "4", "batch_size": 256}, (0.9488, 0.9693, 0.9763, 0.9801, 0.9844)
     ),
-    "gluon-resnet18-fashion-mnist-1gpu": Recipe(CONCISE, {**RESNET18, "num_gpus": "1", "batch_size": 256, "lr": 0.1}),
-    "gluon-resnet18-fashion-mnist-2gpu": Recipe(CONCISE, {**RESNET18, "num_gpus": "2", "batch_size": 512, "lr": 0.2}),
+    "gluon-resnet18-fashion-mnist-1gpu": Recipe(CONCISE, {**RESNET18, "gpus": "1", "batch_size": 256, "lr": 0.1}),
+    "gluon-resnet18-fashion-mnist-2gpu": Recipe(CONCISE, {**RESNET18, "gpus": "2", "batch_size": 512, "lr": 0.2}),
 }

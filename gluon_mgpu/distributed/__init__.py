@@ -1,1 +1,0 @@
-"""Training in several processes, on one or more machines."""

@@ -1,0 +1,185 @@
+"""The lessons that can be trained with: their names, their own settings, and loading your changed copies of them.
+
+This module imports no mxnet, so that the command line can show its options at once. `load` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Any, ClassVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from gluon_mgpu.runtime import errors
+from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.training.config import Config, Integer, declare
+
+NETWORKS = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
+# {lesson: the settings without a meaning in it, or in a copy of it}
+UNSUPPORTED: dict[str, frozenset[str]] = {
+    "scratch": frozenset({"model", "hybridize", "tune", "zero"}),
+    "highlevel": frozenset({"zero"}),
+    "sharded": frozenset(
+        {"model", "hybridize", "tune", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares", "kvstore"}
+    ),
+}
+# The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
+COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
+OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
+
+
+class Word(click.types.StringParamType):
+    """Any text. Shells complete these words."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        self.words = words
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+
+
+@dataclass(frozen=True)
+class LessonConfig(Config):
+    """The settings of a run, including those that belong to one lesson."""
+
+    CHANGEABLE: ClassVar[frozenset[str]] = Config.CHANGEABLE | {"impl", "hybridize", "tune", "zero"}
+    NOT_RECORDED: ClassVar[frozenset[str]] = Config.NOT_RECORDED | {"check"}
+
+    impl: Any = declare(  # str; `train` also takes a lesson
+        "scratch",
+        Word(UNSUPPORTED),
+        "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
+        "a changed copy of scratch.py or highlevel.py.",
+        "Network and data",
+        f"{'|'.join(UNSUPPORTED)}|FILE.py",
+    )
+    model: str = declare(
+        "lenet",
+        Word(NETWORKS),
+        "With highlevel: the network. lenet-max uses max pooling.",
+        "Network and data",
+        "|".join(NETWORKS),
+    )
+    hybridize: bool = declare(
+        True,
+        click.BOOL,
+        "With highlevel: --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
+        "Network and data",
+    )
+    tune: bool = declare(
+        False,
+        click.BOOL,
+        "With highlevel, on CPU: use a faster trainer and, on processors with AVX-512, a faster network. Both compute "
+        "the same values up to rounding.",
+        "Network and data",
+    )
+    zero: int = declare(
+        0,
+        Integer(0, 3),
+        "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
+        "Devices",
+    )
+
+    check: bool = declare(
+        False,
+        click.BOOL,
+        "Before training, hold the lesson's step against one device. This is always done for your own lesson.",
+        "Network and data",
+    )
+
+    def check_lesson(self, lesson: ModuleType) -> None:
+        """Raise UsageError if a setting has no meaning in a lesson."""
+        for name in self.changed(UNSUPPORTED[kind(lesson)]):
+            supporting = [other for other, names in UNSUPPORTED.items() if name not in names]
+            use = " or ".join(setting("impl", other) for other in supporting)
+            raise UsageError(name, getattr(self, name), f"not supported by {name_of(lesson)}; use {use}")
+
+    def for_lesson(self, lesson: ModuleType, given: Collection[str]) -> LessonConfig:
+        """The settings for training with a lesson, also with another one than that of a resumed run: settings that may
+        change and are not given get their defaults if the lesson does not have them.
+
+        Raises UsageError if another setting has no meaning in the lesson.
+        """
+        config = self._reset((UNSUPPORTED[kind(lesson)] & self.CHANGEABLE) - {*given})
+        config.check_lesson(lesson)
+        return config
+
+    def for_evaluation(self, lesson: ModuleType) -> LessonConfig:
+        """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
+        those without a meaning in the lesson, get their defaults."""
+        return self._reset({"momentum", "grad_accum_steps", "shares", *UNSUPPORTED[kind(lesson)]} - {"model"})
+
+    def _reset(self, names: Collection[str]) -> LessonConfig:
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self) if field.name in names}
+        return replace(self, **defaults)
+
+
+def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
+    """Load a lesson: "scratch", "highlevel", "sharded", or the path of a file with the functions of scratch or
+    highlevel.
+
+    functions: replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
+    of the lesson. Raises UsageError if the file does not exist, or if a function is missing or has other arguments; an
+    error in the file's own code is not caught.
+    """
+    path = str(impl)
+    if impl in UNSUPPORTED:
+        module = importlib.import_module(f"gluon_mgpu.{impl}")
+        if not functions:
+            return module
+        path = str(module.__file__)
+    name = f"{impl} (own {', '.join(functions)})" if functions else path
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise UsageError("impl", impl, f"must be one of {', '.join(UNSUPPORTED)}, or a Python file (.py) that exists")
+    lesson = importlib.util.module_from_spec(spec)
+    errors.user_files.add(str(spec.origin))
+    sys.modules[name] = lesson  # as an import would do; dataclasses need it
+    spec.loader.exec_module(lesson)
+    for function in functions:
+        if not callable(getattr(lesson, function, None)):
+            raise UsageError(function, None, f"{impl} has no function with this name")
+    vars(lesson).update(functions)
+    _check_functions(lesson)
+    return lesson
+
+
+def kind(lesson: ModuleType) -> str:
+    """Which lesson this is, or is a changed copy of."""
+    if name_of(lesson) in UNSUPPORTED:
+        return name_of(lesson)
+    for of_package, names in OWN.items():
+        if hasattr(lesson, names[0]):
+            return of_package
+    advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
+    raise UsageError("impl", name_of(lesson), advice)
+
+
+def name_of(lesson: ModuleType) -> str:
+    """The name of a lesson as in --impl: "scratch", "highlevel", "sharded" or a path."""
+    return lesson.__name__.removeprefix("gluon_mgpu.")
+
+
+def _check_functions(lesson: ModuleType) -> None:
+    """Raise UsageError if a lesson's function is missing, or takes other arguments than in this package's lesson."""
+    original = load(kind(lesson))
+    for name in COMMON + OWN[kind(lesson)]:
+        parameters = inspect.signature(getattr(original, name)).parameters.values()
+        required = [p.name for p in parameters if p.default is p.empty]
+        function = getattr(lesson, name, None)
+        if not callable(function):
+            raise UsageError("impl", name_of(lesson), f"the function {name}({', '.join(required)}) is missing")
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*required)
+        except TypeError:
+            advice = f"{name}({', '.join(signature.parameters)}) must take ({', '.join(required)})"
+            raise UsageError("impl", name_of(lesson), advice) from None

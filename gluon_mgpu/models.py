@@ -1,0 +1,403 @@
+"""What the engine asks of a lesson, for the three kinds of lesson. `build` creates a model with new parameters.
+
+ArrayModel is for scratch and copies of it, GluonModel for highlevel and copies of it, ShardedModel for sharded. Each
+calls the lesson's own functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, autograd, gluon, nd
+from mxnet.ndarray import NDArray
+
+from gluon_mgpu import lessons, networks, scratch, sharded
+from gluon_mgpu.data.datasets import IMAGE_SHAPE, Dataset
+from gluon_mgpu.lessons import LessonConfig, name_of
+from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.runtime.errors import Error, UsageError, reason
+from gluon_mgpu.training import tuning
+from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.run import Run
+from gluon_mgpu.training.step import EXTENSIONS, RUNNING_STATS, average_running_stats
+from gluon_mgpu.training.workers import Group
+
+VELOCITY = "velocity/"  # in checkpoints, a velocity's name is this prefix followed by the parameter's name
+
+
+class Model(ABC):
+    """A network with a replica on each device in ctx, trained with the functions of a lesson."""
+
+    extensions: Sequence[str] = ()  # settings that the lesson's own step lacks
+    has_running_stats = False  # whether the network has batch normalization
+
+    def __init__(
+        self, lesson: ModuleType, ctx: list[Context], config: LessonConfig, image_shape: Sequence[int]
+    ) -> None:
+        self.lesson, self.ctx, self.config, self.image_shape = lesson, ctx, config, tuple(image_shape)
+
+    @abstractmethod
+    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        """Run the lesson's `train_batch` on images X (n, *image_shape) and labels y (n,). Returns each shard's losses,
+        without waiting for them."""
+
+    @abstractmethod
+    def predict(self, X: NDArray) -> NDArray:
+        """Compute the scores (n, classes) of images X (n, *image_shape) on X's device, without waiting for them."""
+
+    @abstractmethod
+    def arrays(self, device: int = 0) -> dict[str, NDArray]:
+        """The parameters, the running statistics and, with momentum, the velocities on one device."""
+
+    @abstractmethod
+    def export(self, prefix: str) -> None:
+        """Write PREFIX-symbol.json and PREFIX-0000.params, as HybridBlock.export does. Raises UsageError if the network
+        has no graph."""
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        """Set all replicas. arrays: as in `arrays`. Raises Error if their names or shapes do not match this network."""
+        self._check_match(arrays)
+        for device in range(len(self.ctx)):
+            for name, array in self.arrays(device).items():
+                nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
+
+    def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
+        expected = {name: array.shape for name, array in self.arrays().items()}
+        if {name: array.shape for name, array in arrays.items()} != expected:
+            raise Error("the checkpoint holds the parameters of a different network")
+
+    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
+        return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
+
+    # The parts of a step, for training.step; ShardedModel does not have them.
+
+    def split_and_load(self, data: NDArray) -> list[NDArray]:
+        return self.lesson.split_and_load(data, self.ctx)
+
+    def grads(self, device: int = 0) -> dict[str, NDArray]:
+        """The gradients on one device, by the names of their parameters."""
+        return {name: array.grad for name, array in self.arrays(device).items() if array.grad is not None}
+
+    def unfit(self, why: str) -> UsageError:
+        """The error for a network that does not fit the data."""
+        config = self.config
+        name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
+        hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
+        return UsageError(name, value, f"the network {why}{hint}")
+
+
+class ArrayModel(Model):
+    """device_params: one list of parameters per device, as in `scratch`."""
+
+    extensions = ("momentum", "weight_decay")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        params = self.lesson.init_params()
+        self.device_params = [self.lesson.get_params(params, c) for c in self.ctx]
+        self.names = _array_names(len(params))
+        velocities = params if self.config.momentum else []
+        self.velocities = [[nd.zeros_like(p).as_in_context(c) for p in velocities] for c in self.ctx]
+        if self.config.grad_accum_steps > 1:
+            for p in [p for params in self.device_params for p in params]:
+                p.attach_grad("add")
+
+    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        return self.lesson.train_batch(X, y, self.device_params, self.ctx, lr)
+
+    def predict(self, X: NDArray) -> NDArray:
+        return self.lesson.lenet(X, self.device_params[self.ctx.index(X.context)])
+
+    def arrays(self, device: int = 0) -> dict[str, NDArray]:
+        velocities = {VELOCITY + name: v for name, v in zip(self.names, self.velocities[device])}
+        return {**dict(zip(self.names, self.device_params[device])), **velocities}
+
+    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
+        return self.lesson.forward_backward(self.device_params, Xs, ys)
+
+    def allreduce(self) -> None:
+        for i in range(len(self.names)):
+            self.lesson.allreduce([params[i].grad for params in self.device_params])
+
+    def update(self, lr: float, batch_size: int) -> None:
+        """Call the lesson's sgd or, with momentum v or weight decay, compute v = momentum * v - lr * (gradient /
+        batch_size + weight_decay * p), then p += v."""
+        momentum, weight_decay = self.config.momentum, self.config.weight_decay
+        rule = {"lr": lr, "rescale_grad": 1 / batch_size, "wd": weight_decay}
+        for params, velocities in zip(self.device_params, self.velocities):
+            if momentum:
+                for p, v in zip(params, velocities):
+                    nd.sgd_mom_update(p, p.grad, v, out=p, momentum=momentum, **rule)
+            elif weight_decay:
+                for p in params:
+                    nd.sgd_update(p, p.grad, out=p, **rule)
+            else:
+                self.lesson.sgd(params, lr, batch_size)
+
+    def export(self, prefix: str) -> None:
+        arrays = {name: a for name, a in self.arrays().items() if not name.startswith(VELOCITY)}
+        _export(prefix, lambda X, params: self.lesson.lenet(X, params), arrays, self.image_shape)
+
+
+class GluonModel(Model):
+    """net: the network as written. fast_net: the network that is trained; with `tune`, it may be a faster equivalent of
+    net, with the same parameters."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        config, ctx = self.config, self.ctx
+        self.net = self._create_net()
+        self.parameters = dict(zip(self._names(), self.net._collect_params_with_prefix().values()))
+        self.has_running_stats = any(name.endswith(RUNNING_STATS) for name in self.parameters)
+        trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
+        if config.grad_accum_steps > 1:
+            for p in trained.values():
+                p.grad_req = "add"
+        tune = config.tune and ctx[0].device_type == "cpu"
+        faster = tune and config.hybridize and tuning.has_avx512() and tuning.tunable(self.net, ctx)
+        self.fast_net = tuning.tuned(self.net) if faster else self.net
+        rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
+        if tune:
+            self.trainer = tuning.Trainer([*trained.values()], rule)
+        else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
+            self.trainer = gluon.Trainer([*trained.values()], "sgd", rule, kvstore="device", update_on_kvstore=False)
+        self._arrays = [{name: p.data(c) for name, p in self.parameters.items()} for c in ctx]
+        if config.momentum:  # Trainer itself would create the velocities only in the first step
+            for updater, arrays in zip(self.trainer._updaters, self._arrays):
+                updater.states = {i: nd.zeros_like(arrays[name]) for i, name in enumerate(trained)}
+                updater.states_synced = dict.fromkeys(updater.states, True)
+                arrays.update({VELOCITY + name: updater.states[i] for i, name in enumerate(trained)})
+
+    def _create_net(self) -> gluon.Block:
+        """The lesson's network, or a registered one, initialized on all devices."""
+        network, initialize = networks.get(self.config.model), self.lesson.initialize
+        with mx.name.NameManager():  # counts layers from 0, whatever was built before
+            net = network.build() if network else self.lesson.lenet()
+        if network is None or network.init is None:
+            initialize(net, self.ctx)
+        elif "init" in inspect.signature(initialize).parameters:
+            initialize(net, self.ctx, init=network.init)
+        else:
+            advice = f"needs an initializer of its own, but initialize in {name_of(self.lesson)} has no argument init"
+            raise UsageError("model", self.config.model, advice)
+        net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
+        try:
+            with redirect_stdout(io.StringIO()):  # if shapes do not fit, MXNet prints its arguments
+                for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
+                    net(nd.zeros((1, *self.image_shape), ctx=c))
+        except (mx.MXNetError, ValueError) as error:
+            raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
+        return net
+
+    def _names(self) -> Sequence[str]:
+        """The names of the network's arrays in checkpoints: Gluon's or, for what scratch can train too, scratch's."""
+        network, names = networks.get(self.config.model), [*self.net._collect_params_with_prefix()]
+        if network is None:
+            return names if any(name.endswith(RUNNING_STATS) for name in names) else _array_names(len(names))
+        if network.names and len(network.names) != len(names):
+            advice = f"registered with {len(network.names)} names, but the network has {len(names)} arrays"
+            raise UsageError("model", self.config.model, advice)
+        return network.names or names
+
+    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        self.trainer.set_learning_rate(lr)
+        losses = self.lesson.train_batch(X, y, self.fast_net, self.ctx, self.trainer)
+        if self.has_running_stats:
+            average_running_stats(self, losses, X.shape[0])
+        return losses
+
+    def predict(self, X: NDArray) -> NDArray:
+        return self.fast_net(X)
+
+    def arrays(self, device: int = 0) -> dict[str, NDArray]:
+        return self._arrays[device]
+
+    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
+        return self.lesson.forward_backward(self.fast_net, Xs, ys)
+
+    def allreduce(self) -> None:
+        self.trainer.allreduce_grads()
+
+    def update(self, lr: float, batch_size: int) -> None:
+        self.trainer.set_learning_rate(lr)
+        self.trainer.update(batch_size)
+
+    def export(self, prefix: str) -> None:
+        if not isinstance(self.net, gluon.HybridBlock):
+            raise UsageError("model", self.config.model, "not a HybridBlock, so it has no graph to convert")
+        self.net.hybridize()
+        self.net(nd.zeros((1, *self.image_shape), ctx=self.ctx[0]))  # export needs a graph
+        self.net.export(prefix)
+
+
+class ShardedModel(Model):
+    """LeNet, trained with one of the steps of `sharded`. state: as in `sharded`. Checkpoints are those of scratch."""
+
+    steps = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        smallest = min(sum(int(np.prod(shape)) for shape in shapes) for _, shapes in sharded.LENET)
+        if len(self.ctx) > smallest:
+            raise UsageError("gpus", len(self.ctx), f"must be at most {smallest}, the elements of the smallest layer")
+        params = scratch.init_params()
+        self._place(params, [nd.zeros_like(p) for p in params])
+
+    def _place(self, params: list[NDArray], velocities: list[NDArray]) -> None:
+        zero, parts = self.config.zero, (params, velocities)
+        self.state = [sharded.place(sharded.LENET, p, self.ctx, zero >= n) for p, n in zip(parts, (3, 1))]
+        self._gathered: dict[int, list[NDArray]] = {}  # {device: the parameters}
+
+    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        self._gathered = {}
+        optimizer = partial(sharded.sgd, lr=lr, momentum=self.config.momentum)
+        return self.steps[self.config.zero](X, y, sharded.LENET, self.state, self.ctx, optimizer)
+
+    def _params(self, device: int) -> list[NDArray]:
+        """The parameters on one device. With ZeRO-3, they are gathered there at the first call after a step."""
+        if device not in self._gathered:
+            c, params = self.ctx[device], list[NDArray]()
+            for (_, shapes), buckets in zip(sharded.LENET, self.state[0]):
+                is_sharded = self.config.zero == 3
+                bucket = nd.concat(*[b.as_in_context(c) for b in buckets], dim=0) if is_sharded else buckets[device]
+                params += sharded.unbucket(bucket, shapes)
+            self._gathered[device] = params
+        return self._gathered[device]
+
+    def predict(self, X: NDArray) -> NDArray:
+        return scratch.lenet(X, self._params(self.ctx.index(X.context)))
+
+    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
+        return scratch.evaluate_accuracy(data_iter, self.predict, self.ctx)
+
+    def arrays(self, device: int = 0) -> dict[str, NDArray]:
+        arrays = dict(zip(networks.LENET, self._params(device)))
+        if self.config.momentum:
+            velocities = sharded.collect(sharded.LENET, self.state[1], self.config.zero > 0)
+            arrays.update({VELOCITY + name: v for name, v in zip(networks.LENET, velocities)})
+        return arrays
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        self._check_match(arrays)
+        params = [nd.array(arrays[name]) for name in networks.LENET]
+        zeros = [np.zeros(p.shape, np.float32) for p in params]
+        velocities = [nd.array(arrays.get(VELOCITY + name, zero)) for name, zero in zip(networks.LENET, zeros)]
+        self._place(params, velocities)
+
+    def export(self, prefix: str) -> None:
+        _export(prefix, scratch.lenet, dict(zip(networks.LENET, self._params(0))), self.image_shape)
+
+
+MODELS: dict[str, type[Model]] = {"scratch": ArrayModel, "highlevel": GluonModel, "sharded": ShardedModel}
+
+
+def build(
+    impl: str | ModuleType,
+    ctx: list[Context],
+    config: LessonConfig | None = None,
+    image_shape: Sequence[int] = IMAGE_SHAPE,
+    classes: int = 10,
+    exactly: bool = False,
+) -> Model:
+    """Create the model of a lesson on the devices in ctx, with new parameters.
+
+    impl: a lesson, or its name or path, as in `lessons.load`. config: default: plain SGD, as in the notebooks.
+    image_shape: (channels, height, width). classes: number of classes. exactly: whether more scores are an error.
+    Raises UsageError if the settings, the devices, the network and the data do not fit together.
+    """
+    engine.check_contexts(ctx)
+    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl)
+    config = config or LessonConfig(impl=name_of(lesson))
+    config.check_lesson(lesson)
+    if config.shares and len(config.shares) != len(ctx):
+        raise UsageError("shares", config.shares, f"{len(config.shares)} shares for {len(ctx)} devices")
+    model = MODELS[lessons.kind(lesson)](lesson, ctx, config, image_shape)
+    try:
+        scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape
+    except (mx.MXNetError, ValueError, AssertionError) as error:
+        raise model.unfit(f"does not accept images of shape {model.image_shape} ({reason(error)})") from None
+    if scores[:1] != (1,) or len(scores) != 2 or scores[1] < classes or (exactly and scores[1] > classes):
+        raise model.unfit(f"returns scores of shape {scores} for one image, but needs (1, {classes})")
+    return model
+
+
+def create(lesson: ModuleType, ctx: list[Context], run: Run[LessonConfig], data: Dataset, group: Group) -> Model:
+    """Create the model of a run, the same in all workers. A resumed run's model has the arrays of the checkpoint."""
+    config = run.config
+    mx.random.seed(config.seed)
+    model = build(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
+    ignored = _not_called(model, group.size)
+    if ignored and name_of(lesson) not in MODELS:
+        log.say(f"with these settings, a step does not call your own {', '.join(ignored)} in {name_of(lesson)}")
+    if run.arrays is not None:
+        restore(model, run)
+    if group.size > 1:
+        model.load(group.broadcast_arrays(state_dict(model)))
+    return model
+
+
+def restore(model: Model, run: Run[Any]) -> None:
+    """Load the arrays of a run's checkpoint. Raises Error if they do not match the network."""
+    try:
+        model.load(run.arrays or {})
+    except Error as error:
+        raise Error(f"{run.folder}: {error}") from None
+    run.arrays = None
+
+
+def loss_of(lesson: ModuleType) -> Any:
+    """The loss function of a lesson, or the softmax cross-entropy if it has none of this name."""
+    return getattr(lesson, "loss", None) or gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def _not_called(model: Model, workers: int) -> list[str]:
+    """The functions of a user's own lesson that a step does not call with these settings."""
+    config, names = model.config, []
+    if config.shares:
+        names.append("split_and_load")
+    if isinstance(model, ArrayModel) and (config.momentum or config.weight_decay):
+        names.append("sgd")
+    if isinstance(model, GluonModel) and config.model != "lenet":
+        names.append("lenet")
+    if workers > 1 or config.changed([*EXTENSIONS, *model.extensions]):
+        names.append("train_batch")
+    return names
+
+
+def _array_names(count: int) -> Sequence[str]:
+    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers."""
+    return networks.LENET if count == len(networks.LENET) else [f"p{i}" for i in range(count)]
+
+
+def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Sequence[int]) -> None:
+    """Write the graph and the parameters of a network of arrays. lenet(X, params): returns its scores."""
+    # MXNet names each array that a gradient is attached to; the graph of array * 1 contains only this name.
+    inputs = {
+        **{name: nd.array(array.asnumpy()) for name, array in arrays.items()},
+        "data": nd.zeros((1, *image_shape)),
+    }
+    for array in inputs.values():
+        array.attach_grad()
+    with autograd.record(train_mode=False):
+        recorded = {name: array * 1 for name, array in inputs.items()}
+        scores = lenet(inputs["data"], [inputs[name] for name in arrays])
+    names = {autograd.get_symbol(r).list_arguments()[0]: name for name, r in recorded.items()}
+    graph, counts = json.loads(autograd.get_symbol(scores).tojson()), Counter[str]()
+    for node in graph["nodes"]:
+        kind = {"Convolution": "conv", "FullyConnected": "dense"}.get(node["op"], node["op"].strip("_").lower())
+        node["name"] = names.get(node["name"], f"{kind}{counts[kind]}")  # such as conv0, as in Gluon
+        counts[kind] += 1
+    Path(f"{prefix}-symbol.json").write_text(json.dumps(graph))
+    nd.save(f"{prefix}-0000.params", {f"arg:{name}": inputs[name] for name in arrays})

@@ -1,0 +1,140 @@
+"""`train` trains a lesson: the path of a command, from its options to the training loop.
+
+This module imports mxnet only when `train` is called, because the number of contexts must be known before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gluon_mgpu.data import datasets
+from gluon_mgpu.data.datasets import Dataset
+from gluon_mgpu.lessons import UNSUPPORTED, LessonConfig, load, name_of
+from gluon_mgpu.runtime import devices, engine, log
+from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.training import workers
+from gluon_mgpu.training.run import Epoch, open_run
+
+if TYPE_CHECKING:
+    from typing import ParamSpec
+
+    from mxnet import Context
+
+    from gluon_mgpu.models import Model
+    from gluon_mgpu.training.run import Run
+    from gluon_mgpu.training.workers import Group
+
+    P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def takes(config: Callable[P, LessonConfig]) -> Callable[[Callable[[dict[str, Any]], T]], Callable[P, T]]:
+    """Let callers of a function pass settings as arguments; the function gets them as a dict, without those that the
+    caller omitted."""
+
+    def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
+        signature = inspect.signature(config)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            return function(dict(signature.bind(*args, **options).arguments))
+
+        returns = inspect.signature(function).return_annotation
+        call.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@takes(LessonConfig)
+def train(options: dict[str, Any]) -> list[Epoch]:
+    """Train, and print the same lines as the notebook. Returns one `Epoch` per epoch.
+
+    Arguments: the fields of `LessonConfig`. impl can also be a lesson from `lessons.load`, and dataset can be your own
+    arrays: `datasets.own(train_images, train_labels, test_images, test_labels)`. With resume, the run continues with
+    its recorded settings, except for those that are passed.
+    Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
+    Ctrl-C, once the step is complete and the checkpoint is saved.
+    """
+    lesson, data = options.get("impl"), options.get("dataset")
+    if isinstance(lesson, ModuleType):
+        options["impl"] = name_of(lesson)
+    if isinstance(data, Dataset):
+        options["dataset"] = data.name
+    options = LessonConfig.convert(options)
+    with workers.join(options.get("kvstore", "local")) as group, open_run(LessonConfig, options, group) as run:
+        config = run.config
+        if len(run.position.history) == config.epochs:
+            run.end()  # if the run was killed, metrics.jsonl or curves.png may be out of date
+            return run.position.history
+        ctx = devices.contexts(config.gpus, config.device)
+        if not isinstance(lesson, ModuleType):
+            if "impl" not in options and config.impl not in UNSUPPORTED:  # a checkpoint does not choose code to run
+                advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
+                raise UsageError("resume", config.resume, advice)
+            lesson = load(config.impl)
+        run.config = config = config.for_lesson(lesson, options)
+        if isinstance(data, Dataset):
+            data = data.first(config.limit)
+        else:
+            data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
+        config.check_batch_size(len(data.train_labels), group.size * len(ctx))
+        _check_checksum(run, data, group)
+        from gluon_mgpu import models  # imports mxnet, which `devices.contexts` has set up
+        from gluon_mgpu.training import loop, step
+
+        doubt = _doubt(lesson, ctx, config, data)
+        model: Any = models.create(lesson, ctx, run, data, group)
+        if options.get("seed") is None and not config.resume:
+            log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
+        run.begin(_facts(model, data, group), loop.state_dict(model))
+        devices.say_if_no_gpu(ctx, config.device)
+        plain = step.is_plain(config, model.extensions, group)
+        history = loop.fit(run, model, model.step if plain else step.extended(model, group), data, group)
+        if doubt:
+            log.say(f"remember: {doubt}")
+        return history
+
+
+def _doubt(lesson: ModuleType, ctx: list[Context], config: LessonConfig, data: Dataset) -> str:
+    """Hold your own lesson's step against one device. Returns a line to repeat at the end if they differ."""
+    is_own = name_of(lesson) not in UNSUPPORTED
+    if len(ctx) == 1 or not (is_own or config.check):
+        return ""
+    from gluon_mgpu import equivalence
+
+    claims = equivalence.compare(lesson, ctx, config, data.image_shape, data.classes)
+    reason = equivalence.problem(claims)
+    differs = f"{name_of(lesson)} does not take the same step as on one device: {reason}" if reason else ""
+    if differs or config.check:
+        log.say(differs or f"{name_of(lesson)} takes the same step as on one device")
+    return differs
+
+
+def _check_checksum(run: Run[Any], data: Dataset, group: Group) -> None:
+    """Raise UsageError if a resumed run, or another worker, has other data."""
+    checksum = data.checksum() if data.name == "own" or group.size > 1 else None
+    if run.facts.get("data_checksum", checksum) != checksum:
+        advice = f"not the data that the run in {run.config.resume} was trained on"
+        raise UsageError("data_dir", run.config.data_dir, advice)
+    group.agree({"data with checksum": checksum})
+
+
+def _facts(model: Model, data: Dataset, group: Group) -> dict[str, Any]:
+    """What a run records besides its settings."""
+    return {
+        "workers": group.size,
+        "devices": [str(c) for c in model.ctx],
+        "threads": engine.openmp_threads(),
+        "data": data.source,
+        **({"data_checksum": data.checksum()} if data.name == "own" else {}),
+        "image_shape": model.image_shape,
+        "image_dtype": str(data.train_images.dtype),
+        "image_range": data.image_range,
+        "classes": data.classes,
+        "running_stats": model.has_running_stats,
+    }

@@ -1,0 +1,293 @@
+"""The settings of a run. The command line, the checks and --help follow from each field's declaration.
+
+`gluon_mgpu.lessons` adds the settings that belong to a lesson. With the defaults, a step is the notebooks' step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+
+from gluon_mgpu.data.datasets import DATASETS
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.runtime.errors import UsageError, setting, shown
+
+MOST = 2**31 - 1  # largest value of an integer setting
+BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
+SCHEDULES = ("constant", "step", "cosine")
+
+
+class Integer(click.IntRange):
+    """Also takes integers from Python, but no bool and no fraction."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, (str, numbers.Integral)):
+            self.fail(f"{value!r} is not a valid integer.", param, ctx)
+        return super().convert(value, param, ctx)  # type: ignore[arg-type]
+
+
+class Number(click.FloatRange):
+    """Also takes numbers from Python, but no bool, infinity or NaN."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (str, numbers.Real)):
+            self.fail(f"{value!r} is not a valid float.", param, ctx)
+        number = super().convert(value, param, ctx)  # type: ignore[arg-type]
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+class Numbers(click.ParamType):
+    """Numbers separated by commas or, from Python, in a sequence."""
+
+    name = "numbers"
+
+    def __init__(self, of: Integer | Number) -> None:
+        self.of = of
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(self.of.convert(part, param, ctx) for part in parts)
+
+
+class Indices(click.ParamType):
+    """The indices of devices: a count, or a list of indices. See `devices.parse`."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        try:
+            return tuple(devices.parse(value))
+        except UsageError as error:
+            self.fail(f"{value!r} {error.advice}.", param, ctx)
+
+
+class Location(click.Path):
+    """A path that is not empty."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not os.fspath(value):
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FOLDER = Location(file_okay=False)
+COUNT = Integer(1, MOST)
+FRACTION = Number(0, 1, max_open=True)
+
+
+def declare(default: Any, type: click.ParamType, help: str, group: str = "Training", metavar: str | None = None) -> Any:
+    """Declare a setting. type: checks and converts values, on the command line and from Python. A default of None means
+    that the setting is off, or chosen by the program. group: the heading in --help."""
+    return dataclasses.field(default=default, metadata={"type": type, "help": help, "group": group, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a run that do not depend on the lesson. Raises UsageError if one is invalid."""
+
+    # A resumed run keeps its recorded settings. It may change those in CHANGEABLE; those in NOT_RECORDED are not kept.
+    CHANGEABLE: ClassVar[frozenset[str]] = frozenset({"gpus", "device", "shares", "epochs"})
+    NOT_RECORDED: ClassVar[frozenset[str]] = frozenset({"data_dir", "kvstore", "out", "resume"})
+
+    impl: Any = declare("", click.STRING, "The lesson's name or file.", "Network and data")
+    gpus: Any = declare(
+        1, Indices(), "Number of devices, such as 2, or their indices, such as 0,2.", "Devices", "N|I,J,..."
+    )
+    batch_size: int = declare(256, COUNT, "Examples per step, across all devices.")
+    lr: float = declare(0.2, Number(1e-37, 1e38), "Learning rate.")  # the range of float32
+    epochs: int = declare(4, COUNT, "Number of passes through the training set.")
+    seed: int | None = declare(
+        None,
+        Integer(0, MOST),
+        "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
+        "bit-for-bit identical. Default: a random seed.",
+    )
+    dataset: Any = declare(  # str; `train` also takes a Dataset
+        "fashion-mnist",
+        click.Choice(DATASETS),
+        "synthetic needs no files; own is your own data in --data-dir.",
+        "Network and data",
+    )
+    limit: int | None = declare(
+        None,
+        COUNT,
+        "Use only the first N training examples and the first N/6 test examples (at least 100).",
+        "Network and data",
+    )
+    data_dir: str | Path | None = declare(
+        None,
+        Location(),
+        "Folder that contains the data set; for own, a .npz file or IDX files. Default: GLUON_MGPU_DATA if it is set, "
+        "else the folders listed in docs/training.md, else a download.",
+        "Network and data",
+        "DIR",
+    )
+    scale_lr: bool = declare(False, click.BOOL, f"Multiply --lr by batch size / {BASE_BATCH_SIZE}.")
+    schedule: str = declare(
+        "constant",
+        click.Choice(SCHEDULES),
+        "constant; step: multiply the learning rate by --gamma after each epoch in --milestones; cosine: decrease it "
+        "to 0.",
+    )
+    milestones: tuple[int, ...] = declare(
+        (), Numbers(COUNT), "Epochs after which --schedule step changes the learning rate.", metavar="E,F,..."
+    )
+    gamma: float = declare(0.1, Number(0, 1, min_open=True, max_open=True), "Factor for --schedule step.")
+    warmup_epochs: float = declare(
+        0.0,
+        Number(0, MOST),
+        "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
+    )
+    momentum: float = declare(0.0, FRACTION, "SGD momentum, such as 0.9.")
+    weight_decay: float = declare(0.0, FRACTION, "Weight decay for all parameters, such as 0.0005.")
+    max_grad_norm: float | None = declare(
+        None, Number(1e-30, 1e30), "Limit the norm of the batch's mean gradient to X."
+    )
+    grad_accum_steps: int = declare(1, COUNT, "Compute the gradient of each batch in N parts, to save memory.")
+    device: str = declare(
+        "auto", click.Choice(devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.", "Devices"
+    )
+    shares: tuple[float, ...] | None = declare(
+        None,
+        Numbers(Number(0, 1e9, min_open=True)),
+        "Split each batch between unequal devices in this ratio, such as 80,20.",
+        "Devices",
+        "A,B,...",
+    )
+    kvstore: str = declare(
+        "local",
+        click.Choice(("local", "mpi")),
+        "Sum gradients in this process (local), or over several processes that mpiexec has started (mpi). See "
+        "docs/distributed.md.",
+        "Several processes",
+    )
+    out: str | Path | None = declare(
+        None, FOLDER, "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.", "Files", "DIR"
+    )
+    resume: str | Path | None = declare(
+        None,
+        FOLDER,
+        "Continue the run in this folder with its saved settings. You can change --epochs (except with a cosine "
+        "schedule), --shares, and the options for devices and implementations; --data-dir and --kvstore are not saved.",
+        "Files",
+        "DIR",
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in self.convert(vars(self)).items():
+            object.__setattr__(self, name, value)
+        self._check_combinations()
+
+    @classmethod
+    def convert(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Convert each option to its type. Raises UsageError for an unknown name or an invalid value."""
+        checked = {}
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name, value in options.items():
+            if name not in fields:
+                raise UsageError(name, value, "no such setting")
+            if value is not None or fields[name].default is not None:
+                try:
+                    value = fields[name].metadata["type"].convert(value, None, None)
+                except click.BadParameter as error:
+                    raise UsageError(name, value, error.message.rstrip(".")) from None
+                except (AttributeError, TypeError, ValueError):
+                    raise UsageError(name, value, "has the wrong type") from None
+            checked[name] = value
+        return checked
+
+    def _check_combinations(self) -> None:
+        """Raise UsageError if two settings contradict each other."""
+        if not 1e-37 <= self.peak_lr <= 1e38:
+            raise UsageError("lr", self.lr, "out of range after scaling to the batch size")
+        if self.warmup_epochs >= self.epochs:
+            advice = f"must be at least 0 and less than {self.epochs}, the number of epochs"
+            raise UsageError("warmup_epochs", self.warmup_epochs, advice)
+        if self.schedule == "step" and not self.milestones:
+            example = setting("milestones", (2, 3))
+            raise UsageError("schedule", "step", f"needs the epochs at which the rate changes, such as {example}")
+        if self.milestones and self.schedule != "step":
+            raise UsageError("milestones", self.milestones, f"needs {setting('schedule', 'step')}")
+        if list(self.milestones) != sorted({epoch for epoch in self.milestones if epoch < self.epochs}):
+            raise UsageError("milestones", self.milestones, f"must be increasing epoch numbers below {self.epochs}")
+        if self.out and self.resume and str(self.out) != str(self.resume):
+            raise UsageError("out", self.out, f"a resumed run stays in its folder, {self.resume}; omit this setting")
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after scaling, before the schedule changes it."""
+        return self.lr * self.batch_size / BASE_BATCH_SIZE if self.scale_lr else self.lr
+
+    def learning_rate(self, step: int, steps_per_epoch: int) -> float:
+        """Compute the learning rate of an update. step: the number of earlier updates."""
+        warmup = round(self.warmup_epochs * steps_per_epoch)
+        if step < warmup:
+            return self.peak_lr * (step + 1) / warmup
+        if self.schedule == "step":
+            return self.peak_lr * self.gamma ** sum(step >= epoch * steps_per_epoch for epoch in self.milestones)
+        if self.schedule == "cosine":
+            progress = (step - warmup) / (self.epochs * steps_per_epoch - warmup)
+            return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
+        return self.peak_lr
+
+    def check_batch_size(self, examples: int, device_count: int) -> None:
+        """Raise UsageError if a step, also the last one of an epoch, has fewer examples than it needs: one for each
+        device, in each part of the batch. device_count: number of devices of all workers."""
+        need = device_count * self.grad_accum_steps
+
+        def last(batch_size: int) -> int:
+            return examples % batch_size or min(batch_size, examples)
+
+        if min(self.batch_size, last(self.batch_size)) >= need:
+            return
+        works = [size for size in range(need, max(examples, need) + 1) if last(size) >= need]
+        near = sorted(sorted(works, key=lambda size: abs(size - self.batch_size))[:2])
+        parts = f" in each of {self.grad_accum_steps} parts" if self.grad_accum_steps > 1 else ""
+        advice = (
+            f"leaves {last(self.batch_size)} examples for the last step of an epoch, but {device_count} devices need "
+        )
+        advice += f"{need} (one each{parts}); use {' or '.join(map(str, near)) or 'more data'}"
+        raise UsageError("batch_size", self.batch_size, advice)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of the named settings that differ from their defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings that a run records. Its devices are recorded as contexts, not as settings."""
+        omitted = self.NOT_RECORDED | {"gpus", "device"}
+        return {name: value for name, value in vars(self).items() if name not in omitted}
+
+    def resumed(self, given: dict[str, Any], workers: int) -> Config:
+        """The settings of a resumed run. self: the recorded settings. given: those that the user passed, checked.
+
+        Raises UsageError if a given setting differs from the recorded one, and is not one that may change.
+        """
+        for name, value in given.items():
+            recorded = getattr(self, name)
+            if name == "epochs" and self.schedule == "cosine" and value != recorded:
+                advice = f"the run's cosine schedule ends at epoch {recorded}; omit this setting"
+                raise UsageError(name, value, advice)
+            keep = name not in self.CHANGEABLE | self.NOT_RECORDED and (name, value) != ("seed", None)
+            if keep and value != recorded:
+                raise UsageError(name, value, f"the run used {shown(recorded)}; omit this setting")
+        given = {**given, "seed": self.seed}
+        other_devices = workers > 1 or len(given.get("gpus", self.gpus)) != len(self.gpus)
+        if other_devices and "shares" not in given:
+            given["shares"] = None
+        return dataclasses.replace(self, **given)

@@ -1,0 +1,313 @@
+"""A run: its configuration, its progress and its folder. Only this module reads and writes run folders.
+
+A folder holds config.json, metrics.jsonl, curves.png and checkpoint.npz. Every update rewrites the whole file. A run is
+resumed from the checkpoint alone, which also holds the configuration and the history.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from gluon_mgpu import __version__
+from gluon_mgpu.data.datasets import IMAGE_SHAPE
+from gluon_mgpu.runtime import files, log
+from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
+from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training.config import MOST, Config
+from gluon_mgpu.training.workers import Group
+
+FORMAT = 1
+CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
+LARGEST_IMAGE = 65536  # limit on each size in image_shape
+SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
+
+C = TypeVar("C", bound=Config)
+Arrays = dict[str, np.ndarray]
+
+
+class Epoch(NamedTuple):
+    """One line of metrics.jsonl."""
+
+    epoch: int  # counted from 1
+    train_seconds: float  # time for training, without evaluation
+    samples_per_second: float
+    train_loss: float  # mean over the examples; each loss is from the step that trained on the example
+    test_accuracy: float  # fraction of the test set that was classified correctly
+    learning_rate: float  # in the epoch's last step
+
+
+@dataclass
+class Position:
+    """A run's progress. Together with the seed, it determines the order of the remaining examples."""
+
+    history: list[Epoch] = field(default_factory=list)  # finished epochs
+    steps: int = 0  # finished steps of the unfinished epoch
+    loss_sum: float = 0.0  # sum of the examples' losses in these steps
+    seconds: float = 0.0  # training time for these steps
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Position:
+        """Create a position from the result of `as_json`. Raises ValueError if a number is not finite or is out of
+        range."""
+        history = [Epoch(**epoch) for epoch in values["history"]]
+        steps, *sums = values["steps"], values["loss_sum"], values["seconds"]
+        numbers = [value for epoch in history for value in epoch] + sums
+        if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):  # nan is rejected too
+            raise ValueError("a value in the history, loss_sum or seconds is not a finite number")
+        if type(steps) is not int or not 0 <= steps <= MOST:
+            raise ValueError(f"steps={steps!r}")
+        return cls(history, steps, *sums)
+
+    def __str__(self) -> str:
+        done = [(len(self.history), "epoch"), (self.steps, "step")]
+        return " and ".join(f"{n} {log.plural(n, what)}" for n, what in done if n) or "0 steps"
+
+    def end_epoch(self, examples: int, test_accuracy: float, learning_rate: float) -> Epoch:
+        """Add the finished and evaluated epoch to the history."""
+        seconds, loss, number = self.seconds, self.loss_sum / examples, len(self.history) + 1
+        self.history.append(Epoch(number, seconds, examples / seconds, loss, test_accuracy, learning_rate))
+        self.steps, self.loss_sum, self.seconds = 0, 0.0, 0.0
+        return self.history[-1]
+
+
+@dataclass
+class Run(Generic[C]):
+    """config: the settings. position: the progress. facts: the rest of config.json, such as the image shape; of a new
+    run, {} until `begin`. arrays: of the checkpoint, as in `Model.arrays`; None for a new run. folder: None if nothing
+    is saved, also in workers other than worker 0."""
+
+    config: C
+    position: Position = field(default_factory=Position)
+    facts: dict[str, Any] = field(default_factory=dict)
+    arrays: Arrays | None = None
+    folder: Path | None = None
+    is_resumed: bool = False
+    _lock: int | None = None
+    _drawn: float = 0.0  # time.monotonic() when curves.png was last drawn
+
+    def lock(self) -> None:
+        """Lock the folder, and remove temporary files left by killed processes.
+
+        Raises UsageError if another process is writing to the folder, or if a new run would overwrite a run."""
+        if self.folder is None or self._lock is not None:
+            return
+        self._lock = files.lock(self.folder, "resume" if self.is_resumed else "out")
+        for name in () if self.is_resumed else FILES[::-1]:
+            if os.path.lexists(self.folder / name):
+                resume = f"continue it with {setting('resume', self.folder)}, or "
+                holds = "a run; " + resume if name == CHECKPOINT else f"{name}, but no checkpoint; remove it, or "
+                raise UsageError("out", self.folder, f"the folder holds {holds}use another folder")
+        for name in FILES:
+            files.remove_partial(self.folder / name)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin(self, facts: dict[str, Any], state: Arrays) -> None:
+        """Create and lock the folder, when training begins. facts: what to record besides the settings. state: the
+        arrays of a checkpoint."""
+        facts = json.loads(json.dumps({**facts, "version": __version__}))  # the form that `read` returns
+        if self.is_resumed:
+            self._say_what_changed(facts)
+        self.facts = facts
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()  # fail now, not after the first epoch
+        except OSError as error:
+            option = setting("resume" if self.is_resumed else "out", self.folder)
+            raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
+        self.lock()
+        if self.is_resumed:
+            self.save(state)  # so that the next resume uses the new configuration
+
+    def save(self, state: Arrays) -> None:
+        """Write checkpoint.npz, config.json and metrics.jsonl."""
+        if self.folder is None:
+            return
+        config = {**self.config.recorded(), **self.facts}
+        content = {"format": FORMAT, "config": config, **self.position.as_json()}
+        checkpoint.save(self.folder / CHECKPOINT, state, content)
+        self._write_text()
+        if self.position.history and time.monotonic() - self._drawn > SECONDS_PER_DRAWING:
+            self._draw()
+
+    def end(self) -> None:
+        """Write the final metrics and curves."""
+        if self.folder is not None:
+            self._write_text()
+            if self.position.history:
+                self._draw()
+
+    def _say_what_changed(self, facts: dict[str, Any]) -> None:
+        """Print a notice if a setting or a fact that may change has changed in a resumed run."""
+        names = [*sorted(self.config.CHANGEABLE - {"epochs", "gpus", "device"}), "workers", "devices", "threads"]
+        old, new = self.facts, json.loads(json.dumps({**self.config.recorded(), **facts}))
+        changed = [name for name in names if name in old and old[name] != new[name]]
+        if changed:
+            effect = "results are the same except for rounding"
+            if facts["running_stats"] and {"devices", "shares", "workers"} & {*changed}:
+                effect = "results differ, because batch normalization sees only the examples of one shard"
+            changes = [f"{name} {shown(new[name])} instead of {shown(old[name])}" for name in changed]
+            log.say(f"{', '.join(changes)}: {effect}")
+
+    def _write_text(self) -> None:
+        assert self.folder is not None
+        config = json.dumps({**self.config.recorded(), **self.facts}, indent=2) + "\n"
+        metrics = "".join(json.dumps(epoch._asdict()) + "\n" for epoch in self.position.history)
+        files.write_whole(self.folder / CONFIG, lambda file: file.write(config.encode()))
+        files.write_whole(self.folder / METRICS, lambda file: file.write(metrics.encode()))
+
+    def _draw(self) -> None:
+        """Plot loss and accuracy against epochs."""
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        assert self.folder is not None
+        figure, history = Figure(figsize=(8, 3.2), layout="constrained"), self.position.history
+        losses, accuracies = [e.train_loss for e in history], [e.test_accuracy for e in history]
+        panels = (("training loss", losses), ("test accuracy", accuracies))
+        for axes, (title, values) in zip(figure.subplots(1, 2), panels):
+            axes.plot([e.epoch for e in history], values, marker="o")
+            axes.set(ylabel=title, xlabel="epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            axes.grid(alpha=0.3)
+        files.write_whole(self.folder / CURVES, lambda file: figure.savefig(file, format="png", dpi=120))
+        self._drawn = time.monotonic()
+
+
+@contextmanager
+def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[Run[C]]:
+    """Resolve a run's configuration and position from what the user passed and what the folder holds; worker 0's are
+    those of all workers. Locks the folder inside the `with` block.
+
+    kind: Config, or a class derived from it. options: {name: value}, as `Config.convert` returns them; other settings
+    keep their recorded values or, in a new run, their defaults. Raises UsageError if the options contradict each other
+    or a resumed run, or differ between workers; Error if the checkpoint is damaged.
+    """
+    group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
+    run = _open(kind, options, group.size) if group.rank == 0 else None
+    try:
+        start: dict[str, Any] = {}
+        if run is not None:
+            settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(run.config).items()}
+            start = {"config": settings, "position": run.position.as_json(), "facts": run.facts}
+        start = group.broadcast(start)
+        if run is None:
+            config = kind(**start["config"])
+            position = Position.from_json(start["position"])
+            run = Run(config, position, start["facts"], is_resumed=config.resume is not None)
+        yield run
+    finally:
+        if run is not None:
+            run.unlock()
+
+
+def _open(kind: type[C], given: dict[str, Any], workers: int) -> Run[C]:
+    """Open a run in worker 0."""
+    if given.get("resume") is None:
+        config = kind(**given)
+        run = Run(config, folder=Path(config.out) if config.out else None)
+    else:
+        run = read(kind, given["resume"], lock=True)
+    try:
+        if run.is_resumed:
+            _resume(run, given, workers)
+        elif run.folder is not None and os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
+            run.lock()
+        if run.config.seed is None:
+            run.config = dataclasses.replace(run.config, seed=secrets.randbelow(2**31))
+    except BaseException:
+        run.unlock()
+        raise
+    return run
+
+
+def _resume(run: Run[C], given: dict[str, Any], workers: int) -> None:
+    """Change a run's recorded configuration to that of its continuation."""
+    recorded = run.config
+    run.config = config = cast(C, recorded.resumed(given, workers))
+    done = len(run.position.history)
+    if config.epochs < done:
+        raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
+    changed = f"; epochs: {config.epochs} instead of {recorded.epochs}" if config.epochs != recorded.epochs else ""
+    log.say(f"resuming {run.folder} after {run.position}{changed}")
+    if config.epochs == done:
+        longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
+        log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
+
+
+def read(kind: type[C], folder: str | Path, lock: bool = False) -> Run[C]:
+    """Read the run in a folder. kind: Config, or a class derived from it. lock: lock the folder first, to resume it.
+
+    Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
+    """
+    folder = Path(folder)
+    if not exists(folder):
+        raise UsageError(None, folder, _no_run(folder))
+    run = Run(kind(), folder=folder, is_resumed=True)
+    if lock:
+        run.lock()
+    path = folder / CHECKPOINT
+    try:
+        run.arrays, content = checkpoint.load(path)
+        if content.get("format") != FORMAT:
+            raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
+        run.position, run.facts = Position.from_json(content), content["config"]
+        names = {field.name for field in dataclasses.fields(kind)} - kind.NOT_RECORDED
+        settings = {name: value for name, value in run.facts.items() if name in names}
+        run.config = kind(**settings, **_devices(run.facts))
+        shape = tuple(run.facts.get("image_shape", IMAGE_SHAPE))
+        if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
+            raise ValueError(f"image_shape {shape}")
+        run.facts["image_shape"] = shape
+    except BaseException as error:
+        run.unlock()
+        if isinstance(error, (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError)):
+            advice = f"invalid run configuration ({error}); start the run again in another folder"
+            raise Error(f"{path}: {advice}") from None
+        raise
+    return run
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether the folder holds a run, that is, a checkpoint, even a damaged one."""
+    return os.path.lexists(Path(folder) / CHECKPOINT)
+
+
+def _no_run(folder: Path) -> str:
+    """Explain why a path is not the folder of a run, and what to do."""
+    if folder.is_file():
+        return f"a file; pass the run's folder, such as {folder.parent}"
+    runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}"))
+    if runs:
+        return f"not a run; did you mean {runs[0]}?"
+    return "not a run: it has no checkpoint; pass the folder of a run, such as runs/first"
+
+
+def _devices(facts: dict[str, Any]) -> dict[str, Any]:
+    """The settings for the recorded devices, such as ["cpu(0)", "cpu(1)"]. Raises ValueError if they are invalid."""
+    parsed = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(facts["devices"]))
+    if not parsed or len(parsed) != len(facts["devices"]):
+        raise ValueError(f"devices {facts['devices']}")
+    return {"device": parsed[0][0], "gpus": [int(index) for _, index in parsed]}

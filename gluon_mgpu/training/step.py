@@ -1,0 +1,123 @@
+"""A training step with what the notebooks' step lacks: gradient accumulation, clipping, shares, several workers, and
+momentum and weight decay in array lessons.
+
+The step consists of the lesson's own functions, which a model provides. Without any of these, a step is the lesson's
+`train_batch` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mxnet import Context, nd
+from mxnet.ndarray import NDArray
+
+from gluon_mgpu.data.splitting import split, split_batch
+from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.workers import Group
+
+EXTENSIONS = ("grad_accum_steps", "max_grad_norm", "shares")
+RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's running statistics
+
+Step = Callable[[NDArray, NDArray, float], list[NDArray]]  # (X, y, lr) -> the losses of each shard
+
+
+class Extensible(Protocol):
+    """A model whose step can be taken apart. Each method is a function of the lesson, applied to all devices."""
+
+    ctx: list[Context]
+    config: Any
+    extensions: Sequence[str]  # settings that this lesson's own step lacks
+
+    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]: ...
+    def split_and_load(self, data: NDArray) -> list[NDArray]: ...
+    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]: ...
+    def allreduce(self) -> None: ...
+    def update(self, lr: float, batch_size: int) -> None: ...
+    def arrays(self, device: int = 0) -> dict[str, NDArray]: ...
+    def grads(self, device: int = 0) -> dict[str, NDArray]: ...
+
+
+def is_plain(config: Config, extensions: Sequence[str], group: Group) -> bool:
+    """Whether the lesson's own step is enough. extensions: settings that this lesson's step lacks."""
+    return group.size == 1 and not config.changed([*EXTENSIONS, *extensions])
+
+
+def extended(model: Extensible, group: Group) -> Step:
+    """Returns the step for a model's settings. With several workers, X and y are this worker's part of the batch."""
+    config, grads = model.config, [model.grads(i) for i in range(len(model.ctx))]
+
+    def shards(data: NDArray) -> list[NDArray]:
+        return split(data, model.ctx, config.shares) if config.shares else model.split_and_load(data)
+
+    def step(X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        batch_size = int(group.sum(X.shape[0]))
+        losses = []
+        if config.grad_accum_steps > 1:  # each backward pass then adds to the gradients
+            for grad in [grad for of_device in grads for grad in of_device.values()]:
+                grad[:] = 0
+        for X_part, y_part in split_batch(X, y, config.grad_accum_steps):
+            losses += model.forward_backward(shards(X_part), shards(y_part))
+        model.allreduce()
+        if group.size > 1:
+            _sum_over_workers(grads, group)
+        if config.max_grad_norm:
+            for of_device in grads:  # gradients are sums, but max_grad_norm limits the norm of the mean
+                clip_grad_norm(list(of_device.values()), config.max_grad_norm * batch_size)
+        model.update(lr, batch_size)
+        average_running_stats(model, losses, X.shape[0], group, X.shape[0] / batch_size)
+        return losses
+
+    return step
+
+
+def _sum_over_workers(grads: list[dict[str, NDArray]], group: Group) -> None:
+    """Sum the gradients over all workers. All devices of this worker get the sums.
+
+    The last layer comes first: reading a gradient waits only until it is computed, and while MPI sums it, the engine
+    computes those of the layers before it.
+    """
+    for name in reversed(grads[0]):
+        total = nd.array(group.allreduce(grads[0][name].asnumpy()))
+        for of_device in grads:
+            total.copyto(of_device[name])
+
+
+def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
+    """Scale one device's gradients so that their global norm is at most max_norm."""
+    norm = nd.sqrt(nd.sum(nd.stack(*[nd.sum(nd.square(grad)) for grad in grads])))
+    scale = nd.minimum(max_norm / (norm + 1e-8), 1)
+    for grad in grads:
+        grad[:] = nd.broadcast_mul(grad, scale.reshape((1,) * grad.ndim))
+
+
+def average_running_stats(
+    model: Extensible, losses: list[NDArray], examples: int, group: Group | None = None, part: float = 1.0
+) -> None:
+    """Average batch normalization's running statistics over the devices and workers, weighted by the number of
+    examples, so that all replicas give the same result in an evaluation.
+
+    losses: of each shard. examples: their number. part: this worker's part of the whole batch.
+    """
+    ctx, several = model.ctx, group is not None and group.size > 1
+    arrays = [model.arrays(i) for i in range(len(ctx))]
+    names = [name for name in arrays[0] if name.endswith(RUNNING_STATS)]
+    if not names or len(ctx) == 1 and not several:
+        return
+    weighted = []
+    for i, c in enumerate(ctx):
+        weight = sum(shard.shape[0] for shard in losses if shard.context == c) / examples
+        # A hybridized network's backward pass writes the statistics without telling the engine. Reading an element of
+        # the gradient that is computed last makes the engine wait for the whole backward pass.
+        last = next(iter(model.grads(i).values())).reshape(-1)[:1]
+        weighted.append(nd.concat(*[arrays[i][name] for name in names], last, dim=0) * weight)
+    average = nd.add_n(*[x.as_in_context(ctx[0]) for x in weighted])
+    if group is not None and several:
+        average = nd.array(group.allreduce((average * part).asnumpy()))
+    for i, c in enumerate(ctx):
+        on_device, start = average.as_in_context(c), 0
+        for name in names:
+            size = arrays[i][name].shape[0]
+            on_device[start : start + size].copyto(arrays[i][name])
+            start += size

@@ -1,0 +1,123 @@
+"""The processes that train together: one, or several that mpiexec or srun has started, connected by MPI."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from gluon_mgpu.data.splitting import shard_sizes
+from gluon_mgpu.runtime import engine, errors, log, mpi
+from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
+
+
+class Group:
+    """The processes of a run, as one of them sees them. rank: this process's number, from 0. size: their number.
+
+    All processes must call a method at the same time, with values of the same shape; it returns when all have done so.
+    """
+
+    def __init__(self, comm: Any = None) -> None:
+        """comm: an MPI communicator; None: this process trains alone."""
+        self.comm = comm
+        self.rank: int = comm.rank if comm else 0
+        self.size: int = comm.size if comm else 1
+
+    def allreduce(self, array: np.ndarray) -> np.ndarray:
+        """Sum an array over all processes, in place."""
+        if self.comm:
+            from mpi4py import MPI
+
+            self.comm.Allreduce(MPI.IN_PLACE, array)
+        return array
+
+    def sum(self, number: float) -> float:
+        return float(self.allreduce(np.array(number, np.float64)))
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        return self.sum(flag) > 0
+
+    def broadcast(self, value: Any) -> Any:
+        """Send worker 0's value, which JSON can represent, to all processes."""
+        if not self.comm:
+            return json.loads(json.dumps(value))
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        size = np.array(len(text))
+        self.comm.Bcast(size)
+        text = text.copy() if self.rank == 0 else np.empty(int(size), np.uint8)
+        self.comm.Bcast(text)
+        return json.loads(text.tobytes())
+
+    def broadcast_arrays(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Send worker 0's arrays to all processes. Each process passes arrays with the same names, shapes and types."""
+        if self.comm:
+            arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            for array in arrays.values():
+                self.comm.Bcast(array)
+        return arrays
+
+    def agree(self, values: dict[str, Any]) -> None:
+        """Raise UsageError if a value differs from worker 0's value. Values are compared as JSON."""
+        values, of_worker_0 = json.loads(json.dumps(values)), self.broadcast(values)
+        for name in {**of_worker_0, **values}:
+            value, expected = values.get(name), of_worker_0.get(name)
+            if value != expected:
+                both = f"{name} is {value} in worker {self.rank}, but {expected} in worker 0"
+                raise UsageError(None, both, "start all workers with the same options, data and version")
+
+    def part(self, n: int, device_count: int, parts: int = 1) -> np.ndarray:
+        """The indices of this process's examples among n, which are divided evenly among the devices of all processes.
+
+        device_count: the number of devices of each process. parts: the number of parts into which a batch is split
+        before it is divided."""
+        indices: list[np.ndarray] = []
+        for part in _split(np.arange(n), parts):
+            indices += _split(part, self.size * device_count)[self.rank * device_count :][:device_count]
+        return np.concatenate(indices)
+
+
+def _split(indices: np.ndarray, parts: int) -> list[np.ndarray]:
+    return np.split(indices, np.cumsum(shard_sizes(len(indices), parts))[:-1])
+
+
+@contextmanager
+def join(kvstore: str) -> Iterator[Group]:
+    """Join the other processes of a run. kvstore: "local" for a single process, or "mpi".
+
+    If the `with` block fails in one of several processes, that process prints the error and ends all of them. Raises
+    UsageError if this process was not started for this kvstore, and Error if mpi4py is missing.
+    """
+    if kvstore == "local":
+        if log.rank() is not None and log.size() != 1:
+            advice = f"mpiexec has started this process; use {setting('kvstore', 'mpi')}, or start it without mpiexec"
+            raise UsageError("kvstore", kvstore, advice)
+        yield Group()
+        return
+    if log.rank() is None:
+        start = f"`mpiexec -n 2 {errors.command('train')} ... {setting('kvstore', 'mpi')}`"
+        raise UsageError("kvstore", kvstore, f"needs processes that mpiexec has started: {start}")
+    comm = mpi.world()
+    from mpi4py import MPI
+
+    if log.size() not in (None, comm.size):
+        library = " ".join(MPI.Get_library_version().split("\n")[0].split())
+        advice = f"{log.size()} processes were started, but not by the mpiexec of mpi4py's library, {library}"
+        raise UsageError("kvstore", kvstore, advice)
+    sharing = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the workers on this machine, which share its cores
+    engine.plan(processes=sharing.size)
+    try:
+        yield Group(comm)
+    except Interrupted:  # raised by all workers at the same step
+        raise
+    except BaseException as error:
+        trace = None if errors.in_command() and "--debug" not in sys.argv else error
+        if isinstance(error, KeyboardInterrupt):
+            mpi.fail("interrupted", 130, trace)
+        line = errors.reason(error) if trace or isinstance(error, Error) else errors.line_of(error)
+        mpi.fail(line, getattr(error, "exit_status", 1), trace)
+    comm.Barrier()  # worker 0 may still be writing
