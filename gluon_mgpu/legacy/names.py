@@ -188,14 +188,18 @@ def add_to_ipython(display: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Restore a name and an argument that earlier versions of MXNet had, and what MXNet and its arrays no longer do
-    with NumPy and Matplotlib."""
+    """Restore a name that earlier versions of MXNet had, split_data for fewer examples than slices, Constant(list), and
+    what MXNet and its arrays no longer do with NumPy and Matplotlib."""
     import numpy as np
 
     add(mx.gluon, "autograd", mx.autograd)
     arrays.add_conversion(mx)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
+    split = mx.gluon.utils.split_data
+    mx.gluon.utils.split_data = lambda data, num_slice, batch_axis=0, even_split=True: split(
+        data, num_slice if even_split else min(num_slice, data.shape[batch_axis]), batch_axis, even_split
+    )
     mx.init.Constant.dumps = lambda self: json.dumps(["constant", {"value": np.asarray(self.value).tolist()}])
 
 
