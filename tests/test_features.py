@@ -31,50 +31,50 @@ from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.config import Config
 
-# Each cell says what happens: "yes"; the setting that a UsageError names, or "run" if it names the run's folder; "-" if
+# Each cell says what happens: "yes"; "about", if rounding differs, because a batch is split in another way; the setting that a UsageError names, or "run" if it names the run's folder; "-" if
 # there is no run; "." if another row runs the same code.
 TABLE = """
 lesson     data       options   train  stop  devices  test  image  gluon  pytorch  onnx  workers
 scratch    synthetic  plain     yes    yes   yes      yes   yes    yes    yes      yes   yes
-scratch    unit       all       yes    yes   yes      yes   yes    yes    yes      yes   yes
+scratch    unit       all       yes    yes   yes      yes   yes    yes    yes      yes   about
 scratch    signed     momentum  yes    yes   yes      yes   run    yes    yes      yes   yes
 scratch    rgb        plain     impl   -     -        -     -      -      -        -     -
 scratch    pixels     plain     impl   -     -        -     -      -      -        -     -
 lenet      synthetic  momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
 lenet      unit       plain     yes    yes   yes      yes   yes    yes    .        .     yes
-lenet      signed     all       yes    yes   yes      yes   run    yes    .        .     yes
+lenet      signed     all       yes    yes   yes      yes   run    yes    .        .     about
 lenet      rgb        plain     impl   -     -        -     -      -      -        -     -
 lenet      pixels     plain     impl   -     -        -     -      -      -        -     -
 resnet18   synthetic  plain     yes    .     .        yes   .      .      .        .     .
-resnet18   unit       momentum  yes    yes   yes      yes   yes    yes    .        .     yes
-resnet18   signed     plain     yes    yes   yes      yes   run    yes    .        .     yes
+resnet18   unit       all       yes    yes   .        yes   yes    .      .        .     .
+resnet18   signed     plain     yes    .     .        yes   run    .      .        .     .
 resnet18   rgb        momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
-resnet18   pixels     plain     yes    yes   yes      yes   yes    yes    .        .     yes
+resnet18   pixels     shares    yes    .     .        yes   yes    .      .        .     shares
 sharded-0  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
-sharded-0  unit       plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
-sharded-0  signed     plain     yes    yes   yes      yes   run    yes    .        .     kvstore
+sharded-0  unit       plain     yes    .     .        yes   yes    yes    .        .     kvstore
+sharded-0  signed     plain     yes    .     .        yes   run    yes    .        .     kvstore
 sharded-0  rgb        plain     impl   -     -        -     -      -      -        -     -
 sharded-0  pixels     plain     impl   -     -        -     -      -      -        -     -
 sharded-1  synthetic  plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
 sharded-1  unit       momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
-sharded-1  signed     momentum  yes    yes   yes      yes   run    yes    .        .     kvstore
+sharded-1  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
 sharded-1  rgb        plain     impl   -     -        -     -      -      -        -     -
 sharded-1  pixels     plain     impl   -     -        -     -      -      -        -     -
 sharded-2  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
-sharded-2  unit       plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
-sharded-2  signed     momentum  yes    yes   yes      yes   run    yes    .        .     kvstore
+sharded-2  unit       plain     yes    .     .        yes   yes    yes    .        .     kvstore
+sharded-2  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
 sharded-2  rgb        plain     impl   -     -        -     -      -      -        -     -
 sharded-2  pixels     plain     impl   -     -        -     -      -      -        -     -
 sharded-3  synthetic  momentum  yes    yes   yes      yes   yes    yes    yes      yes   kvstore
 sharded-3  unit       plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
-sharded-3  signed     momentum  yes    yes   yes      yes   run    yes    .        .     kvstore
+sharded-3  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
 sharded-3  rgb        plain     impl   -     -        -     -      -      -        -     -
 sharded-3  pixels     plain     impl   -     -        -     -      -      -        -     -
-arrays.py  rgb        all       yes    yes   yes      yes   yes    yes    yes      yes   yes
-arrays.py  pixels     shares    yes    yes   yes      yes   yes    yes    yes      yes   shares
 arrays.py  synthetic  plain     impl   -     -        -     -      -      -        -     -
 arrays.py  unit       plain     impl   -     -        -     -      -      -        -     -
 arrays.py  signed     plain     impl   -     -        -     -      -      -        -     -
+arrays.py  rgb        momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
+arrays.py  pixels     shares    yes    yes   yes      yes   yes    yes    yes      yes   shares
 layers.py  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     yes
 layers.py  unit       plain     yes    yes   yes      yes   yes    yes    .        .     yes
 layers.py  signed     shares    yes    yes   yes      yes   run    yes    yes      yes   shares
@@ -87,11 +87,14 @@ OPTIONS = {
     "all": {"momentum": 0.9, "weight_decay": 0.01, "max_grad_norm": 0.05, "grad_accum_steps": 2},
     "shares": {"shares": (3, 1)},
 }
-NETWORKS = {
-    "lenet": {"impl": "highlevel"},
-    # With a larger rate, differences in rounding grow too fast: at first, its activations are tiny.
-    "resnet18": {"impl": "highlevel", "model": "resnet18", "lr": 1e-4},
-}
+NETWORKS = {"lenet": {"impl": "highlevel"}, "resnet18": {"impl": "highlevel", "model": "resnet18 xavier", "lr": 0.001}}
+REGISTER = """
+import mxnet as mx
+from gluon_mgpu import networks
+# With the lesson's initializer, the activations of ResNet-18 are so small that differences in rounding grow too fast.
+networks.register("resnet18 xavier", networks.resnet18, mx.init.Xavier())
+"""
+exec(REGISTER)
 OF_ANY_SIZE = ("resnet18", "layers.py")  # lessons whose network accepts images of any size
 EXAMPLES, BATCH, EPOCHS, SEED = 34, 12, 2, 3  # the last batch of an epoch has 10 examples
 STEPS = 3  # per epoch
@@ -151,9 +154,9 @@ ROWS = [Row(*line) for line in LINES]
 assert len({row[:2] for row in ROWS}) == len(ROWS) == 9 * 5  # every lesson with every kind of data
 
 
-def rows(operation, *marks):
-    """The rows in which an operation works, as parameters of a test."""
-    found = [row for row in ROWS if getattr(row, operation) == "yes"]
+def rows(operation, *marks, cell="yes"):
+    """The rows with this cell for an operation, as parameters of a test."""
+    found = [row for row in ROWS if getattr(row, operation) == cell]
     return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=marks) for row in found]
 
 
@@ -175,9 +178,9 @@ def gluon_lesson():
 
 def own_data(shape, classes, low, high, dtype, examples):
     """Images (n, *shape) of classes with different pictures, and their labels."""
-    random = np.random.default_rng(1)
-    pictures, labels = random.random((classes, *shape)), np.arange(examples) % classes
-    images = (0.6 * pictures[labels] + 0.4 * random.random((examples, *shape))) * (high - low) + low
+    random, labels, (channels, height, width) = np.random.default_rng(1), np.arange(examples) % classes, shape
+    pictures = random.random((classes, channels, height // 4, width // 4)).repeat(4, axis=2).repeat(4, axis=3)
+    images = (0.8 * pictures[labels] + 0.2 * random.random((examples, *shape))) * (high - low) + low
     images[0].flat[:2] = low, high
     return images.astype(dtype), labels
 
@@ -208,6 +211,19 @@ class Runs:
         folder = self.path(row, "whole")
         if not folder.exists():
             train(**self.settings(row), out=folder)
+        return folder
+
+    def strong(self, row):
+        """A copy of a row's uninterrupted run with large random weights, so that its scores depend on the images."""
+        folder = self.path(row, "strong")
+        if not folder.exists():
+            arrays, facts = checkpoint.load(self.whole(row) / "checkpoint.npz")
+            random = np.random.default_rng(2)
+            for name, array in arrays.items():
+                if array.ndim > 1 and not name.startswith(VELOCITY):
+                    arrays[name] = random.normal(0, (2 / array[0].size) ** 0.5, array.shape).astype(np.float32)
+            folder.mkdir()
+            checkpoint.save(folder / "checkpoint.npz", arrays, facts)
         return folder
 
     def resumed(self, row, kind, **changes):
@@ -271,7 +287,7 @@ class Reference:
         if row.lesson in ("resnet18", "layers.py"):
             lesson = lessons.load(runs.settings(row)["impl"])
             self.net = networks.resnet18() if row.lesson == "resnet18" else lesson.lenet()
-            self.net.initialize(mx.init.Normal(0.01))
+            self.net.initialize(mx.init.Xavier() if row.lesson == "resnet18" else mx.init.Normal(0.01))
             self.net(nd.zeros((1, *self.data[0].shape[1:]))).wait_to_read()  # it may change the layout of weights
             self.net.collect_params().setattr("grad_req", "add")
             self.params = {name: p.data().asnumpy() for name, p in self._parameters().items()}
@@ -361,18 +377,17 @@ def scores(row, runs, folder, images):
 
 
 def assert_same_training(folder, reference):
-    """The parameters and velocities of a run differ from another training's by rounding only. Rounding changes ReLUs
-    of ResNet-18."""
+    """The parameters and velocities of a run differ from another training's by rounding only."""
     arrays, _ = checkpoint.load(folder / "checkpoint.npz")
     expected = dict(reference.params)
     if "momentum" in reference.options:
         expected |= {VELOCITY + n: v for n, v in reference.velocities.items() if "running" not in n}
     assert arrays.keys() == expected.keys()
-    tolerance = 0.1 if "model" in reference.options else 0.001
+    tolerance = 0.01 if "model" in reference.options else 0.001  # ResNet-18 has more layers
     for name, array in expected.items():
         change = np.linalg.norm(array - reference.start.get(name, 0))
         error = np.linalg.norm(arrays[name] - array)
-        assert error <= change * tolerance + 1e-8 * array.size**0.5, name
+        assert error <= change * tolerance + 1e-7 * array.size**0.5, (name, error, change)
 
 
 def assert_same_bits(folder, expected):
@@ -385,7 +400,8 @@ def assert_same_bits(folder, expected):
 
 def assert_same_scores(found, expected):
     assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected - expected.mean(0)).max()
+    spread = (expected - expected.mean(0)).std()
+    assert spread > 0.05 and np.abs(found - expected).max() <= 1e-3 * spread
 
 
 # The operations
@@ -411,7 +427,7 @@ def test_a_run_resumed_on_other_devices_is_a_plain_loop_with_these_devices(row, 
 def loaded(row, runs):
     """A row's run as `evaluate` loads it, on 2 devices."""
     own = runs.settings(row)["impl"] if row.is_own else None
-    return evaluate.load(runs.whole(row), own, 2, "cpu")
+    return evaluate.load(runs.strong(row), own, 2, "cpu")
 
 
 @pytest.mark.parametrize("row", rows("test"))
@@ -419,11 +435,12 @@ def test_an_evaluation_has_the_scores_and_counts_of_the_checkpoints_arrays(row, 
     trained = loaded(row, runs)
     given, labels = evaluate.held_out(trained.run, runs.settings(row).get("data_dir"))
     *_, images, expected_labels = runs.data(row)
-    expected = scores(row, runs, runs.whole(row), images)
+    expected = scores(row, runs, runs.strong(row), images)
     assert_same_scores(evaluate.scores(trained, given), expected)
     np.testing.assert_array_equal(labels, expected_labels)
     correct = (expected.argmax(1) == expected_labels).sum()
     assert f"({correct}/{len(images)})" in evaluate.report(trained, given, labels)
+    correct = (scores(row, runs, runs.whole(row), images).argmax(1) == expected_labels).sum()
     assert trained.run.position.history[-1].test_accuracy == correct / len(images)
 
 
@@ -435,7 +452,7 @@ def test_an_image_file_gets_the_scores_of_its_pixels_scaled_as_in_training(row, 
     pixels = np.round(image * 255 / top).astype(np.uint8)[0]
     Image.fromarray(pixels.transpose(1, 2, 0).squeeze()).save(tmp_path / "image.png")
     read = evaluate.read_image(tmp_path / "image.png", pixels.shape)
-    expected = scores(row, runs, runs.whole(row), pixels[None] / 255 * top)[0]
+    expected = scores(row, runs, runs.strong(row), pixels[None] / 255 * top)[0]
     powers = np.exp(expected - expected.max())
     best = powers.argsort()[::-1][:3]
     line = ", ".join(f"{i} {powers[i] / powers.sum():.4f}" for i in best)
@@ -445,10 +462,10 @@ def test_an_image_file_gets_the_scores_of_its_pixels_scaled_as_in_training(row, 
 def converted(to, row, runs, folder):
     """(the prefix of the converted files, test images, their scores)."""
     settings = runs.settings(row)
-    network = convert.from_run(runs.whole(row), settings["impl"] if row.is_own else None, settings.get("data_dir"))
+    network = convert.from_run(runs.strong(row), settings["impl"] if row.is_own else None, settings.get("data_dir"))
     convert.save(network, to, str(folder / "net"))
     images = runs.data(row)[2].astype(np.float32)
-    return folder / "net", images, scores(row, runs, runs.whole(row), images)
+    return folder / "net", images, scores(row, runs, runs.strong(row), images)
 
 
 def needs(to):
@@ -494,8 +511,9 @@ def test_onnx_runtime_loads_the_converted_network_and_computes_the_same_scores(r
     assert_same_scores(session.run(None, {session.get_inputs()[0].name: images})[0], expected)
 
 
-WORKERS = """
-import json, sys
+WORKERS = f"""
+import gluon_mgpu, json, sys
+{REGISTER}
 from gluon_mgpu.train import train
 for options in json.loads(sys.argv[1]):
     train(**options)
@@ -508,7 +526,7 @@ def by_workers(runs):
     """Trains the runs of all rows with two workers of one device each."""
     options = []
     for row in ROWS:
-        if row.workers == "yes":
+        if row.workers in ("yes", "about"):
             run = {**runs.settings(row), "gpus": 1, "kvstore": "mpi", "out": str(runs.path(row, "workers"))}
             options.append(run)
     command = [Path(sys.executable).with_name("mpiexec"), "-n", "2", sys.executable, "-c", WORKERS, json.dumps(options)]
@@ -522,7 +540,13 @@ def test_two_workers_have_the_bits_of_one_process_with_two_contexts(row, runs, b
     assert_same_bits(runs.path(row, "workers"), runs.whole(row))
 
 
-REFUSED = [(row, name) for row in ROWS for name in Row._fields[3:] if getattr(row, name) not in ("yes", "-", ".")]
+@NEEDS_MPI
+@pytest.mark.parametrize("row", rows("workers", cell="about"))
+def test_two_workers_train_like_a_plain_loop(row, runs, by_workers):
+    assert_same_training(runs.path(row, "workers"), Reference(row, runs).train(lambda step: 2))
+
+
+REFUSED = [(row, name) for row in ROWS for name in Row._fields[3:] if getattr(row, name) not in ("yes", "about", "-", ".")]
 
 
 @pytest.mark.parametrize("row, operation", REFUSED, ids=[f"{row.lesson} {row.data} {name}" for row, name in REFUSED])
@@ -539,7 +563,7 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
             models.build(config.impl, [mx.cpu()], config)
     assert "\n" not in str(refused.value)
     if named == "run":
-        assert str(runs.whole(row)) in str(refused.value)
+        assert str(runs.strong(row)) in str(refused.value)
     else:
         assert refused.value.name == named
 
