@@ -48,10 +48,10 @@ lenet      signed     all       yes    yes   yes      yes   run    yes    .     
 lenet      rgb        plain     impl   -     -        -     -      -      -        -     -
 lenet      pixels     plain     impl   -     -        -     -      -      -        -     -
 resnet18   synthetic  plain     yes    .     .        yes   .      .      .        .     .
-resnet18   unit       all       yes    .     .        yes   yes    .      .        .     .
+resnet18   unit       momentum  yes    .     .        yes   yes    .      .        .     .
 resnet18   signed     plain     yes    .     .        yes   run    .      .        .     .
 resnet18   rgb        momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
-resnet18   pixels     shares    yes    .     .        yes   yes    .      .        .     shares
+resnet18   pixels     plain     yes    .     .        yes   yes    .      .        .     .
 sharded-0  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
 sharded-0  unit       plain     yes    .     .        yes   yes    yes    .        .     kvstore
 sharded-0  signed     plain     yes    .     .        yes   run    yes    .        .     kvstore
