@@ -11,13 +11,15 @@ from mxnet import gluon, nd
 from PIL import Image
 from runs import call
 
-from gluon_mgpu import IMPLS, convert, evaluate, implementations
+from gluon_mgpu import convert, evaluate
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.data import datasets
+from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.replicas import LENET
 
+IMPLS = ("scratch", "highlevel")
 LIMIT, TESTS = 600, 100
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0}
 
@@ -27,9 +29,9 @@ def runs(tmp_path_factory):
     """Half-trained runs: scratch and highlevel, and one with max pooling, shares and momentum."""
     folder = tmp_path_factory.mktemp("runs")
     for impl in IMPLS:
-        implementations.train(impl, 1, 16, 0.1, limit=LIMIT, momentum=0.5, epochs=7, out=folder / impl, **COMMON)
+        train(impl, 1, 16, 0.1, limit=LIMIT, momentum=0.5, epochs=7, out=folder / impl, **COMMON)
     options = {"model": "lenet-max", "shares": (80, 20), "momentum": 0.9, "limit": 600, "epochs": 3}
-    implementations.train("highlevel", 2, 40, 0.05, out=folder / "max", **options, **COMMON)
+    train("highlevel", 2, 40, 0.05, out=folder / "max", **options, **COMMON)
     return folder
 
 
@@ -85,10 +87,10 @@ def test_lenet_is_read_by_either_implementation_on_any_devices(run, impl, gpus, 
 
 def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(runs, monkeypatch):
     trained = evaluate.load(runs / "scratch", None, 1, "cpu")
-    trained = trained._replace(settings=replace(trained.settings, batch_size=10**9))
+    trained.run.config = replace(trained.run.config, batch_size=10**9)
     images, sizes = np.zeros((2500, 1, 28, 28), np.uint8), []
-    predict = trained.replicas.predict
-    monkeypatch.setattr(trained.replicas, "predict", lambda X: sizes.append(len(X)) or predict(X))
+    predict = trained.model.predict
+    monkeypatch.setattr(trained.model, "predict", lambda X: sizes.append(len(X)) or predict(X))
     assert len(evaluate.scores(trained, images)) == sum(sizes) == len(images) and max(sizes) < len(images)
 
 

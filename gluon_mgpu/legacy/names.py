@@ -1,7 +1,7 @@
 """Restores names and modules that programs from 2016 to 2022 use but that Python and NumPy have removed.
 
-Only np.fromstring, which lost one of its modes, is replaced; any other name that still exists is left as it is. All
-changes affect only this process.
+Only np.fromstring, np.array, np.asarray and np.asanyarray are replaced; any other name that still exists is left as it
+is. All changes affect only this process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import errno
 import gc
 import importlib.util
+import json
 import math
 import sys
 import warnings
@@ -20,6 +21,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
+
+from gluon_mgpu.legacy import arrays
 
 STANDARD = Path(collections.__file__).parents[1]  # the standard library's folder
 # Modules that Python has removed: {name: file that replaces the module}.
@@ -138,6 +141,8 @@ def add_to_numpy(np: ModuleType) -> None:
         _add(np, name, value)
     _add(np.lib, "pad", np.pad)
     _add_array_methods(np)
+    arrays.convert_single_elements(np)
+    arrays.accept_ragged(np)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode was deprecated before it was removed
@@ -183,22 +188,15 @@ def add_to_ipython(display: ModuleType) -> None:
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Restore a name that early versions of MXNet had, and what MXNet and its arrays no longer do with NumPy and
-    Matplotlib."""
+    """Restore a name and an argument that earlier versions of MXNet had, and what MXNet and its arrays no longer do
+    with NumPy and Matplotlib."""
     import numpy as np
-
-    from gluon_mgpu.legacy import arrays
 
     _add(mx.gluon, "autograd", mx.autograd)
     arrays.add_conversion(mx)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this was deprecated before it was removed
-            float(np.zeros(1))
-    except TypeError:
-        arrays.replace_asnumpy(mx)
+    mx.init.Constant.dumps = lambda self: json.dumps(["constant", {"value": np.asarray(self.value).tolist()}])
 
 
 def _keep_sums_in_float64(metric: Any) -> None:
@@ -210,7 +208,7 @@ def _keep_sums_in_float64(metric: Any) -> None:
         def set_sum(self: Any, value: Any) -> None:
             vars(self)[name] = np.float64(value) if isinstance(value, (float, np.floating)) else value
 
-        return property(lambda self: vars(self)[name], set_sum)
+        return property(lambda self: getattr(self, name), set_sum)  # raises AttributeError before it is set
 
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
 
