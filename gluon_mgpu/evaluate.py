@@ -50,8 +50,8 @@ def load(
     """
     run = read(LessonConfig, folder)
     if impl is None and run.config.impl not in lessons.UNSUPPORTED:
-        own = setting("impl", run.config.impl)
-        raise UsageError(None, folder, f"trained with your own lesson; pass it with {own}")
+        option = setting("impl", run.config.impl)
+        raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.config.impl)
     run.config = run.config.for_evaluation(lesson)

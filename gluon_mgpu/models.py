@@ -7,10 +7,12 @@ calls the lesson's own functions.
 from __future__ import annotations
 
 import inspect
+import io
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -72,8 +74,8 @@ class Model(ABC):
                 nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
 
     def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
-        own = {name: array.shape for name, array in self.arrays().items()}
-        if {name: array.shape for name, array in arrays.items()} != own:
+        expected = {name: array.shape for name, array in self.arrays().items()}
+        if {name: array.shape for name, array in arrays.items()} != expected:
             raise Error("the checkpoint holds the parameters of a different network")
 
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
@@ -92,8 +94,8 @@ class Model(ABC):
         """The error for a network that does not fit the data."""
         config = self.config
         name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
-        own = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
-        return UsageError(name, value, f"the network {why}{own}")
+        hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
+        return UsageError(name, value, f"the network {why}{hint}")
 
 
 class ArrayModel(Model):
@@ -105,7 +107,7 @@ class ArrayModel(Model):
         super().__init__(*args)
         params = self.lesson.init_params()
         self.device_params = [self.lesson.get_params(params, c) for c in self.ctx]
-        self.names = networks.LENET if len(params) == len(networks.LENET) else [f"p{i}" for i in range(len(params))]
+        self.names = _array_names(len(params))
         velocities = params if self.config.momentum else []
         self.velocities = [[nd.zeros_like(p).as_in_context(c) for p in velocities] for c in self.ctx]
         if self.config.grad_accum_steps > 1:
@@ -150,43 +152,24 @@ class ArrayModel(Model):
 
 
 class GluonModel(Model):
-    """net: the network as written. trained: the network that is trained, which `tuning` may have made faster."""
+    """net: the network as written. fast_net: the network that is trained; with `tune`, it may be a faster equivalent of
+    net, with the same parameters."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config, ctx = self.config, self.ctx
-        network = networks.get(config.model)
-        is_own = network is None  # the lesson's own network, with the lesson's own initializer
-        self.net = self.lesson.lenet() if network is None else network.build()
-        if network is None or network.init is None:
-            self.lesson.initialize(self.net, ctx)
-        elif "init" in inspect.signature(self.lesson.initialize).parameters:
-            self.lesson.initialize(self.net, ctx, init=network.init)
-        else:
-            advice = f"needs an initializer of its own, but initialize in {name_of(self.lesson)} has no argument init"
-            raise UsageError("model", config.model, advice)
-        self.net.hybridize(config.hybridize, static_alloc=True, static_shape=True)
-        for c in ctx:  # creates the parameters; if only one device did this, the others would be slower later
-            self.predict_with(self.net, nd.zeros((1, *self.image_shape), ctx=c))
-        params = self.net._collect_params_with_prefix()
-        names: Sequence[str] = [*params]
-        if is_own and len(names) == len(networks.LENET) and not any(name.endswith(RUNNING_STATS) for name in names):
-            names = networks.LENET
-        elif network is not None and network.names:
-            names = network.names
-            if len(names) != len(params):
-                advice = f"registered with {len(names)} names, but the network has {len(params)} arrays"
-                raise UsageError("model", config.model, advice)
-        self.parameters = dict(zip(names, params.values()))
+        self.net = self._create_net()
+        self.parameters = dict(zip(self._names(), self.net._collect_params_with_prefix().values()))
+        self.has_running_stats = any(name.endswith(RUNNING_STATS) for name in self.parameters)
         trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
         if config.grad_accum_steps > 1:
             for p in trained.values():
                 p.grad_req = "add"
+        tune = config.tune and ctx[0].device_type == "cpu"
+        faster = tune and config.hybridize and tuning.has_avx512() and tuning.tunable(self.net, ctx)
+        self.fast_net = tuning.tuned(self.net) if faster else self.net
         rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
-        self.trained = self.net
-        if config.tune and config.hybridize and tuning.tunable(self.net, ctx) and tuning.has_avx512():
-            self.trained = tuning.tuned(self.net)
-        if config.tune and ctx[0].device_type == "cpu":
+        if tune:
             self.trainer = tuning.Trainer([*trained.values()], rule)
         else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
             self.trainer = gluon.Trainer([*trained.values()], "sgd", rule, kvstore="device", update_on_kvstore=False)
@@ -196,29 +179,53 @@ class GluonModel(Model):
                 updater.states = {i: nd.zeros_like(arrays[name]) for i, name in enumerate(trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
                 arrays.update({VELOCITY + name: updater.states[i] for i, name in enumerate(trained)})
-        self.has_running_stats = any(name.endswith(RUNNING_STATS) for name in self.parameters)
 
-    def predict_with(self, net: gluon.Block, X: NDArray) -> NDArray:
+    def _create_net(self) -> gluon.Block:
+        """The lesson's network, or a registered one, initialized on all devices."""
+        network, initialize = networks.get(self.config.model), self.lesson.initialize
+        with mx.name.NameManager():  # counts layers from 0, whatever was built before
+            net = network.build() if network else self.lesson.lenet()
+        if network is None or network.init is None:
+            initialize(net, self.ctx)
+        elif "init" in inspect.signature(initialize).parameters:
+            initialize(net, self.ctx, init=network.init)
+        else:
+            advice = f"needs an initializer of its own, but initialize in {name_of(self.lesson)} has no argument init"
+            raise UsageError("model", self.config.model, advice)
+        net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
         try:
-            return net(X)
+            with redirect_stdout(io.StringIO()):  # if shapes do not fit, MXNet prints its arguments
+                for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
+                    net(nd.zeros((1, *self.image_shape), ctx=c))
         except (mx.MXNetError, ValueError) as error:
             raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
+        return net
+
+    def _names(self) -> Sequence[str]:
+        """The names of the network's arrays in checkpoints: Gluon's or, for what scratch can train too, scratch's."""
+        network, names = networks.get(self.config.model), [*self.net._collect_params_with_prefix()]
+        if network is None:
+            return names if any(name.endswith(RUNNING_STATS) for name in names) else _array_names(len(names))
+        if network.names and len(network.names) != len(names):
+            advice = f"registered with {len(network.names)} names, but the network has {len(names)} arrays"
+            raise UsageError("model", self.config.model, advice)
+        return network.names or names
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
-        losses = self.lesson.train_batch(X, y, self.trained, self.ctx, self.trainer)
+        losses = self.lesson.train_batch(X, y, self.fast_net, self.ctx, self.trainer)
         if self.has_running_stats:
             average_running_stats(self, losses, X.shape[0])
         return losses
 
     def predict(self, X: NDArray) -> NDArray:
-        return self.trained(X)
+        return self.fast_net(X)
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return self._arrays[device]
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return self.lesson.forward_backward(self.trained, Xs, ys)
+        return self.lesson.forward_backward(self.fast_net, Xs, ys)
 
     def allreduce(self) -> None:
         self.trainer.allreduce_grads()
@@ -310,7 +317,7 @@ def build(
     image_shape: (channels, height, width). classes: number of classes. exactly: whether more scores are an error.
     Raises UsageError if the settings, the devices, the network and the data do not fit together.
     """
-    engine.check(ctx)
+    engine.check_contexts(ctx)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl)
     config = config or LessonConfig(impl=name_of(lesson))
     config.check_lesson(lesson)
@@ -350,6 +357,11 @@ def restore(model: Model, run: Run[Any]) -> None:
     run.arrays = None
 
 
+def loss_of(lesson: ModuleType) -> Any:
+    """The loss function of a lesson, or the softmax cross-entropy if it has none of this name."""
+    return getattr(lesson, "loss", None) or gluon.loss.SoftmaxCrossEntropyLoss()
+
+
 def _not_called(model: Model, workers: int) -> list[str]:
     """The functions of a user's own lesson that a step does not call with these settings."""
     config, names = model.config, []
@@ -362,6 +374,11 @@ def _not_called(model: Model, workers: int) -> list[str]:
     if workers > 1 or config.changed([*EXTENSIONS, *model.extensions]):
         names.append("train_batch")
     return names
+
+
+def _array_names(count: int) -> Sequence[str]:
+    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers."""
+    return networks.LENET if count == len(networks.LENET) else [f"p{i}" for i in range(count)]
 
 
 def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Sequence[int]) -> None:

@@ -138,8 +138,8 @@ def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArr
     reduced, start = [], 0
     for part in parts:
         end = start + part.shape[1]
-        own = [nd.slice_axis(g, axis=1, begin=start, end=end).as_in_context(part.context) for g in gradients]
-        reduced.append(nd.add_n(*own))
+        pieces = [nd.slice_axis(g, axis=1, begin=start, end=end).as_in_context(part.context) for g in gradients]
+        reduced.append(nd.add_n(*pieces))
         start = end
     return reduced
 

@@ -89,8 +89,8 @@ def unshard(chunks: Vectors, shapes: Shapes) -> list[list[NDArray]]:
 def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[Tape]:
     """Compute a layer on each device. Each layer has a graph of its own, so `backward` can stop after any layer."""
     tapes = []
-    for X, own in zip(Xs, arrays):
-        variables = [X.detach(), *own]
+    for X, of_device in zip(Xs, arrays):
+        variables = [X.detach(), *of_device]
         autograd.mark_variables(variables, [v.detach() for v in variables])  # the second list is not used by `grad`
         with autograd.record():
             tapes.append((variables, layer(*variables)))
@@ -156,9 +156,9 @@ def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     while tapes:
         heads, whole = backward(tapes.pop(), heads)
         grads.append(reduce_scatter(whole))
-    own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, own, grads[::-1], moments, X.shape[0])
-    for chunks, buckets in zip(own, weights):
+    owned = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
+    update(optimizer, owned, grads[::-1], moments, X.shape[0])
+    for chunks, buckets in zip(owned, weights):
         all_gather(chunks, out=buckets)
     return losses
 
@@ -171,9 +171,9 @@ def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     while tapes:
         heads, whole = backward(tapes.pop(), heads)
         grads.append([g.copy() for g in reduce_scatter(whole)])
-    own = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, own, grads[::-1], moments, X.shape[0])
-    for chunks, buckets in zip(own, weights):
+    owned = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
+    update(optimizer, owned, grads[::-1], moments, X.shape[0])
+    for chunks, buckets in zip(owned, weights):
         all_gather(chunks, out=buckets)
     return losses
 

@@ -34,7 +34,7 @@ SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
         gluon-mgpu doctor --data-dir data
     """,
 )
-@common.settings("data_dir")
+@common.option("--data-dir", metavar="DIR", help="Folder that contains the data set.")  # `settings` needs NumPy
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run: print one line per finding about packages, cores and data, and train briefly on
@@ -50,10 +50,10 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     """Yields each finding as soon as it is known."""
     yield "ok", f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
-    found = [_package("NumPy", "'numpy>=1.22'"), _package("MXNet", "--no-deps mxnet==1.9.1")]
-    yield from found
+    packages = [_package("NumPy", "'numpy>=1.22'"), _package("MXNet", "--no-deps mxnet==1.9.1")]
+    yield from packages
     yield _cores()
-    if all(mark == "ok" for mark, _ in found):
+    if all(mark == "ok" for mark, _ in packages):
         trial = _trial()
         yield trial
         if trial[0] == "ok":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import click
@@ -9,7 +10,7 @@ import click
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 
-COMMANDS = "train exercise evaluate convert run kernel doctor".split()
+COMMANDS = "train check exercise evaluate convert run kernel doctor".split()
 
 
 class Commands(common.Group):
@@ -18,6 +19,9 @@ class Commands(common.Group):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS)
+            if near and not context.resilient_parsing:
+                raise click.UsageError(f"No such command {name!r}. Did you mean {near[0]!r}?", context)
             return None
         return getattr(importlib.import_module(f"gluon_mgpu.commands.{name}"), name)
 

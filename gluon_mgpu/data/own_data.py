@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import math
-import zlib
 from pathlib import Path
 
 import numpy as np
 
+from gluon_mgpu.runtime import files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -19,13 +17,15 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order o
 
 
 def read(folder: str | Path) -> Arrays:
-    """Read the arrays in a folder, and check them.
+    """Read the arrays in a folder or .npz file, and check them.
 
     Raises UsageError if they are missing or invalid, and Error if a file is damaged.
     """
     folder = Path(folder).expanduser()
+    if folder.suffix == ".npz" and folder.is_file():
+        return checked(*_read_npz(folder))
     if not folder.is_dir():
-        raise UsageError("data_dir", folder, "the folder does not exist")
+        raise UsageError("data_dir", folder, "does not exist")
     archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*-idx?-ubyte*"))
     try:
         if len(archives) == 1:
@@ -59,6 +59,9 @@ def _images(name: str, array: np.ndarray) -> np.ndarray:
     images = np.asarray(array)
     if images.ndim == 3:
         images = images[:, None]
+    if images.ndim == 4 and images.shape[3] in (1, 3, 4) and images.shape[1] == images.shape[2] > 4:
+        log.say(f"{name}: the shape {images.shape} has the channels last; they are moved to the second axis")
+        images = images.transpose(0, 3, 1, 2)
     if images.ndim != 4 or not images.size:
         raise UsageError(name, images.shape, "must have the shape (n, height, width) or (n, channels, height, width)")
     if images.dtype != np.uint8 and images.dtype.kind != "f":
@@ -95,26 +98,27 @@ def _read_npz(path: Path) -> list[np.ndarray]:
         raise Error(f"{path}: cannot be read ({error or type(error).__name__}); replace it") from None
 
 
-def _file(folder: Path, files: list[Path], part: str) -> Path:
+def _file(folder: Path, candidates: list[Path], part: str) -> Path:
     """The IDX file with this part of the data, such as train-images-idx3-ubyte.gz."""
     half, what = part.split("_")
-    found = [file for file in files if what in file.name and ("train" in file.name) == (half == "train")]
+    found = [file for file in candidates if what in file.name and ("train" in file.name) == (half == "train")]
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
         raise UsageError("data_dir", folder, f"must contain one IDX file with the {half} {what}, found {names}")
     return found[0]
 
 
+def parse_idx(content: bytes) -> np.ndarray:
+    """Parse an IDX file of unsigned bytes: two zeros, the type 8, the number of dimensions, their sizes. Raises
+    ValueError if it is another file."""
+    if content[:3] != b"\0\0\x08":
+        raise ValueError("not an IDX file of unsigned bytes")
+    start = 4 + 4 * content[3]
+    return np.frombuffer(content, np.uint8, offset=start).reshape(np.frombuffer(content[4:start], ">u4"))
+
+
 def _read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file of unsigned bytes. Format: two zeros, the type 8, the number of dimensions, their sizes."""
     try:
-        with open(path, "rb") as opened:
-            file = gzip.GzipFile(fileobj=opened) if opened.peek(2)[:2] == b"\x1f\x8b" else opened
-            magic = file.read(4)
-            if magic[:3] != b"\0\0\x08":
-                raise ValueError("not an IDX file of unsigned bytes")
-            shape = [int.from_bytes(file.read(4), "big") for _ in range(magic[3])]
-            content = file.read(math.prod(shape) + 1)
-            return np.frombuffer(content, np.uint8).reshape(shape)
-    except (OSError, EOFError, ValueError, IndexError, OverflowError, MemoryError, zlib.error) as error:
+        return parse_idx(files.read_decompressed(path))
+    except (ValueError, IndexError, MemoryError) as error:
         raise Error(f"{path}: cannot be read ({error or type(error).__name__}); replace it") from None

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -27,7 +28,13 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import files, log
 
 SECONDS = 20  # time limit for a stalled download
+FOLDERS = (  # (pattern of a folder or a host, the data set in it; "": unknown), the first that matches
+    (r"mnist([-_]?data(sets?)?)?", "mnist"),
+    (r"fashion([-_]?mnist)?([-_]?data(sets?)?)?|fashion-mnist\.s3-\S+|tf-keras-datasets", "fashion-mnist"),
+    (".*mnist.*", ""),
+)
 FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's functions raise if a download fails
+downloading = threading.local()  # has an attribute while `datasets` itself downloads in this thread
 
 
 def replace(mx: ModuleType, data_dir: str | None) -> None:
@@ -71,7 +78,7 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
     def MNISTIter(*args: Any, **options: Any) -> Any:
         for kind, default in (("image", "train-images-idx3-ubyte"), ("label", "train-labels-idx1-ubyte")):
             path = Path(options.setdefault(kind, default))
-            known = known_file(str(path).replace(".idx", "-idx"))
+            known = known_file(str(path).replace(".idx", "-idx"), default="mnist")
             if known and not path.exists():
                 write(path, datasets.content(*known, data_dir), f"{known[0]} data for {path}")
         return iterate(*args, **options)
@@ -84,14 +91,14 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
 
     Raises OSError if download() fails. Other exceptions: see `datasets.content`.
     """
-    known = known_file(url)
+    known = content(url, data_dir)
     if known:
-        content = datasets.content(*known, data_dir)
         with suppress(OSError, EOFError, zlib.error):  # missing or damaged
-            if gzip.decompress(target.read_bytes()) == content:
+            existing = target.read_bytes()
+            if known == existing or url.endswith(".gz") and gzip.decompress(known) == gzip.decompress(existing):
                 return str(target)
-        return write(target, gzip.compress(content, compresslevel=1), f"{known[0]} data for {target}")
-    if url.endswith("/mnist.zip"):
+        return write(target, known, f"a verified copy of {target.name} for {target}")
+    if url.endswith("/data/mnist.zip"):
         return write(target, mnist_zip(data_dir), f"mnist data for {target}")
     place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
     if place != target and place.exists():
@@ -103,11 +110,26 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
         raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
 
 
-def known_file(address: str) -> tuple[str, str] | None:
-    """The (data set, file) that a URL or path names, or None."""
-    name = "fashion-mnist" if "fashion" in address.lower() else "mnist"
-    file = os.path.basename(address).removesuffix(".gz")
-    return (name, file) if file in datasets.SHA256[name] else None
+def content(url: str, data_dir: str | None) -> bytes | None:
+    """What the server of a known file returns; None for any other URL. Exceptions: see `datasets.content`."""
+    known = known_file(url)
+    if known is None or vars(downloading):
+        return None
+    downloading.file = known
+    try:
+        found = datasets.content(*known, data_dir)
+    finally:
+        del downloading.file
+    return gzip.compress(found, compresslevel=1) if url.endswith(".gz") else found
+
+
+def known_file(address: str, default: str = "") -> tuple[str, str] | None:
+    """The (data set, file) that a URL or path names, or None. KMNIST and others have files with the same names, so the
+    last folder that looks like a data set decides; default: the data set if there is no such folder."""
+    *folders, file = address.removesuffix(".gz").split("/")
+    names = (name for folder in reversed(folders) for pattern, name in FOLDERS if re.fullmatch(pattern, folder, re.I))
+    name = next(names, default)
+    return (name, file) if file in datasets.SHA256.get(name, ()) else None
 
 
 def mnist_zip(data_dir: str | None) -> bytes:

@@ -54,8 +54,8 @@ def wheels() -> dict[str, str]:
     if spec is None or not spec.submodule_search_locations:
         return {}
     beside = Path(spec.submodule_search_locations[0]).parent.glob("mxnet*.dist-info")
-    found = (WHEEL.fullmatch(path.name) for path in sorted(beside))
-    return {match[1].replace("_", "-"): match[2] for match in found if match}
+    matches = (WHEEL.fullmatch(path.name) for path in sorted(beside))
+    return {match[1].replace("_", "-"): match[2] for match in matches if match}
 
 
 def _open_libraries() -> None:

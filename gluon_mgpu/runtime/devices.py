@@ -37,7 +37,7 @@ def parse(given: int | str | Sequence[int], name: str = "gpus", first: int = 0, 
         numbers = []
     distinct = len(set(numbers)) == len(numbers)
     if not (distinct and 1 <= len(numbers) <= MOST and all(0 <= number < below for number in numbers)):
-        advice = f"must be a number up to {MOST}, such as 2, or distinct numbers below {below}, such as 0,2"
+        advice = f"must be a number from 1 to {MOST}, such as 2, or distinct numbers below {below}, such as 0,2"
         raise UsageError(name, given, advice)
     return numbers
 
@@ -48,7 +48,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     gpus: number of devices (2), indices ([0, 2]), or the value of --gpus. device: "gpu", "cpu", or "auto", which means
     GPUs if MXNet finds any, else CPU contexts (`say_if_no_gpu` prints a notice).
     Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
-    hang (`engine.check`).
+    hang (`engine.check_contexts`).
     """
     if device not in DEVICES:
         raise UsageError("device", device, f"must be one of {', '.join(DEVICES)}")
@@ -61,15 +61,15 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
         if device == "gpu":
             raise UsageError("device", device, f"{_why_no_gpu()}; use {errors.setting('device', 'cpu')}")
         ctx = [mx.cpu(i) for i in indices]
-        engine.check(ctx)
+        engine.check_contexts(ctx)
         return ctx
     if max(indices) >= count:
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
         advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
         raise UsageError("gpus", indices, advice)
-    found = driver_gpus()
+    driver = driver_gpus()
     for index in indices:
-        name, major, minor = found[index]
+        name, major, minor = driver[index]
         if major not in KERNELS:
             gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
             cpu = errors.setting("device", "cpu")
@@ -99,7 +99,7 @@ def driver_gpus() -> list[tuple[str, int, int]]:
     except OSError:
         return []
     count, handle, major, minor = (ctypes.c_int() for _ in range(4))
-    name, found = ctypes.create_string_buffer(96), []
+    name, gpus = ctypes.create_string_buffer(96), []
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     for index in range(count.value):
         status = (
@@ -109,7 +109,7 @@ def driver_gpus() -> list[tuple[str, int, int]]:
             or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
             or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
         )
-        found.append((name.value.decode(), major.value, minor.value))
+        gpus.append((name.value.decode(), major.value, minor.value))
     if status and status != NO_DEVICE:
         raise Error(f"the NVIDIA driver returned error {status}; run nvidia-smi for details")
-    return found
+    return gpus

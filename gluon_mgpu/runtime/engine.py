@@ -78,13 +78,11 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 class Plan(NamedTuple):
     """What to prepare MXNet for. contexts: number of contexts that compute at the same time; None: several.
 
-    processes: number of processes that share this machine's cores. workers: number of workers in the run, on all
-    machines.
+    processes: number of processes that share this machine's cores.
     """
 
     contexts: int | None = None
     processes: int = 1
-    workers: int = 1
 
 
 _plan = Plan()
@@ -183,7 +181,8 @@ def _prepare() -> None:
     cuda.prepare()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
     if _plan.contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
-    if _plan.workers > 1:  # by default, up to 15 operators run as one, so a gradient waits for the operators after it
+    if log.rank() is not None and log.size() != 1:
+        # By default, up to 15 operators run as one, so a gradient would wait for the operators after it.
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     both = {name: (users.get(name), os.environ.get(name)) for name in {*users, *os.environ}}
     _changed = {name: (before, after) for name, (before, after) in both.items() if before != after}
@@ -201,25 +200,25 @@ def check_environment() -> None:
             raise UsageError(name, value, f"must be {rule[2]}; unset it to use MXNet's default")
 
 
-def check(ctx: list[Context]) -> None:
+def check_contexts(ctx: list[Context]) -> None:
     """Raise Error if these contexts could hang: several CPU contexts with more than one OpenMP thread each."""
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
 
 
 def users_environment() -> dict[str, str]:
     """The environment without the changes that `configure` made, for a child process that calls `configure` itself."""
-    own = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
-    return {name: value for name, value in {**os.environ, **own}.items() if value is not None}
+    restored = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
+    return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
 
 
 def openmp_threads() -> int:
     """The number of OpenMP threads that each of MXNet's worker threads uses."""
-    found = []
+    counts = []
     gomp = ctypes.CDLL("libgomp.so.1")
-    thread = threading.Thread(target=lambda: found.append(gomp.omp_get_max_threads()))
+    thread = threading.Thread(target=lambda: counts.append(gomp.omp_get_max_threads()))
     thread.start()
     thread.join()
-    return found[0]
+    return counts[0]
 
 
 def _check_threads(contexts: int) -> None:

@@ -18,7 +18,6 @@ from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import Error
 
 FACTS = "facts.json"
-LONGEST_HEADER = 1000  # limit on the size of an array's header, in bytes; np.save writes about 120
 DIGEST = 64  # length of a SHA-256 in hexadecimal
 
 
@@ -35,36 +34,22 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing or damaged, or cannot be read.
-
-    Memory use is proportional to the size of the file, whatever the file claims to contain.
-    """
+    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing or damaged, or cannot be read."""
     try:
-        packed = files.read(path)
-        if hashlib.sha256(packed[:-DIGEST]).hexdigest().encode() != packed[-DIGEST:]:
+        content = files.read(path)
+        if hashlib.sha256(content[:-DIGEST]).hexdigest().encode() != content[-DIGEST:]:
             raise ValueError("wrong SHA-256: truncated or altered")
-        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-            members = archive.infolist()
-            if any(m.compress_type for m in members) or sum(m.file_size for m in members) > len(packed):
-                raise ValueError("the sizes of its arrays exceed the file size")
-            arrays = {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            if any(member.compress_type for member in archive.zip.infolist()):
+                raise ValueError("compressed arrays")
+            arrays = {name: archive[name] for name in archive.files}
+        if any(array.dtype.kind not in "biuf" for array in arrays.values()):
+            raise ValueError("contains arrays other than numbers")
         return arrays, json.loads(arrays.pop(FACTS).tobytes())
     except FileNotFoundError:
         raise Error(f"{path} does not exist") from None
     except OSError as error:
         raise Error(f"cannot read {path} ({error.strerror})") from None
-    except MemoryError:
-        raise
     except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
-        raise Error(f"{path} is damaged ({error}): start the run again in another folder") from None
-
-
-def _array(content: bytes) -> np.ndarray:
-    """Parse a .npy file. np.load would allocate whatever size the header claims, and parse a header of any length."""
-    file = io.BytesIO(content)
-    if np.lib.format.read_magic(file) != (1, 0) or int.from_bytes(content[8:10], "little") > LONGEST_HEADER:
-        raise ValueError("unknown array format")
-    shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
-    if dtype.kind not in "biuf":
-        raise ValueError(f"contains {dtype}, not numbers")
-    return np.ndarray(shape, dtype, file.read(), order="F" if by_columns else "C").copy()
+        advice = "start the run again in another folder"
+        raise Error(f"{path} is damaged ({str(error) or type(error).__name__}): {advice}") from None

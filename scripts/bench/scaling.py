@@ -5,13 +5,17 @@ Workers of `steps` measure the times, with one OpenMP thread per context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from statistics import median
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
-from bench.steps import Subject, measure, one_thread
+from bench.steps import Subject, measure
+from gluon_mgpu.runtime import log
+
+Series = dict[tuple[str, int, str, str], list[dict[str, Any]]]
 
 
 def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int], rounds: int, steps: int) -> dict:
@@ -21,26 +25,18 @@ def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int]
     contexts; 1 is always measured, for comparison. batch_size: batch sizes; empty: BATCH_SIZE[model]. steps: per run of
     LeNet with batch size 256.
     """
-    subjects = {
-        (impl, name, kind, k, size): subject(impl, name, kind, k, size)
-        for name in model
-        for size in batch_size or [BATCH_SIZE[name]]
-        for impl in IMPLS[name]
-        for kind in ("strong", "weak")
-        for k in sorted({1, *contexts})
-    }
+    subjects = {}
+    for name, kind, k in product(model, ("strong", "weak"), sorted({1, *contexts})):
+        for impl, size in product(IMPLS[name], batch_size or [BATCH_SIZE[name]]):
+            batch = size * (k if kind == "weak" else 1)
+            subjects[name, size, impl, kind, k] = Subject(impl, k, name, batch, one_thread=k == 1)
     measured = measure(subjects.values(), rounds, steps)
+    names = ("model", "size", "impl", "kind", "contexts")
     runs = [
-        {**dict(zip(("impl", "model", "kind", "contexts"), point)), "batch_size": of_it.size, **measured[of_it]}
-        for point, of_it in subjects.items()
+        {**dict(zip(names, point)), "batch_size": subject.size, **measured[subject]}
+        for point, subject in subjects.items()
     ]
     return {"rounds": rounds, "cores": harness.facts()["cores"], "runs": runs}
-
-
-def subject(impl: str, model: str, kind: str, k: int, batch_size: int) -> Subject:
-    """Create the Subject for one measurement. With one context, strong and weak scaling are the same."""
-    found = Subject(impl, k, model=model, batch_size=batch_size * (k if kind == "weak" else 1))
-    return one_thread(found) if k == 1 else found
 
 
 def efficiencies(one: dict, many: dict, cores: int) -> list[float]:
@@ -58,53 +54,43 @@ def table(result: dict) -> str:
         "strong: all contexts share one batch; weak: each context has its own batch. efficiency: examples/s relative",
         f"to one context with one thread, divided by the number of contexts or cores ({cores}), whichever is smaller.",
     ]
-    for (model, size, impl, kind), runs in _series(result).items():
+    for (model, size, impl, kind), runs in _series(result["runs"]).items():
         rows = []
         for run in runs:
             columns = {"batch": str(run["batch_size"]), "efficiency": efficiencies(runs[0], run, cores)}
-            rows.append((harness.plural(run["contexts"], "context"), run["batch_size"], run, columns))
+            rows.append(
+                (f"{run['contexts']} {log.plural(run['contexts'], 'context')}", run["batch_size"], run, columns)
+            )
         lines += ["", *harness.speed_table(f"{TITLE[model]}, batch {size}, {impl}, {kind} scaling", rows)]
     return "\n".join(lines)
 
 
-def _series(result: dict) -> dict[tuple[str, int, str, str], list[dict]]:
-    """Group runs: {(model, batch size of one context, impl, kind): runs, ordered by number of contexts}."""
-    series: dict[tuple[str, int, str, str], list[dict]] = {}
-    for run in result["runs"]:
-        size = run["batch_size"] // (run["contexts"] if run["kind"] == "weak" else 1)
-        series.setdefault((run["model"], size, run["impl"], run["kind"]), []).append(run)
+def _series(runs: Iterable[dict[str, Any]]) -> Series:
+    """Group runs: {(model, batch size, impl, kind): runs, ordered by number of contexts}."""
+    series: Series = {}
+    for run in runs:
+        series.setdefault((run["model"], run["size"], run["impl"], run["kind"]), []).append(run)
     return series
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw a PNG image with one column per model and batch size. Top: examples/s by number of contexts, and one
-    context's rate times the cores in use. Bottom: the efficiency."""
+    """Draw the efficiency by number of contexts as PNG, with one panel per model and batch size."""
     from matplotlib.figure import Figure
 
-    series, cores = _series(result), result["cores"]
-    columns = list(dict.fromkeys((model, size) for model, size, _, _ in series))
-    figure = Figure(figsize=(5.5 * len(columns), 8), layout="constrained")
+    series, cores = _series(result["runs"]), result["cores"]
+    columns = list(dict.fromkeys((model, size) for model, size, *_ in series))
+    figure = Figure(figsize=(5.5 * len(columns), 5), layout="constrained")
     figure.suptitle(f"Contexts on {cores} cores, medians of {result['rounds']} rounds (lines: min to max)")
-    panels = figure.subplots(2, len(columns), squeeze=False)
+    panels = figure.subplots(1, len(columns), squeeze=False)[0]
     for (model, size, impl, kind), runs in series.items():
-        speed, efficiency = panels[:, columns.index((model, size))]
-        ks = [run["contexts"] for run in runs]
-        color = f"C{IMPLS['lenet'].index(impl)}"
-        line = "o-" if kind == "strong" else "s--"
-        rates = [[1000 * run["batch_size"] / ms for ms in run["step_ms"]] for run in runs]
-        shares = [efficiencies(runs[0], run, cores) for run in runs]
-        for axes, values in ((speed, rates), (efficiency, shares)):
-            axes.plot(ks, [median(v) for v in values], line, color=color, label=f"{impl}, {kind}")
-            axes.vlines(ks, [min(v) for v in values], [max(v) for v in values], color=color)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(ks, ks)
-            axes.grid(alpha=0.3)
-        if kind == "strong":
-            ideal = [median(rates[0]) * min(k, cores) for k in ks]
-            speed.plot(ks, ideal, ":", color=color, label=f"{impl}, one context's rate times the cores in use")
-        speed.set(title=f"{TITLE[model]}, batch {size}", ylabel="examples/s")
-        efficiency.set(xlabel="contexts", ylabel="efficiency", ylim=(0, 1.15))
-    for speed in panels[0]:
-        speed.set_ylim(bottom=0)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+        axes, ks = panels[columns.index((model, size))], [run["contexts"] for run in runs]
+        values = [efficiencies(runs[0], run, cores) for run in runs]
+        color, line = f"C{IMPLS['lenet'].index(impl)}", "o-" if kind == "strong" else "s--"
+        axes.plot(ks, [median(v) for v in values], line, color=color, label=f"{impl}, {kind}")
+        axes.vlines(ks, [min(v) for v in values], [max(v) for v in values], color=color)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, ks)
+        axes.set(title=f"{TITLE[model]}, batch {size}", xlabel="contexts", ylabel="efficiency", ylim=(0, 1.15))
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(file, format="png", dpi=100)

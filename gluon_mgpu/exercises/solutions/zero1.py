@@ -38,8 +38,8 @@ def update(params, grads, velocities, lr, momentum, batch_size):
     grads: a list of k vectors (n,): on each device, the sum of the gradients of its own examples. velocities: a list of
     k arrays, chunk i on device i, to update in place. batch_size: the number of examples on all devices.
     """
-    own = [chunk(p, i, len(params)) for i, p in enumerate(params)]
-    for p, g, v in zip(own, reduce_scatter(grads), velocities):
+    owned = [chunk(p, i, len(params)) for i, p in enumerate(params)]
+    for p, g, v in zip(owned, reduce_scatter(grads), velocities):
         v[:] = momentum * v - lr / batch_size * g
         p += v
-    all_gather(own, params)
+    all_gather(owned, params)
