@@ -17,8 +17,10 @@ from parity.run import RECORDED
 from runs import call, finished
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import recipes, records
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.training import recipes
 from gluon_mgpu.training.recipes import RECIPES
+from gluon_mgpu.training.run import Epoch, read
 
 CTX = [mx.cpu(i) for i in range(4)]
 STEPS = 2  # enough for every fault; parity itself takes more
@@ -46,9 +48,9 @@ def check(made, reference):
 
 
 def test_nothing_fails_without_a_fault(made, reference):
-    found = [*check(made, reference), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
-    print(*found, sep="\n")
-    assert len(found) > 25 and failed(found) == set()
+    findings = [*check(made, reference), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
+    print(*findings, sep="\n")
+    assert len(findings) > 25 and failed(findings) == set()
 
 
 # {fault: the checks that catch it, in both implementations}.
@@ -68,9 +70,9 @@ CAUGHT = {
 @pytest.mark.parametrize("fault", [fault for fault, checks in CAUGHT.items() if checks])
 def test_a_planted_fault_is_caught_in_each_implementation(fault, made, reference, monkeypatch):
     getattr(faults, fault)(monkeypatch.setattr)
-    found = check(made, reference)
+    findings = check(made, reference)
     for impl in examples.MODELS:
-        of_impl = [f for f in found if f.claim.startswith(impl)]
+        of_impl = [f for f in findings if f.claim.startswith(impl)]
         print(*of_impl, sep="\n")
         assert failed(of_impl) == CAUGHT[fault]
 
@@ -95,9 +97,9 @@ def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
     monkeypatch.setattr(drift, "SEED", seed)
     mnist, fashion_mnist = datasets.load("mnist"), datasets.load("fashion-mnist")
     drifted = drift.measure(CTX[:2], fashion_mnist, drift.reference(CTX[:2], fashion_mnist, 20))
-    found = [*examples.check(CTX, mnist), *claims.shared_unevenly(CTX[:2], mnist), *drift.check(drifted)]
-    print(*found, sep="\n")
-    assert failed(found) == set()
+    findings = [*examples.check(CTX, mnist), *claims.shared_unevenly(CTX[:2], mnist), *drift.check(drifted)]
+    print(*findings, sep="\n")
+    assert failed(findings) == set()
 
 
 # {recipe: the faults that the bands see in one training run}.
@@ -117,7 +119,7 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
     assert done.returncode == 0 or "not finite" in done.stderr, done.stderr
     held = []
     if done.returncode == 0:
-        curve = [epoch.test_accuracy for epoch in records.last(tmp_path / "run")[-1].history]
+        curve = [epoch.test_accuracy for epoch in read(LessonConfig, tmp_path / "run").position.history]
         held = [band.holds for band in (*bands.of_recipe(recipe, [curve]), *bands.among_kept(recipe, curve))]
     print(fault, recipe, done.stdout, done.stderr)
     assert (done.returncode != 0 or not all(held)) == (fault in OUTSIDE[recipe])
@@ -126,7 +128,7 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
 # The whole command, on a small scale
 def add_recipe(monkeypatch, name, accuracy=(0.1, 0.1), **options):
     """Add a recipe that trains briefly and has two made-up kept runs."""
-    small = {"impl": "scratch", "dataset": "synthetic", "num_gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}
+    small = {"impl": "scratch", "dataset": "synthetic", "gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}
     monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
     monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**small, "epochs": 2, **options}, accuracy))
 
@@ -179,7 +181,7 @@ def experiment(one, two, large, scaled, seconds=(10, 6, 10, 6, 6)):
     """What `lecture.run` returns: 1 and 2 devices, both with twice the batch, and with twice the learning rate."""
     curves = (one, two, large, large, scaled)
     return [
-        lecture.Result(r, {}, [records.Epoch(e, s, 1.0, 1.0, a, 0.2) for e, a in enumerate(curve, 1)])
+        lecture.Result(r, {}, [Epoch(e, s, 1.0, 1.0, a, 0.2) for e, a in enumerate(curve, 1)])
         for r, curve, s in zip(lecture.RUNS, curves, seconds)
     ]
 
@@ -238,12 +240,12 @@ def test_a_run_that_never_learns_is_outside_and_every_kept_run_within(recipe):
 def test_fewer_than_1_in_100_ways_to_draw_the_notebook_and_todays_runs_from_the_kept_ones_raises_an_alarm(recipe):
     kept = np.array([*bands.kept(recipe).values()])
     digits = bands.decimals(RECIPES[recipe].test_accuracy)
-    found, ways = 0, 0
+    alarms, ways = 0, 0
     for record in range(len(kept)):
         rest = [i for i in range(len(kept)) if i != record]
         for today in itertools.combinations(rest, 3):
             held = bands.bands(kept[list(today)], kept[record], kept[rest], digits)
-            found += not all(band.holds for band in held)
+            alarms += not all(band.holds for band in held)
             ways += 1
-    print(f"{recipe}: {found} of {ways}")
-    assert found < ways / 100
+    print(f"{recipe}: {alarms} of {ways}")
+    assert alarms < ways / 100
