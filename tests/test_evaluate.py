@@ -1,4 +1,4 @@
-"""`evaluate`: NumPy computes its numbers again, and MXNet loads its exports."""
+"""`evaluate`: NumPy computes its numbers again."""
 
 import json
 import re
@@ -7,11 +7,10 @@ from dataclasses import replace
 import lenet64
 import numpy as np
 import pytest
-from mxnet import gluon, nd
 from PIL import Image
 from runs import call
 
-from gluon_mgpu import convert, evaluate
+from gluon_mgpu import evaluate
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.networks import LENET
@@ -147,19 +146,6 @@ def test_other_files_are_refused_by_name_and_nothing_is_executed(tmp_path):
         with pytest.raises(Error, match=re.escape(str(tmp_path / name))) as refused:
             evaluate.read_image(tmp_path / name)
         assert "\n" not in str(refused.value)
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("run", ["scratch", "max"])
-def test_an_export_is_the_plain_network_and_gives_mxnet_the_same_scores(run, runs, data, tmp_path):
-    text = convert.save(convert.from_run(runs / run), "gluon", f"{tmp_path}/net")
-    assert f"gluon.SymbolBlock.imports('{tmp_path}/net-symbol.json', ['data'], '{tmp_path}/net-0000.params')" in text
-    operators = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]]
-    layers = 2 * "Convolution Activation Pooling " + "Flatten FullyConnected Activation FullyConnected"
-    assert [operator for operator in operators if operator != "null"] == layers.split()
-    net = gluon.SymbolBlock.imports(f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params")
-    expected = evaluate.scores(evaluate.load(runs / run, None, 1, "cpu"), data.test_images)
-    lenet64.assert_close(net(nd.array(data.test_images / 255)).asnumpy(), expected, lenet64.additions(1))
 
 
 def test_what_cannot_be_evaluated_is_refused(runs):

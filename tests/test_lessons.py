@@ -224,18 +224,6 @@ class TestWhatYouReadIsWhatRuns:
             build(highlevel, 1).step(*batch(8), LR)
         assert graphs[0] == graphs[1]
 
-    @pytest.mark.filterwarnings("ignore:All children of this Sequential")
-    def test_a_sequential_that_cannot_be_hybridized_trains_too(self):
-        def build():
-            net = gluon.nn.Sequential()
-            net.add(gluon.nn.Conv2D(4, 3, activation="relu"), gluon.nn.MaxPool2D(), gluon.nn.Dense(10))
-            return net
-
-        networks.register("own-sequential", build)
-        for options in ({}, {"tune": True}, {"hybridize": False}):
-            (epoch,) = train("highlevel", 2, 64, LR, model="own-sequential", **options, **OPTIONS)
-            assert np.isfinite(epoch.train_loss)
-
 
 class TestTrain:
     """The lessons' own `train`."""

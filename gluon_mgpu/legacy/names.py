@@ -62,7 +62,7 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 def _collections(module: ModuleType) -> None:
     for name in collections.abc.__all__:
-        _add(module, name, getattr(collections.abc, name))
+        add(module, name, getattr(collections.abc, name))
 
 
 def _inspect(module: ModuleType) -> None:
@@ -70,17 +70,17 @@ def _inspect(module: ModuleType) -> None:
         spec = module.getfullargspec(function)
         return ArgSpec(spec.args, spec.varargs, spec.varkw, spec.defaults)
 
-    _add(module, "getargspec", getargspec)
+    add(module, "getargspec", getargspec)
 
 
 def _base64(module: ModuleType) -> None:
-    _add(module, "encodestring", module.encodebytes)
-    _add(module, "decodestring", module.decodebytes)
+    add(module, "encodestring", module.encodebytes)
+    add(module, "decodestring", module.decodebytes)
 
 
 def _unittest(module: ModuleType) -> None:
     for owner in (module, module.runner):
-        _add(owner, "_TextTestResult", module.TextTestResult)
+        add(owner, "_TextTestResult", module.TextTestResult)
     test = module.TestCase
     for old, new in (
         ("assertEquals", "assertEqual"),
@@ -91,7 +91,7 @@ def _unittest(module: ModuleType) -> None:
         ("assertRaisesRegexp", "assertRaisesRegex"),
         ("assert_", "assertTrue"),
     ):
-        _add(test, old, getattr(test, new))
+        add(test, old, getattr(test, new))
 
 
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
@@ -99,14 +99,14 @@ ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
 RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "base64": _base64,
     "collections": _collections,
-    "configparser": lambda module: _add(module, "SafeConfigParser", module.ConfigParser),
-    "fractions": lambda module: _add(module, "gcd", math.gcd),
+    "configparser": lambda module: add(module, "SafeConfigParser", module.ConfigParser),
+    "fractions": lambda module: add(module, "gcd", math.gcd),
     "inspect": _inspect,
-    "locale": lambda module: _add(module, "format", module.format_string),
-    "os": lambda module: _add(module, "errno", errno),
-    "platform": lambda module: _add(module, "linux_distribution", lambda *_, **__: ("", "", "")),
-    "threading": lambda module: _add(module.Thread, "isAlive", module.Thread.is_alive),
-    "time": lambda module: _add(module, "clock", module.perf_counter),
+    "locale": lambda module: add(module, "format", module.format_string),
+    "os": lambda module: add(module, "errno", errno),
+    "platform": lambda module: add(module, "linux_distribution", lambda *_, **__: ("", "", "")),
+    "threading": lambda module: add(module.Thread, "isAlive", module.Thread.is_alive),
+    "time": lambda module: add(module, "clock", module.perf_counter),
     "unittest": _unittest,
 }
 
@@ -138,8 +138,8 @@ def add_to_numpy(np: ModuleType) -> None:
     if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library parses printed numbers
         np.set_printoptions(legacy="1.25")
     for name, value in (numpy_names.REMOVED | aliases | types | exceptions | functions | others).items():
-        _add(np, name, value)
-    _add(np.lib, "pad", np.pad)
+        add(np, name, value)
+    add(np.lib, "pad", np.pad)
     _add_array_methods(np)
     arrays.convert_single_elements(np)
     arrays.accept_ragged(np)
@@ -184,18 +184,22 @@ def add_to_ipython(display: ModuleType) -> None:
 
         backend_inline.set_matplotlib_formats(*formats, **options)
 
-    _add(display, "set_matplotlib_formats", set_matplotlib_formats)
+    add(display, "set_matplotlib_formats", set_matplotlib_formats)
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Restore a name and an argument that earlier versions of MXNet had, and what MXNet and its arrays no longer do
-    with NumPy and Matplotlib."""
+    """Restore a name that earlier versions of MXNet had, split_data for fewer examples than slices, Constant(list), and
+    what MXNet and its arrays no longer do with NumPy and Matplotlib."""
     import numpy as np
 
-    _add(mx.gluon, "autograd", mx.autograd)
+    add(mx.gluon, "autograd", mx.autograd)
     arrays.add_conversion(mx)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
+    split = mx.gluon.utils.split_data
+    mx.gluon.utils.split_data = lambda data, num_slice, batch_axis=0, even_split=True: split(
+        data, num_slice if even_split else min(num_slice, data.shape[batch_axis]), batch_axis, even_split
+    )
     mx.init.Constant.dumps = lambda self: json.dumps(["constant", {"value": np.asarray(self.value).tolist()}])
 
 
@@ -213,7 +217,7 @@ def _keep_sums_in_float64(metric: Any) -> None:
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
 
 
-def _add(owner: Any, name: str, value: Any) -> None:
+def add(owner: Any, name: str, value: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hasattr may warn that a name is deprecated
         if not hasattr(owner, name):

@@ -1,7 +1,6 @@
 """Your own data and network are trained, resumed, evaluated and converted, or refused before training."""
 
 import gzip
-import inspect
 
 import mxnet as mx
 import numpy as np
@@ -10,7 +9,7 @@ import tiny
 from mxnet.gluon import nn
 from PIL import Image
 
-from gluon_mgpu import convert, evaluate, networks, scratch
+from gluon_mgpu import evaluate, networks
 from gluon_mgpu import train as training
 from gluon_mgpu.data import datasets, own_data
 from gluon_mgpu.lessons import LessonConfig
@@ -57,14 +56,6 @@ def test_arrays_are_learned_resumed_and_evaluated(tmp_path):
     assert whole[-1].test_accuracy > 0.9 and whole[-1].train_loss < whole[0].train_loss
     trained = evaluate.load(tmp_path / "run", device="cpu")
     assert (evaluate.scores(trained, data.test_images).argmax(1) == ARRAYS[3]).mean() == whole[-1].test_accuracy
-
-
-def test_floating_point_images_are_used_as_they_are():
-    losses = []
-    for images in (ARRAYS[0], np.divide(ARRAYS[0], 255, dtype=np.float32)):
-        (epoch,) = train(dataset=datasets.own(images, ARRAYS[1], images[:50], ARRAYS[1][:50]), epochs=1)
-        losses.append(epoch.train_loss)
-    assert losses[0] == losses[1]
 
 
 def test_other_data_is_refused_when_a_run_is_resumed(tmp_path):
@@ -201,25 +192,3 @@ def test_a_network_for_other_images_or_classes_is_refused_before_training(tmp_pa
         with pytest.raises(UsageError) as caught:
             train(dataset=data, epochs=1, out=tmp_path / "run")
         assert caught.value.name == "model" and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("to", convert.TARGETS)
-def test_a_lesson_with_its_own_network_is_evaluated_and_converted(to, tmp_path):
-    pytest.importorskip({"pytorch": "torch", "onnx": "onnxruntime"}.get(to, "mxnet"))
-    lesson = tmp_path / "linear.py"
-    lesson.write_text(
-        f"{inspect.getsource(scratch)}\n\n"
-        "def init_params():\n    return [nd.random.normal(0, 0.01, (3, 60)), nd.zeros(3)]\n\n\n"
-        "def lenet(X, params):\n    W, b = params\n    return nd.FullyConnected(nd.relu(X), W, b, num_hidden=3)\n"
-    )
-    (tmp_path / "data").mkdir()
-    npz(tmp_path / "data")
-    options = {**OPTIONS, "dataset": "own", "data_dir": tmp_path / "data"}
-    (epoch,) = training.train(str(lesson), 2, epochs=1, out=tmp_path / "run", **options)
-    network = convert.from_run(tmp_path / "run", str(lesson), tmp_path / "data")
-    W, b = (read(LessonConfig, tmp_path / "run").arrays[name].astype(np.float64) for name in ("p0", "p1"))
-    expected = ARRAYS[2].reshape(50, 60) / 255 @ W.T + b
-    assert (expected.argmax(1) == ARRAYS[3]).mean() == epoch.test_accuracy
-    convert.save(network, to, str(tmp_path / "net"))
-    found = np.concatenate([outputs[0] for outputs in convert.TARGETS[to].outputs(network, str(tmp_path / "net"))])
-    np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -6,10 +6,12 @@ MNIST and Fashion-MNIST come from verified files. Each test runs a program.
 import json
 import sys
 import textwrap
+from importlib import metadata
 
 import numpy as np
 import pytest
 import tiny
+from packaging import requirements
 from runs import PRODUCTS, finished
 from runs import gluon_mgpu as command
 
@@ -74,6 +76,17 @@ def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
         r"b'\x00\x01\x00\x02\x00\x03\x00\x05' 4 [2 3] 256 [0 1 2 0] 2.0",
         "[1 2 3 5] [97] [1. 2.]",
     ]
+
+
+def test_what_mxnet_requires_is_installed_except_its_version_of_numpy():
+    needed = {kept.name: kept for kept in map(requirements.Requirement, metadata.requires("mxnet"))}
+    del needed["numpy"]
+    assert needed and all(metadata.version(name) in kept.specifier for name, kept in needed.items())
+
+
+def test_names_that_pillow_removed_are_there_for_the_program(program):
+    text = "from PIL import Image; print(Image.ANTIALIAS is Image.LANCZOS, Image.LINEAR is Image.BILINEAR)"
+    assert program(text).stdout == "True True\n"
 
 
 def test_a_notebooks_plots_can_be_svg_with_any_ipython(program):

@@ -4,9 +4,6 @@ The network is softmax regression, whose gradient has a formula. It has no ReLU,
 only by rounding. A registered network with batch normalization and a frozen array has what softmax regression lacks.
 """
 
-import signal
-
-import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
@@ -170,12 +167,6 @@ def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
     assert len(velocities) == len(trained) - 5  # none for the frozen array, the means and the variances
 
 
-def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(run, tmp_path, capsys):
-    with interrupts.at_step(5, (signal.SIGINT, 0)):
-        train(epochs=1, out=tmp_path)
-    train(epochs=1, resume=tmp_path)
-    np.testing.assert_equal(read(LessonConfig, tmp_path).arrays, read(LessonConfig, run).arrays)
-    capsys.readouterr()
-    train(1, epochs=2, resume=tmp_path)
-    said = capsys.readouterr().err  # larger shards change the result by more than rounding
-    assert "batch normalization" in said
+def test_a_resumed_run_with_another_number_of_devices_says_that_batch_normalization_differs(run, capsys):
+    train(1, epochs=2, resume=run)
+    assert "batch normalization" in capsys.readouterr().err
