@@ -159,7 +159,7 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
 
 DOCS = ROOT / "docs/second-device.md"
 CLUSTER = {  # a cluster, described by numbers that are not round
-    **{"parameters": 1.3e6, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
+    **{"parameters": 1.3e6, "bytes": 4, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
     **{"fixed": 0.0017, "python": 0.0009, "allreduce": "ring", "bandwidth": 1.2e9, "latency": 3.3e-5},
     **{"cores": 4, "slowdown": 0.09},
 }
@@ -220,6 +220,8 @@ def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
         link = CLUSTER["latency"], CLUSTER["bandwidth"]
         wanted = cost_model.allreduce_seconds(way, devices, 4 * CLUSTER["parameters"], *link)
         assert parts["allreduce"] == pytest.approx(wanted), devices
+        half = cost_model.allreduce_seconds(way, devices, 2 * CLUSTER["parameters"], *link)
+        assert predicted(pays, allreduce=way, devices=devices, bytes=2)[0]["allreduce"] == pytest.approx(half)
         alone = CLUSTER["fixed"] + math.ceil(CLUSTER["batch"] / devices) * CLUSTER["flop"] / CLUSTER["flops"]
         assert step == pytest.approx(alone + wanted), devices
 
