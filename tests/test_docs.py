@@ -184,7 +184,7 @@ def test_all_lines_of_the_step_with_workers_that_scratch_lacks_are_marked_as_new
 
 def test_the_page_names_each_function_of_the_notebook_that_the_lesson_changes():
     changed = {name for name, tree in of(notebook) if dict(of(scratch))[name] != tree}
-    _, differences = PAGES["from-scratch.md"].split("## From the notebook to this code")
+    _, differences = PAGES["parity.md"].split("## Where this project differs from the notebooks")
     assert changed < {*re.findall(r"`(\w+)`", differences)}
 
 
