@@ -100,6 +100,15 @@ def test_a_benchmarks_number_is_on_one_page():
     assert pages and not {number: found for number, found in pages.items() if len(found) > 1}
 
 
+def test_no_page_has_more_than_1500_words_beside_its_code():
+    words = {
+        page: len(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).split())
+        for page, text in PAGES.items()
+    }
+    assert not {page: count for page, count in words.items() if count > 1500 and page != "CONTRIBUTING.md"}
+    assert sum(words.values()) < 20_000
+
+
 @pytest.mark.parametrize("text", ["def allreduce(data):", "**context**"])
 def test_the_course_prints_allreduce_and_defines_context_once(text):
     assert [page for page in COURSE for _ in re.findall(re.escape(text), PAGES[f"{page}.md"])] == ["from-scratch"]
