@@ -153,7 +153,7 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
         assert [sum(parts) / 1e9 for parts in found] == pytest.approx([120, *wanted], abs=0.06)
     opened.choose("#memory-network", "7.5 billion parameters")
     opened.choose("#memory-optimizer", "Adam, mixed precision")
-    rows = "[...document.querySelectorAll('#memory-table tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
+    rows = "[...document.querySelectorAll('#memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
     assert [row[-1] for row in opened.value(rows)] == ["120 GB", "52.5 GB", "41.3 GB", "30 GB"]  # on 4 devices
 
 
