@@ -73,7 +73,8 @@ class Network:
     def evaluate(self, symbol: mx.sym.Symbol, values: dict[str, NDArray]) -> list[np.ndarray]:
         """Compute part of the graph with MXNet. values: the inputs that are not parameters."""
         with self.np_shape():
-            outputs = nd.CachedOp(symbol)(*({**self.params, **values}[name] for name in symbol.list_inputs()))
+            fixed = mx.sym.Group([mx.sym.BlockGrad(output) for output in symbol])  # some operators have no gradient
+            outputs = nd.CachedOp(fixed)(*({**self.params, **values}[name] for name in symbol.list_inputs()))
             return [output.asnumpy() for output in (outputs if isinstance(outputs, list) else [outputs])]
 
     def shapes(self, inputs: Iterable[Shape]) -> list[list[Shape]]:

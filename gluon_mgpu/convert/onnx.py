@@ -20,9 +20,24 @@ OPSET = 17
 
 # Exports `net` with the given `options`
 EXPORT = """
+import math
 import warnings
 
 warnings.simplefilter("ignore")  # the exporter warns that it is no longer developed, and about sizes that vary
+
+
+def constant(g, value):
+    return g.op("Constant", value_t=torch.tensor(value))
+
+
+# Operators that the exporter lacks
+symbolics = {name: lambda g, x, op=name.title(): g.op(op, x) for name in ("cosh", "sinh", "acosh", "asinh", "atanh")}
+symbolics["trunc"] = lambda g, x: g.op("Mul", g.op("Sign", x), g.op("Floor", g.op("Abs", x)))
+symbolics["expm1"] = lambda g, x: g.op("Sub", g.op("Exp", x), constant(g, 1.0))
+symbolics["rad2deg"] = lambda g, x: g.op("Mul", x, constant(g, 180 / math.pi))
+symbolics["deg2rad"] = lambda g, x: g.op("Mul", x, constant(g, math.pi / 180))
+for name, symbolic in symbolics.items():
+    torch.onnx.register_custom_op_symbolic(f"aten::{name}", symbolic, options["opset_version"])
 try:
     torch.onnx.export(net, tuple(list(samples.values())[-1]), base + ".onnx", dynamo=False, **options)
 except Exception as error:

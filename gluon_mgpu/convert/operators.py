@@ -135,6 +135,11 @@ class Node:
         axes = tuple(axis % self.rank for axis in self.sizes(key)) or tuple(range(self.rank))
         return tuple(sorted(set(range(self.rank)) - set(axes))) if self.flag("exclude") else axes
 
+    def size(self, x: str, axis: int) -> int | str:
+        """The size of an axis of the first input, whose code is x: a number if it is the same for all samples."""
+        sizes = {shape[axis] for shape in self.inputs[0]}
+        return sizes.pop() if len(sizes) == 1 else f"{x}.shape[{axis}]"
+
     def shape(self, *inputs: str) -> list[int | str]:
         """The output's shape as code: a number if it is the same for all samples, otherwise a size of an input, or a
         product of several sizes.
@@ -238,7 +243,7 @@ def group_norm(node: Node, x: str) -> str:
 
 def embedding(node: Node, x: str) -> str:
     layer = node.create(call("nn.Embedding", *node.arrays[0].shape), "weight")
-    return call(layer, f"{x}.long()")
+    return call(layer, f"{x}.long().clamp(0, {len(node.arrays[0]) - 1})")
 
 
 def leaky_relu(node: Node, x: str) -> str:
@@ -468,6 +473,11 @@ def topk(node: Node, x: str) -> str:
     return f"{code}.to({x}.dtype)" if result else code
 
 
+def smooth_l1(node: Node, x: str) -> str:
+    bend = node.value("scalar", 1.0) ** -2
+    return f"torch.where({x}.abs() > {bend!r}, {x}.abs() - {bend / 2!r}, {0.5 / bend!r} * {x}.square())"
+
+
 def l2_normalization(node: Node, x: str) -> str:
     first, end = {"instance": (1, node.rank), "channel": (1, 2), "spatial": (2, node.rank)}[
         node.word("mode", "instance", "channel", "spatial")
@@ -485,21 +495,33 @@ def matrix_product(node: Node, a: str, b: str) -> str:
     return f"{left} @ {right}" if alpha == 1 else f"{alpha!r} * ({left} @ {right})"
 
 
+def in_range(node: Node, indices: str, size: int | str) -> str:
+    """The code for integer indices, which MXNet does not expect to be in range."""
+    last = size - 1 if isinstance(size, int) else f"{size} - 1"
+    return (
+        f"{indices}.long() % {size}"
+        if node.word("mode", "clip", "wrap") == "wrap"
+        else f"{indices}.long().clamp(0, {last})"
+    )
+
+
 def take(node: Node, x: str, indices: str) -> str:
     axis = node.value("axis", 0) % node.rank
-    node.word("mode", "clip", "wrap")
-    return f"{x}[{':, ' * axis}{indices}.long()]"
+    return f"{x}[{':, ' * axis}{in_range(node, indices, node.size(x, axis))}]"
 
 
 def pick(node: Node, x: str, indices: str) -> str:
     axis, keep = node.value("axis", -1), node.flag("keepdims")
-    code = call(f"{x}.gather", axis, f"{indices}.long().unsqueeze({axis})")
+    positions = in_range(
+        node, indices if len(node.inputs[1][0]) == node.rank else f"{indices}.unsqueeze({axis})", node.size(x, axis)
+    )
+    code = call(f"{x}.gather", axis, positions)
     return code if keep else call(f"{code}.squeeze", axis)
 
 
 def one_hot(node: Node, x: str) -> str:
     on, off = node.value("on_value", 1.0), node.value("off_value", 0.0)
-    code = f"({x}.unsqueeze(-1) == torch.arange({node.value('depth')!r}, device={x}.device)).float()"
+    code = f"({x}.long().unsqueeze(-1) == torch.arange({node.value('depth')!r}, device={x}.device)).float()"
     return code if (on, off) == (1, 0) else f"{code} * {on - off!r} + {off!r}"
 
 
@@ -528,7 +550,6 @@ UNARY = {
     "gammaln": "torch.lgamma",
     "negative": "torch.neg",
     "radians": "torch.deg2rad",
-    "rint": "torch.round",
     "softsign": "F.softsign",
     "zeros_like": "torch.zeros_like",
     "ones_like": "torch.ones_like",
@@ -538,11 +559,11 @@ ARITHMETIC = {
     **dict.fromkeys(("sub", "minus", "subtract"), "{0} - {1}"),
     **dict.fromkeys(("mul", "multiply"), "{0} * {1}"),
     **dict.fromkeys(("div", "true_divide"), "{0} / {1}"),
-    "mod": "{0} % {1}",
+    "mod": "torch.where({1} == 0, 0, {0} % {1})",
     "power": "{0} ** {1}",
     "maximum": "torch.maximum({0}, {1})",
     "minimum": "torch.minimum({0}, {1})",
-    "hypot": "torch.hypot({0}, {1})",
+    "hypot": "({0} * {0} + {1} * {1}).sqrt()",
 }
 COMPARISONS = {
     "equal": "==",
@@ -568,11 +589,16 @@ OPERATORS: dict[str, str | Callable[..., str]] = {
     **{f"{name}_scalar": code.format("{0}", "{scalar}") for name, code in BINARY.items()},
     **{f"{p}r{name}_scalar": code.format("{scalar}", "{0}") for p in PREFIXES for name, code in ARITHMETIC.items()},
     **{f"{prefix}{name}": reduction(code) for prefix in PREFIXES for name, code in REDUCTIONS.items()},
+    **dict.fromkeys(("_mod_scalar", "_npi_mod_scalar"), "{0} % {scalar}"),
+    **dict.fromkeys(("_rpower_scalar", "_npi_rpower_scalar"), "torch.pow({scalar}, {0})"),  # -2.0 ** x is -(2.0 ** x)
     **dict.fromkeys(("_maximum_scalar", "_npi_maximum_scalar"), "{0}.clamp(min={scalar})"),
     **dict.fromkeys(("_minimum_scalar", "_npi_minimum_scalar"), "{0}.clamp(max={scalar})"),
     **dict.fromkeys(("_copy", "_np_copy", "BlockGrad", "MakeLoss", "make_loss", "identity", "amp_cast"), "{0}"),
+    # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
+    "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
+    **dict.fromkeys(("rint", "_npi_rint"), "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())"),
     "hard_sigmoid": "({0} * {alpha:0.2} + {beta:0.5}).clamp(0, 1)",
-    "smooth_l1": "F.smooth_l1_loss({0}, torch.zeros_like({0}), reduction='none', beta={scalar:1.0} ** -2)",
+    "smooth_l1": smooth_l1,
     "_contrib_div_sqrt_dim": "{0} / {0}.shape[-1] ** 0.5",
     "logical_not": "({0} == 0).to({0}.dtype)",
     "broadcast_logical_and": "(({0} != 0) & ({1} != 0)).to({0}.dtype)",

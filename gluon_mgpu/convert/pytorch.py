@@ -218,15 +218,16 @@ class _Module:
     def _parameter(self, entry: Entry) -> str:
         """The code for a constant that is not a layer's parameter. Creates it if necessary."""
         description, node = self.constants[entry], self.nodes[entry[0]]
-        if description not in self.owners:
+        trained = node["op"] == "null" and self._value(entry).dtype == np.float32
+        owner = description if trained else f"buffer {description}"  # a layer may have the same array as a parameter
+        if owner not in self.owners:
             name, array = self._name(node), self._value(entry)
-            self.owners[description], self.state[name] = name, array
+            self.owners[owner], self.state[name] = name, array
             zeros = f"torch.zeros({array.shape}, dtype=torch.{array.dtype})"
-            trained = node["op"] == "null" and array.dtype == np.float32
             self.layers.append(
                 f"self.{name} = nn.Parameter({zeros})" if trained else f'self.register_buffer("{name}", {zeros})'
             )
-        return f"self.{self.owners[description]}"
+        return f"self.{self.owners[owner]}"
 
 
 def _block(name: str) -> str:
