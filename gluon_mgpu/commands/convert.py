@@ -44,7 +44,7 @@ def parse_shape(value: str) -> tuple[str, tuple[int | str, ...]]:
     type=parse_shape,
     metavar="[NAME=]C,H,W",
     help="Shape of one input of NET, without the batch, such as 1,28,28 or data=1,28,28. Repeat the option for each "
-    "input. NAME= alone means one number per example. If the batch is not the first axis, write n for it: data=35,n,200.",
+    "input. NAME= means one number per example. If the batch is not the first axis, write n for it: data=35,n,200.",
 )
 @common.option(
     "--output",

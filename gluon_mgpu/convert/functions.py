@@ -1,7 +1,4 @@
-"""PyTorch code of operators that need several lines. pytorch.py copies the functions that a network uses.
-
-The arguments have the names and defaults of the operators' attributes.
-"""
+"""PyTorch code of operators that need several lines. pytorch.py copies the functions that a network uses."""
 
 import torch
 from torch.nn import functional as F
@@ -51,20 +48,3 @@ def affine_grid(theta, height, width):
     y, x = (torch.linspace(-1, 1, size, device=theta.device) for size in (height, width))
     points = torch.stack([x.repeat(height), y.repeat_interleave(width), torch.ones_like(x.repeat(height))])
     return (theta.reshape(-1, 2, 3) @ points).transpose(1, 2).reshape(-1, height, width, 2)
-
-
-def overlaps(boxes):
-    """Intersection over union of each pair of boxes (..., 4), which are given by two corners."""
-    first, second = boxes.unsqueeze(-2), boxes.unsqueeze(-3)
-    sides = torch.minimum(first[..., 2:], second[..., 2:]) - torch.maximum(first[..., :2], second[..., :2])
-    shared = sides.clamp(min=0).prod(-1)
-    areas = (boxes[..., 2:] - boxes[..., :2]).prod(-1)
-    union = areas.unsqueeze(-1) + areas.unsqueeze(-2) - shared
-    return torch.where(union > 0, shared / union, 0)
-
-
-def kept(suppresses, valid):
-    """Which of the sorted boxes (batch, n) stay, if each one that stays suppresses later ones."""
-    for i in range(suppresses.shape[-1]):
-        valid = valid & ~(valid[..., i : i + 1] & suppresses[..., i, :])
-    return valid

@@ -8,7 +8,6 @@ identifiers or come from this package.
 from __future__ import annotations
 
 import math
-import re
 import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -185,12 +184,7 @@ def convolution(node: Node, x: str) -> str:
     stride, pads, dilate = node.sizes("stride", 1), node.sizes("pad", 0), node.sizes("dilate", 1)
     adj = node.sizes("adj", 0) if transposed else (0,) * n
     if transposed and any(node["target_shape"]):
-        spans = [k * d - d + 1 for k, d in zip(node["kernel"], dilate)]
-        full = [(size - 1) * s + k for size, s, k in zip(node.inputs[0][0][2:], stride, spans)]
-        if len({str(shape[2:]) for shape in node.inputs[0]}) > 1:
-            raise Unsupported("target_shape is only supported for images of one size", fixed_size=True)
-        cut = [size - target for size, target in zip(full, node["target_shape"])]
-        pads, adj = tuple(-(-size // 2) for size in cut), tuple(size % 2 for size in cut)
+        raise Unsupported("target_shape is not supported")
     channels = node.arrays[0].shape[0], node.arrays[0].shape[1] * groups
     layer = call(
         f"nn.Conv{'Transpose' * transposed}{n}d",
@@ -252,14 +246,11 @@ def embedding(node: Node, x: str) -> str:
 
 
 def leaky_relu(node: Node, x: str) -> str:
-    kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu", "rrelu"), node["slope"]
+    kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu"), node["slope"]
     if kind == "prelu":
         return call(node.create(call("nn.PReLU", node.arrays[0].size), "weight"), x)
     if kind == "leaky":
         return call("F.leaky_relu", x, negative_slope=slope)
-    if kind == "rrelu":
-        node.outputs = node.outputs[:1]  # without the slopes
-        return call("F.rrelu", x, node["lower_bound"], node["upper_bound"], "self.training")
     return call(f"F.{kind}", x, alpha=slope if kind == "elu" else None)
 
 
@@ -300,16 +291,13 @@ def activation(node: Node, x: str) -> str:
 
 
 def pooling(node: Node, x: str) -> str:
-    n, kind = node.rank - 2, node["pool_type"]
+    n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum")
     if node["layout"] not in (None, *LAYOUTS):
         raise Unsupported(f"layout={node['layout']!r} is not supported")
-    if node["global_pool"] and kind in ("max", "avg"):
+    if node["global_pool"] and kind != "sum":
         node.read |= set(node.attrs)
         return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
-    if kind == "lp":
-        power, node.attrs = node["p_value"], {**node.attrs, "pool_type": "sum", "count_include_pad": "True"}
-        return f"({pooling(node, f'{x}.abs().pow({power})')}).pow({1 / power!r})"
-    kernel = node["kernel"] if not node["global_pool"] else tuple(node.inputs[0][0][2:])
+    kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
     includes_pad = node["count_include_pad"] in (None, True)
@@ -496,10 +484,6 @@ def softmax(node: Node, x: str, *lengths: str) -> str:
     return call("F.log_softmax" if node.op == "log_softmax" else "F.softmax", source, dim=axis)
 
 
-def cast(node: Node, x: str) -> str:
-    return f"{x}.to(torch.{node['dtype']})"
-
-
 def reduction(function: str) -> Callable[..., str]:
     """A rule for an operator that reduces axes. function: its name in PyTorch."""
 
@@ -530,15 +514,11 @@ def arg_reduction(node: Node, x: str) -> str:
     function = "argmin" if "argmin" in node.op else "argmax"
     if node.op == "argmax_channel":
         return f"{x}.argmax(1).float()"
-    if node["axis"] is None:
-        raise Unsupported("axis=None is not supported")
     code = call(f"{x}.{function}", node["axis"], keepdim=_unless(False, node["keepdims"]))
     return code if node.op.startswith("_npi") else f"{code}.to({x}.dtype)"
 
 
 def topk(node: Node, x: str) -> str:
-    if node["axis"] is None:
-        raise Unsupported("axis=None is not supported")
     kind = node.word("ret_typ", "indices", "value", "both")
     node.read.add("k")
     size = node.outputs[0][0][node["axis"]]
@@ -550,8 +530,6 @@ def topk(node: Node, x: str) -> str:
 
 
 def sort(node: Node, x: str) -> str:
-    if node["axis"] is None:
-        raise Unsupported("axis=None is not supported")
     if node.op == "sort":
         return f"{call(f'{x}.sort', node['axis'], descending=_unless(False, not node['is_ascend']))}[0]"
     return node.to_dtype(call(f"{x}.argsort", node["axis"], descending=_unless(False, not node["is_ascend"])))
@@ -591,8 +569,6 @@ def take(node: Node, x: str, indices: str) -> str:
 
 
 def pick(node: Node, x: str, indices: str) -> str:
-    if node["axis"] is None:
-        raise Unsupported("axis=None is not supported")
     axis = node["axis"] % node.rank
     source = indices if len(node.inputs[1][0]) == node.rank else f"{indices}.unsqueeze({axis})"
     code = call(f"{x}.gather", axis, in_range(node, source, node.size(x, axis)))
@@ -649,14 +625,6 @@ def grid(node: Node, x: str, *loc: str) -> str:
         return f"{call('affine_grid', x, *node['target_shape'])}.permute(0, 3, 1, 2)"
     node.read.add("sampler_type")
     return call("F.grid_sample", x, call("affine_grid", *loc, *node["target_shape"]), align_corners=True)
-
-
-def detection(node: Node, *inputs: str) -> str:
-    """An operator that is a function in functions.py, which has the same attributes with the same defaults."""
-    kinds = {key: kind for key, kind in registry.attributes(node.op).items() if "NDArray" not in kind[0]}
-    changed = {key: repr(node[key]) for key, kind in kinds.items() if not kind[1] or node[key] != registry.parse(*kind)}
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node.op.removeprefix("_contrib_").replace("ROI", "Roi")).lower()
-    return call(name.replace("multi_box", "multibox"), *inputs, **changed)
 
 
 LAYERS: dict[str, Callable[..., str]] = {
@@ -735,7 +703,6 @@ RULES: dict[str, str | Callable[..., str]] = {
     **SCALAR,
     **{f"{prefix}{name}": reduction(code) for prefix in PREFIXES for name, code in REDUCTIONS.items()},
     **dict.fromkeys(("_copy", "_np_copy", "BlockGrad", "MakeLoss", "make_loss", "identity"), "{0}"),
-    "amp_cast": cast,
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
     **dict.fromkeys(("rint", "_npi_rint"), "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())"),
@@ -786,7 +753,7 @@ RULES: dict[str, str | Callable[..., str]] = {
     **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis", "_npi_broadcast_to"), expand),
     **dict.fromkeys(("depth_to_space", "space_to_depth"), depth_to_space),
     **dict.fromkeys(("_zeros", "_ones", "_npi_zeros", "_npi_ones"), filled),
-    **dict.fromkeys(("Cast", "_npi_cast"), cast),
+    **dict.fromkeys(("Cast", "_npi_cast", "amp_cast"), lambda node, x: f"{x}.to(torch.{node['dtype']})"),
     **dict.fromkeys(("take", "_npi_take"), take),
     "pick": pick,
     "gather_nd": "{0}[tuple(i % size for i, size in zip({1}.long(), {0}.shape))]",
@@ -799,7 +766,6 @@ RULES: dict[str, str | Callable[..., str]] = {
         for name in ("qk", "valatt")
     },
     **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),
-    **dict.fromkeys(("_contrib_box_nms", "_contrib_MultiBoxDetection", "ROIPooling"), detection),
 }
 OPERATORS = {name: rule for name, rule in RULES.items() if name in registry.names()}
 # Why operators are left out
@@ -808,6 +774,11 @@ REASONS = {
     **dict.fromkeys(("_foreach", "_while_loop", "_cond"), "loops and branches are not supported"),
     **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels; --output names an output before it"),
     "_contrib_MultiBoxPrior": "it is only supported for images of one size",
+    **dict.fromkeys(
+        ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
+        "suppressing boxes one after the other is not supported; --output names an output before it",
+    ),
+    **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
 }
 
 

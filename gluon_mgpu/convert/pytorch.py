@@ -205,16 +205,14 @@ class _Module:
                 variables.update({(i, output): "x" for output in range(len(self.shapes[0][i]))})
                 continue
             entries = [(i, output) for output in range(len(node.outputs))]
-            if any((i, output) in uses for output in range(len(node.outputs), len(self.shapes[0][i]))):
-                problems.append((node.op, self.nodes[i]["name"], Unsupported("its second output is not supported")))
-                continue
             kept = [entry for entry in entries if entry in uses]
             taken = {variables[entry] for entry in live if uses[entry][0] > at}
             for entry in kept:
                 if len(kept) == 1 and set(uses[entry]) == {at + 1}:
                     variables[entry] = next(name for name in "xyz" if name not in taken)
                 else:
-                    variables[entry] = self._variable(i, f"{entry[1]}" if len(kept) > 1 else "", used)
+                    name = _block(self.nodes[i]["name"]).removeprefix(self.prefix)
+                    variables[entry] = _identifier(f"{name}{entry[1]}" if len(kept) > 1 else name, taken | WORDS)
             targets = [variables[entry] if entry in uses else "_" for entry in entries]
             if node.nested:  # (output, state), where the state of an LSTM is a tuple
                 states = targets[1:] if {*targets[1:]} - {"_"} else ["_"]
@@ -224,10 +222,6 @@ class _Module:
         if problems:
             raise Refused(problems)
         self.result = ", ".join(variables.get(entry) or self._parameter(entry) for entry in heads)
-
-    def _variable(self, i: int, suffix: str, used: set[str]) -> str:
-        """A name for a value that is used later, similar to the node's name."""
-        return _identifier(f"{_block(self.nodes[i]['name']).removeprefix(self.prefix)}{suffix}", used)
 
     def _node(self, i: int, operands: list[Entry], params: list[Entry]) -> Node:
         node, layer = self.nodes[i], ""

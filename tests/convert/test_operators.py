@@ -1,5 +1,4 @@
-"""Converted operators give MXNet's results, also where frameworks differ: for ties, fractions, negative numbers, and numbers
-that are out of range."""
+"""Converted operators give MXNet's results, also for ties, fractions, and numbers that are negative or out of range."""
 
 import json
 
@@ -23,10 +22,13 @@ INPUTS = {
     "index": (lambda random, size: random.choice([-7, -1, -0.6, 0, 0.7, 1, 2.9, 4, 5, 6, 7.5, 23], size), (5,)),
     "which": (lambda random, size: random.choice([-9, -1, 0.4, 3, 5, 5.9, 6, 11], size), ()),
     "image": (lambda random, size: random.normal(0, 3, size), (4, 9, 9)),
+    "other_image": (lambda random, size: random.normal(0, 3, size), (2, 5, 4)),
+    "words": (lambda random, size: random.normal(0, 3, size), (5, 24)),  # a sequence
+    "length": (lambda random, size: random.integers(1, 6, size), ()),
 }
 
 
-def cases(x, ties, other, unit, positive, index, which, image):
+def cases(x, ties, other, unit, positive, index, which, image, other_image, words, length):
     """Outputs (n, ...) by name."""
     table = s.reshape(s.arange(24), (8, 3))
     for name in "abs ceil exp expm1 fix floor negative relu rint round sigmoid sign softsign square trunc".split():
@@ -81,6 +83,64 @@ def cases(x, ties, other, unit, positive, index, which, image):
     yield "argmax_channel", s.argmax_channel(ties)
     yield "topk value", s.topk(ties, k=3, ret_typ="value", is_ascend=True)
     yield "topk", s.topk(x, k=3)
+    yield from ((f"topk both {k}", part) for k, part in enumerate(s.topk(x, k=3, ret_typ="both")))
+    yield "sort", s.sort(ties, is_ascend=False)
+    yield "argsort", s.argsort(x)
+    yield "shape_array", s.shape_array(image)
+    yield "gather_nd", s.gather_nd(image, s.cast(s.stack(s.clip(which, 0, 3), s.clip(which, -3, 3), axis=0), "int32"))
+    yield "squeeze", s.squeeze(s.expand_dims(s.expand_dims(x, axis=1), axis=3), axis=(1, 3))
+    yield "slice", s.slice(image, begin=(None, -1, None), end=(None, None, -7), step=(1, -2, -1))
+    yield from ((f"moments {k}", part) for k, part in enumerate(s.moments(image, axes=(1, 2))))
+    yield "softmin", s.softmin(x, temperature=0.5)
+    yield "softmax", s.softmax(x, temperature=2.5)
+    yield "softmax over all axes but the last", s.SoftmaxActivation(image)
+    yield "softmax of channels", s.SoftmaxActivation(image, mode="channel")
+    yield "Crop", s.Crop(image, h_w=(3, 4))
+    yield "Crop center", s.Crop(image, h_w=(4, 5), center_crop=True)
+    yield "Crop offset", s.Crop(image, other_image, num_args=2, offset=(2, 3))
+    yield "Crop center like", s.Crop(image, other_image, num_args=2, center_crop=True)
+    yield "UpSampling", s.UpSampling(image, scale=2, sample_type="nearest")
+    large = s.UpSampling(other_image, scale=2, sample_type="nearest")
+    for mode in ("concat", "sum"):
+        options = {"scale": 4, "sample_type": "nearest", "num_args": 2, "multi_input_mode": mode}
+        yield f"UpSampling {mode}", s.UpSampling(other_image, large, **options)
+    yield (
+        "UpSampling bilinear",
+        s.UpSampling(other_image, s.arange(32).reshape((2, 1, 4, 4)), 2, 2, "bilinear", num_args=2),
+    )
+    yield "Pooling sum", s.Pooling(image, kernel=(2, 3), stride=(2, 2), pad=(1, 1), pool_type="sum")
+    for scale in (2.0, 0.5):
+        yield f"BilinearResize2D {scale}", s.contrib.BilinearResize2D(image, scale_height=scale, scale_width=2.0)
+    yield (
+        "BatchNorm of the last axis",
+        s.BatchNorm(x, s.arange(6), s.arange(6), s.arange(6), s.arange(1, 7), axis=-1, fix_gamma=False),
+    )
+    yield "LayerNorm of axis 1", s.LayerNorm(image, s.arange(4), s.arange(4), axis=1)
+    time_first = s.transpose(words, (1, 0, 2))
+    for axis, sequence in ((0, time_first), (1, words)):
+        options = {"sequence_length": length, "use_sequence_length": True, "axis": axis}
+        yield f"SequenceMask {axis}", s.SequenceMask(sequence, value=-2, **options)
+        yield f"SequenceLast {axis}", s.SequenceLast(sequence, **options)
+    yield "SequenceReverse", s.SequenceReverse(time_first, length, use_sequence_length=True)
+    yield (
+        "softmax length",
+        s.softmax(
+            s.slice_axis(words, axis=2, begin=0, end=2),
+            s.cast(s.broadcast_add(s.expand_dims(length, 1), s.zeros((1, 2))), "int32"),
+            axis=1,
+            use_length=True,
+        ),
+    )
+    scores = s.contrib.interleaved_matmul_selfatt_qk(time_first, heads=2)
+    yield "selfatt_qk", scores
+    yield "selfatt_valatt", s.contrib.interleaved_matmul_selfatt_valatt(time_first, s.softmax(scores), heads=2)
+    queries = s.slice_axis(time_first, axis=2, begin=0, end=12)
+    scores = s.contrib.interleaved_matmul_encdec_qk(queries, time_first, heads=2)
+    yield "encdec_qk", scores
+    yield "encdec_valatt", s.contrib.interleaved_matmul_encdec_valatt(time_first, scores, heads=2)
+    yield "SpatialTransformer", s.SpatialTransformer(image, unit, (5, 7), "affine", "bilinear")
+    yield "BilinearSampler", s.BilinearSampler(image, s.GridGenerator(unit, "affine", (3, 5)))
+    yield "MultiBoxPrior", s.broadcast_add(s.mean(x, axis=1).reshape((-1, 1, 1)), s.contrib.MultiBoxPrior(other_image))
 
 
 @pytest.fixture(scope="module")
