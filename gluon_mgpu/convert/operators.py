@@ -222,9 +222,9 @@ def batch_norm(node: Node, x: str) -> str:
 
 
 def layer_norm(node: Node, x: str) -> str:
-    axis = node["axis"] % node.rank
+    axis, last = node["axis"] % node.rank, node.rank - 1
     layer = node.create(call("nn.LayerNorm", len(node.arrays[0]), eps=node["eps"]), "weight", "bias")
-    return call(layer, x) if axis == node.rank - 1 else f"{layer}({x}.movedim({axis}, -1)).movedim(-1, {axis})"
+    return call(layer, x) if axis == last else f"{layer}({x}.movedim({axis}, {last})).movedim({last}, {axis})"
 
 
 def instance_norm(node: Node, x: str) -> str:

@@ -55,14 +55,14 @@ def test_a_larger_tolerance_accepts_larger_differences(tmp_path, capfd):
 @pytest.mark.parametrize("to", [PYTORCH, ONNX])
 def test_attributes_without_effect_and_written_defaults_are_accepted(to, tmp_path):
     x = s.LeakyReLU(s.Convolution(X, kernel=(3, 3), num_filter=2, name="conv"), act_type="prelu")
-    x = s.UpSampling(s.BatchNorm(x), scale=2, sample_type="nearest")
+    x = s.UpSampling(s.BatchNorm(s.BatchNorm(x), axis=-3), scale=2, sample_type="nearest")
     x = s.log_softmax(s.MakeLoss(s.LayerNorm(s.Reshape(x, shape=(0, -1)))))
     attrs = {
         "LeakyReLU": {"lower_bound": "0.125", "upper_bound": "0.334", "slope": "0.25"},
         "UpSampling": {"multi_input_mode": "concat", "num_filter": "0", "workspace": "512"},
         "Reshape": {"target_shape": "(0, 0)", "keep_highest": "False", "reverse": "0"},
         "MakeLoss": {"grad_scale": "1.0", "normalization": "null", "valid_thresh": "0.0"},
-        "BatchNorm": {"output_mean_var": "0", "use_global_stats": "0", "axis": "1", "cudnn_off": "0"},
+        "BatchNorm": {"output_mean_var": "0", "use_global_stats": "0", "cudnn_off": "0"},
         "LayerNorm": {"output_mean_var": "0"},
         "log_softmax": {"use_length": "0", "temperature": "None"},
     }

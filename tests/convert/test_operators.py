@@ -104,17 +104,11 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     for mode in ("concat", "sum"):
         options = {"scale": 4, "sample_type": "nearest", "num_args": 2, "multi_input_mode": mode}
         yield f"UpSampling {mode}", s.UpSampling(other_image, large, **options)
-    yield (
-        "UpSampling bilinear",
-        s.UpSampling(other_image, s.arange(32).reshape((2, 1, 4, 4)), 2, 2, "bilinear", num_args=2),
-    )
+    options = {"scale": 2, "num_filter": 2, "sample_type": "bilinear", "num_args": 2}
+    yield "UpSampling bilinear", s.UpSampling(other_image, s.reshape(s.arange(32), (2, 1, 4, 4)), **options)
     yield "Pooling sum", s.Pooling(image, kernel=(2, 3), stride=(2, 2), pad=(1, 1), pool_type="sum")
     for scale in (2.0, 0.5):
         yield f"BilinearResize2D {scale}", s.contrib.BilinearResize2D(image, scale_height=scale, scale_width=2.0)
-    yield (
-        "BatchNorm of the last axis",
-        s.BatchNorm(x, s.arange(6), s.arange(6), s.arange(6), s.arange(1, 7), axis=-1, fix_gamma=False),
-    )
     yield "LayerNorm of axis 1", s.LayerNorm(image, s.arange(4), s.arange(4), axis=1)
     time_first = s.transpose(words, (1, 0, 2))
     for axis, sequence in ((0, time_first), (1, words)):
@@ -138,9 +132,18 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     scores = s.contrib.interleaved_matmul_encdec_qk(queries, time_first, heads=2)
     yield "encdec_qk", scores
     yield "encdec_valatt", s.contrib.interleaved_matmul_encdec_valatt(time_first, scores, heads=2)
-    yield "SpatialTransformer", s.SpatialTransformer(image, unit, (5, 7), "affine", "bilinear")
-    yield "BilinearSampler", s.BilinearSampler(image, s.GridGenerator(unit, "affine", (3, 5)))
-    yield "MultiBoxPrior", s.broadcast_add(s.mean(x, axis=1).reshape((-1, 1, 1)), s.contrib.MultiBoxPrior(other_image))
+    yield (
+        "SpatialTransformer",
+        s.SpatialTransformer(image, unit, target_shape=(5, 7), transform_type="affine", sampler_type="bilinear"),
+    )
+    yield (
+        "BilinearSampler",
+        s.BilinearSampler(image, s.GridGenerator(unit, transform_type="affine", target_shape=(3, 5))),
+    )
+    yield (
+        "MultiBoxPrior",
+        s.broadcast_add(s.reshape(s.mean(x, axis=1), (-1, 1, 1)), s.contrib.MultiBoxPrior(other_image)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,7 @@ def test_an_operator_gives_mxnets_results_for_ties_fractions_and_numbers_out_of_
     wrong = {}
     for sample, outputs in zip(given.samples, target.outputs(given, str(tmp_path / "net"))):
         for name, expected, output in zip(names, sample.outputs, outputs):
-            if not np.allclose(output, expected, rtol=1e-5, atol=1e-6, equal_nan=True):
+            rounding = 1e-6 * np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max()
+            if not np.allclose(output, expected, rtol=1e-5, atol=rounding, equal_nan=True):
                 wrong[name] = expected.ravel()[:6], output.ravel()[:6]
     assert wrong == {}
