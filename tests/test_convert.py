@@ -13,6 +13,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
+from conversions import ONNX, PYTORCH, TARGETS, needs
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
@@ -25,15 +26,6 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.replicas import LENET
 
-
-def needs(to):
-    packages = convert.TARGETS[to].PACKAGES
-    return pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, packages)), reason=f"waits for pip install {' '.join(packages)}"
-    )
-
-
-TARGETS = GLUON, PYTORCH, ONNX = [pytest.param(to, marks=needs(to)) for to in convert.TARGETS]
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
 
 

@@ -65,7 +65,7 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
     try:
         with tempfile.TemporaryDirectory(prefix=".convert-", dir=files[0].parent) as folder:
             base = os.path.join(folder, Path(prefix).name)
-            network, found = _written(network, target, base)
+            given, (network, found) = network, _written(network, target, base)
             error = network.relative_error(found)
             if not error <= tolerance:  # also true for NaN
                 raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative); nothing was written")
@@ -81,6 +81,8 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
         f"wrote {' and '.join(map(str, files))}; on {count} inputs, scores differ from MXNet's by at most {error:.1e} "
         f"(relative error)\n"
     )
+    if len(given.samples) > len(network.samples):
+        report += "the files accept only inputs of the given size\n"
     if constant := network.nearly_constant():
         report += f"the check says little about {', '.join(constant)}: almost the same for all inputs\n"
     return report + target.USAGE.format(prefix=prefix, inputs=network.inputs)

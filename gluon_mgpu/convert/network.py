@@ -165,7 +165,7 @@ class Network:
                     values = np.where(equal & ~np.isfinite(values), 0, values).reshape(len(rows), -1)
                     result.append(np.linalg.norm(values, axis=1))
             norm = np.concatenate(norms)
-            typical = max(math.sqrt(np.mean(norm**2)), np.finfo(np.float32).tiny)
+            typical = max(math.sqrt(np.mean(norm**2)), float(np.finfo(np.float32).tiny))
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
@@ -174,8 +174,9 @@ class Network:
         names = []
         for k, name in enumerate(self.outputs):
             arrays = [sample.outputs[k] for sample in self.samples if sample.outputs[k].size]
-            spreads = (np.ptp(Y, axis=0).max() / np.abs(Y).max() for Y in arrays if Y.ndim and np.abs(Y).max() > 0)
-            if not max(spreads, default=0.0) > 1e-3:
+            spreads = [float(np.ptp(Y, axis=0).max()) for Y in arrays if Y.ndim]
+            largest = max((float(np.abs(Y).max()) for Y in arrays), default=0.0)
+            if not max(spreads, default=0.0) > 1e-3 * largest:
                 names.append(name)
         return names
 

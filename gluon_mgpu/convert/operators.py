@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.convert import registry
 from gluon_mgpu.convert.network import Shape, Unsupported
+from gluon_mgpu.convert.registry import all_operators, attributes, parse
 
 LOWEST = float(np.finfo(np.float32).min)
 # Attributes that do not change what an operator computes, or that the shapes of its inputs and outputs imply
@@ -72,12 +72,12 @@ class Node:
         """
         try:
             rule = OPERATORS[self.op]
-            code = rule(self, *inputs) if callable(rule) else _Template().vformat(rule, inputs, self)
-            known = registry.attributes(self.op)
+            code = rule(self, *inputs) if callable(rule) else _Template(self).format(rule, *inputs)
+            known = attributes(self.op)
             for key, text in self.attrs.items():
                 if key in known and key not in self.read and key not in HARMLESS:
                     kind, default = known[key]
-                    if registry.parse(kind, text) != registry.parse(kind, default):
+                    if parse(kind, text) != parse(kind, default):
                         raise Unsupported(f"{key}={text!r} is not supported")
         except Unsupported:
             raise
@@ -95,19 +95,19 @@ class Node:
     def __getitem__(self, key: str) -> Any:
         """An attribute's value, or MXNet's default. Raises Unsupported if it is missing or not of MXNet's type."""
         self.read.add(key)
-        kind, default = registry.attributes(self.op)[key]
+        kind, default = attributes(self.op)[key]
         text = self.attrs.get(key, default)
         if not text:
             raise Unsupported(f"{key} is missing")
         try:
-            value = registry.parse(kind, text)
+            value = parse(kind, text)
         except (SyntaxError, ValueError):
             raise Unsupported(f"{key}={text!r} is not supported") from None
         return int(value) if key == "scalar" and "is_int" in self and value == int(value) and self["is_int"] else value
 
     def __contains__(self, key: str) -> bool:
         """Whether the operator has this attribute."""
-        return key in registry.attributes(self.op)
+        return key in attributes(self.op)
 
     def word(self, key: str, *words: str) -> str:
         """An attribute's value, which must be one of these words."""
@@ -170,8 +170,11 @@ class Node:
 class _Template(string.Formatter):
     """Replaces {0} by the first input, and {axis} by an attribute."""
 
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
     def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
-        return args[key] if isinstance(key, int) else repr(kwargs[key])
+        return args[key] if isinstance(key, int) else repr(self.node[key])
 
 
 # Layers: operators with parameters
@@ -437,15 +440,14 @@ def split(node: Node, x: str) -> str:
 
 def concat(node: Node, *inputs: str) -> str:
     if node.op == "_npi_concatenate":  # the registry describes Concat's attributes instead
-        axis = registry.parse("int", node.attrs.get("axis", "0"))
+        axis = parse("int", node.attrs.get("axis", "0"))
     else:
         axis = node["dim"] if node.op == "Concat" else node["axis"]
     return call("torch.stack" if "stack" in node.op else "torch.cat", f"[{', '.join(inputs)}]", dim=axis)
 
 
 def squeeze(node: Node, x: str) -> str:
-    axes = node.axes() if node["axis"] is not None else range(node.rank)
-    axes = [axis for axis in axes if all(shape[axis] == 1 for shape in node.inputs[0])]
+    axes = [axis for axis in node.axes() if all(shape[axis] == 1 for shape in node.inputs[0])]
     return x + "".join(f".squeeze({axis})" for axis in sorted(axes, reverse=True))
 
 
@@ -767,7 +769,7 @@ RULES: dict[str, str | Callable[..., str]] = {
     },
     **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),
 }
-OPERATORS = {name: rule for name, rule in RULES.items() if name in registry.names()}
+OPERATORS = {name: rule for name, rule in RULES.items() if name in all_operators()}
 # Why operators are left out
 REASONS = {
     "Custom": "the graph does not contain its code",

@@ -16,7 +16,7 @@ TRUE, FALSE = ("True", "true", "1"), ("False", "false", "0")  # how graph files 
 
 
 @functools.cache
-def names() -> set[str]:
+def all_operators() -> set[str]:
     """The names of all operators."""
     size, array = ctypes.c_uint(), ctypes.POINTER(ctypes.c_char_p)()
     check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(array)))
