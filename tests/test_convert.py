@@ -13,6 +13,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
+from conversions import ONNX, PYTORCH, TARGETS, needs
+from gluon_mgpu.training.replicas import LENET
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
@@ -23,17 +25,7 @@ from gluon_mgpu.convert import network, operators
 from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.replicas import LENET
 
-
-def needs(to):
-    packages = convert.TARGETS[to].PACKAGES
-    return pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, packages)), reason=f"waits for pip install {' '.join(packages)}"
-    )
-
-
-TARGETS = GLUON, PYTORCH, ONNX = [pytest.param(to, marks=needs(to)) for to in convert.TARGETS]
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
 
 
@@ -165,13 +157,13 @@ def test_every_layer_is_converted_and_no_text_of_the_graph_gets_into_the_code(tm
 
 ATTRIBUTES = [("_plus_scalar", "scalar", "__import__('os')"), ("_plus_scalar", "scalar", "inf")]
 ATTRIBUTES += [("transpose", "axes", "(0, exit())"), ("softmax", "axis", "1) or exit(")]
-ATTRIBUTES += [("Pooling", "pool_type", "sum"), ("Activation", "act_type", "relu(x) or exit")]
+ATTRIBUTES += [("Pooling", "pool_type", "rm"), ("Activation", "act_type", "relu(x) or exit")]
 
 
 @pytest.mark.parametrize("op, key, text", ATTRIBUTES)
 def test_other_attributes_than_numbers_and_known_words_are_refused(op, key, text):
-    node = operators.Node(op, "it\n", {key: text}, "it", [[(1, 4, 9, 9)]], [[(1, 4, 9, 9)]], [])
-    with pytest.raises(UsageError, match=rf"^'{op}' layer 'it\\n': [^\n]*$"):
+    node = operators.Node(op, {key: text}, "it", [[(1, 4, 9, 9)]], [[(1, 4, 9, 9)]], [])
+    with pytest.raises(network.Unsupported, match=key):
         node.code("x")
 
 
@@ -350,14 +342,14 @@ def test_a_layer_without_equivalent_is_refused_by_name(to, tmp_path):
     given = convert.from_files(*exported(mx.sym.var("data") * 2, tmp_path), (4, 9, 9))
     given.graph = json.loads(x.tojson())
     given.samples = [network.Sample(X, []) for X, _ in given.samples]
-    with pytest.raises(UsageError, match="^'_contrib_fft' layer 'waves': "):
+    with pytest.raises(UsageError, match="^'_contrib_fft' layer 'waves' "):
         convert.save(given, to, str(tmp_path / "net"))
 
 
 @pytest.mark.parametrize("shape", [(2, 324), (2, 162, 2)])
 def test_a_network_with_a_fixed_batch_size_is_refused(shape, tmp_path):
     files = exported(mx.sym.Dropout(mx.sym.Reshape(mx.sym.var("data"), shape=shape)), tmp_path)
-    with pytest.raises(UsageError, match="batch of 1 .*eshape layer"):
+    with pytest.raises(UsageError, match="batch of .*eshape layer"):
         convert.from_files(*files, (4, 9, 9))
 
 

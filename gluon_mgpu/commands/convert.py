@@ -11,12 +11,15 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
 
-def parse_shape(value: str) -> tuple[int, ...]:
-    """Parse the shape of one input, such as 1,28,28."""
-    words = value.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise click.BadParameter(f"{value!r} is not a shape such as 1,28,28")
-    return tuple(map(int, words))
+def parse_shape(value: str) -> tuple[str, tuple[int | str, ...]]:
+    """Parse the name, "" if there is none, and the shape of an input, such as 1,28,28, data=35,n,200 or length=."""
+    name, _, shape = value.rpartition("=")
+    words = [word for word in shape.split(",") if shape]
+    if not (name or words) or not all(word == "n" or word.isdecimal() and int(word) for word in words):
+        raise click.BadParameter(f"{value!r} is not a shape such as 1,28,28 or data=1,28,28")
+    if words.count("n") > 1:
+        raise click.BadParameter(f"{value!r} has more than one n")
+    return name, tuple(word if word == "n" else int(word) for word in words)
 
 
 @common.command(
@@ -38,9 +41,22 @@ def parse_shape(value: str) -> tuple[int, ...]:
     "--input",
     multiple=True,
     type=parse_shape,
-    metavar="C,H,W",
-    help="Shape of one input of NET, without the batch dimension, such as 1,28,28. If NET has several inputs, repeat "
-    "the option for each of them.",
+    metavar="[NAME=]C,H,W",
+    help="Shape of one input of NET, without the batch, such as 1,28,28 or data=1,28,28. Repeat the option for each "
+    "input. NAME= means one number per example. If the batch is not the first axis, write n for it: data=35,n,200.",
+)
+@common.option(
+    "--output",
+    multiple=True,
+    metavar="NAME",
+    help="Convert NET only up to this output or layer. Can be repeated. Default: the outputs of NET.",
+)
+@common.option(
+    "--tolerance",
+    type=click.FloatRange(0, min_open=True),
+    default=1e-4,
+    show_default=True,
+    help="Largest difference between the converted network's scores and MXNet's, relative to the scores.",
 )
 @common.settings(
     *("impl", "data_dir"),
@@ -49,11 +65,19 @@ def parse_shape(value: str) -> tuple[int, ...]:
         "help": "Implementation that computes the scores of RUN to compare with. Default: the run's implementation.",
     },
 )
-def convert(sources: tuple[str, ...], prefix: str, to: str | None, input: tuple[Any, ...], **options: Any) -> None:
+def convert(
+    sources: tuple[str, ...],
+    prefix: str,
+    to: str | None,
+    input: tuple[Any, ...],
+    output: tuple[str, ...],
+    tolerance: float,
+    **options: Any,
+) -> None:
     """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote.
 
     RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
-    scores for the run's test images, or for random inputs, must match MXNet's scores within a relative error of 1e-5.
+    scores for the run's test images, or for random inputs, must match MXNet's scores.
     """
     given = (*sources, prefix)
     parameters = [name for name in given if name.endswith(".params")]
@@ -66,6 +90,11 @@ def convert(sources: tuple[str, ...], prefix: str, to: str | None, input: tuple[
         raise UsageError(None, None, "convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != bool(input):
         raise UsageError("input", None, "required with NET-symbol.json and NET-0000.params; omit it with RUN")
+    if output and len(sources) == 1:
+        raise UsageError("output", output[0], "only for a NET; omit it")
+    names = {name for name, _ in input}
+    if "" in names and len(names) > 1 or "" not in names and len(names) < len(input):
+        raise UsageError("input", None, "give each input's name once, or no names")
     if len(sources) == 2 and options["impl"] is not None:
         raise UsageError("impl", options["impl"], "only for a RUN; omit it")
     engine.configure(1)  # before `convert` imports mxnet
@@ -75,5 +104,7 @@ def convert(sources: tuple[str, ...], prefix: str, to: str | None, input: tuple[
     if len(sources) == 1:
         network = conversion.from_run(sources[0], **options)
     else:
-        network = conversion.from_files(sources[0], sources[1], *input)
-    click.echo(conversion.save(network, to, prefix))
+        shapes = [shape for _, shape in input] if "" in names else []
+        named = None if "" in names else dict(input)
+        network = conversion.from_files(sources[0], sources[1], *shapes, inputs=named, outputs=output)
+    click.echo(conversion.save(network, to, prefix, tolerance))

@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon, nd
 
-from gluon_mgpu.convert.network import Network
+from gluon_mgpu.convert.network import Network, as_arrays
 
 SUFFIXES = ("-symbol.json", "-0000.params")
 PACKAGES = ()
@@ -31,5 +31,5 @@ def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
         warnings.simplefilter("ignore")  # MXNet warns if the graph does not specify its input's type
         files = f"{base}-symbol.json", network.inputs, f"{base}-0000.params"
         block = gluon.SymbolBlock.imports(*files, ctx=mx.cpu(), ignore_extra=True)
-        results = [block(*map(nd.array, sample.inputs)) for sample in network.samples]
+        results = [block(*as_arrays(sample.inputs)) for sample in network.samples]
         return [[Y.asnumpy() for Y in (Ys if isinstance(Ys, (list, tuple)) else [Ys])] for Ys in results]

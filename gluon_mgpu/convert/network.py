@@ -7,14 +7,15 @@ writes two nodes with its name.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import json
 import math
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -38,15 +39,29 @@ LOSSES: dict[str, tuple[str, dict[str, str]]] = {
     **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy", {})),
 }
 
+# For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
+# the size of an axis of the first input, or "length"}
+INDICES: dict[str, dict[int, str]] = {
+    "Embedding": {0: "input_dim"},
+    "one_hot": {0: "depth"},
+    **dict.fromkeys(("take", "pick", "gather_nd"), {1: "size"}),
+    **dict.fromkeys(("SequenceMask", "SequenceLast", "SequenceReverse", "softmax"), {1: "length"}),
+}
+# Operators whose output contains numbers of their first input
+MOVES = """Reshape _npx_reshape _np_reshape transpose SwapAxis expand_dims squeeze slice slice_axis slice_like
+    SliceChannel _split_v2 Concat stack Flatten Cast amp_cast _copy BlockGrad tile repeat reverse clip broadcast_to
+    broadcast_axis broadcast_like""".split()
+
 Shape = tuple[int, ...]
+Given = tuple[Union[int, str], ...]  # a shape whose batch is written as "n"
 Graph = dict[str, Any]  # the contents of a graph file
 
 
 class Sample(NamedTuple):
-    """Float32 inputs of a network, and the outputs that MXNet computes from them."""
+    """Inputs of a network, and the outputs that MXNet computes from them."""
 
     inputs: tuple[np.ndarray, ...]
-    outputs: list[np.ndarray]
+    outputs: list[np.ndarray]  # empty until Network.compute
 
 
 @dataclass
@@ -57,10 +72,19 @@ class Network:
     params: dict[str, NDArray]  # float32 or integers; running statistics are included
     inputs: list[str]  # names of the inputs
     samples: list[Sample]  # with different batch sizes, and different image sizes if the network accepts them
+    batch_axes: dict[str, int] = field(default_factory=dict)  # of inputs whose batch is not the first axis
 
     @property
     def symbol(self) -> mx.sym.Symbol:
         return mx.sym.load_json(json.dumps(self.graph))
+
+    @property
+    def outputs(self) -> list[str]:
+        """Different names for the outputs."""
+        names = list[str]()
+        for name in self.symbol.list_outputs():
+            names.append(f"{name}{len(names)}" if name in {*names, *self.inputs} else name)
+        return names
 
     def np_shape(self) -> Any:
         """A context in which a shape of () means a scalar, if the network was exported under npx.set_np()."""
@@ -68,12 +92,13 @@ class Network:
 
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
-        return self.evaluate(self.symbol, dict(zip(self.inputs, map(nd.array, inputs))))
+        return self.evaluate(self.symbol, dict(zip(self.inputs, as_arrays(inputs))))
 
     def evaluate(self, symbol: mx.sym.Symbol, values: dict[str, NDArray]) -> list[np.ndarray]:
         """Compute part of the graph with MXNet. values: the inputs that are not parameters."""
         with self.np_shape():
-            outputs = nd.CachedOp(symbol)(*({**self.params, **values}[name] for name in symbol.list_inputs()))
+            fixed = mx.sym.Group([mx.sym.BlockGrad(output) for output in symbol])  # some operators have no gradient
+            outputs = nd.CachedOp(fixed)(*({**self.params, **values}[name] for name in symbol.list_inputs()))
             return [output.asnumpy() for output in (outputs if isinstance(outputs, list) else [outputs])]
 
     def shapes(self, inputs: Iterable[Shape]) -> list[list[Shape]]:
@@ -94,40 +119,74 @@ class Network:
                 raise ValueError(f"{node['op']} layer {node['name']!r} has a fixed shape")  # MXNet would crash
         return result
 
-    def free_axes(self) -> dict[str, dict[int, str]]:
-        """For each input: the axes that can have different sizes, with a name for the size, such as n, h and w."""
-        found = {}
-        for name, arrays in zip(self.inputs, zip(*(sample.inputs for sample in self.samples))):
-            names = "nchw" if arrays[0].ndim == 4 else ("n", *(f"size{axis}" for axis in range(1, arrays[0].ndim)))
-            sizes = zip(*(X.shape for X in arrays))
-            found[name] = {axis: names[axis] for axis, values in enumerate(sizes) if len(set(values)) > 1}
-        return found
+    def axes(self, name: str) -> list[int | str]:
+        """The sizes of an input's axes. An axis that can have different sizes has a name, such as n, h or w."""
+        first, *_ = shapes = [sample.inputs[self.inputs.index(name)].shape for sample in self.samples]
+        names = "nchw" if len(first) == 4 else ["n", *(f"size{axis}" for axis in range(1, len(first)))]
+        batch = self.batch_axes.get(name, 0)
+        names = [*names[1 : batch + 1], "n", *names[batch + 1 :]]
+        return [names[k] if len(set(sizes)) > 1 else sizes[0] for k, sizes in enumerate(zip(*shapes))]
 
     def of_one_size(self) -> Network:
         """The same network, but only with those samples that differ from the first in nothing but their batch size."""
-        sizes = [[X.shape[1:] for X in sample.inputs] for sample in self.samples]
+        axes = [self.batch_axes.get(name, 0) for name in self.inputs]
+        sizes = [
+            [X.shape[:axis] + X.shape[axis + 1 :] for X, axis in zip(sample.inputs, axes)] for sample in self.samples
+        ]
         return replace(self, samples=[sample for sample, size in zip(self.samples, sizes) if size == sizes[0]])
 
+    def compute(self) -> Network:
+        """Compute those outputs of the samples that are missing. Raises MXNetError."""
+        for k, (X, outputs) in enumerate(self.samples):
+            if not outputs:
+                outputs = self.predict(X)
+                if not all(np.isfinite(Y).all() for Y in outputs):  # from numbers in [0, 1) instead
+                    X = tuple(np.where(x == np.floor(x), x, x % 1).astype(x.dtype) for x in X)
+                    outputs = self.predict(X)
+                self.samples[k] = Sample(X, outputs)
+        return self
+
     def relative_error(self, found: list[list[np.ndarray]]) -> float:
-        """The largest |found - expected| / |expected| of any image, where |x| is the Euclidean norm.
+        """The largest |found - expected| of any example, where |x| is the Euclidean norm, relative to |expected| or, if
+        that is larger, to the root mean square of |expected| over all examples.
 
         found: the outputs for each sample. Raises Error if their shapes are wrong.
         """
         errors = [0.0]
-        for sample, outputs in zip(self.samples, found):
-            for expected, output in zip(sample.outputs, outputs):
+        for k in range(len(self.samples[0].outputs)):
+            differences, norms = list[np.ndarray](), list[np.ndarray]()
+            for sample, outputs in zip(self.samples, found):
+                expected, output = sample.outputs[k], outputs[k]
                 if output.shape != expected.shape:
                     raise Error(f"scores have shape {output.shape} instead of {expected.shape}; nothing was written")
-                rows = np.atleast_1d(expected).astype(np.float64)
-                rows = rows.reshape(len(rows), -1)
-                difference = np.linalg.norm(output.reshape(rows.shape) - rows, axis=1)
-                errors.append(np.max(difference / np.maximum(np.linalg.norm(rows, axis=1), np.finfo(np.float32).tiny)))
+                rows, others = (np.atleast_1d(Y).astype(np.float64) for Y in (expected, output))
+                equal = (rows == others) | np.isnan(rows) & np.isnan(others)
+                for values, result in ((np.where(equal, 0, others - rows), differences), (rows, norms)):
+                    values = np.where(equal & ~np.isfinite(values), 0, values).reshape(len(rows), -1)
+                    result.append(np.linalg.norm(values, axis=1))
+            norm = np.concatenate(norms)
+            typical = max(math.sqrt(np.mean(norm**2)), float(np.finfo(np.float32).tiny))
+            errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
+    def nearly_constant(self) -> list[str]:
+        """The outputs that hardly depend on the inputs, so that comparing them says little."""
+        names = []
+        for k, name in enumerate(self.outputs):
+            arrays = [sample.outputs[k] for sample in self.samples if sample.outputs[k].size]
+            spreads = [float(np.ptp(Y, axis=0).max()) for Y in arrays if Y.ndim]
+            largest = max((float(np.abs(Y).max()) for Y in arrays), default=0.0)
+            if not max(spreads, default=0.0) > 1e-3 * largest:
+                names.append(name)
+        return names
 
-def refuse(op: str, name: str, why: str = "") -> UsageError:
-    """The error for an operator that cannot be converted. repr keeps line breaks in names out of the message."""
-    return UsageError(None, f"{op!r} layer {name!r}", f"cannot be converted to PyTorch{why and ': '}{why}")
+
+class Unsupported(Exception):
+    """An operator that cannot be converted. The message is the reason."""
+
+    def __init__(self, reason: str, fixed_size: bool = False) -> None:
+        super().__init__(reason)
+        self.fixed_size = fixed_size  # whether it can be converted for inputs of one size
 
 
 def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
@@ -148,41 +207,84 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
     return network
 
 
-def from_files(symbol_file: str | Path, params_file: str | Path, *shapes: Shape) -> Network:
+def from_files(
+    symbol_file: str | Path,
+    params_file: str | Path,
+    *shapes: Given,
+    inputs: Mapping[str, Given] | None = None,
+    outputs: Iterable[str] = (),
+) -> Network:
     """Load a network that HybridBlock.export or Module.save_checkpoint wrote, and draw random inputs.
 
-    shapes: the shape of each input without its first axis, which is the batch, such as (3, 224, 224). Inputs are
-    numbers in [0, 1), or random word indices if an Embedding layer uses them. Labels are not inputs: a network that
-    ends with SoftmaxOutput is converted to one that ends with softmax. Floating-point numbers become float32.
-    Raises UsageError if the files do not contain such a network, or if it does not accept these shapes.
+    shapes: the shape of each input without the batch, such as (3, 224, 224), in the order data0, data1, ...; or inputs:
+    shapes by name. () is one number per example, and "n" marks the batch if it is not the first axis, such as
+    (35, "n", 200). outputs: names of outputs or layers that become the outputs instead of those of the graph.
+
+    Inputs are numbers in [0, 1), numbers in [0, 255), and normally distributed numbers, or integers if the network uses
+    them as indices or lengths. Labels are not inputs: a network that ends with SoftmaxOutput is converted to one that
+    ends with softmax. Floating-point numbers become float32. Raises UsageError if the files do not contain such a
+    network, or if it does not accept these shapes.
     """
-    network = _read(symbol_file, params_file)
-    given = ";".join(",".join(map(str, shape)) for shape in shapes)
-    if len(network.inputs) != len(shapes):
+    network = _read(symbol_file, params_file, list(outputs))
+    given = dict(zip(network.inputs, shapes)) if inputs is None else dict(inputs)
+    text = "; ".join(f"{name}={','.join(map(str, shape))}" for name, shape in given.items())
+    if {*given} != {*network.inputs} or inputs is None and len(shapes) != len(network.inputs):
         names = ", ".join(map(repr, network.inputs[:5])) + ", ..." * (len(network.inputs) > 5)
         advice = f"give one shape for each array of the graph that is not in {params_file}: {names}"
-        raise UsageError("input", given or None, advice)
+        raise UsageError("input", text or None, advice)
     try:
-        words, random = _words(network.graph), np.random.default_rng(0)
-        for n, grown in zip(RANDOM_BATCHES, (False, False, True)):
-            sizes = _grown(network, n, shapes) if grown else [(n, *shape) for shape in shapes]
-            inputs = [random.random(size, np.float32) for size in sizes]
-            inputs = [np.floor(X * words[name]) if name in words else X for name, X in zip(network.inputs, inputs)]
-            network.shapes(sizes)
-            network.samples.append(Sample(tuple(inputs), network.predict(inputs)))
+        network.batch_axes = {name: shape.index("n") for name, shape in given.items() if "n" in shape[1:]}
+        try:
+            _draw(network, given)
+        except (mx.MXNetError, ValueError):
+            if network.batch_axes or not any(len(shape) > 1 for shape in given.values()):
+                raise
+            network.batch_axes = {name: 1 for name, shape in given.items() if shape}  # as in a recurrent network
+            try:
+                _draw(network, given)
+            except (mx.MXNetError, ValueError):
+                network.batch_axes = {}
+                _draw(network, given)
     except (mx.MXNetError, ValueError) as error:
-        advice = f"{symbol_file} does not accept a batch of {n} inputs of this shape ({last_line(error)})"
-        raise UsageError("input", given, advice) from None
+        advice = f"{symbol_file} does not accept a batch of inputs of this shape ({last_line(error)})"
+        if isinstance(error, mx.MXNetError):
+            advice += "; if the batch is not the first axis, write n for it, such as 35,n,200"
+        raise UsageError("input", text, advice) from None
     return network
 
 
-def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
-    """Load a network without samples."""
+def _draw(network: Network, given: dict[str, Given]) -> None:
+    """Draw the network's samples. Raises ValueError or MXNetError if it does not accept inputs of these shapes."""
+    random, network.samples = np.random.default_rng(0), []
+    draws: tuple[Callable[[Shape], np.ndarray], ...] = (
+        random.random,
+        random.standard_normal,
+        lambda size: 255 * random.random(size),
+    )
+    for n, draw in zip(RANDOM_BATCHES, draws):
+        sizes = []
+        for name in network.inputs:
+            fixed = [int(size) for size in given[name] if size != "n"]
+            fixed.insert(network.batch_axes.get(name, 0), n)
+            sizes.append(tuple(fixed))
+        shapes = network.shapes(sizes)
+        if draw is draws[-1]:
+            sizes = _grown(network, sizes)
+            shapes = network.shapes(sizes)
+        integers, arrays = _integers(network, shapes), []
+        for name, size in zip(network.inputs, sizes):
+            low, high, dtype = integers.get(name, (0, 0, "float32"))
+            arrays.append((random.integers(low, high, size) if name in integers else draw(size)).astype(dtype))
+        network.samples.append(Sample(tuple(arrays), []))
+
+
+def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[str] = ()) -> Network:
+    """Load a network without samples. outputs: the names of its outputs, or () for those of the file."""
     for file in (symbol_file, params_file):
         if not Path(file).is_file():
             raise UsageError(None, file, "does not exist")
     try:
-        graph = _without_losses(json.loads(mx.sym.load(str(symbol_file)).tojson()))
+        graph = _without_losses(json.loads(_ending_with(mx.sym.load(str(symbol_file)), outputs).tojson()))
         attrs = json.loads(Path(symbol_file).read_text(encoding="utf-8")).get("attrs", {})
         graph["attrs"].update(is_np_shape=attrs.get("is_np_shape", ["int", 0]))
     except (mx.MXNetError, ValueError) as error:
@@ -212,6 +314,21 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
     return network
 
 
+def _ending_with(symbol: mx.sym.Symbol, outputs: Sequence[str]) -> mx.sym.Symbol:
+    """The part of a graph that computes these outputs, which are names of outputs or of layers."""
+    internals = symbol.get_internals()
+    names, positions = internals.list_outputs(), []
+    for name in outputs:
+        found = [k for k, other in enumerate(names) if other in (name, f"{name}_output", f"{name}_output0")]
+        if not found:
+            near = difflib.get_close_matches(name, names, 3, 0) + names[-1:]
+            raise UsageError(
+                "output", name, f"no layer has this output; some that exist: {', '.join(dict.fromkeys(near))}"
+            )
+        positions.append(found[-1])
+    return mx.sym.Group([internals[k] for k in positions]) if outputs else symbol
+
+
 def _without_losses(graph: Graph) -> Graph:
     """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
     for node in graph["nodes"]:
@@ -226,36 +343,49 @@ def _without_losses(graph: Graph) -> Graph:
     return json.loads(mx.sym.load_json(json.dumps(graph)).tojson())  # without nodes that are no longer used
 
 
-def _words(graph: Graph) -> dict[str, int]:
-    """For each input that Embedding layers use as word indices: the smallest vocabulary size of these layers."""
-    nodes, found = graph["nodes"], dict[str, int]()
+def _integers(network: Network, shapes: list[list[Shape]]) -> dict[str, tuple[int, int, str]]:
+    """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type."""
+    nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
-        if node["op"] == "Embedding":
-            pending = [node["inputs"][0][0]]
-            while pending:
-                source = nodes[pending.pop()]
-                pending += [i for i, *_ in source["inputs"]]
-                if source["op"] == "null":
-                    count = int(node["attrs"]["input_dim"])
-                    found[source["name"]] = min(count, found.get(source["name"], count))
+        attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
+        for position, sizes in INDICES.get(node["op"], {}).items():
+            if position >= len(inputs):  # no lengths
+                continue
+            count = int(attrs[sizes]) if sizes in attrs else inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1
+            low, high = (1, count + 1) if sizes == "length" else (0, count)
+            source = node["inputs"][position][0]
+            while nodes[source]["op"] in MOVES:
+                source = nodes[source]["inputs"][0][0]
+            name = nodes[source]["name"]
+            _, other, _ = found.get(name, (0, high, ""))
+            found[name] = low, min(high, other), "int32" if node["op"] == "softmax" else "float32"
     return found
 
 
-def _grown(network: Network, n: int, shapes: tuple[Shape, ...]) -> list[Shape]:
-    """Shapes of a batch of n inputs, with larger images or longer sequences if the network accepts them."""
+def _grown(network: Network, shapes: list[Shape]) -> list[Shape]:
+    """Larger images or longer sequences, if the network accepts them. shapes: of the inputs, with the batch."""
+    batch = [network.batch_axes.get(name, 0) for name in network.inputs]
 
     def grow(axes: Iterable[int]) -> list[Shape]:
-        by = {axis: 32 * max(axis - 1, 1) for axis in axes}
-        return [(n, *(size + by.get(axis, 0) for axis, size in enumerate(shape, 1))) for shape in shapes]
+        grown = []
+        for shape, at in zip(shapes, batch):
+            free = [axis for axis in range(len(shape)) if axis != at][len(shape) > 3 :]  # the channels stay
+            by = {axis: 32 * max(axis - 1, 1) for axis in free if axis in axes}
+            grown.append(tuple(size + by.get(axis, 0) for axis, size in enumerate(shape)))
+        return grown
 
     def accepted(axes: Iterable[int]) -> bool:
         try:
-            return bool(network.shapes(grow(axes)))
+            return grow(axes) != shapes and bool(network.shapes(grow(axes)))
         except (mx.MXNetError, ValueError):
             return False
 
-    axes = [axis for axis in range(1, max(map(len, shapes), default=0) + 1) if accepted([axis])]
+    axes = [axis for axis in range(max(map(len, shapes), default=0)) if accepted([axis])]
     return grow(axes if accepted(axes) else [])
+
+
+def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:
+    return [nd.array(X, dtype=X.dtype) for X in inputs]
 
 
 def last_line(error: Exception) -> str:

@@ -11,7 +11,6 @@ from gluon_mgpu.convert.network import Network
 from gluon_mgpu.convert.pytorch import PACKAGES as PYTORCH
 from gluon_mgpu.convert.pytorch import load_and_run
 from gluon_mgpu.convert.pytorch import write as write_module
-from gluon_mgpu.runtime.errors import Error
 
 SUFFIXES = (".onnx",)
 PACKAGES = ("onnx", "onnxruntime", *PYTORCH)
@@ -20,9 +19,24 @@ OPSET = 17
 
 # Exports `net` with the given `options`
 EXPORT = """
+import math
 import warnings
 
 warnings.simplefilter("ignore")  # the exporter warns that it is no longer developed, and about sizes that vary
+
+
+def constant(g, value):
+    return g.op("Constant", value_t=torch.tensor(value))
+
+
+# Operators that the exporter lacks
+symbolics = {name: lambda g, x, op=name.title(): g.op(op, x) for name in ("cosh", "sinh", "acosh", "asinh", "atanh")}
+symbolics["trunc"] = lambda g, x: g.op("Mul", g.op("Sign", x), g.op("Floor", g.op("Abs", x)))
+symbolics["expm1"] = lambda g, x: g.op("Sub", g.op("Exp", x), constant(g, 1.0))
+symbolics["rad2deg"] = lambda g, x: g.op("Mul", x, constant(g, 180 / math.pi))
+symbolics["deg2rad"] = lambda g, x: g.op("Mul", x, constant(g, math.pi / 180))
+for name, symbolic in symbolics.items():
+    torch.onnx.register_custom_op_symbolic(f"aten::{name}", symbolic, options["opset_version"])
 try:
     torch.onnx.export(net, tuple(list(samples.values())[-1]), base + ".onnx", dynamo=False, **options)
 except Exception as error:
@@ -36,22 +50,17 @@ def write(network: Network, base: str) -> None:
     Exceptions: see `pytorch.write`.
     """
     write_module(network, base)
-    names = [f"output{i}" for i in range(len(network.samples[0].outputs))]
-    for tried in (network, network.of_one_size()):  # some operators can be exported only for one image size
-        axes = {**tried.free_axes(), **{name: {0: "n"} for name in names}}
-        options = {"input_names": network.inputs, "output_names": names, "dynamic_axes": axes, "opset_version": OPSET}
-        try:
-            return load_and_run(tried, base, f"options = {options!r}\n{EXPORT}")
-        except Error as error:
-            failure = error
-    raise failure
+    axes = {
+        name: {k: size for k, size in enumerate(network.axes(name)) if isinstance(size, str)} for name in network.inputs
+    }
+    axes |= {name: {network.batch_axes.get(network.inputs[0], 0): "n"} for name in network.outputs}
+    options = {"input_names": network.inputs, "output_names": network.outputs, "dynamic_axes": axes}
+    load_and_run(network, base, f"options = {{**{options!r}, 'opset_version': {OPSET}}}\n{EXPORT}")
 
 
 def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
-    """Load BASE.onnx in ONNX Runtime, and compute the outputs for each sample with an image size that it accepts."""
+    """Load BASE.onnx in ONNX Runtime, and compute the outputs for each sample."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(f"{base}.onnx", providers=["CPUExecutionProvider"])
-    if all(type(size) is int for value in session.get_inputs() for size in value.shape[1:]):
-        network = network.of_one_size()
     return [session.run(None, dict(zip(network.inputs, sample.inputs))) for sample in network.samples]

@@ -7,8 +7,6 @@ identifiers or come from this package.
 
 from __future__ import annotations
 
-import ast
-import functools
 import math
 import string
 from collections.abc import Callable, Iterable
@@ -17,18 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.convert.network import TRUE, Shape, refuse
+from gluon_mgpu.convert.network import Shape, Unsupported
+from gluon_mgpu.convert.registry import all_operators, attributes, parse
 
-DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float32")
 LOWEST = float(np.finfo(np.float32).min)
-# Attributes that do not change what an operator computes: in any case, or (DEFAULTS) if they have one of these values
-HARMLESS = """cudnn_off cudnn_tune ctx dtype input_dim key ndev no_bias num_args num_filter num_hidden output_dim
-    sparse_grad state_outputs workspace""".split()
-DEFAULTS = {
-    "layout": ("NCW", "NCHW", "NCDHW"),
-    "mode": ("training",),
-    "sample_type": ("nearest",),
-}
+# Attributes that do not change what an operator computes, or that the shapes of its inputs and outputs imply
+HARMLESS = """cudnn_off cudnn_tune ctx grad_scale input_dim is_int key keep_highest lower_bound max_calib_range
+    min_calib_range ndev no_bias normalization num_args num_filter num_hidden output_dim sparse_grad state_outputs
+    target_shape upper_bound valid_thresh workspace""".split()
+LAYOUTS = ("NCW", "NCHW", "NCDHW")
 
 
 def call(function: str, *args: Any, **options: Any) -> str:
@@ -52,10 +47,9 @@ def _unless(default: Any, value: Any) -> Any:
 
 @dataclass
 class Node:
-    """An operator of the graph, and its layer in PyTorch if it has one."""
+    """An operator of the graph, and its layer in PyTorch if it has one. node["axis"] is the value of an attribute."""
 
     op: str
-    title: str  # its name in the graph, for messages
     attrs: dict[str, str]
     name: str  # the layer's name; an identifier
     inputs: list[list[Shape]]  # the shape of each input that is not a layer's parameter, for each sample
@@ -74,17 +68,21 @@ class Node:
     def code(self, *inputs: str) -> str:
         """Generate code that applies the operator to inputs, which are expressions.
 
-        Raises UsageError if the operator cannot be converted.
+        Raises Unsupported if the operator cannot be converted.
         """
         try:
             rule = OPERATORS[self.op]
-            code = rule(self, *inputs) if callable(rule) else _Template(self).vformat(rule, inputs, {})
+            code = rule(self, *inputs) if callable(rule) else _Template(self).format(rule, *inputs)
+            known = attributes(self.op)
             for key, text in self.attrs.items():
-                if key not in self.read and not key.startswith("__") and key not in HARMLESS:
-                    if text not in ("None", "False", "()", "[]", *DEFAULTS.get(key, ())):
-                        raise ValueError(f"{key}={text!r} is not supported")
-        except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            raise refuse(self.op, self.title, " ".join(str(error).split())) from None
+                if key in known and key not in self.read and key not in HARMLESS:
+                    kind, default = known[key]
+                    if parse(kind, text) != parse(kind, default):
+                        raise Unsupported(f"{key}={text!r} is not supported")
+        except Unsupported:
+            raise
+        except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError):
+            raise Unsupported("this use of the operator is not supported") from None
         return code
 
     def create(self, layer: str, *names: str) -> str:
@@ -94,52 +92,55 @@ class Node:
         self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
         return f"self.{self.name}"
 
-    # The graph file stores attributes as text. The next methods convert them, and raise SyntaxError or ValueError if a
-    # value is not supported.
-
-    def value(self, key: str, default: Any = ...) -> Any:
-        """A bool, an int, a finite float, or a tuple of ints and Nones. If the value is None, returns default."""
+    def __getitem__(self, key: str) -> Any:
+        """An attribute's value, or MXNet's default. Raises Unsupported if it is missing or not of MXNet's type."""
         self.read.add(key)
-        text = self.attrs.get(key, "None")
-        if text == "None":
-            if default is ...:
-                raise ValueError(f"{key} is missing")
-            return default
-        value: Any = ast.literal_eval({"true": "True", "false": "False"}.get(text, text.replace("L", "")))  # (2L, 2L)
-        value = tuple(value) if isinstance(value, list) else value
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and not (type(number) in (bool, int, float) and math.isfinite(number)):
-                raise ValueError(f"{key}={text!r} is not supported")
-        if key == "scalar" and value == int(value) and self.flag("is_int"):
-            return int(value)
-        return value
+        kind, default = attributes(self.op)[key]
+        text = self.attrs.get(key, default)
+        if not text:
+            raise Unsupported(f"{key} is missing")
+        try:
+            value = parse(kind, text)
+        except (SyntaxError, ValueError):
+            raise Unsupported(f"{key}={text!r} is not supported") from None
+        return int(value) if key == "scalar" and "is_int" in self and value == int(value) and self["is_int"] else value
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the operator has this attribute."""
+        return key in attributes(self.op)
 
     def word(self, key: str, *words: str) -> str:
-        """One of these words; the first one is the default."""
-        self.read.add(key)
-        word = self.attrs.get(key, words[0])
-        if word not in words:
-            raise ValueError(f"{key}={word!r} is not supported")
-        return word
+        """An attribute's value, which must be one of these words."""
+        if self[key] not in words:
+            raise Unsupported(f"{key}={self[key]!r} is not supported")
+        return self[key]
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        self.read.add(key)
-        return self.attrs.get(key, str(default)) in TRUE
-
-    def sizes(self, key: str, default: Shape = ()) -> Shape:
-        value = self.value(key, default)
-        return value if isinstance(value, tuple) else (value,)
+    def sizes(self, key: str, default: int) -> Shape:
+        """One size for each axis of a convolution or pooling."""
+        return self[key] or (default,) * len(self["kernel"])
 
     def axes(self, key: str = "axis") -> Shape:
         """The axes, counted from 0, that a reduction removes."""
-        axes = tuple(axis % self.rank for axis in self.sizes(key)) or tuple(range(self.rank))
-        return tuple(sorted(set(range(self.rank)) - set(axes))) if self.flag("exclude") else axes
+        value = self[key]
+        value = value if isinstance(value, tuple) else () if value is None else (value,)
+        axes = tuple(axis % self.rank for axis in value) or tuple(range(self.rank))
+        excluded = "exclude" in self and self["exclude"]
+        return tuple(sorted(set(range(self.rank)) - set(axes))) if excluded else axes
+
+    def to_dtype(self, code: str) -> str:
+        """Convert the result to the attribute dtype. float32 stands for any type of floating-point numbers."""
+        return f"{code}.float()" if self["dtype"] == "float32" else f"{code}.to(torch.{self['dtype']})"
+
+    def size(self, x: str, axis: int) -> int | str:
+        """The size of an axis of the first input, whose code is x: a number if it is the same for all samples."""
+        sizes = {shape[axis] for shape in self.inputs[0]}
+        return sizes.pop() if len(sizes) == 1 else f"{x}.shape[{axis}]"
 
     def shape(self, *inputs: str) -> list[int | str]:
-        """The output's shape as code: a number if it is the same for all samples, otherwise a size of an input, or a
-        product of several sizes.
+        """The output's shape as code: a number if it is the same for all samples, otherwise computed from the sizes of
+        the inputs.
 
-        Any other size is written as -1.
+        A size that is not a product, a multiple or a fraction of their sizes is written as -1.
         """
         names = [f"{x}.shape[{i}]" for x, shapes in zip(inputs, self.inputs) for i in range(len(shapes[0]))]
         sizes = np.concatenate([np.transpose(shapes) for shapes in self.inputs])  # a row for each name
@@ -154,43 +155,48 @@ class Node:
                 start, end = equal[0]
                 result.append(" * ".join(names[start:end]))
                 names, sizes = names[end:], sizes[end:]  # axes keep their order
-            else:
-                result.append(-1)
+                continue
+            ratios = [(k, column[0] // size[0], size[0] // column[0]) for k, size in enumerate(sizes)]
+            scaled = [(k, f"{names[k]} * {by}") for k, by, _ in ratios if np.array_equal(sizes[k] * by, column)]
+            scaled += [
+                (k, f"{names[k]} // {by}") for k, _, by in ratios if by and np.array_equal(sizes[k] // by, column)
+            ]
+            result.append(scaled[0][1] if scaled else -1)
+            if scaled:
+                names, sizes = names[scaled[0][0] + 1 :], sizes[scaled[0][0] + 1 :]
         return result
 
 
 class _Template(string.Formatter):
-    """Replaces {0} by the first input, {axis} by an attribute, and {axis:-1} by an attribute with a default."""
+    """Replaces {0} by the first input, and {axis} by an attribute."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
 
     def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
-        return args[key] if isinstance(key, int) else functools.partial(self.node.value, key)
-
-    def format_field(self, value: Any, spec: str) -> str:
-        if isinstance(value, str):
-            return value
-        return repr(value(ast.literal_eval(spec)) if spec else value())
+        return args[key] if isinstance(key, int) else repr(self.node[key])
 
 
 # Layers: operators with parameters
 
 
 def convolution(node: Node, x: str) -> str:
-    kernel = node.sizes("kernel")
-    if any(node.sizes("target_shape")):
-        raise ValueError("target_shape is not supported")
-    groups, transposed = node.value("num_group", 1), node.op == "Deconvolution"
+    n, groups, transposed = len(node["kernel"]), node["num_group"], node.op == "Deconvolution"
+    if node["layout"] not in (None, *LAYOUTS):
+        raise Unsupported(f"layout={node['layout']!r} is not supported")
+    stride, pads, dilate = node.sizes("stride", 1), node.sizes("pad", 0), node.sizes("dilate", 1)
+    adj = node.sizes("adj", 0) if transposed else (0,) * n
+    if transposed and any(node["target_shape"]):
+        raise Unsupported("target_shape is not supported")
     channels = node.arrays[0].shape[0], node.arrays[0].shape[1] * groups
     layer = call(
-        f"nn.Conv{'Transpose' * transposed}{len(kernel)}d",
+        f"nn.Conv{'Transpose' * transposed}{n}d",
         *(channels if transposed else channels[::-1]),
-        kernel_size=_short(kernel),
-        stride=_unless(1, _short(node.sizes("stride", (1,)))),
-        padding=_unless(0, _short(node.sizes("pad", (0,)))),
-        output_padding=_unless(0, _short(node.sizes("adj", (0,)))),
-        dilation=_unless(1, _short(node.sizes("dilate", (1,)))),
+        kernel_size=_short(node["kernel"]),
+        stride=_unless(1, _short(stride)),
+        padding=_unless(0, _short(pads)),
+        output_padding=_unless(0, _short(adj)),
+        dilation=_unless(1, _short(dilate)),
         groups=_unless(1, groups),
         bias=_unless(True, len(node.arrays) == 2),
     )
@@ -200,49 +206,50 @@ def convolution(node: Node, x: str) -> str:
 def fully_connected(node: Node, x: str) -> str:
     units, inputs = node.arrays[0].shape
     layer = node.create(call("nn.Linear", inputs, units, bias=_unless(True, len(node.arrays) == 2)), "weight", "bias")
-    return call(layer, f"{x}.flatten(1)" if node.flag("flatten", True) and node.rank > 2 else x)
+    return call(layer, f"{x}.flatten(1)" if node["flatten"] and node.rank > 2 else x)
 
 
 def batch_norm(node: Node, x: str) -> str:
-    if node.value("axis", 1) % node.rank != 1:
-        raise ValueError("axis must be 1")
-    eps = node.value("eps", 1e-3)
-    momentum = float(f"{1 - node.value('momentum', 0.9):.6g}")  # PyTorch's momentum is the weight of the new value
+    axis, eps = node["axis"] % node.rank, node["eps"]
+    momentum = float(f"{1 - node['momentum']:.6g}")  # PyTorch's momentum is the weight of the new value
     layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), eps=eps, momentum=momentum)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
-    node.frozen = node.flag("fix_gamma", True)
-    if node.flag("use_global_stats"):
+    node.frozen = node["fix_gamma"]
+    source = x if axis == 1 else f"{x}.movedim({axis}, 1)"
+    if node["use_global_stats"]:
         state = (f"{name}.{key}" for key in ("running_mean", "running_var", "weight", "bias"))
-        return call("F.batch_norm", x, *state, eps=eps)
-    return call(name, x)
+        code = call("F.batch_norm", source, *state, eps=eps)
+    else:
+        code = call(name, source)
+    return code if axis == 1 else f"{code}.movedim(1, {axis})"
 
 
 def layer_norm(node: Node, x: str) -> str:
-    if node.value("axis", -1) % node.rank != node.rank - 1:
-        raise ValueError("axis must be -1")
-    layer = call("nn.LayerNorm", len(node.arrays[0]), eps=node.value("eps", 1e-5))
-    return call(node.create(layer, "weight", "bias"), x)
+    axis, last = node["axis"] % node.rank, node.rank - 1
+    layer = node.create(call("nn.LayerNorm", len(node.arrays[0]), eps=node["eps"]), "weight", "bias")
+    return call(layer, x) if axis == last else f"{layer}({x}.movedim({axis}, {last})).movedim({last}, {axis})"
 
 
 def instance_norm(node: Node, x: str) -> str:
-    layer = call(f"nn.InstanceNorm{node.rank - 2}d", len(node.arrays[0]), eps=node.value("eps", 1e-3), affine=True)
+    layer = call(f"nn.InstanceNorm{node.rank - 2}d", len(node.arrays[0]), eps=node["eps"], affine=True)
     return call(node.create(layer, "weight", "bias"), x)
 
 
 def group_norm(node: Node, x: str) -> str:
-    groups = node.value("num_groups", 1)
-    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node.value("eps", 1e-5)), "weight", "bias")
+    groups = node["num_groups"]
+    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
     # MXNet has one weight per group; PyTorch has one per channel. So each group becomes one channel.
     return f"{layer}({x}.unflatten(1, ({groups}, -1))).flatten(1, 2)"
 
 
 def embedding(node: Node, x: str) -> str:
     layer = node.create(call("nn.Embedding", *node.arrays[0].shape), "weight")
-    return call(layer, f"{x}.long()")
+    node.read.add("dtype")
+    return call(layer, f"{x}.long().clamp(0, {len(node.arrays[0]) - 1})")
 
 
 def leaky_relu(node: Node, x: str) -> str:
-    kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu"), node.value("slope", 0.25)
+    kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu"), node["slope"]
     if kind == "prelu":
         return call(node.create(call("nn.PReLU", node.arrays[0].size), "weight"), x)
     if kind == "leaky":
@@ -251,10 +258,10 @@ def leaky_relu(node: Node, x: str) -> str:
 
 
 def rnn(node: Node, x: str, *states: str) -> str:
-    kind = node.word("mode", "lstm", "gru", "rnn_tanh", "rnn_relu")
-    size, layers = node.value("state_size"), node.value("num_layers")
-    inputs, gates, dropout = node.inputs[0][0][2], {"lstm": 4, "gru": 3}.get(kind, 1), node.value("p", 0.0)
-    directions = ("", "_reverse") if node.flag("bidirectional") else ("",)
+    kind = node["mode"]
+    size, layers = node["state_size"], node["num_layers"]
+    inputs, gates, dropout = node.inputs[0][0][2], {"lstm": 4, "gru": 3}.get(kind, 1), node["p"]
+    directions = ("", "_reverse") if node["bidirectional"] else ("",)
     layer = call(
         "nn.RNN" if kind.startswith("rnn") else f"nn.{kind.upper()}",
         inputs,
@@ -282,18 +289,26 @@ def rnn(node: Node, x: str, *states: str) -> str:
 
 
 def activation(node: Node, x: str) -> str:
-    kind = node.word("act_type", "relu", "sigmoid", "tanh", "softrelu", "softsign")
+    kind = node["act_type"]
     return call({"softrelu": "F.softplus", "softsign": "F.softsign"}.get(kind, f"torch.{kind}"), x)
 
 
 def pooling(node: Node, x: str) -> str:
-    n, kind = node.rank - 2, node.word("pool_type", "max", "avg")
-    if node.flag("global_pool"):
-        node.read |= set(node.attrs) - {"layout"}
+    n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum")
+    if node["layout"] not in (None, *LAYOUTS):
+        raise Unsupported(f"layout={node['layout']!r} is not supported")
+    if node["global_pool"] and kind != "sum":
+        node.read |= set(node.attrs)
         return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
-    kernel, stride, pads = node.sizes("kernel"), node.sizes("stride", (1,) * n), node.sizes("pad", (0,) * n)
+    kernel = node["kernel"]
+    stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
-    includes_pad = node.flag("count_include_pad", True)
+    includes_pad = node["count_include_pad"] in (None, True)
+    if kind == "sum":
+        if full or not includes_pad:
+            raise Unsupported("pool_type='sum' is only supported with pooling_convention='valid'")
+        sizes = call(f"F.avg_pool{n}d", x, _short(kernel), _short(stride), _unless(0, _short(pads)) or 0)
+        return f"{math.prod(kernel)} * {sizes}"
     pool = {"kernel_size": _short(kernel), "stride": _unless(_short(kernel), _short(stride))}
     if not full or all(s + p <= k for k, s, p in zip(kernel, stride, pads)):
         pool |= {"padding": _unless(0, _short(pads)), "ceil_mode": _unless(False, full)}
@@ -304,25 +319,54 @@ def pooling(node: Node, x: str) -> str:
     if kind == "max":
         return call(f"F.max_pool{n}d", call("F.pad", x, f"({widths})", value=LOWEST), **pool)
     if includes_pad and any(pads):
-        raise ValueError("pooling_convention='full' is not supported for this kernel, stride and pad")
+        raise Unsupported("pooling_convention='full' is not supported for this kernel, stride and pad")
     sums, counts = (call("F.pad", values, f"({widths})") for values in (x, f"torch.ones_like({x})"))
     return f"{call(f'F.avg_pool{n}d', sums, **pool)} / {call(f'F.avg_pool{n}d', counts, **pool)}.clamp(min=1e-6)"
 
 
+def interpolate(node: Node, x: str, shape: list[int | str], **options: Any) -> str:
+    """The code that resizes images to the last two sizes of a shape."""
+    if -1 in shape[2:]:
+        raise Unsupported("the size is neither a multiple nor a fraction of the image's size", fixed_size=True)
+    return call("F.interpolate", x, size=f"({shape[2]}, {shape[3]})", **options)
+
+
 def resize(node: Node, x: str, *like: str) -> str:
-    node.read |= {"height", "width", "scale_height", "scale_width"}
-    node.word("mode", "size", "like")
-    size = f"{like[0]}.shape[2:]" if like else f"({', '.join(map(str, node.shape(x)[2:]))})"
-    return call("F.interpolate", x, size=size, mode="'bilinear'", align_corners=node.flag("align_corners", True))
+    node.read |= {"height", "width", "scale_height", "scale_width", "mode"}
+    return interpolate(node, x, node.shape(x, *like), mode="'bilinear'", align_corners=node["align_corners"])
+
+
+def upsampling(node: Node, x: str, *others: str) -> str:
+    scale = node["scale"]
+    if node["sample_type"] == "bilinear":  # a transposed convolution, whose kernel is a parameter
+        channels, kernel = node.arrays[0].shape[0], 2 * scale - scale % 2
+        options = {"stride": scale, "padding": scale // 2, "groups": _unless(1, channels), "bias": False}
+        node.read.add("multi_input_mode")
+        return call(node.create(call("nn.ConvTranspose2d", channels, channels, kernel, **options), "weight"), x)
+    first, *rest = node.inputs
+    parts = [call("F.interpolate", x, scale_factor=scale)]
+    for other, shapes in zip(others, rest):
+        by = scale * first[0][2] // shapes[0][2]
+        parts.append(other if by == 1 else call("F.interpolate", other, scale_factor=by))
+    if node["multi_input_mode"] == "sum":
+        return " + ".join(parts)
+    return parts[0] if not others else f"torch.cat([{', '.join(parts)}], dim=1)"
+
+
+def crop(node: Node, x: str, *like: str) -> str:
+    sizes = [f"{like[0]}.shape[{axis}]" for axis in (2, 3)] if like else [str(size) for size in node["h_w"]]
+    starts: list[str | int] = list(node["offset"])
+    if node["center_crop"]:
+        starts = [f"({x}.shape[{axis}] - {size}) // 2" for axis, size in zip((2, 3), sizes)]
+    ends = [f"{start} + {size}" if start != 0 else size for start, size in zip(starts, sizes)]
+    return x + index((), (), *zip(starts, ends))
 
 
 def pad(node: Node, x: str) -> str:
-    mode = {"constant": None, "edge": "'replicate'", "reflect": "'reflect'"}[
-        node.word("mode", "constant", "edge", "reflect")
-    ]
-    widths = node.sizes("pad_width")  # two widths per axis; F.pad expects the last axis first
+    mode = {"constant": None, "edge": "'replicate'", "reflect": "'reflect'"}[node["mode"]]
+    widths = node["pad_width"]  # two widths per axis; F.pad expects the last axis first
     widths = tuple(w for i in range(len(widths) - 2, 3 if mode else -1, -2) for w in widths[i : i + 2])
-    return call("F.pad", x, widths, mode=mode, value=_unless(0.0, node.value("constant_value", 0.0)))
+    return call("F.pad", x, widths, mode=mode, value=_unless(0.0, node["constant_value"]))
 
 
 def reshape(node: Node, x: str, *like: str) -> str:
@@ -330,19 +374,20 @@ def reshape(node: Node, x: str, *like: str) -> str:
     sizes = node.shape(x, *like)
     computed = [size for size in sizes if isinstance(size, str)]
     if sizes.count(-1) > 1:
-        raise ValueError("more than one size is computed from the sizes of its input")
+        raise Unsupported("more than one size is computed from the sizes of its input", fixed_size=True)
     if computed and -1 not in sizes and (len(computed) == 1 or "*" in computed[-1]):
         sizes[sizes.index(computed[-1])] = -1
     return call(f"{x}.reshape", *sizes)
 
 
-def zeros(node: Node, x: str) -> str:
+def filled(node: Node, x: str) -> str:
+    """zeros and ones whose shape depends on the network's input."""
     node.read.add("shape")
-    return call(f"{x}.new_{'ones' if 'ones' in node.op else 'zeros'}", *node.shape(x))
+    return node.to_dtype(call(f"{x}.new_{'ones' if 'ones' in node.op else 'zeros'}", *node.shape(x)))
 
 
 def transpose(node: Node, x: str) -> str:
-    return call(f"{x}.permute", *(node.sizes("axes") or tuple(range(node.rank))[::-1]))
+    return call(f"{x}.permute", *(node["axes"] or tuple(range(node.rank))[::-1]))
 
 
 def index(*parts: Iterable[int | str | None]) -> str:
@@ -358,30 +403,34 @@ def index(*parts: Iterable[int | str | None]) -> str:
 
 
 def slices(node: Node, x: str) -> str:
-    begin, end = node.sizes("begin"), node.sizes("end")
-    step = node.sizes("step") or (None,) * len(begin)
-    if any(size is not None and size < 0 for size in step):
-        raise ValueError(f"step={step} is not supported")
-    return x + index(*zip(begin, end, step))
+    begin, end, step = node["begin"], node["end"], node["step"] or (None,) * len(node["begin"])
+    parts, flipped = [], []
+    for axis, (start, stop, by) in enumerate(zip(begin, end, step)):
+        if by is not None and by < 0:  # PyTorch has no negative steps
+            if any(at is not None and at >= 0 for at in (start, stop)):
+                raise Unsupported("a negative step is only supported if begin and end count from the end")
+            flipped.append(axis)
+            start, stop = (None if at is None else -at - 1 for at in (start, stop))
+        parts.append((start, stop, by and abs(by)))
+    return (call(f"{x}.flip", *flipped) if flipped else x) + index(*parts)
 
 
 def slice_axis(node: Node, x: str) -> str:
-    axis = node.value("axis") % node.rank
-    return x + index(*[()] * axis, (node.value("begin"), node.value("end", None)))
+    return x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"]))
 
 
 def slice_like(node: Node, x: str, like: str) -> str:
-    axes = [axis % node.rank for axis in node.sizes("axes", tuple(range(node.rank)))]
+    axes = [axis % node.rank for axis in node["axes"] or range(node.rank)]
     return x + index(*((0, f"{like}.shape[{i}]") if i in axes else () for i in range(max(axes) + 1)))
 
 
 def split(node: Node, x: str) -> str:
-    axis = node.value("axis", 1 if node.op == "SliceChannel" else 0) % node.rank
+    axis = node["axis"] % node.rank
     node.read |= {"num_outputs", "sections", "indices", "indices_or_sections"}
-    squeeze = node.flag("squeeze_axis")
+    squeezed = "squeeze_axis" in node and node["squeeze_axis"]
     if len(node.outputs) == 1:
-        return call(f"{x}.squeeze", axis) if squeeze else x
-    if squeeze:
+        return call(f"{x}.squeeze", axis) if squeezed else x
+    if squeezed:
         return call(f"{x}.unbind", axis)
     sizes = [shapes[0][axis] for shapes in node.outputs]
     if any(len({shape[axis] for shape in shapes}) > 1 for shapes in node.outputs):
@@ -390,19 +439,22 @@ def split(node: Node, x: str) -> str:
 
 
 def concat(node: Node, *inputs: str) -> str:
-    axis = node.value("dim", 1) if node.op == "Concat" else node.value("axis", 0)
+    if node.op == "_npi_concatenate":  # the registry describes Concat's attributes instead
+        axis = parse("int", node.attrs.get("axis", "0"))
+    else:
+        axis = node["dim"] if node.op == "Concat" else node["axis"]
     return call("torch.stack" if "stack" in node.op else "torch.cat", f"[{', '.join(inputs)}]", dim=axis)
 
 
 def squeeze(node: Node, x: str) -> str:
-    axes = node.sizes("axis")
-    return call(f"{x}.reshape", *node.shape(x)) if not axes else call(f"{x}.squeeze", _short(axes))
+    axes = [axis for axis in node.axes() if all(shape[axis] == 1 for shape in node.inputs[0])]
+    return x + "".join(f".squeeze({axis})" for axis in sorted(axes, reverse=True))
 
 
 def repeat(node: Node, x: str) -> str:
-    axis = node.value("axis", None)
+    axis = node["axis"]
     source = x if axis is not None else f"{x}.flatten()"
-    return call(f"{source}.repeat_interleave", node.value("repeats"), 0 if axis is None else axis)
+    return call(f"{source}.repeat_interleave", node["repeats"], 0 if axis is None else axis)
 
 
 def expand(node: Node, x: str, *like: str) -> str:
@@ -411,7 +463,7 @@ def expand(node: Node, x: str, *like: str) -> str:
 
 
 def depth_to_space(node: Node, x: str) -> str:
-    b, (n, c, h, w) = node.value("block_size"), (f"{x}.shape[{i}]" for i in range(4))
+    b, (n, c, h, w) = node["block_size"], (f"{x}.shape[{i}]" for i in range(4))
     if node.op == "depth_to_space":
         blocks = f"{call(f'{x}.reshape', n, b, b, -1, h, w)}.permute(0, 3, 4, 1, 5, 2)"
         return call(f"{blocks}.reshape", n, -1, f"{h} * {b}", f"{w} * {b}")
@@ -419,88 +471,162 @@ def depth_to_space(node: Node, x: str) -> str:
     return call(f"{blocks}.reshape", n, -1, f"{h} // {b}", f"{w} // {b}")
 
 
-def softmax(node: Node, x: str) -> str:
+def softmax(node: Node, x: str, *lengths: str) -> str:
     if node.op == "SoftmaxActivation":
-        if node.word("mode", "instance", "channel") == "instance" and node.rank > 2:
-            raise ValueError("mode='instance' is not supported for more than two axes")
-        return call("F.softmax", x, dim=1)
-    temperature = node.value("temperature", 1.0)
-    function = "log_softmax" if node.op == "log_softmax" else "softmax"
-    return call(f"F.{function}", x if temperature == 1 else f"{x} / {temperature!r}", dim=node.value("axis", -1))
-
-
-def cast(node: Node, x: str) -> str:
-    return call(f"{x}.to", f"torch.{node.word('dtype', *DTYPES)}")
+        return call("F.softmax", x, dim=1 if node["mode"] == "channel" else -1)
+    node.read |= {"dtype", "use_length"}
+    temperature, axis = node["temperature"] or 1.0, node["axis"]
+    source = x if temperature == 1 else f"{x} / {temperature!r}"
+    if node.op == "softmin":
+        source = f"-{x}" if temperature == 1 else f"-{x} / {temperature!r}"
+    if lengths and node.op == "softmax":
+        return call("softmax_of_lengths", source, *lengths, axis)
+    if lengths:
+        raise Unsupported("use_length='True' is not supported")
+    return call("F.log_softmax" if node.op == "log_softmax" else "F.softmax", source, dim=axis)
 
 
 def reduction(function: str) -> Callable[..., str]:
     """A rule for an operator that reduces axes. function: its name in PyTorch."""
 
     def rule(node: Node, x: str) -> str:
-        axes = node.axes()
+        axes, keep = node.axes(), node["keepdims"]
         if function == "prod" and len(axes) > 1:
-            raise ValueError(f"the product over axes {axes} is not supported")
+            raise Unsupported(f"the product over axes {axes} is not supported")
         code = call(
             f"torch.{function}",
             x,
-            ord=_unless(2, node.value("ord", 2)),
+            ord=_unless(2, node["ord"]) if "ord" in node else None,
             dim=_short(axes),
-            keepdim=_unless(False, node.flag("keepdims")),
-            correction=_unless(1, node.value("ddof", 0)) if function in ("std", "var") else None,
+            keepdim=_unless(False, keep),
+            correction=_unless(1, node["ddof"]) if "ddof" in node else None,
         )
-        to_scalar = len(axes) == node.rank and not node.flag("keepdims")
+        to_scalar = len(axes) == node.rank and not keep
         return f"{code}.reshape(1)" if to_scalar and node.outputs[0][0] == (1,) else code
 
     return rule
 
 
+def moments(node: Node, x: str) -> str:
+    axes, keep = _short(node.axes("axes")), _unless(False, node["keepdims"])
+    return f"{call('torch.var_mean', x, dim=axes, correction=0, keepdim=keep)}[::-1]"
+
+
 def arg_reduction(node: Node, x: str) -> str:
     function = "argmin" if "argmin" in node.op else "argmax"
-    axis = 1 if node.op == "argmax_channel" else node.value("axis")
-    code = call(f"{x}.{function}", axis, keepdim=_unless(False, node.flag("keepdims")))
+    if node.op == "argmax_channel":
+        return f"{x}.argmax(1).float()"
+    code = call(f"{x}.{function}", node["axis"], keepdim=_unless(False, node["keepdims"]))
     return code if node.op.startswith("_npi") else f"{code}.to({x}.dtype)"
 
 
 def topk(node: Node, x: str) -> str:
-    result = 1 if node.word("ret_typ", "indices", "value") == "indices" else 0
-    largest = _unless(True, not node.flag("is_ascend"))
-    code = f"{call(f'{x}.topk', node.value('k', 1), node.value('axis', -1), largest=largest)}[{result}]"
-    return f"{code}.to({x}.dtype)" if result else code
+    kind = node.word("ret_typ", "indices", "value", "both")
+    node.read.add("k")
+    size = node.outputs[0][0][node["axis"]]
+    code = call(f"{x}.topk", size, node["axis"], largest=_unless(True, not node["is_ascend"]))
+    if kind == "value":
+        node.read.add("dtype")
+        return f"{code}[0]"
+    return node.to_dtype(f"{code}[1]") if kind == "indices" else f"[part.to({x}.dtype) for part in {code}]"
+
+
+def sort(node: Node, x: str) -> str:
+    if node.op == "sort":
+        return f"{call(f'{x}.sort', node['axis'], descending=_unless(False, not node['is_ascend']))}[0]"
+    return node.to_dtype(call(f"{x}.argsort", node["axis"], descending=_unless(False, not node["is_ascend"])))
+
+
+def smooth_l1(node: Node, x: str) -> str:
+    bend = node["scalar"] ** -2
+    return f"torch.where({x}.abs() > {bend!r}, {x}.abs() - {bend / 2!r}, {0.5 / bend!r} * {x}.square())"
 
 
 def l2_normalization(node: Node, x: str) -> str:
-    first, end = {"instance": (1, node.rank), "channel": (1, 2), "spatial": (2, node.rank)}[
-        node.word("mode", "instance", "channel", "spatial")
-    ]
+    first, end = {"instance": (1, node.rank), "channel": (1, 2), "spatial": (2, node.rank)}[node["mode"]]
     total = call(f"{x}.square().sum", _short(tuple(range(first, end))), keepdim=True)
-    return f"{x} / ({total} + {node.value('eps', 1e-10)!r}).sqrt()"
+    return f"{x} / ({total} + {node['eps']!r}).sqrt()"
 
 
 def matrix_product(node: Node, a: str, b: str) -> str:
     if node.op == "dot" and (node.rank > 2 or len(node.inputs[1][0]) > 2):
         return call("torch.tensordot", a, b, dims=1)
-    left = f"{a}.transpose(-2, -1)" if node.flag("transpose_a") else a
-    right = f"{b}.transpose(-2, -1)" if node.flag("transpose_b") else b
-    alpha = node.value("alpha", 1.0)
+    left = f"{a}.transpose(-2, -1)" if "transpose_a" in node and node["transpose_a"] else a
+    right = f"{b}.transpose(-2, -1)" if "transpose_b" in node and node["transpose_b"] else b
+    alpha = node["alpha"] if "alpha" in node else 1
     return f"{left} @ {right}" if alpha == 1 else f"{alpha!r} * ({left} @ {right})"
 
 
+def in_range(node: Node, indices: str, size: int | str) -> str:
+    """The code for integer indices. MXNet accepts indices that are out of range."""
+    if node["mode"] == "wrap":
+        return f"{indices}.long() % {size}"
+    last = size - 1 if isinstance(size, int) else f"{size} - 1"
+    return f"{indices}.long().clamp(0, {last})"
+
+
 def take(node: Node, x: str, indices: str) -> str:
-    axis = node.value("axis", 0) % node.rank
-    node.word("mode", "clip", "wrap")
-    return f"{x}[{':, ' * axis}{indices}.long()]"
+    axis = node["axis"] % node.rank
+    return f"{x}[{':, ' * axis}{in_range(node, indices, node.size(x, axis))}]"
 
 
 def pick(node: Node, x: str, indices: str) -> str:
-    axis, keep = node.value("axis", -1), node.flag("keepdims")
-    code = call(f"{x}.gather", axis, f"{indices}.long().unsqueeze({axis})")
-    return code if keep else call(f"{code}.squeeze", axis)
+    axis = node["axis"] % node.rank
+    source = indices if len(node.inputs[1][0]) == node.rank else f"{indices}.unsqueeze({axis})"
+    code = call(f"{x}.gather", axis, in_range(node, source, node.size(x, axis)))
+    return code if node["keepdims"] else call(f"{code}.squeeze", axis)
 
 
 def one_hot(node: Node, x: str) -> str:
-    on, off = node.value("on_value", 1.0), node.value("off_value", 0.0)
-    code = f"({x}.unsqueeze(-1) == torch.arange({node.value('depth')!r}, device={x}.device)).float()"
+    on, off = node["on_value"], node["off_value"]
+    code = node.to_dtype(f"({x}.long().unsqueeze(-1) == torch.arange({node['depth']!r}, device={x}.device))")
     return code if (on, off) == (1, 0) else f"{code} * {on - off!r} + {off!r}"
+
+
+def where(node: Node, condition: str, a: str, b: str) -> str:
+    ranks = [len(shapes[0]) for shapes in node.inputs]
+    rows = f".reshape{(-1, *[1] * (ranks[1] - 1))}" if ranks[0] == 1 < ranks[1] and node.op == "where" else ""
+    return f"torch.where({condition}{rows} != 0, {a}, {b})"
+
+
+def arange_like(node: Node, x: str) -> str:
+    axis, (start, step) = node["axis"], (node["start"], node["step"])
+    count = f"{x}.numel()" if axis is None else f"{x}.shape[{axis}]"
+    code = f"torch.arange({count}, device={x}.device).float()" + f".reshape({x}.shape)" * (axis is None)
+    return code if (start, step) == (0, 1) else f"{start!r} + {step!r} * {code}"
+
+
+def sequence(node: Node, x: str, *lengths: str) -> str:
+    axis, kind = node["axis"], node.op.removeprefix("Sequence").lower()
+    node.read |= {"use_sequence_length", "value"}
+    if not lengths:
+        return {"mask": x, "last": f"{x}.select({axis}, -1)", "reverse": f"{x}.flip({axis})"}[kind]
+    value = (node["value"],) if kind == "mask" else ()
+    return call(f"sequence_{kind}", x, *lengths, *([axis] if kind != "reverse" else []), *value)
+
+
+def attention(node: Node, x: str, y: str = "") -> str:
+    """The operators of GluonNLP's BERT, whose queries, keys and values are interleaved in one array."""
+    heads = node["heads"]
+    kind = node.op.removeprefix("_contrib_interleaved_matmul_")
+    if kind.endswith("valatt"):
+        parts = 3 if kind == "selfatt_valatt" else 2
+        return call("attention_values", x, y, heads, parts)
+    queries, keys = ((x, 0, 3), (x, 1, 3)) if kind == "selfatt_qk" else ((x, 0, 1), (y, 0, 2))
+    scores = (
+        f"{call('head', queries[0], heads, *queries[1:])} @ {call('head', keys[0], heads, *keys[1:])}.transpose(1, 2)"
+    )
+    return f"{scores} / {math.sqrt(node.inputs[0][0][2] / heads / queries[2])!r}"
+
+
+def grid(node: Node, x: str, *loc: str) -> str:
+    if node.op == "BilinearSampler":
+        return f"F.grid_sample({x}, {loc[0]}.permute(0, 2, 3, 1), align_corners=True)"
+    node.word("transform_type", "affine")
+    if node.op == "GridGenerator":
+        return f"{call('affine_grid', x, *node['target_shape'])}.permute(0, 3, 1, 2)"
+    node.read.add("sampler_type")
+    return call("F.grid_sample", x, call("affine_grid", *loc, *node["target_shape"]), align_corners=True)
 
 
 LAYERS: dict[str, Callable[..., str]] = {
@@ -522,27 +648,27 @@ UNARY = {
         reciprocal relu rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc""".split()
     },
     **{f"arc{name}": f"torch.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh")},
-    "absolute": "torch.abs",
+    **dict.fromkeys(("absolute",), "torch.abs"),
     "degrees": "torch.rad2deg",
     "fix": "torch.trunc",
     "gammaln": "torch.lgamma",
     "negative": "torch.neg",
     "radians": "torch.deg2rad",
-    "rint": "torch.round",
     "softsign": "F.softsign",
     "zeros_like": "torch.zeros_like",
     "ones_like": "torch.ones_like",
+    "around": "torch.round",
 }
 ARITHMETIC = {
     **dict.fromkeys(("add", "plus", "_grad_add"), "{0} + {1}"),
     **dict.fromkeys(("sub", "minus", "subtract"), "{0} - {1}"),
     **dict.fromkeys(("mul", "multiply"), "{0} * {1}"),
     **dict.fromkeys(("div", "true_divide"), "{0} / {1}"),
-    "mod": "{0} % {1}",
+    "mod": "torch.where({1} == 0, 0, {0} % {1})",
     "power": "{0} ** {1}",
     "maximum": "torch.maximum({0}, {1})",
     "minimum": "torch.minimum({0}, {1})",
-    "hypot": "torch.hypot({0}, {1})",
+    "hypot": "({0} * {0} + {1} * {1}).sqrt()",
 }
 COMPARISONS = {
     "equal": "==",
@@ -552,7 +678,10 @@ COMPARISONS = {
     **dict.fromkeys(("lesser", "less"), "<"),
     **dict.fromkeys(("lesser_equal", "less_equal"), "<="),
 }
-REDUCTIONS = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin", "prod": "prod", "std": "std", "var": "var"}
+REDUCTIONS = {
+    **dict(sum="sum", mean="mean", max="amax", min="amin", prod="prod", std="std", var="var", nansum="nansum"),
+    "norm": "linalg.vector_norm",
+}
 PREFIXES = ("", "_", "broadcast_", "elemwise_", "_np_", "_npi_", "_npx_")
 BINARY = {
     **{f"{prefix}{name}": code for prefix in PREFIXES for name, code in ARITHMETIC.items()},
@@ -560,48 +689,61 @@ BINARY = {
     **{f"{p}{name}": f"({{0}} {sign} {{1}}).to({{0}}.dtype)" for p in PREFIXES for name, sign in COMPARISONS.items()},
     **{f"_npi_{name}": f"{{0}} {sign} {{1}}" for name, sign in COMPARISONS.items()},
 }
+SCALAR = {
+    **{f"{name}_scalar": code.format("{0}", "{scalar}") for name, code in BINARY.items()},
+    **{f"{p}r{name}_scalar": code.format("{scalar}", "{0}") for p in PREFIXES for name, code in ARITHMETIC.items()},
+    **dict.fromkeys(("_maximum_scalar", "_npi_maximum_scalar"), "{0}.clamp(min={scalar})"),
+    **dict.fromkeys(("_minimum_scalar", "_npi_minimum_scalar"), "{0}.clamp(max={scalar})"),
+    **dict.fromkeys(("_mod_scalar", "_npi_mod_scalar"), "{0} % {scalar}"),
+    **dict.fromkeys(("_rpower_scalar", "_npi_rpower_scalar"), "torch.pow({scalar}, {0})"),  # -2.0 ** x is -(2.0 ** x)
+}
 
-OPERATORS: dict[str, str | Callable[..., str]] = {
+RULES: dict[str, str | Callable[..., str]] = {
     **LAYERS,
     **{f"{prefix}{name}": f"{code}({{0}})" for prefix in PREFIXES for name, code in UNARY.items()},
     **BINARY,
-    **{f"{name}_scalar": code.format("{0}", "{scalar}") for name, code in BINARY.items()},
-    **{f"{p}r{name}_scalar": code.format("{scalar}", "{0}") for p in PREFIXES for name, code in ARITHMETIC.items()},
+    **SCALAR,
     **{f"{prefix}{name}": reduction(code) for prefix in PREFIXES for name, code in REDUCTIONS.items()},
-    **dict.fromkeys(("_maximum_scalar", "_npi_maximum_scalar"), "{0}.clamp(min={scalar})"),
-    **dict.fromkeys(("_minimum_scalar", "_npi_minimum_scalar"), "{0}.clamp(max={scalar})"),
-    **dict.fromkeys(("_copy", "_np_copy", "BlockGrad", "MakeLoss", "make_loss", "identity", "amp_cast"), "{0}"),
-    "hard_sigmoid": "({0} * {alpha:0.2} + {beta:0.5}).clamp(0, 1)",
-    "smooth_l1": "F.smooth_l1_loss({0}, torch.zeros_like({0}), reduction='none', beta={scalar:1.0} ** -2)",
+    **dict.fromkeys(("_copy", "_np_copy", "BlockGrad", "MakeLoss", "make_loss", "identity"), "{0}"),
+    # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
+    "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
+    **dict.fromkeys(("rint", "_npi_rint"), "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())"),
+    "hard_sigmoid": "({0} * {alpha} + {beta}).clamp(0, 1)",
+    "smooth_l1": smooth_l1,
     "_contrib_div_sqrt_dim": "{0} / {0}.shape[-1] ** 0.5",
     "logical_not": "({0} == 0).to({0}.dtype)",
     "broadcast_logical_and": "(({0} != 0) & ({1} != 0)).to({0}.dtype)",
     "broadcast_logical_or": "(({0} != 0) | ({1} != 0)).to({0}.dtype)",
     "broadcast_logical_xor": "(({0} != 0) ^ ({1} != 0)).to({0}.dtype)",
     **dict.fromkeys(("clip", "_npi_clip"), "{0}.clamp({a_min}, {a_max})"),
-    **dict.fromkeys(("where", "_npi_where"), "torch.where({0} != 0, {1}, {2})"),
+    **dict.fromkeys(("where", "_npi_where"), where),
     "Activation": activation,
     "Pooling": pooling,
-    "_contrib_AdaptiveAvgPooling2D": "F.adaptive_avg_pool2d({0}, {output_size:1})",
+    "_contrib_AdaptiveAvgPooling2D": lambda node, x: (
+        f"F.adaptive_avg_pool2d({x}, {_short(node['output_size'] or (1,))})"
+    ),
     "_contrib_BilinearResize2D": resize,
-    "UpSampling": "F.interpolate({0}, scale_factor={scale})",
-    "LRN": "F.local_response_norm({0}, {nsize}, {alpha:1e-4}, {beta:0.75}, {knorm:2.0})",
+    "UpSampling": upsampling,
+    "Crop": crop,
+    "LRN": "F.local_response_norm({0}, {nsize}, {alpha}, {beta}, {knorm})",
     "L2Normalization": l2_normalization,
-    "Dropout": "F.dropout({0}, {p:0.5}, self.training)",
-    **dict.fromkeys(("softmax", "log_softmax", "SoftmaxActivation"), softmax),
+    "Dropout": lambda node, x: node.word("mode", "training") and f"F.dropout({x}, {node['p']!r}, self.training)",
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "SoftmaxActivation"), softmax),
     **dict.fromkeys(("dot", "batch_dot", "_linalg_gemm2", "_npi_matmul", "_np_dot"), matrix_product),
     **dict.fromkeys(("argmax", "argmin", "argmax_channel", "_npi_argmax", "_npi_argmin"), arg_reduction),
     "topk": topk,
-    "norm": reduction("linalg.vector_norm"),
-    **dict.fromkeys(("cumsum", "_np_cumsum"), "{0}.cumsum({axis})"),
+    **dict.fromkeys(("sort", "argsort"), sort),
+    "moments": moments,
+    "_np_cumsum": "{0}.cumsum({axis})",
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Pad": pad,
     "Flatten": "{0}.flatten(1)",
     **dict.fromkeys(("Reshape", "_np_reshape", "_npi_reshape", "_npx_reshape", "reshape_like"), reshape),
+    "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": "{0}.unsqueeze({axis})",
     **dict.fromkeys(("squeeze", "_np_squeeze"), squeeze),
     **dict.fromkeys(("transpose", "_np_transpose"), transpose),
-    "SwapAxis": "{0}.transpose({dim1:0}, {dim2:0})",
+    "SwapAxis": "{0}.transpose({dim1}, {dim2})",
     **dict.fromkeys(("slice", "_npi_slice"), slices),
     "slice_axis": slice_axis,
     "slice_like": slice_like,
@@ -612,11 +754,40 @@ OPERATORS: dict[str, str | Callable[..., str]] = {
     **dict.fromkeys(("reverse", "_npi_flip"), "{0}.flip({axis})"),
     **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis", "_npi_broadcast_to"), expand),
     **dict.fromkeys(("depth_to_space", "space_to_depth"), depth_to_space),
-    **dict.fromkeys(("_zeros", "_ones", "_npi_zeros", "_npi_ones"), zeros),
-    **dict.fromkeys(("Cast", "_npi_cast"), cast),
+    **dict.fromkeys(("_zeros", "_ones", "_npi_zeros", "_npi_ones"), filled),
+    **dict.fromkeys(("Cast", "_npi_cast", "amp_cast"), lambda node, x: f"{x}.to(torch.{node['dtype']})"),
     **dict.fromkeys(("take", "_npi_take"), take),
     "pick": pick,
+    "gather_nd": "{0}[tuple(i % size for i, size in zip({1}.long(), {0}.shape))]",
     "one_hot": one_hot,
-    "_contrib_arange_like": "torch.arange({0}.shape[{axis}], device={0}.device).float()",
-    "SequenceLast": "{0}.select({axis:0}, -1)",
+    "_contrib_arange_like": arange_like,
+    **dict.fromkeys(("SequenceMask", "SequenceLast", "SequenceReverse"), sequence),
+    **{
+        f"_contrib_interleaved_matmul_{kind}{name}": attention
+        for kind in ("selfatt_", "encdec_")
+        for name in ("qk", "valatt")
+    },
+    **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),
 }
+OPERATORS = {name: rule for name, rule in RULES.items() if name in all_operators()}
+# Why operators are left out
+REASONS = {
+    "Custom": "the graph does not contain its code",
+    **dict.fromkeys(("_foreach", "_while_loop", "_cond"), "loops and branches are not supported"),
+    **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels; --output names an output before it"),
+    "_contrib_MultiBoxPrior": "it is only supported for images of one size",
+    **dict.fromkeys(
+        ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
+        "suppressing boxes one after the other is not supported; --output names an output before it",
+    ),
+    **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
+}
+
+
+def reason(op: str) -> str:
+    """Why an operator cannot be converted."""
+    if "quantize" in op:
+        return "quantized operators are not supported"
+    if "random" in op or "sample" in op:
+        return "its random numbers differ between frameworks"
+    return REASONS.get(op, "no equivalent is known")

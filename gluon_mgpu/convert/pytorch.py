@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import ast
 import json
 import keyword
 import os
@@ -14,12 +14,12 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet import nd
 
 from gluon_mgpu import __version__
-from gluon_mgpu.convert.network import Network, refuse
-from gluon_mgpu.convert.operators import LAYERS, OPERATORS, Node
+from gluon_mgpu.convert.network import Network, Unsupported, as_arrays
+from gluon_mgpu.convert.operators import LAYERS, OPERATORS, Node, reason
 from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.runtime.errors import UsageError
 
 SUFFIXES = (".py", ".safetensors")
 PACKAGES = ("torch", "safetensors")
@@ -39,10 +39,10 @@ MODULE = '''"""A network converted from MXNet by gluon_mgpu {version}. To load t
 import torch
 from torch import nn
 from torch.nn import functional as F
-
+{functions}
 
 class Net(nn.Module):
-    """Input: {input}. Output: {output}."""
+    """Inputs: {inputs}. Outputs: {outputs}."""
 
     def __init__(self):
         super().__init__()
@@ -82,8 +82,29 @@ np.savez(base + ".npz", **results)
 TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
     parameters state_dict to train training type zero_grad""".split()
 SOURCES = ("arange", "eye", "full", "ones", "zeros")  # operators without inputs, such as _zeros and _npi_zeros
+FUNCTIONS = {
+    node.name: node
+    for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.FunctionDef)
+}
+WORDS = {"self", "torch", "nn", "F", "x", "y", "z", *FUNCTIONS}  # names that mean something else in the code
 
 Entry = tuple[int, int]  # one output of a node: the node's index, and the index of the output
+
+
+class Refused(UsageError):
+    """Operators that cannot be converted. reasons: for each operator's name, its layers and why."""
+
+    def __init__(self, problems: list[tuple[str, str, Unsupported]]) -> None:
+        layers: dict[tuple[str, str], list[str]] = {}
+        for op, name, why in problems:
+            layers.setdefault((op, str(why)), []).append(repr(name))  # repr keeps line breaks out of the message
+        words = [
+            f"{op!r} layer {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({why})"
+            for (op, why), names in layers.items()
+        ]
+        super().__init__(None, "; ".join(words), "cannot be converted to PyTorch")
+        self.fixed_size = all(why.fixed_size for _, _, why in problems)  # whether all can for inputs of one size
 
 
 class _Module:
@@ -111,6 +132,8 @@ class _Module:
             fixed = len({str(shapes[i]) for shapes in self.shapes}) == 1
             if node["op"] == "null":
                 constant, description = node["name"] in self.network.params, node["name"]
+            elif node["op"] == "_contrib_MultiBoxPrior":  # depends only on the size of the image
+                constant, description = fixed, f"{node['op']} {i}"
             else:
                 constant = None not in inputs and (bool(inputs) or fixed and node["op"].split("_")[-1] in SOURCES)
                 description = str((node["op"], node.get("attrs"), inputs))
@@ -122,70 +145,90 @@ class _Module:
         """Compute a constant."""
         if self.nodes[entry[0]]["op"] == "null":
             return self.network.params[self.nodes[entry[0]]["name"]].asnumpy()
-        heads = [[*entry, 0], [self.first_input, 0, 0]]  # MXNet cannot compute a graph without any input
+        inputs = [i for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs]
+        heads = [[*entry, 0], *([i, 0, 0] for i in inputs)]  # MXNet cannot compute a graph without any input
         symbol = mx.sym.load_json(json.dumps({**self.network.graph, "heads": heads}))
-        return self.network.evaluate(symbol, {self.network.inputs[0]: nd.zeros(1)})[0]
+        given = dict(zip(self.network.inputs, as_arrays(self.network.samples[0].inputs)))
+        return self.network.evaluate(symbol, given)[0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""
         node = self.nodes[i]
-        entries = [(j, output) for j, output, *_ in node["inputs"]]
+        entries = [self._source((j, output)) for j, output, *_ in node["inputs"]]
         if not entries and (i, 0) not in self.constants:  # zeros whose shape depends on the inputs
             return [(self.first_input, 0)], []
         if node["op"] == "RNN":  # without states that are zero, which is the default
             states = [entry for entry in entries[2:] if not self.nodes[entry[0]]["op"].endswith("zeros")]
             return [entries[0], *states], entries[1:2]
-        return (entries[:1], entries[1:]) if node["op"] in LAYERS else (entries, [])
+        is_layer = node["op"] in LAYERS or node.get("attrs", {}).get("sample_type") == "bilinear"
+        return (entries[:1], entries[1:]) if is_layer else (entries, [])
 
-    def _steps(self, heads: list[Entry]) -> tuple[list[int], dict[Entry, int]]:
-        """The nodes that the outputs need, in order; and for each entry, the last node that uses it."""
-        steps, last_use = list[int](), dict.fromkeys(heads, len(self.nodes))
+    def _source(self, entry: Entry) -> Entry:
+        """The entry that has the same value before operators that only copy it."""
+        while OPERATORS.get(self.nodes[entry[0]]["op"]) == "{0}":
+            j, output, *_ = self.nodes[entry[0]]["inputs"][0]
+            entry = j, output
+        return entry
+
+    def _steps(self, heads: list[Entry]) -> tuple[list[int], dict[Entry, list[int]]]:
+        """The nodes that the outputs need, in order; and for each entry, the positions in this list of those that use
+        it, from last to first. An output is used at the end."""
+        steps, uses = list[int](), {head: [0] for head in heads}
         for i in reversed(range(len(self.nodes))):
-            needed = any((i, output) in last_use for output in range(len(self.shapes[0][i])))
+            needed = any((i, output) in uses for output in range(len(self.shapes[0][i])))
             if needed and self.nodes[i]["op"] != "null" and (i, 0) not in self.constants:
                 steps.insert(0, i)
                 for entry in self._operands(i)[0]:
-                    last_use.setdefault(entry, i)
-        return steps, last_use
+                    uses.setdefault(entry, []).append(-len(steps))
+        return steps, {entry: [len(steps) + position for position in positions] for entry, positions in uses.items()}
 
     def _write(self) -> None:
-        heads = [(i, output) for i, output, *_ in self.network.graph["heads"]]
-        steps, last_use = self._steps(heads)
+        heads = [self._source((i, output)) for i, output, *_ in self.network.graph["heads"]]
+        steps, uses = self._steps(heads)
         owners = [_block(self.nodes[i]["name"]) for i in steps if self._operands(i)[1]]
         prefix = os.path.commonprefix(owners)  # the network's name, with which all of these names begin
         self.prefix = prefix[: prefix.rfind("_") + 1]
-        used = {"self", "torch", "nn", "F"}
+        used, problems = set(WORDS), []
         inputs = {node["name"]: (i, 0) for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs}
         variables = {inputs[name]: "x" if len(inputs) == 1 else _identifier(name, used) for name in self.network.inputs}
         self.arguments = list(variables.values())
-        names = itertools.chain("xyz", (f"x{i}" for i in itertools.count(3)))
-        new_names = (name for name in names if name not in {*used, *self.arguments})
-        free: list[str] = []  # variables whose value is no longer needed
-        for i in steps:
+        for at, i in enumerate(steps):
             operands, params = self._operands(i)
-            node = self._node(i, operands, params)
-            code = node.code(*(variables.get(entry) or self._parameter(entry) for entry in operands))
-            ended = [entry for entry in dict.fromkeys(operands[::-1]) if last_use[entry] == i and entry in variables]
-            free += [variables[entry] for entry in ended]
+            live = [entry for entry in variables if uses.get(entry, [-1])[0] >= at]
+            if self.forward and [len(uses[entry]) > 1 for entry in live] == [True]:
+                self.forward.append("")  # between blocks of the network
+            try:
+                node = self._node(i, operands, params)
+                code = node.code(*(variables.get(entry) or self._parameter(entry) for entry in operands))
+            except Unsupported as why:
+                problems.append((self.nodes[i]["op"], self.nodes[i]["name"], why))
+                variables.update({(i, output): "x" for output in range(len(self.shapes[0][i]))})
+                continue
             entries = [(i, output) for output in range(len(node.outputs))]
-            for entry in entries:
-                if entry in last_use:
-                    variables[entry] = free.pop() if free else next(new_names)
-            targets = [variables.get(entry, "_") for entry in entries]
+            kept = [entry for entry in entries if entry in uses]
+            taken = {variables[entry] for entry in live if uses[entry][0] > at}
+            for entry in kept:
+                if len(kept) == 1 and set(uses[entry]) == {at + 1}:
+                    variables[entry] = next(name for name in "xyz" if name not in taken)
+                else:
+                    name = _block(self.nodes[i]["name"]).removeprefix(self.prefix)
+                    variables[entry] = _identifier(f"{name}{entry[1]}" if len(kept) > 1 else name, taken | WORDS)
+            targets = [variables[entry] if entry in uses else "_" for entry in entries]
             if node.nested:  # (output, state), where the state of an LSTM is a tuple
                 states = targets[1:] if {*targets[1:]} - {"_"} else ["_"]
                 targets[1:] = [f"({', '.join(states)})" if len(states) > 1 else states[0]]
-            if code != targets[0]:
-                self.forward.append(f"{', '.join(targets)} = {code}")
+            self.forward.append(f"{', '.join(targets)} = {code}")
             self._add_layer(node, params)
+        if problems:
+            raise Refused(problems)
         self.result = ", ".join(variables.get(entry) or self._parameter(entry) for entry in heads)
 
     def _node(self, i: int, operands: list[Entry], params: list[Entry]) -> Node:
         node, layer = self.nodes[i], ""
         if node["op"] not in OPERATORS:
-            raise refuse(node["op"], node["name"])
+            raise Unsupported(reason(node["op"]), fixed_size=node["op"] == "_contrib_MultiBoxPrior")
         if not all(entry in self.constants for entry in params):
-            raise refuse(node["op"], node["name"], "its parameters are computed from the network's input")
+            raise Unsupported("its parameters are computed from the network's input")
         inputs = [[shapes[j][output] for shapes in self.shapes] for j, output in operands]
         if params:
             key = node["op"], str(node.get("attrs")), *(self.constants[entry] for entry in params), len(inputs[0][0])
@@ -194,7 +237,7 @@ class _Module:
             layer = self.names[key]
         outputs = [list(shapes) for shapes in zip(*(shapes[i] for shapes in self.shapes))]
         arrays = [self._value(entry) for entry in params]
-        return Node(node["op"], node["name"], node.get("attrs", {}), layer, inputs, outputs, arrays)
+        return Node(node["op"], node.get("attrs", {}), layer, inputs, outputs, arrays)
 
     def _name(self, node: dict[str, Any]) -> str:
         """A new name for a layer or a parameter, similar to its name in the graph."""
@@ -218,20 +261,30 @@ class _Module:
     def _parameter(self, entry: Entry) -> str:
         """The code for a constant that is not a layer's parameter. Creates it if necessary."""
         description, node = self.constants[entry], self.nodes[entry[0]]
-        if description not in self.owners:
+        trained = node["op"] == "null" and self._value(entry).dtype == np.float32
+        owner = description if trained else f"buffer {description}"  # a layer may have the same array as a parameter
+        if owner not in self.owners:
             name, array = self._name(node), self._value(entry)
-            self.owners[description], self.state[name] = name, array
+            self.owners[owner], self.state[name] = name, array
             zeros = f"torch.zeros({array.shape}, dtype=torch.{array.dtype})"
-            trained = node["op"] == "null" and array.dtype == np.float32
             self.layers.append(
                 f"self.{name} = nn.Parameter({zeros})" if trained else f'self.register_buffer("{name}", {zeros})'
             )
-        return f"self.{self.owners[description]}"
+        return f"self.{self.owners[owner]}"
+
+    def functions(self) -> list[str]:
+        """The code of the functions that forward calls."""
+        text, called = "\n".join(self.forward), dict[str, str]()
+        for name in reversed(FUNCTIONS):  # a function calls only those before it
+            if re.search(rf"\b{name}\(", text):
+                called[name] = ast.unparse(FUNCTIONS[name])
+                text += called[name]
+        return list(called.values())[::-1]
 
 
 def _block(name: str) -> str:
-    """The name of the Gluon block that contains an operator: conv0 for conv0_fwd."""
-    return re.sub(r"_(fwd|(group|layer)norm0|rnn0)$", "", name)
+    """The name of the Gluon block that contains an operator: conv0 for conv0_fwd, lstm0_i2h for lstm0_t5_i2h."""
+    return re.sub(r"_t\d+(?=_)|_(fwd|(group|layer)norm0|rnn0)$", "", name)
 
 
 def _identifier(name: str, others: set[str]) -> str:
@@ -248,21 +301,22 @@ def _identifier(name: str, others: set[str]) -> str:
 def write(network: Network, base: str) -> None:
     """Write BASE.py and BASE.safetensors. BASE's last part must be an identifier.
 
-    Raises UsageError for the first operator that cannot be converted.
+    Raises Refused if operators cannot be converted.
     """
     from safetensors.numpy import save
 
     module = _Module(network)
-    inputs, outputs = (
-        ", ".join(f"({', '.join(['n', *map(str, array.shape[1:])])})" for array in arrays)
-        for arrays in network.samples[0]
-    )
+    inputs = [
+        f"{name} ({', '.join(map(str, axes))})"
+        for name, axes in ((_identifier(name, set()), network.axes(name)) for name in network.inputs)
+    ]
     code = MODULE.format(
         version=__version__,
         name=os.path.basename(base),
-        input=inputs,
-        output=outputs,
-        layers=textwrap.indent("\n".join(module.layers), " " * 8),
+        functions="".join(f"\n\n{function}\n" for function in module.functions()),
+        inputs=", ".join(inputs),
+        outputs=", ".join(_identifier(name, set()) for name in network.outputs),
+        layers=textwrap.indent("\n".join(module.layers or ["pass"]), " " * 8),
         arguments=", ".join(module.arguments),
         forward=textwrap.indent("\n".join(module.forward), " " * 8),
         result=module.result,

@@ -88,11 +88,12 @@ def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(conte
     code = program(f"""
         import os, gluon_mgpu
         from gluon_mgpu.runtime import engine
-        engine.plan(processes={workers}, workers={workers})
+        engine.plan(processes={workers})
         {f"gluon_mgpu.configure({contexts})" if contexts else "import mxnet"}
         print(*map(os.environ.get, {names}))
     """)
-    assert python(code, **setting).stdout.strip() == expected
+    started = {"PMI_RANK": "0", "PMI_SIZE": f"{workers}"} if workers > 1 else {}
+    assert python(code, **setting, **started).stdout.strip() == expected
 
 
 @pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "true"}], ids=str)

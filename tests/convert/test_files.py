@@ -1,0 +1,191 @@
+"""Graph files of other people: names of inputs and outputs, old attributes, tolerance, messages, and the code."""
+
+import json
+import runpy
+
+import numpy as np
+import pytest
+from conversions import ONNX, PYTORCH, TARGETS, needs
+from mxnet import gluon, nd
+from mxnet import symbol as s
+from runs import call
+
+from gluon_mgpu import convert
+from gluon_mgpu.commands.convert import convert as command
+from gluon_mgpu.convert import network
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+X = s.var("data")
+
+
+def files(folder, symbol, attrs=None, **shapes):
+    """The files of a network with random parameters. shapes: of its inputs. attrs: {operator: more attributes}"""
+    shapes = shapes or {"data": (2, 6)}
+    sizes, _, running = symbol.infer_shape(**shapes)
+    random = np.random.default_rng(0)
+    arrays = {f"arg:{k}": random.normal(0, 0.3, v) for k, v in zip(symbol.list_arguments(), sizes) if k not in shapes}
+    arrays |= {f"aux:{k}": random.uniform(0.5, 1, v) for k, v in zip(symbol.list_auxiliary_states(), running)}
+    nd.save(str(folder / "n-0000.params"), {name: nd.array(array) for name, array in arrays.items()})
+    graph = json.loads(symbol.tojson())
+    for node in graph["nodes"]:
+        node.setdefault("attrs", {}).update((attrs or {}).get(node["op"], {}))
+    (folder / "n-symbol.json").write_text(json.dumps(graph))
+    return folder / "n-symbol.json", folder / "n-0000.params"
+
+
+def test_an_output_near_zero_may_differ_by_the_rounding_of_typical_outputs():
+    samples = [network.Sample((np.zeros((3, 1)),), [np.array([[1.0], [-2.0], [1e-9]])])]
+    given = network.Network({}, {}, ["data"], samples)
+    assert given.relative_error([[np.array([[1.0], [-2.0], [2e-9]])]]) < 1e-8
+    assert given.relative_error([[np.array([[1.0], [-2.0], [0.01]])]]) > 1e-3
+    assert given.relative_error([[np.array([[1.0], [-2.0], [np.nan]])]]) != given.relative_error(
+        [[samples[0].outputs[0]]]
+    )
+
+
+@needs("pytorch")
+def test_a_larger_tolerance_accepts_larger_differences(tmp_path, capfd):
+    given = convert.from_files(*files(tmp_path, s.FullyConnected(X, num_hidden=2)), (6,)).compute()
+    given.samples = [network.Sample(inputs, [1.001 * Y for Y in outputs]) for inputs, outputs in given.samples]
+    with pytest.raises(Error):
+        convert.save(given, "pytorch", str(tmp_path / "net"))
+    convert.save(given, "pytorch", str(tmp_path / "net"), tolerance=0.01)
+
+
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+def test_attributes_without_effect_and_written_defaults_are_accepted(to, tmp_path):
+    x = s.LeakyReLU(s.Convolution(X, kernel=(3, 3), num_filter=2, name="conv"), act_type="prelu")
+    x = s.UpSampling(s.BatchNorm(s.BatchNorm(x), axis=-3), scale=2, sample_type="nearest")
+    x = s.log_softmax(s.MakeLoss(s.LayerNorm(s.Reshape(x, shape=(0, -1)))))
+    attrs = {
+        "LeakyReLU": {"lower_bound": "0.125", "upper_bound": "0.334", "slope": "0.25"},
+        "UpSampling": {"multi_input_mode": "concat", "num_filter": "0", "workspace": "512"},
+        "Reshape": {"target_shape": "(0, 0)", "keep_highest": "False", "reverse": "0"},
+        "MakeLoss": {"grad_scale": "1.0", "normalization": "null", "valid_thresh": "0.0"},
+        "BatchNorm": {"output_mean_var": "0", "use_global_stats": "0", "cudnn_off": "0"},
+        "LayerNorm": {"output_mean_var": "0"},
+        "log_softmax": {"use_length": "0", "temperature": "None"},
+    }
+    given = convert.from_files(*files(tmp_path, x, attrs, data=(2, 3, 8, 8)), (3, 8, 8))
+    convert.save(given, to, str(tmp_path / "net"))
+
+
+@needs("pytorch")
+def test_code_without_a_default_uses_the_one_of_mxnets_registry(tmp_path):
+    x = s.BatchNorm(s.Convolution(X, kernel=(1, 1), num_filter=2), name="norm")
+    given = convert.from_files(*files(tmp_path, x, data=(2, 3, 8, 8)), (3, 8, 8))
+    for node in given.graph["nodes"]:
+        node.get("attrs", {}).pop("eps", None)
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    assert runpy.run_path(str(tmp_path / "net.py"))["Net"]().norm.eps == 0.001
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_graph_is_cut_at_a_named_output(to, tmp_path, capfd):
+    hidden = s.FullyConnected(X, num_hidden=4, name="hidden")
+    loss = s.MakeLoss(s.CTCLoss(s.reshape(s.FullyConnected(hidden, num_hidden=8), (2, -1, 4)), s.var("label")))
+    symbol, params = files(tmp_path, loss, data=(3, 6), label=(3, 2))
+    status, out, err = call(
+        capfd, command, symbol, params, "--input", "data=6", "--output", "hidden", "--to", to, tmp_path / "net"
+    )
+    assert (status, err) == (0, "")
+    given = convert.from_files(symbol, params, (6,), outputs=["hidden_output"])
+    assert given.inputs == ["data"] and given.outputs == ["hidden_output"]
+    with pytest.raises(UsageError, match="hiden"):
+        convert.from_files(symbol, params, (6,), outputs=["hiden"])
+
+
+@needs("onnx")
+def test_outputs_have_mxnets_names_in_onnx(tmp_path):
+    import onnxruntime
+
+    x = s.Group([s.FullyConnected(X, num_hidden=2, name="cls"), s.FullyConnected(X, num_hidden=4, name="box"), X])
+    convert.save(convert.from_files(*files(tmp_path, x), (6,)), "onnx", str(tmp_path / "net"))
+    names = [output.name for output in onnxruntime.InferenceSession(tmp_path / "net.onnx").get_outputs()]
+    assert names[:2] == ["cls_output", "box_output"] and len(set(names)) == 3
+
+
+def lstm():
+    states = {"state": s.var("h"), "state_cell": s.var("c"), "parameters": s.var("rnn_parameters")}
+    return s.RNN(X, mode="lstm", state_size=4, num_layers=1, **states)
+
+
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+@pytest.mark.parametrize("batch", [("n",), ()])
+def test_the_batch_may_be_the_second_axis(batch, to, tmp_path):
+    written = files(tmp_path, lstm(), data=(5, 2, 3), h=(1, 2, 4), c=(1, 2, 4))
+    inputs = {"data": (5, *batch, 3), "h": (1, *batch, 4), "c": (1, *batch, 4)}
+    given = convert.from_files(*written, inputs=inputs)
+    assert [X.shape[1] for X in given.samples[1].inputs] == [4, 4, 4]
+    convert.save(given, to, str(tmp_path / "net"))
+
+
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+def test_lengths_are_numbers_of_each_example(to, tmp_path):
+    size = s.var("size")
+    x = s.Group([s.SequenceMask(X, size, use_sequence_length=True, axis=1), s.softmax(s.sum(X, 2), axis=1)])
+    given = convert.from_files(*files(tmp_path, x, data=(2, 5, 3), size=(2,)), inputs={"data": (5, 3), "size": ()})
+    lengths = np.concatenate([sample.inputs[given.inputs.index("size")] for sample in given.samples])
+    assert set(lengths) <= set(range(1, 38)) and len(set(lengths)) > 1
+    convert.save(given, to, str(tmp_path / "net"))
+
+
+def test_inputs_are_drawn_for_what_the_network_does_with_them(tmp_path):
+    x = s.broadcast_add(X, s.expand_dims(s.Embedding(s.contrib.arange_like(X, axis=1), input_dim=90, output_dim=8), 0))
+    given = convert.from_files(*files(tmp_path, x, data=(2, 12, 8)), (12, 8)).compute()
+    values = np.concatenate([inputs[0].ravel() for inputs, _ in given.samples])
+    assert values.min() < 0 and values.max() > 200 and not np.array_equal(values, np.round(values))
+    positive = convert.from_files(*files(tmp_path, s.sqrt(X)), (6,)).compute()
+    assert all(np.isfinite(Y).all() for _, [Y] in positive.samples)
+
+
+def test_channels_are_not_grown_even_if_nothing_fixes_them(tmp_path):
+    given = convert.from_files(*files(tmp_path, X * 2, data=(2, 3, 8, 8)), (3, 8, 8))
+    assert {inputs[0].shape[1] for inputs, _ in given.samples} == {3}
+    assert len({inputs[0].shape[2:] for inputs, _ in given.samples}) == 2
+
+
+@needs("pytorch")
+def test_the_report_names_outputs_that_hardly_depend_on_the_inputs(tmp_path):
+    constant = s.elemwise_add(X * 1e-9, s.ones_like(X), name="constant")
+    x = s.Group([constant, s.elemwise_add(X, s.ones_like(X), name="varying")])
+    report = convert.save(convert.from_files(*files(tmp_path, x), (6,)), "pytorch", str(tmp_path / "net"))
+    assert "constant_output" in report and "varying_output" not in report
+
+
+@needs("pytorch")
+def test_all_operators_that_cannot_be_converted_are_listed_with_a_reason_before_anything_is_computed(tmp_path):
+    x = s.contrib.fft(X, name="waves")
+    given = convert.from_files(*files(tmp_path, s.contrib.ifft(x, name="back"), data=(2, 6)), (6,))
+    given.predict = None  # computing would fail
+    with pytest.raises(UsageError) as error:
+        convert.save(given, "pytorch", str(tmp_path / "net"))
+    assert all(word in str(error.value) for word in ("waves", "back", "known")) and "\n" not in str(error.value)
+
+
+def unit(x, name):
+    y = s.BatchNorm(s.Convolution(x, kernel=(3, 3), pad=(1, 1), num_filter=4, name=f"{name}_conv"), name=f"{name}_bn")
+    return s.elemwise_add(x, s.Activation(y, act_type="relu"), name=f"{name}_plus")
+
+
+@needs("pytorch")
+def test_code_has_named_values_a_blank_line_per_block_and_one_name_per_unrolled_cell(tmp_path):
+    x = s.Convolution(X, kernel=(3, 3), pad=(1, 1), num_filter=4, name="stem")
+    x = unit(unit(x, "stage1_unit1"), "stage1_unit2")
+    convert.save(
+        convert.from_files(*files(tmp_path, x, data=(2, 3, 8, 8)), (3, 8, 8)), "pytorch", str(tmp_path / "net")
+    )
+    code = (tmp_path / "net.py").read_text()
+    forward = code.partition("def forward(self, x):\n")[2].strip().split("\n\n")
+    assert len(forward) == 3 and all(f"stage1_unit{i} = " not in code for i in (1, 2))
+    assert "stage1_unit1_plus = stem + x" in code
+
+
+@needs("pytorch")
+def test_an_unrolled_cell_has_one_name_for_all_time_steps(tmp_path):
+    cell = gluon.rnn.LSTMCell(4, input_size=5, prefix="lstm_")
+    outputs, _ = cell.unroll(3, X, layout="NTC", merge_outputs=True, begin_state=[s.var("h"), s.var("c")])
+    given = convert.from_files(*files(tmp_path, outputs, data=(2, 3, 5), h=(2, 4), c=(2, 4)), (4,), (4,), (3, 5))
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    names = [name for name, _ in runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()]
+    assert names == ["i2h", "h2h"]

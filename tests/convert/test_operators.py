@@ -1,0 +1,172 @@
+"""Converted operators give MXNet's results, also for ties, fractions, and numbers that are negative or out of range."""
+
+import json
+
+import numpy as np
+import pytest
+from conversions import ONNX, PYTORCH
+from mxnet import symbol as s
+
+from gluon_mgpu import convert
+from gluon_mgpu.convert.network import Network, Sample
+
+N = 4  # batch size
+HALVES = np.arange(-3, 3.5, 0.5)
+# For each input of the network below: a function that draws it, and its shape without the batch
+INPUTS = {
+    "x": (lambda random, size: random.normal(0, 3, size), (6,)),
+    "ties": (lambda random, size: random.choice(HALVES, size), (6,)),
+    "other": (lambda random, size: random.choice(HALVES, size), (6,)),
+    "unit": (lambda random, size: random.uniform(-1, 1, size), (6,)),
+    "positive": (lambda random, size: random.uniform(0.1, 9, size), (6,)),
+    "index": (lambda random, size: random.choice([-7, -1, -0.6, 0, 0.7, 1, 2.9, 4, 5, 6, 7.5, 23], size), (5,)),
+    "which": (lambda random, size: random.choice([-9, -1, 0.4, 3, 5, 5.9, 6, 11], size), ()),
+    "image": (lambda random, size: random.normal(0, 3, size), (4, 9, 9)),
+    "other_image": (lambda random, size: random.normal(0, 3, size), (2, 5, 4)),
+    "words": (lambda random, size: random.normal(0, 3, size), (5, 24)),  # a sequence
+    "length": (lambda random, size: random.integers(1, 6, size), ()),
+}
+
+
+def cases(x, ties, other, unit, positive, index, which, image, other_image, words, length):
+    """Outputs (n, ...) by name."""
+    table = s.reshape(s.arange(24), (8, 3))
+    for name in "abs ceil exp expm1 fix floor negative relu rint round sigmoid sign softsign square trunc".split():
+        yield name, getattr(s, name)(ties)
+    for name in "cos erf sin tan tanh degrees radians reciprocal cosh sinh arcsinh arctan logical_not".split():
+        yield name, getattr(s, name)(x)
+    for name in "log log10 log1p log2 rsqrt sqrt arccosh".split():
+        yield name, getattr(s, name)(positive)
+    for name in "arccos arcsin arctanh hard_sigmoid".split():
+        yield name, getattr(s, name)(unit)
+    for (
+        name
+    ) in """add sub mul div mod power maximum minimum hypot equal not_equal greater greater_equal lesser lesser_equal
+            logical_and logical_or logical_xor""".split():
+        yield f"broadcast_{name}", getattr(s, f"broadcast_{name}")(ties, other)
+    for scalar in (-2.0, 0.5, 2.0):
+        yield f"x + {scalar}", ties + scalar
+        yield f"x - {scalar}", ties - scalar
+        yield f"{scalar} - x", scalar - ties
+        yield f"x * {scalar}", ties * scalar
+        yield f"x / {scalar}", ties / scalar
+        yield f"{scalar} / x", scalar / ties
+        yield f"x % {scalar}", ties % scalar
+        yield f"{scalar} % x", scalar % ties
+        yield f"x ** {scalar}", ties**scalar
+        yield f"{scalar} ** x", scalar**ties
+        yield f"maximum(x, {scalar})", s.maximum(ties, scalar)
+        yield f"minimum(x, {scalar})", s.minimum(ties, scalar)
+        yield f"hypot(x, {scalar})", s.hypot(ties, scalar)
+        yield f"x > {scalar}", ties > scalar
+        yield f"x >= {scalar}", ties >= scalar
+        yield f"x < {scalar}", ties < scalar
+        yield f"x <= {scalar}", ties <= scalar
+        yield f"x == {scalar}", ties == scalar
+        yield f"x != {scalar}", ties != scalar
+        yield f"smooth_l1 {scalar}", s.smooth_l1(x, scalar=scalar)
+    for mode in ("clip", "wrap"):
+        yield f"take {mode}", s.take(table, index, mode=mode)
+        yield f"take {mode} axis 1", s.take(image, s.arange(-3, 12), axis=1, mode=mode)
+        yield f"pick {mode}", s.pick(x, which, mode=mode)
+        yield (
+            f"pick {mode} axis 1",
+            s.pick(image, s.broadcast_add(s.reshape(which, (-1, 1, 1)), s.zeros((1, 9, 9))), axis=1, mode=mode),
+        )
+    yield "Embedding", s.Embedding(index, table, 8, 3)
+    yield "one_hot", s.one_hot(index, 7, on_value=-1, off_value=3)
+    yield "where", s.where(ties, ties, x)
+    yield "clip", s.clip(ties, -1.5, 2)
+    yield "cast", s.cast(s.cast(x, "int32"), "float32")
+    yield "argmax", s.argmax(ties, axis=1)
+    yield "argmin", s.argmin(ties, axis=1, keepdims=True)
+    yield "argmax_channel", s.argmax_channel(ties)
+    yield "topk value", s.topk(ties, k=3, ret_typ="value", is_ascend=True)
+    yield "topk", s.topk(x, k=3)
+    yield from ((f"topk both {k}", part) for k, part in enumerate(s.topk(x, k=3, ret_typ="both")))
+    yield "sort", s.sort(ties, is_ascend=False)
+    yield "argsort", s.argsort(x)
+    yield "shape_array", s.shape_array(image)
+    yield "gather_nd", s.gather_nd(image, s.cast(s.stack(s.clip(which, 0, 3), s.clip(which, -3, 3), axis=0), "int32"))
+    yield "squeeze", s.squeeze(s.expand_dims(s.expand_dims(x, axis=1), axis=3), axis=(1, 3))
+    yield "slice", s.slice(image, begin=(None, -1, None), end=(None, None, -7), step=(1, -2, -1))
+    yield from ((f"moments {k}", part) for k, part in enumerate(s.moments(image, axes=(1, 2))))
+    yield "softmin", s.softmin(x, temperature=0.5)
+    yield "softmax", s.softmax(x, temperature=2.5)
+    yield "softmax over all axes but the last", s.SoftmaxActivation(image)
+    yield "softmax of channels", s.SoftmaxActivation(image, mode="channel")
+    yield "Crop", s.Crop(image, h_w=(3, 4))
+    yield "Crop center", s.Crop(image, h_w=(4, 5), center_crop=True)
+    yield "Crop offset", s.Crop(image, other_image, num_args=2, offset=(2, 3))
+    yield "Crop center like", s.Crop(image, other_image, num_args=2, center_crop=True)
+    yield "UpSampling", s.UpSampling(image, scale=2, sample_type="nearest")
+    large = s.UpSampling(other_image, scale=2, sample_type="nearest")
+    for mode in ("concat", "sum"):
+        options = {"scale": 4, "sample_type": "nearest", "num_args": 2, "multi_input_mode": mode}
+        yield f"UpSampling {mode}", s.UpSampling(other_image, large, **options)
+    options = {"scale": 2, "num_filter": 2, "sample_type": "bilinear", "num_args": 2}
+    yield "UpSampling bilinear", s.UpSampling(other_image, s.reshape(s.arange(32), (2, 1, 4, 4)), **options)
+    yield "Pooling sum", s.Pooling(image, kernel=(2, 3), stride=(2, 2), pad=(1, 1), pool_type="sum")
+    for scale in (2.0, 0.5):
+        yield f"BilinearResize2D {scale}", s.contrib.BilinearResize2D(image, scale_height=scale, scale_width=2.0)
+    yield "LayerNorm of axis 1", s.LayerNorm(image, s.arange(4), s.arange(4), axis=1)
+    time_first = s.transpose(words, (1, 0, 2))
+    for axis, sequence in ((0, time_first), (1, words)):
+        options = {"sequence_length": length, "use_sequence_length": True, "axis": axis}
+        yield f"SequenceMask {axis}", s.SequenceMask(sequence, value=-2, **options)
+        yield f"SequenceLast {axis}", s.SequenceLast(sequence, **options)
+    yield "SequenceReverse", s.SequenceReverse(time_first, length, use_sequence_length=True)
+    yield (
+        "softmax length",
+        s.softmax(
+            s.slice_axis(words, axis=2, begin=0, end=2),
+            s.cast(s.broadcast_add(s.expand_dims(length, 1), s.zeros((1, 2))), "int32"),
+            axis=1,
+            use_length=True,
+        ),
+    )
+    scores = s.contrib.interleaved_matmul_selfatt_qk(time_first, heads=2)
+    yield "selfatt_qk", scores
+    yield "selfatt_valatt", s.contrib.interleaved_matmul_selfatt_valatt(time_first, s.softmax(scores), heads=2)
+    queries = s.slice_axis(time_first, axis=2, begin=0, end=12)
+    scores = s.contrib.interleaved_matmul_encdec_qk(queries, time_first, heads=2)
+    yield "encdec_qk", scores
+    yield "encdec_valatt", s.contrib.interleaved_matmul_encdec_valatt(time_first, scores, heads=2)
+    yield (
+        "SpatialTransformer",
+        s.SpatialTransformer(image, unit, target_shape=(5, 7), transform_type="affine", sampler_type="bilinear"),
+    )
+    yield (
+        "BilinearSampler",
+        s.BilinearSampler(image, s.GridGenerator(unit, transform_type="affine", target_shape=(3, 5))),
+    )
+    yield (
+        "MultiBoxPrior",
+        s.broadcast_add(s.reshape(s.mean(x, axis=1), (-1, 1, 1)), s.contrib.MultiBoxPrior(other_image)),
+    )
+
+
+@pytest.fixture(scope="module")
+def every_case():
+    """The names of the cases, and a network that computes all of them."""
+    names, outputs = zip(*cases(*map(s.var, INPUTS)))
+    given = Network(json.loads(s.Group(outputs).tojson()), {}, list(INPUTS), [])
+    random = np.random.default_rng(0)
+    for n in (N, 3 * N):
+        X = tuple(draw(random, (n, *shape)).astype(np.float32) for draw, shape in INPUTS.values())
+        given.samples.append(Sample(X, given.predict(X)))
+    return names, given
+
+
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+def test_an_operator_gives_mxnets_results_for_ties_fractions_and_numbers_out_of_range(to, every_case, tmp_path):
+    names, given = every_case
+    target = convert.TARGETS[to]
+    target.write(given, str(tmp_path / "net"))
+    wrong = {}
+    for sample, outputs in zip(given.samples, target.outputs(given, str(tmp_path / "net"))):
+        for name, expected, output in zip(names, sample.outputs, outputs):
+            rounding = 1e-6 * np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max()
+            if not np.allclose(output, expected, rtol=1e-5, atol=rounding, equal_nan=True):
+                wrong[name] = expected.ravel()[:6], output.ravel()[:6]
+    assert wrong == {}
