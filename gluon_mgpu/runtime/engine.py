@@ -114,6 +114,10 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
         _prepare()
     with numpy_names.lent():
         exec_module(module)
+    if module.__version__.startswith("2."):
+        from gluon_mgpu.runtime import mxnet2
+
+        mxnet2.restore(module)
     _repeat_lost_interrupts()
 
 
