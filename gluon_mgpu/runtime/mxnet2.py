@@ -14,14 +14,15 @@ from typing import Any
 
 
 def restore(mx: ModuleType) -> None:
-    """Restore mx.metric, Gluon for arrays of mx.nd, and the arguments and methods of blocks that MXNet 2 removed."""
+    """Restore mx.metric, mx.Context, Gluon for arrays of mx.nd, and what MXNet 2 has removed from blocks."""
     mx.util.reset_np()  # outside of Gluon, operators take and return arrays of mx.nd
     gluon = mx.gluon
-    vars(mx).update(metric=gluon.metric)
+    vars(mx).update(metric=gluon.metric, Context=mx.Device)
+    mx.context.Context = mx.Device  # instead of a function
     for block in _with_subclasses(gluon.Block):
         for name in {"__call__", "forward"} & {*vars(block)}:
             setattr(block, name, _with_arrays(mx, True, getattr(block, name)))
-    for name in ("data", "grad", "list_data", "list_grad"):
+    for name in ("data", "grad", "list_data", "list_grad", "set_data"):
         setattr(gluon.Parameter, name, _with_arrays(mx, True, getattr(gluon.Parameter, name)))
     for block in (gluon.Block, gluon.HybridBlock, gluon.nn.Sequential, gluon.nn.HybridSequential):
         block.__init__ = _without_names(block.__init__)

@@ -45,11 +45,10 @@ def has_avx512() -> bool:
 
 def tunable(net: gluon.Block, ctx: list[Context]) -> bool:
     """Whether `tuned` can transform a network for these devices: a Sequential of LAYERS, on CPU contexts, in a build of
-    MXNet 1.9.1 without CUDA."""
+    MXNet without CUDA."""
     return (
         all(c.device_type == "cpu" for c in ctx)
         and not mx.runtime.Features().is_enabled("CUDA")
-        and hasattr(net, "prefix")  # by which layers share parameters; MXNet 2 has none
         and type(net) in (nn.Sequential, nn.HybridSequential)
         and all(type(layer) in LAYERS and (type(layer) is not nn.Conv2D or _is_plain(layer)) for layer in net)
     )
