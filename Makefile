@@ -8,9 +8,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-processors test-processors-quick test-slow test-faults test-network torture test-cuda \
-    test-packages test-all old-books parity parity-quick bench bench-peers horovod docs docs-quick notebooks lint audit \
-    install dev torch clean help
+.PHONY: train demo test test-slow test-processors test-cuda test-packages torture parity docs lint audit \
+    install dev torch old-books clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -29,32 +28,16 @@ demo: install  ## train LeNet on ten classes of synthetic pictures, on 2 devices
 test: dev  ## run the test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"
 
-# Numerical tests. DNNL_MAX_CPU_ISA limits the instruction sets that MXNet uses, as on an older processor.
-NUMERICAL := tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py
-PROCESSORS := SSE41 AVX2 AVX512_CORE
-test-processors: dev  ## run the numerical, resume and parity tests with other instruction sets: PROCESSORS="SSE41 AVX2"
-	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
-	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest $(NUMERICAL) \
-	        tests/test_evaluate.py tests/training/test_resume.py \
-	        tests/parity -m "not slow" || exit 1; done
-
-test-processors-quick: dev
-	DNNL_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest -n 2 $(NUMERICAL)
-
 test-slow: dev  ## run the test suite, including tests that take minutes
 	$(BIN)/python -m pytest
 
-test-faults: dev  ## kill one process of a run at a time, and show how the others exit
-	$(BIN)/python -m pytest -m faults -s
-
-test-network: dev  ## test workers in separate network namespaces (needs root, ip and tc)
-	@cd tests/distributed && ../../$(BIN)/python -c "import machines, sys; sys.exit(machines.missing())"
-	$(BIN)/python -m pytest -m network -rs
-
-MINUTES := 30
-SEED := 1
-torture: dev  ## test random runs with random faults, and fuzz every file reader: MINUTES=30 SEED=1
-	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --seed $(SEED)
+# DNNL_MAX_CPU_ISA limits the instruction sets that MXNet uses, as on an older processor.
+PROCESSORS := SSE41 AVX2 AVX512_CORE
+NUMERICAL := tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py \
+    $(if $(QUICK),,tests/test_evaluate.py tests/training/test_resume.py tests/parity)
+test-processors: dev  ## run the numerical, resume and parity tests with other instruction sets: PROCESSORS="SSE41 AVX2", QUICK=1 for the numerical ones only
+	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
+	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(NUMERICAL) || exit 1; done
 
 test-cuda: dev  ## test mxnet-cu112 with NVIDIA's wheels in a separate environment (2.1 GB to download)
 	$(BIN)/python -m pytest -m cuda_wheels
@@ -62,40 +45,19 @@ test-cuda: dev  ## test mxnet-cu112 with NVIDIA's wheels in a separate environme
 test-packages: dev  ## run one program for each of several packages that need MXNet 1.x (500 MB to download)
 	$(BIN)/python tests/legacy/packages.py
 
-test-all:  ## run the test suite with each installed Python: PYTHONS="3.9 3.12:2.1" selects versions of Python and NumPy, TESTS=... selects tests
-	@scripts/test-all.sh
+MINUTES := 30
+SEED := 1
+torture: dev  ## test random runs with random faults, and fuzz every file reader: MINUTES=30 SEED=1
+	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --seed $(SEED)
 
-parity: install  ## compare this project's results with everything that the notebooks printed
-	$(BIN)/python scripts/parity.py
+parity: install  ## compare this project's results with everything that the notebooks printed: QUICK=1 for one run of each of two recipes
+	$(BIN)/python scripts/parity.py $(if $(QUICK),--quick)
 
-parity-quick: install  ## a 3-minute version of parity: one training run for each of two recipes
-	$(BIN)/python scripts/parity.py --quick
-
-bench: install  ## compare speed and memory with the notebook's own code
-	$(BIN)/python scripts/bench.py steps
-
-bench-peers: torch  ## compare speed and memory with PyTorch (results in build/bench)
-	$(BIN)/python scripts/bench.py peers --out build/bench
-
-# d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
-D2L := 0.17.6
-old-books: install  ## install gluonbook, d2lzh and d2l, which programs for "Dive into Deep Learning" import: D2L=0.11.4
-	$(PIP) --editable '.[old-books]'
-	$(PIP) --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==$(D2L)
-
-horovod: install  ## build and install Horovod, for training on several machines
-	@$(BIN)/python scripts/build_horovod.py
-
-docs: dev  ## build the website in build/docs, and run every code cell
+docs: dev  ## build the website in build/docs, and its lessons as executed notebooks: QUICK=1 with few examples, without slow cells
 	$(PIP) --editable '.[docs]'
 	rm -rf build/docs docs/api
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(if $(QUICK),GLUON_MGPU_DOCS_QUICK=1) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python -m pytest -m notebooks tests/test_site.py
-
-docs-quick: export GLUON_MGPU_DOCS_QUICK = 1
-docs-quick: docs  ## build the website quickly, with few training examples and without the slow cells
-
-notebooks: docs  ## build the website, and the lessons as executed notebooks in build/docs/notebooks
 
 lint: dev  ## run ruff and mypy
 	$(BIN)/ruff check .
@@ -109,7 +71,7 @@ audit: install  ## run bandit, and check all installed packages for known vulner
 
 install: $(INSTALLED)  ## set up .venv with what training needs, and do nothing else
 
-$(INSTALLED): setup.cfg pyproject.toml scripts/find-python.sh
+$(INSTALLED): setup.cfg scripts/find-python.sh
 	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
 	@echo "installing MXNet (47 MB to download)"
 	@$(PIP) --no-deps mxnet==1.9.1 || $(call failed,410 MB)
@@ -120,15 +82,22 @@ $(INSTALLED): setup.cfg pyproject.toml scripts/find-python.sh
 dev: $(DEV_INSTALLED)  ## set up .venv with what training, tests and lint need
 
 $(DEV_INSTALLED): $(INSTALLED)
-	@echo "installing pytest, mypy and other tools (62 MB to download)"
-	@$(PIP) --editable '.[dev]' || $(call failed,250 MB)
+	@echo "installing pytest, mypy and other tools (57 MB to download)"
+	@$(PIP) --editable '.[dev]' || $(call failed,240 MB)
 	@touch $@
 
 failed = { echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $(1)" >&2; exit 1; }
 
-# pip finds PyTorch's CPU build only in PyTorch's own index. The default build takes several GB.
-torch: install  ## install PyTorch: 190 MB if pip finds the CPU build
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile torch==2.13.0+cpu || $(PIP) --editable '.[pytorch]'
+# The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux. uv knows where the CPU build is.
+torch: install  ## install PyTorch's CPU build (190 MB to download)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile torch==2.13.0+cpu 2>/dev/null || { \
+	    $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch >= 2.6'; }
+
+# d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
+D2L := 0.17.6
+old-books: install  ## install gluonbook, d2lzh and d2l, which programs for "Dive into Deep Learning" import: D2L=0.11.4
+	$(PIP) --editable '.[old-books]'
+	$(PIP) --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==$(D2L)
 
 clean:  ## remove .venv, .venvs and all build output
 	rm -rf $(VENV) .venvs build dist docs/api *.egg-info

@@ -28,7 +28,6 @@ exclude_patterns = []
 templates_path = ["_templates"]
 nitpicky = True
 nitpick_ignore_regex = [("py:(obj|class)", ".*")]  # `names` in docstrings, and types, become links if possible
-suppress_warnings = ["ref.python"]  # `Replicas` in a docstring fits several classes
 
 # Pages are plain Markdown, so anchors of headings and relative links also work on a code host.
 myst_heading_anchors = 3

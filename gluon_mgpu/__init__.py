@@ -9,6 +9,6 @@ from gluon_mgpu.runtime.engine import Finder, configure
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["Error", "UsageError", "configure"]
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
 sys.meta_path.insert(0, Finder())

@@ -40,6 +40,7 @@ class LessonConfig(Config):
     """The settings of a run, including those that belong to one lesson."""
 
     CHANGEABLE: ClassVar[frozenset[str]] = Config.CHANGEABLE | {"impl", "hybridize", "tune"}
+    NOT_RECORDED: ClassVar[frozenset[str]] = Config.NOT_RECORDED | {"check"}
 
     impl: str = declare(
         "scratch",
@@ -74,6 +75,13 @@ class LessonConfig(Config):
         Integer(0, 3),
         "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
         "Devices",
+    )
+
+    check: bool = declare(
+        False,
+        click.BOOL,
+        "Before training, hold the lesson's step against one device. This is always done for your own lesson.",
+        "Network and data",
     )
 
     def check_lesson(self, lesson: ModuleType) -> None:

@@ -357,6 +357,11 @@ def restore(model: Model, run: Run[Any]) -> None:
     run.arrays = None
 
 
+def loss_of(lesson: ModuleType) -> Any:
+    """The loss function of a lesson, or the softmax cross-entropy if it has none of this name."""
+    return getattr(lesson, "loss", None) or gluon.loss.SoftmaxCrossEntropyLoss()
+
+
 def _not_called(model: Model, workers: int) -> list[str]:
     """The functions of a user's own lesson that a step does not call with these settings."""
     config, names = model.config, []

@@ -22,6 +22,8 @@ from gluon_mgpu.training.run import Epoch, open_run
 if TYPE_CHECKING:
     from typing import ParamSpec
 
+    from mxnet import Context
+
     from gluon_mgpu.models import Model
     from gluon_mgpu.training.run import Run
     from gluon_mgpu.training.workers import Group
@@ -63,6 +65,7 @@ def train(options: dict[str, Any]) -> list[Epoch]:
         options["impl"] = name_of(lesson)
     if isinstance(data, Dataset):
         options["dataset"] = data.name
+    options = LessonConfig.convert(options)
     with workers.join(options.get("kvstore", "local")) as group, open_run(LessonConfig, options, group) as run:
         config = run.config
         if len(run.position.history) == config.epochs:
@@ -84,13 +87,32 @@ def train(options: dict[str, Any]) -> list[Epoch]:
         from gluon_mgpu import models  # imports mxnet, which `devices.contexts` has set up
         from gluon_mgpu.training import loop, step
 
+        doubt = _doubt(lesson, ctx, config, data)
         model: Any = models.create(lesson, ctx, run, data, group)
         if options.get("seed") is None and not config.resume:
             log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
         run.begin(_facts(model, data, group), loop.state_dict(model))
         devices.say_if_no_gpu(ctx, config.device)
         plain = step.is_plain(config, model.extensions, group)
-        return loop.fit(run, model, model.step if plain else step.extended(model, group), data, group)
+        history = loop.fit(run, model, model.step if plain else step.extended(model, group), data, group)
+        if doubt:
+            log.say(f"remember: {doubt}")
+        return history
+
+
+def _doubt(lesson: ModuleType, ctx: list[Context], config: LessonConfig, data: Dataset) -> str:
+    """Hold your own lesson's step against one device. Returns a line to repeat at the end if they differ."""
+    is_own = name_of(lesson) not in UNSUPPORTED
+    if len(ctx) == 1 or not (is_own or config.check):
+        return ""
+    from gluon_mgpu import equivalence
+
+    claims = equivalence.compare(lesson, ctx, config, data.image_shape, data.classes)
+    reason = equivalence.problem(claims)
+    differs = f"{name_of(lesson)} does not take the same step as on one device: {reason}" if reason else ""
+    if differs or config.check:
+        log.say(differs or f"{name_of(lesson)} takes the same step as on one device")
+    return differs
 
 
 def _check_checksum(run: Run[Any], data: Dataset, group: Group) -> None:

@@ -9,8 +9,8 @@ from browser import chromium, page  # noqa: F401 (fixtures)
 
 import gluon_mgpu
 
-OF_THEIR_OWN_TARGETS = ("faults", "network", "cuda_wheels", "notebooks")  # markers: run only where -m names them
-LONGEST = 3600  # seconds, for tests with these markers and slow tests; setup.cfg has the limit for all other tests
+OF_THEIR_OWN_TARGETS = ("cuda_wheels", "notebooks")  # markers: run only where -m names them
+LONGEST = 3600  # seconds, for tests with these markers and slow tests; pyproject.toml has the limit for all other tests
 # Reasons to skip that --no-skips accepts, because no command installs what is missing.
 MAY_BE_MISSING = ("needs root", "needs the original notebooks")
 

@@ -43,7 +43,7 @@ def test_the_commands_and_options_on_the_pages_exist():
     found = [(page, *line) for page, text in PAGES.items() for line in re.findall(PROGRAM, text.replace("\\\n", " "))]
     assert len(found) > 50
     for page, script, line in found:
-        assert script == "build_horovod" or not unknown_options(script, line.split()), f"{page}: {line}"
+        assert not unknown_options(script, line.split()), f"{page}: {line}"
 
 
 def test_the_exercises_on_the_pages_exist():
@@ -86,7 +86,7 @@ def test_every_module_has_a_page_of_the_api():
 
 
 def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
-    printed = {(r.options["num_gpus"], tuple(map(float, r.test_accuracy))) for r in recipes.RECIPES.values()}
+    printed = {(r.options["gpus"], tuple(map(float, r.test_accuracy))) for r in recipes.RECIPES.values()}
     rows = re.findall(r"^\| the notebook, on (\d) GPUs? \| (.*) \|$", "\n".join(PAGES.values()), re.MULTILINE)
     assert rows and {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
 
@@ -167,6 +167,18 @@ def test_functions_on_the_pages_are_those_of_the_modules_and_a_lesson_shows_all_
     shown = {name: tree for name, tree in functions(code).items() if name not in OWN}
     assert shown and shown.items() <= of(module)
     assert with_callees(module, {*names.split()}) - {"BenchMark"} <= functions(code).keys()
+
+
+def test_all_lines_of_the_step_with_workers_that_scratch_lacks_are_marked_as_new():
+    old = [
+        line.strip()
+        for line in inspect.getsource(scratch.train_batch).partition('"""')[2].partition('"""')[2].split("\n")
+    ]
+    [step] = re.findall(
+        r"^def train_batch.*?^    return losses$", cells("several-machines.md"), re.DOTALL | re.MULTILINE
+    )
+    unmarked = [line.strip() for line in step.splitlines() if "# new" not in line]
+    assert len(unmarked) > 5 and set(unmarked) <= set(old)
 
 
 def test_the_page_names_each_function_of_the_notebook_that_the_lesson_changes():

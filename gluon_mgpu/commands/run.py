@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.legacy import notebook, prepare
+from gluon_mgpu.legacy import launch, notebook, prepare
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
+MOST_PROCESSES = 128  # of workers, and of servers
 OPTIONS = (
     common.option(
         "--gpus",
@@ -53,6 +54,7 @@ def settings_of(strict_numpy: bool, **options: Any) -> prepare.Preparation:
         gluon-mgpu run train.py --epochs 2
         gluon-mgpu run --gpus 4 multiple-gpus.ipynb
         gluon-mgpu run -m pytest tests
+        gluon-mgpu run --workers 2 train.py --kv-store dist_sync
     """,
 )
 @common.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
@@ -60,11 +62,27 @@ def settings_of(strict_numpy: bool, **options: Any) -> prepare.Preparation:
 @common.option(
     "--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE instead of NOTEBOOK."
 )
+@common.option(
+    "--workers",
+    type=click.IntRange(1, MOST_PROCESSES),
+    metavar="N",
+    help="Start N processes of a program that uses kv=dist_sync or dist_async, and MXNet's servers, on this machine.",
+)
+@common.option(
+    "--servers", type=click.IntRange(1, MOST_PROCESSES), metavar="N", help="With --workers: servers.", default=1
+)
 @click.argument("program", metavar="PROGRAM|NOTEBOOK")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
 @click.pass_context
 def run(
-    context: click.Context, is_module: bool, out: str | None, program: str, arguments: tuple[str, ...], **options: Any
+    context: click.Context,
+    is_module: bool,
+    out: str | None,
+    workers: int | None,
+    servers: int,
+    program: str,
+    arguments: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Run an MXNet 1.x program or notebook, unchanged. This sets MXNet up for this machine, restores names that Python
     and NumPy have removed, uses CPU contexts in place of GPU contexts if there is no GPU, and replaces the dead
@@ -72,14 +90,18 @@ def run(
     settings = settings_of(**options)
     engine.check_environment()
     if program.endswith(".ipynb") and not is_module:
+        if workers:
+            raise UsageError("workers", workers, "does not work with notebooks; omit it")
         if arguments:
             raise UsageError(None, arguments[0], "a notebook takes no arguments; omit it")
         context.exit(0 if notebook.run(program, out, settings) else 1)
     if out:
         raise UsageError("out", out, "works only with notebooks; omit it")
-    if not is_module and program != "-" and not os.path.exists(program):
+    if not is_module and (program != "-" or workers) and not os.path.exists(program):
         raise UsageError(None, program, "no such file")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
+    if workers:
+        context.exit(launch.launch(command, settings, workers, servers))
     environment = prepare.environment(settings)
     os.execve(sys.executable, command, environment)  # nosec B606  # without a shell

@@ -27,6 +27,11 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import files, log
 
 SECONDS = 20  # time limit for a stalled download
+FOLDERS = (  # (pattern of a folder or a host, the data set in it; "": unknown), the first that matches
+    (r"mnist([-_]?data(sets?)?)?", "mnist"),
+    (r"fashion([-_]?mnist)?([-_]?data(sets?)?)?|fashion-mnist\.s3-\S+|tf-keras-datasets", "fashion-mnist"),
+    (".*mnist.*", ""),
+)
 FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's functions raise if a download fails
 
 
@@ -71,7 +76,7 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
     def MNISTIter(*args: Any, **options: Any) -> Any:
         for kind, default in (("image", "train-images-idx3-ubyte"), ("label", "train-labels-idx1-ubyte")):
             path = Path(options.setdefault(kind, default))
-            known = known_file(str(path).replace(".idx", "-idx"))
+            known = known_file(str(path).replace(".idx", "-idx"), default="mnist")
             if known and not path.exists():
                 write(path, datasets.content(*known, data_dir), f"{known[0]} data for {path}")
         return iterate(*args, **options)
@@ -91,7 +96,7 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
             if gzip.decompress(target.read_bytes()) == content:
                 return str(target)
         return write(target, gzip.compress(content, compresslevel=1), f"{known[0]} data for {target}")
-    if url.endswith("/mnist.zip"):
+    if url.endswith("/data/mnist.zip"):
         return write(target, mnist_zip(data_dir), f"mnist data for {target}")
     place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
     if place != target and place.exists():
@@ -103,11 +108,13 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
         raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
 
 
-def known_file(address: str) -> tuple[str, str] | None:
-    """The (data set, file) that a URL or path names, or None."""
-    name = "fashion-mnist" if "fashion" in address.lower() else "mnist"
-    file = os.path.basename(address).removesuffix(".gz")
-    return (name, file) if file in datasets.SHA256[name] else None
+def known_file(address: str, default: str = "") -> tuple[str, str] | None:
+    """The (data set, file) that a URL or path names, or None. KMNIST and others have files with the same names, so the
+    last folder that looks like a data set decides; default: the data set if there is no such folder."""
+    *folders, file = address.removesuffix(".gz").split("/")
+    names = (name for folder in reversed(folders) for pattern, name in FOLDERS if re.fullmatch(pattern, folder, re.I))
+    name = next(names, default)
+    return (name, file) if file in datasets.SHA256.get(name, ()) else None
 
 
 def mnist_zip(data_dir: str | None) -> bytes:

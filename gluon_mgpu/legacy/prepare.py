@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from gluon_mgpu.legacy import names
+from gluon_mgpu.legacy import kvstore, names
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -28,12 +28,14 @@ MOST_GPUS = 64
 class Preparation:
     """gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
     mx.context.num_gpus() returns 0. map_gpus: use CPU context i for mx.gpu(i) if there is no GPU. numpy_names: restore
-    the names that NumPy has removed. data_dir: see `datasets.load`."""
+    the names that NumPy has removed. data_dir: see `datasets.load`. launched: this is one of several processes that
+    `launch` has started."""
 
     gpus: int | None = None
     map_gpus: bool = True
     numpy_names: bool = True
     data_dir: str | None = None
+    launched: bool = False
 
 
 def environment(settings: Preparation) -> dict[str, str]:
@@ -62,6 +64,8 @@ def prepare() -> None:
     # This is MXNet's default. With more temporary spaces, programs with large arrays need several times as much memory.
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4")
     engine.plan(contexts=settings.gpus or 1)
+    if settings.launched:
+        kvstore.prepare_process()
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
@@ -70,6 +74,8 @@ def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus, settings.map_gpus)
     names.add_to_mxnet(mx)
+    if settings.launched:
+        kvstore.prepare_worker(mx)
 
 
 class AfterImport:

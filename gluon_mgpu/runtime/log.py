@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # variables that mpiexec or srun sets in each worker
 
+muted = False  # `legacy.launch` sets this in all processes except worker 0
+
 
 def rank() -> int | None:
     """This process's number among the workers that mpiexec or srun has started; None: it was started alone."""
@@ -38,7 +40,7 @@ def plural(count: int, noun: str) -> str:
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, except in workers other than worker 0."""
-    if not rank():
+    if not (muted or rank()):
         _print(f"{prefix}{printable(line)}")
 
 

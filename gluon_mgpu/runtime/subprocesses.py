@@ -1,4 +1,5 @@
-"""Runs a program in a child process. When `run` returns or raises, no process that it started is left running."""
+"""Runs a program in a child process. When `run` returns or raises, no process of the program is left running, except
+those that have moved to a session of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
-LAUNCHER = re.compile(r"^\[\d+\]<std(?:out|err)>:")  # horovodrun's prefix for each line of a worker's output
+END = "\0end of output\n"  # `run` itself writes this into a pipe that a process in another session may keep open
 
 
 class Finished(NamedTuple):
@@ -53,6 +54,7 @@ def run(
         errors="replace",
         start_new_session=True,  # Ctrl-C in the terminal reaches the program only through this process
     )
+    assert process.stdout and process.stderr
     out: list[str] = []
     err: list[str] = []
     readers = [
@@ -75,8 +77,10 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # SIGKILL cannot stop a process that hangs in a driver
             process.wait(1)
-        for reader in readers:  # all output of a program that has exited; a program that hangs may never close it
-            reader.join(1 if status is None else None)
+        for stream, reader in zip((process.stdout, process.stderr), readers):
+            if reader.is_alive():
+                Path(f"/proc/self/fd/{stream.fileno()}").write_text(END)
+                reader.join()
     return Finished(status, "".join(out), "".join(err))
 
 
@@ -107,11 +111,14 @@ def how_it_ended(status: int) -> str:
 
 
 def _read(stream: IO[str], lines: list[str], on_line: Callable[[str], object] | None) -> None:
-    for line in stream:
-        line = LAUNCHER.sub("", line)
-        lines.append(line)
-        if on_line:
-            on_line(line)
+    for text in stream:
+        line = text.removesuffix(END)
+        if line:
+            lines.append(line)
+            if on_line:
+                on_line(line)
+        if line != text:
+            return
 
 
 def _pass_notice_on(line: str) -> None:

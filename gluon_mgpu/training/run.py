@@ -201,13 +201,12 @@ def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[R
     """Resolve a run's configuration and position from what the user passed and what the folder holds; worker 0's are
     those of all workers. Locks the folder inside the `with` block.
 
-    kind: Config, or a class derived from it. options: {name: value}; other settings keep their recorded values or, in a
-    new run, their defaults. Raises UsageError if an option is invalid, contradicts a resumed run, or differs between
-    workers; Error if the checkpoint is damaged.
+    kind: Config, or a class derived from it. options: {name: value}, as `Config.convert` returns them; other settings
+    keep their recorded values or, in a new run, their defaults. Raises UsageError if the options contradict each other
+    or a resumed run, or differ between workers; Error if the checkpoint is damaged.
     """
-    given = kind.convert(options)
-    group.agree({"version": __version__, "options": {name: str(value) for name, value in given.items()}})
-    run = _open(kind, given, group.size) if group.rank == 0 else None
+    group.agree({"version": __version__, "options": {name: str(value) for name, value in options.items()}})
+    run = _open(kind, options, group.size) if group.rank == 0 else None
     try:
         start: dict[str, Any] = {}
         if run is not None:

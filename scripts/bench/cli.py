@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from bench import harness
 from gluon_mgpu.commands import common
+from gluon_mgpu.runtime.errors import Error
 
 
 @click.group(
@@ -23,34 +25,28 @@ def bench() -> None:
     """Measure speed and memory. Each subcommand prints a table."""
 
 
-def measurement(
-    name: str, *options: Any, module: str | None = None, help: str | None = None, example: str = "", **arguments: Any
-) -> None:
-    """Declare a subcommand that calls `run` of bench.MODULE (None: bench.NAME) and prints a table of the result.
-
-    help: None: the first paragraph of the module's docstring. arguments: passed to `run` with the options. --out also
-    writes the result, and a plot if the module can draw one.
-    """
-    benchmark = import_module(f"bench.{module or name}")
+def measurement(name: str, *options: Any) -> None:
+    """Declare a subcommand that calls `run` of the module bench.NAME with the options, and prints a table of the
+    result. --out also writes the result, and a plot if the module can draw one."""
+    benchmark = import_module(f"bench.{name}")
 
     def measure(out: str | None, **chosen: Any) -> None:
         if out is not None:
-            harness.create(out)
-        result = benchmark.run(**arguments, **chosen)
+            try:
+                os.makedirs(out, exist_ok=True)
+            except OSError as error:
+                raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+        result = benchmark.run(**chosen)
         click.echo(benchmark.table(result))
         if out is not None:
-            file = f"{name}-{harness.processor()}" if name == "peers" else name
-            harness.write(out, file, result, getattr(benchmark, "draw", None))
-            click.echo(f"result: {out}/{file}.json")
+            harness.write(out, name, result, getattr(benchmark, "draw", None))
+            click.echo(f"result: {out}/{name}.json")
 
-    for option in (out, *reversed(options)):
+    for option in (OUT, *reversed(options)):
         measure = option(measure)
-    help = help or (benchmark.__doc__ or "").partition("\n\n")[0]
-    first = " ".join(["python scripts/bench.py", name, *example.split()])
-    bench.command(name, cls=common.Command, help=help, examples=f"{first}\n{first} --out runs/bench")(measure)
-
-
-out = common.settings("out", out={"help": "Write the result, and its plot if there is one, to this folder."})
+    help = (benchmark.__doc__ or "").partition("\n\n")[0]
+    example = f"python scripts/bench.py {name}"
+    bench.command(name, cls=common.Command, help=help, examples=f"{example}\n{example} --out runs/bench")(measure)
 
 
 def number(name: str, help: str, default: Any = None, least: int = 1, **options: Any) -> Any:
@@ -58,10 +54,16 @@ def number(name: str, help: str, default: Any = None, least: int = 1, **options:
     return common.option(name, type=click.IntRange(min=least), metavar="N", default=default, help=help, **options)
 
 
-def rounds(default: int, least: int = 3) -> Any:
-    return number("--rounds", "Number of repetitions of each measurement.", default, least)
+def rounds(default: int) -> Any:
+    return number("--rounds", "Number of repetitions of each measurement.", default)
 
 
+OUT = common.option(
+    "--out",
+    type=click.Path(file_okay=False),
+    metavar="FOLDER",
+    help="Write the result, and its plot if there is one, to this folder.",
+)
 networks = click.Choice(tuple(harness.TITLE))
 model = common.option(
     "--model",
@@ -70,58 +72,24 @@ model = common.option(
     multiple=True,
     help="Network. The batch size is 256 (lenet) or 64 (resnet18) unless it is varied.",
 )
-steps = number("--steps", "Steps per run of LeNet; a run of ResNet-18 has a tenth of this number.", 100, least=10)
+steps = number("--steps", "Steps per run of LeNet; a run of ResNet-18 has a tenth of this number.", 100)
+what = common.option(
+    "--what",
+    type=click.Choice(("step", "resnet18", "engine")),
+    default=("step", "resnet18"),
+    multiple=True,
+    help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings.",
+)
+contexts = number("--contexts", "Number of CPU contexts; 1 is always measured.", (1, 2, 4, 8), multiple=True)
+batch_size = number(
+    "--batch-size", "Batch size (weak scaling: per context). Default: 256, or 64 for ResNet-18.", multiple=True
+)
 
-
-measurement(
-    "steps",
-    common.option(
-        "--what",
-        type=click.Choice(("step", "resnet18", "engine")),
-        default=("step", "resnet18"),
-        multiple=True,
-        help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings.",
-    ),
-    rounds(3),
-    steps,
-)
-measurement("roofline", model, steps)
-two_devices = common.settings("num_gpus", "device", num_gpus={"default": "2"})
-measurement("async", two_devices, rounds(5), module="asynchrony", what="async")
-measurement(
-    "copy",
-    common.settings(
-        "num_gpus",
-        "device",
-        num_gpus={"help": "Number of devices, or their indices. Only the first device is measured."},
-    ),
-    rounds(5),
-    module="asynchrony",
-    help="Measure matrix products and copies to the host. Copies all results at the end, or each as soon as possible.",
-    what="copy",
-)
-measurement(
-    "allreduce",
-    number("--contexts", "Number of CPU contexts; 8 contexts need 3.5 GB of memory.", (1, 2, 4, 8), multiple=True),
-    rounds(5),
-)
+measurement("steps", what, rounds(3), steps)
+measurement("timeline", model)
+measurement("allreduce", rounds(5))
 measurement("partition", rounds(3), steps)
-measurement(
-    "scaling",
-    model,
-    number("--contexts", "Number of CPU contexts; 1 is always measured.", (1, 2, 4, 8), multiple=True),
-    number("--batch-size", "Batch size (weak scaling: per context). Default: 256, or 64 for ResNet-18.", multiple=True),
-    rounds(3),
-    steps,
-)
-measurement("batch", model, rounds(3), steps)
+measurement("scaling", model, contexts, batch_size, rounds(3), steps)
 measurement("shares", rounds(3), steps)
-measurement("distributed", model, rounds(3), steps)
-measurement("model", click.argument("folder", type=common.FOLDER), example="runs/bench")
-measurement(
-    "timeline",
-    common.settings("impl"),
-    common.option("--model", type=networks, default="lenet", help="scratch supports only lenet."),
-    number("--contexts", "Number of CPU contexts.", 2),
-)
-measurement("peers", model, rounds(5, least=5), steps)
+measurement("distributed", model, rounds(5), steps)
+measurement("peers", model, rounds(5), steps)

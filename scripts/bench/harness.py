@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -28,10 +26,13 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.runtime import engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.training import timeline
+
+if TYPE_CHECKING:
+    from gluon_mgpu.models import Model
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
-IMPLS = {"lenet": ("scratch", "highlevel"), "resnet18": ("highlevel",)}  # scratch does not support ResNet-18
+TUNED = "highlevel --tune"
+IMPLS = {"lenet": ("scratch", "highlevel", TUNED), "resnet18": ("highlevel", TUNED)}  # scratch has no ResNet-18
 BATCH_SIZE = {"lenet": 256, "resnet18": 64}
 WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
 STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # multiplies --steps; ResNet-18 computes about 80 times as much per step
@@ -68,7 +69,7 @@ class Job(NamedTuple):
     arguments: Mapping[str, Any]
     env: Mapping[str, str] | None = None  # None: `environment()`
     launcher: tuple[str, ...] = ()  # a command that starts the worker
-    seconds: float = 300  # time limit
+    seconds: float = 900  # time limit
     advice: str = "use fewer steps"  # tells the user what to do if the job takes longer
 
 
@@ -107,19 +108,22 @@ def measure(jobs: Mapping[Any, Job], rounds: int) -> dict[Any, Rounds]:
 # Training, in a worker
 
 
-def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
-    """Time training on synthetic data, after a warm-up. "python_ms" is the CPU time of Python's thread per step.
+def build(impl: str, model: str, contexts: int, *, size: int | None = None, **options: Any) -> Model:
+    """Create a model on CPU contexts of this process, with the parameters of `initial`.
 
-    size: examples per step. steps: number of steps of LeNet with batch size 256; adjusted for other models and sizes.
+    impl: "scratch", "highlevel" or TUNED. size: examples per step. options: other fields of the configuration.
     """
-    steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
-    warm_up = WARM_UP_STEPS[model]
-    data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
-    train(data, np.arange(warm_up * size))
-    order, began = np.random.default_rng(0).permutation(steps * size), time.thread_time()
-    loss, seconds = train(data, order)
-    python_ms = 1000 * (time.thread_time() - began) / steps
-    return {"step_ms": 1000 * seconds / steps, "python_ms": python_ms, "loss": loss, "peak_mb": peak_mb()}
+    engine.configure(contexts)
+    import mxnet as mx
+
+    from gluon_mgpu import models
+    from gluon_mgpu.lessons import LessonConfig
+    from gluon_mgpu.training.loop import state_dict
+
+    config = LessonConfig(batch_size=size or BATCH_SIZE[model], model=model, tune=impl == TUNED, **options)
+    built = models.build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
+    built.load(initial(state_dict(built)))
+    return built
 
 
 def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
@@ -131,23 +135,6 @@ def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     }
 
 
-def replicas(impl: str, model: str, contexts: int, workers: Any = None, *, size: int | None = None, **more: Any) -> Any:
-    """Create an implementation's Replicas on CPU contexts of this process, with the parameters of `initial`. size:
-    examples per step. workers: see `Replicas`. more: other fields of Settings."""
-    engine.configure(contexts)
-    import mxnet as mx
-
-    from gluon_mgpu import implementations
-    from gluon_mgpu.distributed.workers import ALONE
-    from gluon_mgpu.training.settings import Settings
-
-    ctx = [mx.cpu(i) for i in range(contexts)]
-    settings = Settings(impl, batch_size=size or BATCH_SIZE[model], model=model, **more)
-    found = implementations.replicas(impl, ctx, settings, workers or ALONE)
-    found.load_state_dict(initial(found.state_dict()))
-    return found
-
-
 def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarray, part: Any = None) -> float:
     """Train with MXNet in the same way as the training loop. Returns the mean of the losses that this process computed.
 
@@ -157,10 +144,9 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
 
     from gluon_mgpu.data import batches
 
-    data_iter = batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part)
     pending = batches.Pending()
     losses: list[np.ndarray] = []
-    for X, y in data_iter:
+    for X, y in batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part):
         pending.add(step(X, y))
         losses += pending.ready()
     losses += pending.rest()
@@ -168,32 +154,42 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
     return float(np.concatenate(losses).mean(dtype=np.float64))
 
 
-def record(step: Step, ctx: list[Any], size: int, steps: int, about: str) -> dict[str, Any]:
-    """Record the trace of a few training steps on synthetic data; see `timeline.Recorder`."""
-    total = timeline.WARM_UP + steps + timeline.AROUND
-    with tempfile.TemporaryDirectory() as folder:
-        with timeline.Recorder(Path(folder, "trace.json"), ctx, about, total, total, steps=steps) as recorder:
+def timed(step: Step, size: int) -> Train:
+    """Create a function that trains by calling `step` and measures the time. size: examples per step."""
 
-            def recorded_step(X: Any, y: Any) -> list:
-                with recorder.step():
-                    return step(X, y)
+    def timed_train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
+        start = time.perf_counter()
+        return train(step, data, size, order), time.perf_counter() - start
 
-            train(recorded_step, datasets.synthetic(total * size, 100, seed=0), size, range(total * size))
-        return recorder.trace
+    return timed_train
+
+
+def time_steps(train: Train, model: str, size: int, steps: int) -> dict[str, Any]:
+    """Time training on synthetic data, after a warm-up. Returns ms per step, the mean loss and the peak memory.
+
+    size: examples per step. steps: number of steps of LeNet with batch size 256; adjusted for other models and sizes.
+    """
+    steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
+    warm_up = WARM_UP_STEPS[model]
+    data = datasets.synthetic(max(steps, warm_up) * size, 100, seed=0)
+    train(data, np.arange(warm_up * size))
+    loss, seconds = train(data, np.random.default_rng(0).permutation(steps * size))
+    return {"step_ms": 1000 * seconds / steps, "loss": loss, "peak_mb": peak_mb()}
+
+
+def peak_mb() -> float:
+    """This process's peak memory in MB. getrusage would include the peak of the process that started it."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
 # Results
 
 
-def spread(values: Sequence[float], digits: int | None = None) -> str:
-    """Format values as "median (min-max)". digits: number of decimals; None: three significant digits."""
-    show = three_digits if digits is None else (lambda value: f"{value:.{digits}f}")
-    return f"{show(median(values))} ({show(min(values))}-{show(max(values))})"
-
-
-def three_digits(value: float) -> str:
-    """Format a number with about three digits: 1234, 123, 12.3, 1.23, 0.123, 0.012."""
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
+def spread(values: Sequence[float], digits: int) -> str:
+    """Format values as "median (min-max)". digits: number of decimals."""
+    middle, low, high = (f"{value:.{digits}f}" for value in (median(values), min(values), max(values)))
+    return f"{middle} ({low}-{high})"
 
 
 def ratios(slow: Rounds, fast: Rounds) -> list[float]:
@@ -211,17 +207,12 @@ def speed_table(title: str, rows: Iterable[tuple[str, int, Rounds, Mapping[str, 
     return log.table([[title, "ms/step", "examples/s", *columns, "peak MB"], *cells])
 
 
-def plural(count: int, noun: str) -> str:
-    """Format a count and its noun: 1 context, 2 contexts."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def facts() -> dict[str, Any]:
     """Describe the machine and the versions of this project and its packages, as {name: value}."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     fields = dict(line.replace("\t", "").split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     flags = fields.get("flags", "").split()
-    versions = {"Python": platform.python_version()}
+    versions = {"gluon_mgpu": __version__, "Python": platform.python_version()}
     for package, name in PACKAGES.items():
         with suppress(PackageNotFoundError):
             versions[name] = version(package)
@@ -230,16 +221,8 @@ def facts() -> dict[str, Any]:
         "cpu": fields.get("model name", platform.machine()).strip(),
         "instruction_sets": [name for flag, name in INSTRUCTION_SETS.items() if flag in flags],
         "DNNL_MAX_CPU_ISA": os.environ.get("DNNL_MAX_CPU_ISA"),
-        "gluon_mgpu": __version__,
         "versions": versions,
     }
-
-
-def processor() -> str:
-    """Format the processor's name, and DNNL_MAX_CPU_ISA if it is set, for use in a file name."""
-    found = facts()
-    name = " ".join(filter(None, [found["cpu"], found["DNNL_MAX_CPU_ISA"]]))
-    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def machine_line() -> str:
@@ -248,28 +231,13 @@ def machine_line() -> str:
     limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
     sets = ", ".join(found["instruction_sets"]) or "no AVX2"
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    return f"{plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {versions}"
-
-
-def peak_mb() -> float:
-    """This process's peak memory in MB. getrusage would include the peak of the process that started it."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
-
-
-def create(out: str | Path) -> None:
-    """Create the folder for results. Raises Error if that is impossible."""
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+    return f"{found['cores']} {log.plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {versions}"
 
 
 def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:
     """Write the result and a description of the machine to NAME.json in the folder `out`. draw(result, file), if given,
     draws NAME.png."""
-    folder = Path(out)
     text = json.dumps({"machine": facts(), **result}, indent=1)
-    files.write_whole(folder / f"{name}.json", lambda file: file.write(text.encode()))
+    files.write_whole(Path(out, f"{name}.json"), lambda file: file.write(text.encode()))
     if draw:
-        files.write_whole(folder / f"{name}.png", lambda file: draw(result, file))
+        files.write_whole(Path(out, f"{name}.png"), lambda file: draw(result, file))

@@ -6,18 +6,12 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from bench import harness
-from bench.harness import LR, Job
-from bench.steps import timed
+from bench import harness, timeline
+from bench.harness import LR, Job, Step
 from gluon_mgpu.runtime import engine, log
-from gluon_mgpu.training import timeline
 
 SIZE = harness.BATCH_SIZE["lenet"]
 RECORDED_STEPS = 20
-
-PARAMETERS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, layer by layer
-ACTIVATIONS = (20 * 13 * 13, 50 * 4 * 4, 128, 10)  # number of outputs of each layer, per example
-
 WAYS: dict[str, dict[str, Any]] = {  # {name: arguments of `work`}
     "one device, one thread": {"way": "data parallelism", "contexts": 1},
     "network partitioning": {"way": "network partitioning"},
@@ -27,25 +21,11 @@ WAYS: dict[str, dict[str, Any]] = {  # {name: arguments of `work`}
 }
 
 
-def run(rounds: int = 3, steps: int = 100) -> dict:
+def run(rounds: int, steps: int) -> dict:
     """Measure WAYS in turn. Returns the input of `table`. steps: number of timed steps per run."""
     env = harness.environment(harness.ONE_THREAD)  # otherwise, a single context would use more threads
     jobs = {name: Job("partition", {**arguments, "steps": steps}, env) for name, arguments in WAYS.items()}
     return {"rounds": rounds, "ways": harness.measure(jobs, rounds)}
-
-
-def bytes_moved(way: str, devices: int, n: int) -> int:
-    """The bytes that a step on n examples copies between devices, as float32. tests/bench/test_bench.py
-    compares this with the bytes that are copied."""
-    others = devices - 1
-    if way == "data parallelism":  # all other devices send gradients to the first and receive the sums
-        return 4 * 2 * others * PARAMETERS
-    if way == "network partitioning":  # each cut sends activations forward and their gradients back
-        return 4 * 2 * n * sum(ACTIVATIONS[:others])
-    # Each device sends its outputs to every other device and gets their gradients back. Scores are sent
-    # only to the first device, which computes 10 / devices of the scores itself, rounded up.
-    scores = 10 - -(-10 // devices)
-    return 4 * 2 * n * (others * sum(ACTIVATIONS[:-1]) + scores)
 
 
 def table(result: dict) -> str:
@@ -70,7 +50,28 @@ def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dic
     place, train_batch = partition.WAYS[way]
     options = {"micro_batches": micro_batches} if micro_batches > 1 else {}
     step = partial(train_batch, device_params=place(scratch.init_params(), ctx), ctx=ctx, lr=LR["lenet"], **options)
-    times = harness.time_steps(timed(step, SIZE), "lenet", SIZE, steps)
-    found = timeline.summary(harness.record(step, ctx, SIZE, RECORDED_STEPS, way))["contexts"]
-    idle = [device["idle_share"] for device in found.values()]
-    return {**times, "idle": idle, "bytes_moved": bytes_moved(way, contexts, SIZE)}
+    times = harness.time_steps(harness.timed(step, SIZE), "lenet", SIZE, steps)
+    recorded = timeline.record(step, contexts, SIZE, RECORDED_STEPS)
+    idle = [1 - sum(timeline.busy(recorded, i).values()) for i in range(contexts)]
+    return {**times, "idle": idle, "bytes_moved": bytes_moved(step, SIZE)}
+
+
+def bytes_moved(step: Step, n: int) -> int:
+    """The bytes that a step on n examples copies from one device to another. The batch comes from a context that does
+    not train, and does not count."""
+    import mxnet as mx
+
+    host, copyto, sizes = mx.cpu(9), mx.nd.NDArray.copyto, []
+
+    def counted(array: Any, other: Any) -> Any:
+        destination = other if isinstance(other, mx.Context) else other.context
+        if array.context not in (destination, host):
+            sizes.append(array.size * array.dtype().itemsize)
+        return copyto(array, other)
+
+    mx.nd.NDArray.copyto = counted
+    try:
+        step(mx.nd.ones((n, 1, 28, 28), ctx=host), mx.nd.ones(n, ctx=host))
+    finally:
+        mx.nd.NDArray.copyto = copyto
+    return sum(sizes)

@@ -5,13 +5,16 @@ Workers of `steps` measure the times, with one OpenMP thread per context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
 from bench.steps import Subject, measure, one_thread
+from gluon_mgpu.runtime import log
+
+Series = dict[tuple[str, int, str, str], list[dict[str, Any]]]
 
 
 def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int], rounds: int, steps: int) -> dict:
@@ -58,53 +61,44 @@ def table(result: dict) -> str:
         "strong: all contexts share one batch; weak: each context has its own batch. efficiency: examples/s relative",
         f"to one context with one thread, divided by the number of contexts or cores ({cores}), whichever is smaller.",
     ]
-    for (model, size, impl, kind), runs in _series(result).items():
+    for (model, size, impl, kind), runs in _series(result["runs"]).items():
         rows = []
         for run in runs:
             columns = {"batch": str(run["batch_size"]), "efficiency": efficiencies(runs[0], run, cores)}
-            rows.append((harness.plural(run["contexts"], "context"), run["batch_size"], run, columns))
+            rows.append(
+                (f"{run['contexts']} {log.plural(run['contexts'], 'context')}", run["batch_size"], run, columns)
+            )
         lines += ["", *harness.speed_table(f"{TITLE[model]}, batch {size}, {impl}, {kind} scaling", rows)]
     return "\n".join(lines)
 
 
-def _series(result: dict) -> dict[tuple[str, int, str, str], list[dict]]:
+def _series(runs: Iterable[dict[str, Any]]) -> Series:
     """Group runs: {(model, batch size of one context, impl, kind): runs, ordered by number of contexts}."""
-    series: dict[tuple[str, int, str, str], list[dict]] = {}
-    for run in result["runs"]:
+    series: Series = {}
+    for run in runs:
         size = run["batch_size"] // (run["contexts"] if run["kind"] == "weak" else 1)
         series.setdefault((run["model"], size, run["impl"], run["kind"]), []).append(run)
     return series
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw a PNG image with one column per model and batch size. Top: examples/s by number of contexts, and one
-    context's rate times the cores in use. Bottom: the efficiency."""
+    """Draw the efficiency by number of contexts as PNG, with one panel per model and batch size."""
     from matplotlib.figure import Figure
 
-    series, cores = _series(result), result["cores"]
-    columns = list(dict.fromkeys((model, size) for model, size, _, _ in series))
-    figure = Figure(figsize=(5.5 * len(columns), 8), layout="constrained")
+    series, cores = _series(result["runs"]), result["cores"]
+    columns = list(dict.fromkeys((model, size) for model, size, *_ in series))
+    figure = Figure(figsize=(5.5 * len(columns), 5), layout="constrained")
     figure.suptitle(f"Contexts on {cores} cores, medians of {result['rounds']} rounds (lines: min to max)")
-    panels = figure.subplots(2, len(columns), squeeze=False)
+    panels = figure.subplots(1, len(columns), squeeze=False)[0]
     for (model, size, impl, kind), runs in series.items():
-        speed, efficiency = panels[:, columns.index((model, size))]
-        ks = [run["contexts"] for run in runs]
-        color = f"C{IMPLS['lenet'].index(impl)}"
-        line = "o-" if kind == "strong" else "s--"
-        rates = [[1000 * run["batch_size"] / ms for ms in run["step_ms"]] for run in runs]
-        shares = [efficiencies(runs[0], run, cores) for run in runs]
-        for axes, values in ((speed, rates), (efficiency, shares)):
-            axes.plot(ks, [median(v) for v in values], line, color=color, label=f"{impl}, {kind}")
-            axes.vlines(ks, [min(v) for v in values], [max(v) for v in values], color=color)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(ks, ks)
-            axes.grid(alpha=0.3)
-        if kind == "strong":
-            ideal = [median(rates[0]) * min(k, cores) for k in ks]
-            speed.plot(ks, ideal, ":", color=color, label=f"{impl}, one context's rate times the cores in use")
-        speed.set(title=f"{TITLE[model]}, batch {size}", ylabel="examples/s")
-        efficiency.set(xlabel="contexts", ylabel="efficiency", ylim=(0, 1.15))
-    for speed in panels[0]:
-        speed.set_ylim(bottom=0)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+        axes, ks = panels[columns.index((model, size))], [run["contexts"] for run in runs]
+        values = [efficiencies(runs[0], run, cores) for run in runs]
+        color, line = f"C{IMPLS['lenet'].index(impl)}", "o-" if kind == "strong" else "s--"
+        axes.plot(ks, [median(v) for v in values], line, color=color, label=f"{impl}, {kind}")
+        axes.vlines(ks, [min(v) for v in values], [max(v) for v in values], color=color)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, ks)
+        axes.set(title=f"{TITLE[model]}, batch {size}", xlabel="contexts", ylabel="efficiency", ylim=(0, 1.15))
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(file, format="png", dpi=100)

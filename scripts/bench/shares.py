@@ -1,4 +1,4 @@
-"""Compare equal and unequal shards while one of two cores also runs other programs.
+"""Compare equal and unequal shards while other programs run on one of two cores.
 
 A worker keeps the thread of each context on its own core, so that programs on the second core slow down only cpu(1).
 """
@@ -11,56 +11,48 @@ from typing import Any
 
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, Job
-from bench.steps import timed
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import UsageError
 
 SIZE = BATCH_SIZE["lenet"]
-SHARES = {"cpu(0) alone": None, "equal shards": (50, 50), "shares 80,20": (80, 20)}
-PROGRAMS = (0, 3)  # number of programs that share the second core with the context's thread
+SHARES = {"equal shards": (50, 50), "shares 80,20": (80, 20)}
+PROGRAMS = 3  # number of programs that share the second core with the context's thread
 # Starts programs on a core, then becomes the worker. `subprocesses.run` ends the programs when the worker ends.
 LAUNCHER = 'for i in $(seq {programs}); do taskset -c {core} sh -c "while :; do :; done" & done; exec "$@"'
 
 
-def run(rounds: int = 3, steps: int = 100) -> dict:
-    """Measure LeNet with each combination of SHARES and PROGRAMS. Returns the input of `table`.
-    Raises UsageError if this process may use only one core."""
+def run(rounds: int, steps: int) -> dict:
+    """Measure LeNet with each of SHARES. Returns the input of `table`. Raises UsageError if there is only one core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise UsageError(None, None, "shares needs 2 cores, but this process may use only 1")
     env = harness.environment(harness.ONE_THREAD)
-    launchers = {n: ("sh", "-c", LAUNCHER.format(programs=n, core=cores[1]), "sh") for n in PROGRAMS}
-    jobs = {
-        (name, programs): Job("shares", {"shares": shares, "steps": steps}, env, launcher)
-        for name, shares in SHARES.items()
-        for programs, launcher in launchers.items()
-    }
-    measured = harness.measure(jobs, rounds)
-    runs = [{"name": name, "programs": programs, **measured[name, programs]} for name, programs in jobs]
-    return {"rounds": rounds, "runs": runs}
+    launcher = ("sh", "-c", LAUNCHER.format(programs=PROGRAMS, core=cores[1]), "sh")
+    jobs = {name: Job("shares", {"shares": s, "steps": steps}, env, launcher) for name, s in SHARES.items()}
+    return {"rounds": rounds, "runs": harness.measure(jobs, rounds)}
 
 
 def table(result: dict) -> str:
-    """Format ms per step for each of SHARES, without and with other programs."""
-    rows: dict[str, list[str]] = {}
-    for run in result["runs"]:
-        rows.setdefault(run["name"], [run["name"]]).append(harness.spread(run["step_ms"], 1))
-    head = ["", *(f"ms/step, {n} other programs" for n in PROGRAMS)]
-    title = f"LeNet, scratch, batch {SIZE}, medians of {result['rounds']} rounds (min-max);"
-    where = "The other programs run on the core of cpu(1)."
-    return "\n".join([title, harness.machine_line(), where, *log.table([head, *rows.values()])])
+    """Format ms per step for each of SHARES."""
+    title = f"LeNet, scratch, batch {SIZE}, with {PROGRAMS} programs on the core of cpu(1), medians of"
+    rows = [["", "ms/step"], *([name, harness.spread(run["step_ms"], 1)] for name, run in result["runs"].items())]
+    return "\n".join([f"{title} {result['rounds']} rounds (min-max);", harness.machine_line(), *log.table(rows)])
 
 
-def work(shares: list[int] | None, steps: int) -> dict[str, Any]:
-    """Measure a step. shares: one per device; None: only cpu(0)."""
-    contexts, cores = 2 if shares else 1, sorted(os.sched_getaffinity(0))
-    engine.configure(contexts)
+def work(shares: list[int], steps: int) -> dict[str, Any]:
+    """Measure a step. shares: one per device."""
+    engine.configure(2)
     import mxnet as mx
 
-    for i, core in enumerate(cores[:contexts]):
+    from gluon_mgpu.training.step import extended
+    from gluon_mgpu.training.workers import Group
+
+    cores = sorted(os.sched_getaffinity(0))
+    for i, core in enumerate(cores[:2]):
         os.sched_setaffinity(0, {core})  # inherited by the thread of cpu(i), which starts with its first operator
         mx.nd.ones(1, ctx=mx.cpu(i)).wait_to_read()
     os.sched_setaffinity(0, cores)
-    replicas = harness.replicas("scratch", "lenet", contexts, shares=shares)
-    train = timed(partial(replicas.train_batch, lr=LR["lenet"]), SIZE)
-    return harness.time_steps(train, "lenet", SIZE, steps)
+    model = harness.build("scratch", "lenet", 2, shares=shares)
+    return harness.time_steps(
+        harness.timed(partial(extended(model, Group()), lr=LR["lenet"]), SIZE), "lenet", SIZE, steps
+    )

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import harness
-from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Rounds, Step, Train, ratios
-from gluon_mgpu.runtime import engine
+from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Rounds, Train, ratios
+from gluon_mgpu.runtime import engine, log
 
 ENGINE = {  # {note: changed settings}
     "": (),
     "4 temporary spaces": (("MXNET_CPU_TEMP_COPY", "4"),),
-    "512 temporary spaces": (("MXNET_CPU_TEMP_COPY", "512"),),
     "glibc's own malloc": (
         ("MALLOC_MMAP_THRESHOLD_", "131072"),
         ("MALLOC_TRIM_THRESHOLD_", "131072"),
@@ -32,16 +31,17 @@ ENGINE = {  # {note: changed settings}
 class Subject(NamedTuple):
     """An implementation to measure on a number of contexts, with or without changed settings."""
 
-    impl: str  # "scratch", "highlevel", or "notebook" for the notebook's own code
+    impl: str  # one of IMPLS, or "notebook" for the notebook's own code
     contexts: int
     note: str = ""  # describes the changed settings
     settings: tuple[tuple[str, str], ...] = ()  # environment variables
     model: str = "lenet"
     batch_size: int | None = None  # None: BATCH_SIZE[model]
-    exchange: bool = True  # False: each replica trains on its shard alone, without allreduce
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, [self.impl, harness.plural(self.contexts, "context"), self.note]))
+        return ", ".join(
+            filter(None, [self.impl, f"{self.contexts} {log.plural(self.contexts, 'context')}", self.note])
+        )
 
     @property
     def size(self) -> int:
@@ -49,9 +49,9 @@ class Subject(NamedTuple):
 
     def job(self, steps: int) -> Job:
         """Create the job of a worker that measures the subject."""
-        arguments = {"subject": self, "steps": steps}
         advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
-        return Job("steps", arguments, harness.environment(self.settings), seconds=900, advice=advice)
+        arguments = {"subject": self, "steps": steps}
+        return Job("steps", arguments, harness.environment(self.settings), advice=advice)
 
 
 def one_thread(subject: Subject) -> Subject:
@@ -59,25 +59,25 @@ def one_thread(subject: Subject) -> Subject:
     return subject._replace(contexts=1, note="1 thread", settings=tuple(harness.ONE_THREAD.items()))
 
 
-def _scaled(impl: str, model: str = "lenet") -> tuple[Subject, ...]:
-    one = Subject(impl, 1, model=model)
-    return one_thread(one), one, one._replace(contexts=2)
+def _scaled(model: str) -> list[Subject]:
+    ones = [Subject(impl, 1, model=model) for impl in IMPLS[model]]
+    return [subject for one in ones for subject in (one_thread(one), one, one._replace(contexts=2))]
 
 
 # {name: groups}; each subject is compared with the first subject in its group
-SUBJECTS: dict[str, list[Sequence[Subject]]] = {
-    "step": [(Subject("notebook", 2), Subject("notebook", 1), *_scaled("scratch"), *_scaled("highlevel"))],
-    "resnet18": [_scaled("highlevel", "resnet18")],
+SUBJECTS: dict[str, list[list[Subject]]] = {
+    "step": [[Subject("notebook", 2), Subject("notebook", 1), *_scaled("lenet")]],
+    "resnet18": [_scaled("resnet18")],
     "engine": [[Subject(impl, 2, *changed) for changed in ENGINE.items()] for impl in IMPLS["lenet"]],
 }
 
 
-def measure(subjects: Iterable[Subject], rounds: int = 3, steps: int = 100) -> dict[Subject, Rounds]:
+def measure(subjects: Iterable[Subject], rounds: int, steps: int) -> dict[Subject, Rounds]:
     """Time training steps; see `harness.time_steps`. steps: per run of LeNet with batch size 256."""
     return harness.measure({subject: subject.job(steps) for subject in subjects}, rounds)
 
 
-def run(what: Sequence[str] = ("step", "resnet18"), rounds: int = 3, steps: int = 100) -> dict:
+def run(what: Sequence[str], rounds: int, steps: int) -> dict:
     """Measure the SUBJECTS in `what`. Returns the input of `table`."""
     groups = []
     for name in what:
@@ -98,29 +98,18 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def work(subject: list[Any], steps: int) -> dict[str, Any]:
+    """Measure the time of a step. subject: a Subject's fields."""
+    of = Subject(*subject)
+    return harness.time_steps(trainer(of), of.model, of.size, steps)
+
+
 def trainer(subject: Subject) -> Train:
     """Create a function that trains the subject's network on contexts of this process."""
     if subject.impl == "notebook":
         return _notebook(subject)
-    replicas = harness.replicas(subject.impl, subject.model, subject.contexts, size=subject.size)
-    lr = LR[subject.model]
-
-    def without_exchange(X: Any, y: Any) -> list:
-        losses = replicas.forward_backward(replicas.split(X), replicas.split(y))
-        replicas.update(lr, subject.size)
-        return losses
-
-    return timed(partial(replicas.train_batch, lr=lr) if subject.exchange else without_exchange, subject.size)
-
-
-def timed(step: Step, size: int) -> Train:
-    """Create a function that trains by calling `step` and measures the time. size: examples per step."""
-
-    def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
-        start = time.perf_counter()
-        return harness.train(step, data, size, order), time.perf_counter() - start
-
-    return train
+    model = harness.build(subject.impl, subject.model, subject.contexts, size=subject.size)
+    return harness.timed(partial(model.step, lr=LR[subject.model]), subject.size)
 
 
 def _notebook(subject: Subject) -> Train:
@@ -150,9 +139,3 @@ def _notebook(subject: Subject) -> Train:
         return None, seconds
 
     return train
-
-
-def work(subject: list[Any], steps: int) -> dict[str, Any]:
-    """Measure the time of a step. subject: a Subject's fields."""
-    of = Subject(*subject)
-    return harness.time_steps(trainer(of), of.model, of.size, steps)

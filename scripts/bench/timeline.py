@@ -1,50 +1,187 @@
-"""Use the engine's profiler to record what each context does during a few steps. chrome://tracing and Perfetto open the
-result."""
+"""Record what two contexts do during a few steps with highlevel, with MXNet's profiler. Shows the time of each phase,
+and how fast the convolutions are compared with what a core sustains.
+
+The phases are those of LeNet and ResNet-18 with highlevel. GFLOP/s count the network as written, without padding.
+"""
 
 from __future__ import annotations
 
+import json
+import tempfile
+import timeit
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from statistics import median
+from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from bench import harness
-from bench.harness import BATCH_SIZE, TITLE, Job
+from bench.harness import BATCH_SIZE, LR, TITLE, TUNED, Job, Step
+from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import log
-from gluon_mgpu.training import timeline
+
+WARM_UP, STEPS = 5, 5
+CONTEXTS = 2
+COLORS = {
+    "forward": "#4477aa",
+    "backward": "#ee8866",
+    "allreduce": "#aa3377",
+    "update": "#228833",
+    "other": "#555555",
+}
+MEANING = {
+    "allreduce": "allreduce: copies between devices, and sums",
+    "other": "other: freeing memory, waking Python, layouts",
+}
+INITIALIZE_GRADIENTS = ("SetValueOp", "_full", "zeros_like")
+SUM = ("add_n", "ElementwiseSum")  # in tuning.py, and in MXNet's KVStore
+CONVOLUTIONS = ("Convolution", "_backward_Convolution")
+OTHER = ("DeleteVariable", "DeleteOperator", "WaitForVar", "Reorder", "Reorder2Default")
+ONE_BY_ONE = "Operators run one by one, not in bulk"
+
+Spans = list[tuple[int, str, int, int]]  # (context, operator, start and end in microseconds), ordered by start
 
 
-def run(impl: str, model: str, contexts: int) -> dict:
-    """Record training steps on CPU contexts. Returns the trace, with the items of `timeline.summary`."""
-    trace = harness.start("timeline", Job("timeline", {"impl": impl, "model": model, "contexts": contexts}))
-    return {**trace, **timeline.summary(trace)}
+def phase(operator: str) -> str:
+    """The phase of a step that an operator belongs to. All copies count as allreduce, even those of shards, because all
+    copies on CPU contexts have the same name. The loss belongs to the forward pass."""
+    if "_backward_" in operator or operator in INITIALIZE_GRADIENTS:
+        return "backward"
+    if operator.endswith("_update"):
+        return "update"
+    if operator.startswith(("Copy", "KVStore")) or operator in SUM:
+        return "allreduce"
+    return "other" if operator in OTHER else "forward"
+
+
+@contextmanager
+def profiled(file: str | Path) -> Iterator[None]:
+    """Profile the operators that run inside this context manager, and write MXNet's profile to a file."""
+    import mxnet as mx
+
+    mx.nd.waitall()
+    # aggregate_stats keeps the engine from running several operators as one, which would hide their names.
+    on = dict.fromkeys(("profile_imperative", "profile_symbolic", "aggregate_stats"), True)
+    off = dict.fromkeys(("profile_api", "profile_memory", "continuous_dump"), False)
+    mx.profiler.set_config(filename=str(file), **on, **off)
+    mx.profiler.set_state("run")
+    try:
+        yield
+        mx.nd.waitall()
+    finally:
+        mx.profiler.set_state("stop")
+        mx.profiler.dump()
+
+
+def spans(file: str | Path) -> Spans:
+    """Read the operators in MXNet's profile. Its processes are the contexts."""
+    # MXNet writes an extra comma into every profile of a process except the first profile.
+    text = Path(file).read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1)
+    events = [e for e in json.loads(text)["traceEvents"] if e["ph"] in ("B", "E") and e["cat"] == "operator"]
+    pairs = zip(events[::2], events[1::2])  # begin and end events alternate
+    return sorted(((b["pid"], b["name"], b["ts"], e["ts"]) for b, e in pairs), key=lambda span: span[2])
+
+
+def record(step: Step, contexts: int, size: int, steps: int) -> Spans:
+    """Record a few training steps on synthetic data, after a warm-up. Returns the operators of the contexts."""
+    data, end = datasets.synthetic((WARM_UP + steps) * size, 100, seed=0), WARM_UP * size
+    harness.train(step, data, size, range(end))
+    with tempfile.TemporaryDirectory() as folder:
+        with profiled(Path(folder, "profile.json")):
+            harness.train(step, data, size, range(end, end + steps * size))
+        return [span for span in spans(Path(folder, "profile.json")) if span[0] < contexts]
+
+
+def seconds(recorded: Spans) -> float:
+    """The time from the start of the first operator to the end of the last."""
+    return (max(end for *_, end in recorded) - recorded[0][2]) / 1e6
+
+
+def busy(recorded: Spans, context: int) -> dict[str, float]:
+    """The part of the recorded time in which a context runs each operator. If operators overlap, their time counts
+    once, for the earlier one."""
+    parts: dict[str, float] = defaultdict(float)
+    done, whole = 0, 1e6 * seconds(recorded)
+    for of, operator, begin, end in recorded:
+        if of == context and end > done:
+            parts[operator] += (end - max(begin, done)) / whole
+            done = end
+    return parts
+
+
+def run(model: Sequence[str]) -> dict:
+    """Record the models as written and with --tune. Returns the input of `table` and `draw`."""
+    cases = [(name, impl) for name in model for impl in ("highlevel", TUNED)]
+    return {"runs": {f"{TITLE[name]}, {impl}": harness.start(impl, job(name, impl)) for name, impl in cases}}
+
+
+def job(model: str, impl: str) -> Job:
+    env = harness.environment({"MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN": "1"})  # the names of a bulk say little
+    return Job("timeline", {"model": model, "impl": impl}, env)
+
+
+def work(model: str, impl: str) -> dict[str, Any]:
+    """Record training steps. FLOP are those of a context's convolutions in a step; flops are what a core sustains."""
+    size = BATCH_SIZE[model]
+    built = harness.build(impl, model, CONTEXTS)
+    from mxnet import nd
+
+    x, kernel = nd.ones((32, 64, 28, 28)), nd.ones((64, 64, 3, 3))
+    convolve = partial(nd.Convolution, x, kernel, kernel=(3, 3), pad=(1, 1), num_filter=64, no_bias=True)
+    fastest = min(timeit.repeat(lambda: convolve().wait_to_read(), number=1, repeat=10))
+    recorded = record(partial(built.step, lr=LR[model]), CONTEXTS, size, STEPS)
+    flops = 2 * x.size * 64 * 9 / fastest
+    return {"spans": recorded, "flop": convolution_flop(built.net, size // CONTEXTS), "flops": flops}
+
+
+def convolution_flop(net: Any, n: int) -> float:
+    """The multiplications and additions of a network's convolutions for n images, in the forward pass and for the
+    gradients. The first convolution has no data gradient."""
+    import mxnet as mx
+
+    arrays = net(mx.sym.var("data")).get_internals()
+    _, shapes, _ = arrays.infer_shape(data=(n, 1, 28, 28))
+    sizes = dict(zip(arrays.list_outputs(), shapes))
+    outputs = {name: name.replace("_weight", "_fwd_output") for name, shape in sizes.items() if len(shape) == 4}
+    forward = [2 * prod(sizes[output]) * prod(sizes[name][1:]) for name, output in outputs.items() if output != name]
+    return 3 * sum(forward) - forward[0]
 
 
 def table(result: dict) -> str:
-    """Format each context's milliseconds per step in each phase, and its idle share."""
-    steps, columns = len(result["step_ms"]), (*timeline.PHASES, "idle")
-    rows = [[f"ms/step, mean of {steps} recorded", *columns, "idle share"]]
-    for context, seconds in result["contexts"].items():
-        ms = (f"{1e3 * seconds[name] / steps:.2f}" for name in columns)
-        rows.append([context, *ms, f"{100 * seconds['idle_share']:.1f}%"])
-    lines = [f"{result['otherData']['about']}; {harness.machine_line()}", *log.table(rows), _note(result)]
-    if len(result["contexts"]) > harness.facts()["cores"]:
-        lines.append("There are more contexts than cores, so operators that wait for a core count as busy.")
-    return "\n".join(lines)
+    """Format each context's milliseconds per step in each phase, its idle share, and its convolutions."""
+    rows = [[f"ms/step, mean of {STEPS}", *COLORS, "idle", "convolutions", "GFLOP/s", "of"]]
+    for name, run in result["runs"].items():
+        step = seconds(run["spans"]) / STEPS
+        for context in range(CONTEXTS):
+            parts = busy(run["spans"], context)
+            phases = (sum(part for operator, part in parts.items() if phase(operator) == of) for of in COLORS)
+            convolving = sum(parts[operator] for operator in CONVOLUTIONS)
+            ms = (f"{1000 * part * step:.2f}" for part in phases)
+            shares = (f"{100 * part:.1f}%" for part in (1 - sum(parts.values()), convolving))
+            rates = (f"{flops / 1e9:.0f}" for flops in (run["flop"] / (convolving * step), run["flops"]))
+            rows.append([f"{name}, cpu({context})", *ms, *shares, *rates])
+    return "\n".join([harness.machine_line(), ONE_BY_ONE, *log.table(rows)])
 
 
 def draw(result: dict, file: BinaryIO) -> None:
-    """Draw the trace as PNG."""
-    timeline.draw(result, file, _note(result))
+    """Draw the recorded operators as PNG, with one panel for each network as written and with --tune."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-
-def _note(result: dict) -> str:
-    return f"{timeline.ONE_BY_ONE}: {median(result['step_ms']):.1f} ms/step"
-
-
-def work(impl: str, model: str, contexts: int) -> dict[str, Any]:
-    """Record training steps and return the trace."""
-    size = BATCH_SIZE[model]
-    about = f"{TITLE[model]}, {impl}, {harness.plural(contexts, 'context')}, batch {size}"
-    replicas = harness.replicas(impl, model, contexts)
-    step = partial(replicas.train_batch, lr=harness.LR[model])
-    return harness.record(step, replicas.ctx, size, timeline.STEPS, about)
+    figure = Figure(figsize=(12, 1 + 1.8 * len(result["runs"])), layout="constrained")
+    for axes, (name, run) in zip(figure.subplots(len(result["runs"]), squeeze=False)[:, 0], result["runs"].items()):
+        start = run["spans"][0][2]
+        for of, color in COLORS.items():
+            for context in range(CONTEXTS):
+                recorded = [span for span in run["spans"] if span[0] == context and phase(span[1]) == of]
+                bars = [((begin - start) / 1000, (end - begin) / 1000) for *_, begin, end in recorded]
+                axes.broken_barh(bars, (context - 0.4, 0.8), color=color, linewidth=0)
+        axes.set_yticks(range(CONTEXTS), [f"cpu({context})" for context in range(CONTEXTS)])
+        axes.invert_yaxis()
+        axes.set_title(f"{name}: {STEPS} steps", loc="left", fontsize="medium")
+    axes.set_xlabel("ms")
+    handles = [Patch(color=color, label=MEANING.get(of, of)) for of, color in COLORS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncol=len(handles), frameon=False, fontsize="small")
+    figure.savefig(file, format="png", dpi=120)

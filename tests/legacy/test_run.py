@@ -14,7 +14,7 @@ from runs import PRODUCTS, finished
 from runs import gluon_mgpu as command
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.legacy import prepare
+from gluon_mgpu.legacy import downloads, prepare
 from gluon_mgpu.runtime import engine
 
 
@@ -329,6 +329,46 @@ def test_a_damaged_copy_is_written_again(download, tmp_path):
     file = tmp_path / "copies" / "t10k-images-idx3-ubyte.gz"
     file.write_bytes(file.read_bytes()[:20])
     assert download(code).stdout == "10\n"
+
+
+FILE = "train-images-idx3-ubyte"
+
+
+@pytest.mark.parametrize(
+    "folder, name",
+    [
+        ("http://yann.lecun.com/exdb/mnist", "mnist"),
+        ("http://data.mxnet.io/data/mnist", "mnist"),
+        ("https://x.org/kmnist-and-others/raw/MNIST_data", "mnist"),
+        ("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion", "fashion-mnist"),
+        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com", "fashion-mnist"),
+        ("https://x.org/FashionMNIST", "fashion-mnist"),
+        ("https://storage.googleapis.com/tensorflow/tf-keras-datasets", "fashion-mnist"),
+        ("http://codh.rois.ac.jp/kmnist/dataset/kmnist", None),
+        ("https://x.org/mnist/notMNIST-to-MNIST/raw", None),
+        ("https://x.org/fashion-mnist/kuzushiji-mnist", None),
+        ("https://x.org/mnist-c/raw", None),
+        ("https://x.org/digits", None),
+    ],
+)
+def test_a_url_gets_a_known_file_only_if_its_folder_names_the_data_set(folder, name):
+    for file in (FILE, f"{FILE}.gz"):
+        assert downloads.known_file(f"{folder}/{file}") == (name and (name, FILE))
+    assert downloads.known_file(f"{folder}/emnist-letters-{FILE}.gz") is None
+
+
+def test_data_of_another_kind_is_neither_downloaded_as_mnist_nor_read_as_mnist(download, tmp_path):
+    run = download("""
+        import mxnet as mx, mxnet.test_utils
+        for url in ("kmnist/train-labels-idx1-ubyte.gz", "kmnist/mnist.zip"):
+            try:
+                print(mx.test_utils.download(f"http://127.0.0.1:1/{url}", dirname="copies"))
+            except OSError as error:
+                print("refused")
+        mx.io.MNISTIter(image="kmnist/train-images-idx3-ubyte", label="kmnist/train-labels-idx1-ubyte")
+    """)
+    assert run.stdout == "refused\nrefused\n" and run.returncode == 1 and "kmnist" in run.stderr
+    assert not list(tmp_path.glob("*/*ubyte*"))
 
 
 ANY_OTHER = {

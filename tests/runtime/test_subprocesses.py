@@ -39,6 +39,13 @@ def test_output_that_is_read_slowly_is_complete():
     assert run("print(1, 2, 3, sep='\\n')", on_line=lambda _: time.sleep(0.6)).out == "".join(lines)
 
 
+def test_a_process_that_detached_itself_and_keeps_the_pipes_is_not_waited_for():
+    code = "import subprocess; subprocess.Popen(['sleep', '30'], start_new_session=True); print('end', end='')"
+    begin = time.monotonic()
+    assert run(code, seconds=15) == (0, "end", "")
+    assert time.monotonic() - begin < 15
+
+
 @pytest.mark.parametrize("ending, seconds, status", [("sys.exit(0)", None, 0), ("time.sleep(60)", 1, None)])
 def test_everything_that_a_program_started_ends_with_it_or_when_its_time_is_over(ending, seconds, status):
     finished = run(CHILD.format(ending, ""), seconds=seconds)

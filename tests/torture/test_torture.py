@@ -119,7 +119,7 @@ PLAN = {"dataset": "synthetic", "limit": 4096, "seed": 1, "epochs": 500, "worker
 HOROVODRUNS = re.compile(r"Process name: (\d+)\s+Exit code: \d+")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("engine, who, how, when", CASES)
 def test_if_a_process_is_lost_all_end_one_line_names_it_and_the_run_goes_on(engine, who, how, when, empty):
     printed, delay = MOMENTS[when]

@@ -1,0 +1,41 @@
+"""`gluon-mgpu check`: hold the step of a lesson on several devices against one device."""
+
+from __future__ import annotations
+
+import click
+
+from gluon_mgpu.commands import common
+from gluon_mgpu.runtime import devices, log
+
+CLAIMS = {
+    "split": "split_and_load puts each example on exactly one device",
+    "sum": "after allreduce, each device has the sum",
+    "losses": "the losses are those of the batch's examples",
+    "replicas": "after a step, all devices have the same parameters",
+    "update": "the step changes the parameters as on one device",
+    "repeatable": "the same step twice gives the same result",
+}
+
+
+@common.command(
+    examples="""
+        gluon-mgpu check my_scratch.py --gpus 4
+        gluon-mgpu check highlevel --model resnet18
+    """,
+)
+@click.argument("lesson", metavar="FILE.py")
+@common.settings("gpus", "device", "model", gpus={"default": 2})
+@click.pass_context
+def check(context: click.Context, lesson: str, gpus: str, device: str, model: str) -> None:
+    """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
+    changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ."""
+    ctx = devices.contexts(gpus, device)
+    from gluon_mgpu import equivalence, lessons
+
+    config = lessons.LessonConfig(impl=lesson, model=model)
+    claims = equivalence.compare(lessons.load(lesson), ctx, config)
+    for line in log.table([["no" if c.reason else "yes", CLAIMS[c.name], c.reason] for c in claims], align="<"):
+        click.echo(line)
+    reason = equivalence.problem(claims)
+    click.echo(f"the step differs from one device: {reason}" if reason else "the step is the same as on one device")
+    context.exit(1 if reason else 0)

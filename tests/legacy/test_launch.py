@@ -1,0 +1,184 @@
+"""`gluon-mgpu run --workers N`: an old program that uses kv=dist_sync runs as several processes, which end together."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from runs import alive, finished, wait
+
+from gluon_mgpu.runtime import engine
+
+RUN = [sys.executable, "-m", "gluon_mgpu", "run"]
+SUM = """
+    import os, sys, time
+    import mxnet as mx
+    kv = mx.kv.create("dist_sync")
+    kv.init("sum", mx.nd.zeros(2))
+    kv.push("sum", mx.nd.ones(2) * (kv.rank + 1))
+    out = mx.nd.zeros(2)
+    kv.pull("sum", out)
+    out.wait_to_read()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(text, *options, wait=...) runs a program; with wait=False, it returns the launcher while that runs. No
+    process may be left at the end of the test."""
+    started = []
+
+    def start(text, *options, wait=True, **environment):
+        path = tmp_path / "old.py"
+        path.write_text(textwrap.dedent(text))
+        env = {**engine.users_environment(), "LAUNCH_TEST": str(tmp_path), **environment}
+        words = [*RUN, "--workers", "2", *options, path]
+        if wait:
+            return finished(*words, env=env, cwd=tmp_path, timeout=60)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([*map(str, words)], env=env, cwd=tmp_path, **streams))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
+    assert not processes(tmp_path)
+
+
+def processes(folder):
+    """{process ID: role} of the processes of a test that are alive."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = dict(text.partition("=")[::2] for text in path.read_text(errors="replace").split("\0"))
+        except OSError:
+            continue
+        if variables.get("LAUNCH_TEST") == str(folder) and alive([path.parent.name]):
+            found[int(path.parent.name)] = variables.get("DMLC_ROLE", "launcher")
+    return found
+
+
+@pytest.mark.parametrize("servers", ["1", "2"])
+def test_workers_add_up_their_arrays_and_print_one_notice(launch, servers):
+    run = launch(f"{SUM}\n    print(out.asnumpy() + mx.nd.zeros(1, mx.gpu(0)).asnumpy())", "--servers", servers)
+    assert (run.returncode, run.stdout) == (0, "[3. 3.]\n" * 2)
+    assert run.stderr.count("\n") == 1 and "mx.gpu(i) is CPU context i" in run.stderr
+
+
+def test_the_last_push_of_a_worker_arrives(launch):
+    run = launch("""
+        import mxnet as mx
+        kv = mx.kv.create("dist_sync")
+        kv.init("sum", mx.nd.zeros(1 << 22))
+        kv.push("sum", mx.nd.ones(1 << 22))
+        if kv.rank == 1:
+            out = mx.nd.zeros(1 << 22)
+            kv.pull("sum", out)
+            print(out.sum().asscalar() / 2**22)
+    """)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "2.0\n", "")
+
+
+@pytest.mark.parametrize(
+    "failure, status",
+    [
+        ("raise KeyError('x')", 1),
+        ("sys.exit(7)", 7),
+        ("exit(2)", 2),
+        ("os._exit(7)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+    ],
+)
+def test_a_worker_that_fails_ends_the_rest_with_its_status(launch, failure, status):
+    run = launch(f"{SUM}\n    import signal\n    if kv.rank == 1:\n        {failure}\n    kv._barrier()")
+    assert run.returncode == status
+    assert run.stderr.splitlines()[-1].startswith("error: a worker ")
+    assert ("KeyError: 'x'" in run.stderr) == (status == 1)
+
+
+def test_a_worker_that_fails_before_it_imports_mxnet_ends_the_rest(launch):
+    run = launch("import os, sys; os.environ['DMLC_ROLE'] == 'worker' and sys.exit('no data')\nimport mxnet")
+    assert run.returncode == 1 and "no data" in run.stderr
+
+
+WAITS = f"""{SUM}
+    import subprocess
+    subprocess.Popen(["sleep", "60"])
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        open(f"saved-{{kv.rank}}", "w")
+        raise
+"""
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_a_killed_process_ends_the_rest(launch, tmp_path, role):
+    launcher = launch(WAITS, wait=False)
+    assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    [pid] = [pid for pid, kind in processes(tmp_path).items() if kind == role]
+    os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(20) == 128 + signal.SIGKILL and not processes(tmp_path)
+    assert launcher.stderr.read().splitlines()[-1].startswith(f"error: a {role} ")
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_after_ctrl_c_or_sigterm_workers_may_save_and_then_everything_ends(launch, tmp_path, which):
+    launcher = launch(WAITS, wait=False)
+    assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    launcher.send_signal(which)
+    assert launcher.wait(20) == 128 + which and not processes(tmp_path)
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+def test_nothing_that_the_launcher_started_outlives_it(launch, tmp_path):
+    launcher = launch(WAITS.replace('subprocess.Popen(["sleep", "60"])', ""), wait=False)
+    assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    assert sorted(processes(tmp_path).values()) == ["launcher", "scheduler", "server", "worker", "worker"]
+    launcher.kill()
+    wait(lambda: not processes(tmp_path), 10)
+
+
+OPTIMIZER = """
+    import mxnet as mx
+    {}
+    kv = mx.kv.create("dist_sync")
+    kv.set_optimizer(Half(learning_rate=0.5))
+    kv.init(0, mx.nd.ones(2))
+    kv.push(0, mx.nd.ones(2))
+    out = mx.nd.zeros(2)
+    kv.pull(0, out)
+    print(out.asnumpy())
+"""
+
+
+def test_an_optimizer_that_the_server_cannot_import_is_an_error(launch, tmp_path):
+    run = launch(OPTIMIZER.format("class Half(mx.optimizer.SGD): pass"))
+    assert run.returncode == 1 and "optimizer" in run.stderr and "Half" in run.stderr
+    (tmp_path / "halves.py").write_text("import mxnet as mx\nclass Half(mx.optimizer.SGD): pass")
+    run = launch(OPTIMIZER.format("from halves import Half"))
+    assert (run.returncode, run.stdout) == (0, "[0. 0.]\n" * 2), run.stderr
+
+
+def test_workers_share_the_cores_unless_the_user_says_otherwise(launch):
+    text = "import os; os.environ['DMLC_ROLE'] == 'worker' and print(os.environ['OMP_NUM_THREADS'])"
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert launch(text).stdout == f"{threads}\n" * 2
+    assert launch(text, OMP_NUM_THREADS="5").stdout == "5\n" * 2
+
+
+def test_workers_receive_arguments_and_modules_run_as_with_python_m(launch, tmp_path):
+    (tmp_path / "module.py").write_text("import os, sys; os.environ['DMLC_ROLE'] == 'worker' and print(sys.argv[1:])")
+    run = finished(*RUN, "--workers", "2", "-m", "module", "--epochs", "2", cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (0, "['--epochs', '2']\n" * 2)
+
+
+@pytest.mark.parametrize("words", [["--workers", "2", "a.ipynb"], ["--workers", "2", "-"], ["--workers", "0", "a.py"]])
+def test_what_workers_cannot_run_is_refused(words):
+    run = finished(*RUN, *words)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and run.stderr.startswith("error: ")
