@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 
-from gluon_mgpu.runtime import errors
+from gluon_mgpu.runtime import errors, mpi
 
 
 def main(program: str = "gluon-mgpu") -> None:
@@ -29,7 +29,7 @@ def run(module: str, command: str, program: str | None = None) -> None:
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        sys.exit(f"error: {errors.line_of(error)}")
+        mpi.fail(errors.line_of(error), 1)
     try:
         function(prog_name=program)
     finally:

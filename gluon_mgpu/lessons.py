@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any, ClassVar
@@ -39,10 +39,10 @@ OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel"
 class LessonConfig(Config):
     """The settings of a run, including those that belong to one lesson."""
 
-    CHANGEABLE: ClassVar[frozenset[str]] = Config.CHANGEABLE | {"impl", "hybridize", "tune"}
+    CHANGEABLE: ClassVar[frozenset[str]] = Config.CHANGEABLE | {"impl", "hybridize", "tune", "zero"}
     NOT_RECORDED: ClassVar[frozenset[str]] = Config.NOT_RECORDED | {"check"}
 
-    impl: str = declare(
+    impl: Any = declare(  # str; `train` also takes a lesson
         "scratch",
         click.STRING,
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
@@ -91,10 +91,22 @@ class LessonConfig(Config):
             use = " or ".join(setting("impl", other) for other in supporting)
             raise UsageError(name, getattr(self, name), f"not supported by {name_of(lesson)}; use {use}")
 
+    def for_lesson(self, lesson: ModuleType, given: Collection[str]) -> LessonConfig:
+        """The settings for training with a lesson, also with another one than that of a resumed run: settings that may
+        change and are not given get their defaults if the lesson does not have them.
+
+        Raises UsageError if another setting has no meaning in the lesson.
+        """
+        config = self._reset((UNSUPPORTED[kind(lesson)] & self.CHANGEABLE) - {*given})
+        config.check_lesson(lesson)
+        return config
+
     def for_evaluation(self, lesson: ModuleType) -> LessonConfig:
         """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
         those without a meaning in the lesson, get their defaults."""
-        names = {"momentum", "grad_accum_steps", "shares", *UNSUPPORTED[kind(lesson)]} - {"model"}
+        return self._reset({"momentum", "grad_accum_steps", "shares", *UNSUPPORTED[kind(lesson)]} - {"model"})
+
+    def _reset(self, names: Collection[str]) -> LessonConfig:
         defaults: dict[str, Any] = {field.name: field.default for field in fields(self) if field.name in names}
         return replace(self, **defaults)
 

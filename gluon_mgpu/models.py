@@ -107,7 +107,7 @@ class ArrayModel(Model):
         super().__init__(*args)
         params = self.lesson.init_params()
         self.device_params = [self.lesson.get_params(params, c) for c in self.ctx]
-        self.names = networks.LENET if len(params) == len(networks.LENET) else [f"p{i}" for i in range(len(params))]
+        self.names = _array_names(len(params))
         velocities = params if self.config.momentum else []
         self.velocities = [[nd.zeros_like(p).as_in_context(c) for p in velocities] for c in self.ctx]
         if self.config.grad_accum_steps > 1:
@@ -183,7 +183,8 @@ class GluonModel(Model):
     def _create_net(self) -> gluon.Block:
         """The lesson's network, or a registered one, initialized on all devices."""
         network, initialize = networks.get(self.config.model), self.lesson.initialize
-        net = network.build() if network else self.lesson.lenet()
+        with mx.name.NameManager():  # counts layers from 0, whatever was built before
+            net = network.build() if network else self.lesson.lenet()
         if network is None or network.init is None:
             initialize(net, self.ctx)
         elif "init" in inspect.signature(initialize).parameters:
@@ -201,11 +202,10 @@ class GluonModel(Model):
         return net
 
     def _names(self) -> Sequence[str]:
-        """The names of the network's arrays in checkpoints: Gluon's or, if it is like scratch's, those of scratch."""
+        """The names of the network's arrays in checkpoints: Gluon's or, for what scratch can train too, scratch's."""
         network, names = networks.get(self.config.model), [*self.net._collect_params_with_prefix()]
         if network is None:
-            is_like_scratch = len(names) == len(networks.LENET) and not any(n.endswith(RUNNING_STATS) for n in names)
-            return networks.LENET if is_like_scratch else names
+            return names if any(name.endswith(RUNNING_STATS) for name in names) else _array_names(len(names))
         if network.names and len(network.names) != len(names):
             advice = f"registered with {len(network.names)} names, but the network has {len(names)} arrays"
             raise UsageError("model", self.config.model, advice)
@@ -374,6 +374,11 @@ def _not_called(model: Model, workers: int) -> list[str]:
     if workers > 1 or config.changed([*EXTENSIONS, *model.extensions]):
         names.append("train_batch")
     return names
+
+
+def _array_names(count: int) -> Sequence[str]:
+    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers."""
+    return networks.LENET if count == len(networks.LENET) else [f"p{i}" for i in range(count)]
 
 
 def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Sequence[int]) -> None:

@@ -77,7 +77,7 @@ def train(options: dict[str, Any]) -> list[Epoch]:
                 advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
                 raise UsageError("resume", config.resume, advice)
             lesson = load(config.impl)
-        config.check_lesson(lesson)
+        run.config = config = config.for_lesson(lesson, options)
         if isinstance(data, Dataset):
             data = data.first(config.limit)
         else:

@@ -1,30 +1,44 @@
-"""Sends signals while a training step is being issued."""
+"""Acts while a training step is being issued."""
 
 import signal
 import time
 from contextlib import contextmanager
+from itertools import count
 from unittest.mock import patch
 
 import pytest
 
-from gluon_mgpu.training.replicas import Replicas
+from gluon_mgpu.training import loop
 
 
 @contextmanager
-def at_step(step, *signals):
-    """While step number `step` of the block is issued, send signals to this process: (signal, seconds to wait), ...
+def in_step(number, act):
+    """Call act() while step number `number` of the block is issued."""
+    fit, numbers = loop.fit, count(1)
+
+    def fit_with_act(run, model, step, *rest):
+        def acting_step(*args):
+            if next(numbers) == number:
+                act()
+            return step(*args)
+
+        return fit(run, model, acting_step, *rest)
+
+    with patch.object(loop, "fit", fit_with_act):
+        yield
+
+
+@contextmanager
+def at_step(number, *signals):
+    """While step number `number` of the block is issued, send signals to this process: (signal, seconds to wait), ...
 
     The block must end with a KeyboardInterrupt; yields its ExceptionInfo.
     """
-    original, steps = Replicas.train_batch, []
 
-    def train_batch(self, *args):
-        steps.append(args)
-        if len(steps) == step:
-            for which, seconds in signals:
-                signal.raise_signal(which)
-                time.sleep(seconds)
-        return original(self, *args)
+    def send():
+        for which, seconds in signals:
+            signal.raise_signal(which)
+            time.sleep(seconds)
 
-    with patch.object(Replicas, "train_batch", train_batch), pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt) as caught, in_step(number, send):
         yield caught

@@ -1,5 +1,4 @@
-"""Runs programs in their own processes, because MXNet reads its settings only once per process. Runs of train.py with
-several workers are started by launch.py or horovodrun."""
+"""Runs programs in their own processes, because MXNet reads its settings only once per process."""
 
 import importlib.util
 import json
@@ -129,36 +128,18 @@ def arrays(text):
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "scripts/train.py")]
-LAUNCH = [sys.executable, str(ROOT / "scripts/launch.py")]
+MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
 FILES = ("cmdline", "environ")  # in /proc/PID
 HORIZON = 240  # seconds, on a busy machine
-HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
-needs_horovod = pytest.mark.skipif(not importlib.util.find_spec("horovod"), reason="Horovod is missing: make horovod")
-MARKS = {"dist_sync": (), "horovod": needs_horovod}
-ENGINES = [pytest.param(kvstore, marks=marks) for kvstore, marks in MARKS.items()]
+needs_mpi = pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is missing: make dev")
 
 
-SOONER = """
-from gluon_mgpu.commands.launch import launch as command
-from gluon_mgpu.distributed import launch
-launch.SECONDS_TO_NOTICE = launch.SECONDS_TO_FINISH = launch.SECONDS_TO_INTERRUPT = 1
-launch.SECONDS_TO_TERMINATE = 0.3
-launch.LONGEST_DELAY = {}
-command()
-"""
-
-
-def sooner(delay=0.1):
-    """launch.py with shorter times. delay: the longest before a restart, in seconds."""
-    return [sys.executable, "-c", SOONER.format(delay)]
-
-
-def command(kvstore, workers, *args, servers=1, program=None, launcher=LAUNCH):
-    """The command line of a run. program: what each process runs, default train.py with args."""
-    program = program or [*TRAIN, "--kvstore", kvstore, *map(str, args)]
-    if kvstore == "horovod":
-        return [HOROVODRUN, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *program]
-    return [*launcher, "--workers", str(workers), "--servers", str(servers), "--", *program]
+def mpiexec(*kinds):
+    """The command line of mpiexec. kinds: (number of workers, *command) for each kind of worker."""
+    words = []
+    for count, *command in kinds:
+        words += [":", "-n", count, *command]
+    return [MPIEXEC, *map(str, words[1:])]
 
 
 class Run(subprocess.Popen):
@@ -177,33 +158,17 @@ def start(line, environment=None, stdin=None):
     return Run(line, env=environment, cwd=ROOT, start_new_session=True, **streams)
 
 
-def run(kvstore, workers, *args, **options):
-    """(exit status, standard output, standard error) of a run."""
-    with start(command(kvstore, workers, *args, **options)) as process:
-        out, err = process.communicate(timeout=HORIZON)
-    return process.returncode, out, err
-
-
-def errors(err):
-    """The errors on a run's standard error, without the prefixes that horovodrun adds."""
-    lines = [re.sub(r"^\[\d+\]<std(out|err)>:", "", line) for line in err.splitlines()]
-    return [line for line in lines if line.startswith("error: ")]
-
-
 def processes(mark):
-    """{name: pid} of a run's processes, such as "worker 0" or "scheduler". mark: one of their arguments."""
+    """{rank: pid} of the workers of a run. mark: one of their arguments."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             arguments, variables = ((folder / name).read_text(errors="replace").split("\0") for name in FILES)
         except OSError:
             continue
-        if mark in arguments and "train.py" in arguments[1] and alive([folder.name]):
-            environment = dict(variable.partition("=")[::2] for variable in variables)
-            role = environment.get("DMLC_ROLE", "worker")
-            rank = environment.get("HOROVOD_RANK") or environment.get("DMLC_TASK_ID")
-            if rank or role == "scheduler":
-                found[role if role == "scheduler" else f"{role} {rank}"] = int(folder.name)
+        ranks = [variable.partition("=")[2] for variable in variables if variable.startswith("PMI_RANK=")]
+        if mark in arguments and ranks and alive([folder.name]):
+            found[int(ranks[0])] = int(folder.name)
     return found
 
 

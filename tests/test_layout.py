@@ -7,15 +7,27 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from runs import finished
+import pytest
+from runs import finished, output
 
 from gluon_mgpu.commands.main import COMMANDS
 
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
-LESSONS = ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"]
-USES = ["evaluate", "convert"]  # these use implementations
-# from the bottom
-LAYERS = "runtime data distributed training legacy lessons implementations uses exercises commands".split()
+# from the bottom; the modules in a line are on one level
+LAYERS = [
+    ["runtime"],
+    ["data"],
+    ["training"],
+    ["legacy"],
+    ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"],
+    ["lessons"],
+    ["models"],
+    ["equivalence"],
+    ["train"],
+    ["evaluate", "convert"],
+    ["exercises"],
+    ["commands"],
+]
 # {module: path}, such as {"training.loop": ...}
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items() if name not in ("__init__", "__main__")}
@@ -43,8 +55,7 @@ IMPORTS = {name: imported(path) for name, path in MODULES.items()}
 
 
 def layer(module):
-    package = module.split(".")[0]
-    return LAYERS.index("lessons" if package in LESSONS else "uses" if package in USES else package)
+    return next(i for i, modules in enumerate(LAYERS) if module.split(".")[0] in modules)
 
 
 def test_imports_only_go_down():
@@ -52,9 +63,24 @@ def test_imports_only_go_down():
     assert not [f"{name} imports {other}" for name, other in imports if layer(other) > layer(name)]
 
 
-def test_only_commands_import_modules_by_name():
-    lower = [path for name, path in MODULES.items() if layer(name) < LAYERS.index("commands")]
-    assert not [f"{path}: {call}" for path in lower for call in imported_by_name(path)]
+def test_only_commands_and_the_lessons_loader_import_modules_by_name():
+    lower = {name: path for name, path in MODULES.items() if layer(name) < layer("commands") and name != "lessons"}
+    assert not [f"{path}: {call}" for path in lower.values() for call in imported_by_name(path)]
+
+
+def test_the_engine_does_not_know_the_lessons():
+    names = {"scratch", "highlevel", "sharded", "lenet", "resnet18"}
+    for path in (ROOT / "training").glob("*.py"):
+        if path.stem != "recipes":  # the notebooks' experiments
+            strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            assert not names & {*strings}, path
+
+
+@pytest.mark.parametrize(
+    "module", ["data.datasets", "data.own_data", "data.splitting", "lessons", "train", "training.run"]
+)
+def test_modules_that_are_needed_before_mxnet_do_not_import_it(module):
+    assert output(f"import sys, gluon_mgpu.{module}; print('mxnet' in sys.modules)") == "False\n"
 
 
 def test_there_are_no_import_cycles():
@@ -66,27 +92,29 @@ def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
     scripts = ROOT.parent / "scripts"
     links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
     assert links == {"main", "batch_size", "bench", "parity", *COMMANDS}
-    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py", "build_horovod.py"}
+    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py"}
 
 
 # The type hints reject incorrect uses of the package in a user's program, and accept correct ones.
 PROGRAM = """\
 import gluon_mgpu
-from gluon_mgpu import highlevel, implementations, scratch
-from gluon_mgpu.runtime import devices
+from gluon_mgpu import highlevel, lessons, models, scratch
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training.settings import Settings
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.runtime import devices
+from gluon_mgpu.train import train
 
 gluon_mgpu.configure(contexts="2")  # wrong
-replicas = implementations.replicas("highlevel", devices.contexts([0, 1], "cpu"), Settings(shares=(80, 20)))
+model = models.build("scratch", devices.contexts([0, 1], "cpu"), LessonConfig(shares=(80, 20)))
+model.step("X", "y")  # wrong
 scratch.allreduce(2)  # wrong
 highlevel.initialize(highlevel.lenet(), "cpu(0)")  # wrong
-Settings(momentum=None)  # wrong
-history = implementations.train("scratch", 2, 256, 0.2, out="runs/first", epochs=1, momentum=0.9)
+LessonConfig(momentum=None)  # wrong
+history = train(impl="scratch", gpus=2, batch_size=256, lr=0.2, out="runs/first", epochs=1, momentum=0.9)
 accuracies: list[float] = [epoch.test_accuracy for epoch in history]
-implementations.train(implementations.load("scratch"), dataset=datasets.load("synthetic"))
-implementations.train("scratch", 2, "256", 0.2)  # wrong
-implementations.train("scratch", momentun=0.9)  # wrong
+train(lessons.load("scratch"), dataset=datasets.load("synthetic"))
+train("scratch", 2, "256", 0.2)  # wrong
+train("scratch", momentun=0.9)  # wrong
 """
 
 

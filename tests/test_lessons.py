@@ -2,30 +2,34 @@
 
 import ast
 import inspect
+import itertools
 import re
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from unittest.mock import Mock
 
+import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
 import small_networks
 from lenet64 import scores
 from mxnet import gluon, nd
-from parity import drift
 from runs import call
 from test_partition import batch, contexts, parameters
 
-from gluon_mgpu import evaluate, highlevel, implementations, networks, scratch
+from gluon_mgpu import evaluate, highlevel, lessons, models, networks, scratch, sharded
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
-from gluon_mgpu.distributed import launch
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import records
-from gluon_mgpu.training.replicas import LENET
-from gluon_mgpu.training.settings import Settings
+from gluon_mgpu.train import train
+from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.run import read
+from gluon_mgpu.training.step import extended
+from gluon_mgpu.training.workers import Group
 
 LR = 0.2
 OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
@@ -42,16 +46,23 @@ def start():
     return {name: p.asnumpy() for name, p in zip(LENET, parameters())}
 
 
-def replicas(module, devices, start, **options):
-    made = implementations.replicas(module, contexts(devices), Settings(batch_size=64, **options))
-    made.load_state_dict(start)
-    return made
+def build(module, devices, start=None, **options):
+    config = LessonConfig(impl=lessons.name_of(module), batch_size=64, **options)
+    model = models.build(module, contexts(devices), config)
+    if start:
+        model.load(start)
+    return model
 
 
-def assert_replicas_equal(made):
-    first, *others = [made.parameters(device) for device in range(len(made.ctx))]
+def assert_replicas_equal(model):
+    first, *others = [state_dict(model, device) for device in range(len(model.ctx))]
     for other in others:
         np.testing.assert_equal(other, first)
+
+
+def distance(a, b):
+    """The Euclidean distance over all parameters."""
+    return np.linalg.norm(np.concatenate([(a[name].astype(np.float64) - b[name]).ravel() for name in a]))
 
 
 class TestSignatures:
@@ -68,7 +79,7 @@ class TestSignatures:
         for name, arguments in re.findall(r"(\w+)\((.*?)\)", self.NOTEBOOK[module]):
             assert ", ".join(inspect.signature(getattr(module, name)).parameters) == arguments
 
-    @pytest.mark.parametrize("module, most", [(scratch, 150), (highlevel, 120)])
+    @pytest.mark.parametrize("module, most", [(scratch, 150), (highlevel, 110), (sharded, 200)])
     def test_a_lesson_contains_only_functions_and_is_short(self, module, most):
         code = Path(module.__file__).read_text()
         assert len(code.splitlines()) <= most
@@ -86,40 +97,41 @@ def test_a_batch_is_split_in_order_into_one_shard_per_device_of_nearly_equal_siz
     np.testing.assert_array_equal(np.concatenate([shard.asnumpy() for shard in shards]), data)
 
 
-def test_a_step_of_scratch_refuses_a_batch_that_leaves_a_device_with_its_old_gradients(start):
-    made = replicas(scratch, 3, start)
+@pytest.mark.parametrize("module", MODULES)
+def test_a_step_refuses_a_batch_that_leaves_a_device_with_its_old_gradients(module):
     with pytest.raises(AssertionError):
-        scratch.train_batch(*batch(2), made.model, made.ctx, LR)
+        build(module, 3).step(*batch(2), LR)
 
 
 class TestStep:
     @pytest.mark.parametrize("module", MODULES)
     def test_with_all_extras_off_an_extended_step_is_the_lessons_bit_for_bit(self, module, start):
-        by_lesson, by_base = replicas(module, 3, start), replicas(module, 3, start)
+        by_lesson, by_base = build(module, 3, start), build(module, 3, start)
+        step = extended(by_base, Group())
         for n in (48, 50, 3):
             X, y = batch(n, seed=n)
-            a, b = by_lesson.train_batch(X, y, LR), by_base.extended_step(X, y, LR, n)
+            a, b = by_lesson.step(X, y, LR), step(X, y, LR)
             np.testing.assert_equal([shard.asnumpy() for shard in a], [shard.asnumpy() for shard in b])
-            np.testing.assert_equal(by_lesson.parameters(), by_base.parameters())
+            np.testing.assert_equal(state_dict(by_lesson), state_dict(by_base))
 
     @pytest.mark.parametrize("devices", [1, 2, 3, 5])
     @pytest.mark.parametrize(
         "module, options",
-        [(scratch, {}), (highlevel, {}), (highlevel, {"hybridize": False}), (highlevel, {"tune": False})],
+        [(scratch, {}), (highlevel, {}), (highlevel, {"hybridize": False}), (highlevel, {"tune": True})],
     )
     def test_each_lesson_on_any_devices_takes_the_step_of_scratch_on_one_and_replicas_stay_equal(
         self, module, options, devices, start
     ):
-        one, several = replicas(scratch, 1, start), replicas(module, devices, start, **options)
-        for examples in (130, 64, 2, 1):  # the last batches leave devices without an example
-            before = several.parameters()
-            one.load_state_dict(before)
-            steps = [made.train_batch(*batch(examples, seed=examples), LR) for made in (one, several)]
+        one, several = build(scratch, 1, start), build(module, devices, start, **options)
+        for examples in (130, 64, 5):
+            before = state_dict(several)
+            one.load(before)
+            steps = [model.step(*batch(examples, seed=examples), LR) for model in (one, several)]
             expected, losses = [np.concatenate([shard.asnumpy() for shard in step]) for step in steps]
             # Sums of at most 800 products, of magnitude up to the largest loss.
             np.testing.assert_allclose(losses, expected, atol=800 * np.finfo(np.float32).eps * expected.max())
-            after = several.parameters()
-            assert drift.distance(after, one.parameters()) < ROUNDING_AND_RELUS * drift.distance(after, before)
+            after = state_dict(several)
+            assert distance(after, state_dict(one)) < ROUNDING_AND_RELUS * distance(after, before)
             assert_replicas_equal(several)
 
     def test_one_seed_draws_the_same_parameters_in_both_lessons_on_any_number_of_devices(self):
@@ -127,9 +139,9 @@ class TestStep:
         for module in MODULES:
             for devices in (1, 3):
                 mx.random.seed(5)
-                made = implementations.replicas(module, contexts(devices))
-                assert_replicas_equal(made)
-                drawn.append(made.parameters())
+                model = build(module, devices)
+                assert_replicas_equal(model)
+                drawn.append(state_dict(model))
         np.testing.assert_equal(drawn, drawn[:1] * 4)
 
 
@@ -139,9 +151,9 @@ def test_accuracy_is_what_numpy_counts_on_any_number_of_devices(module, devices,
     X, _ = batch(50)
     y = scores([p.astype(np.float64) for p in start.values()], X.asnumpy().astype(np.float64)).argmax(1)
     y[:20] = (y[:20] + 1) % 10  # 30 of 50 are correct
-    made = replicas(module, devices, start)
+    model = build(module, devices, start)
     data_iter = [(X[a:b], nd.array(y[a:b])) for a, b in ((0, 24), (24, 48), (48, 50))]
-    assert made.evaluate_accuracy(data_iter) == 0.6
+    assert model.evaluate_accuracy(data_iter) == 0.6
 
 
 class TestWhatYouReadIsWhatRuns:
@@ -152,7 +164,7 @@ class TestWhatYouReadIsWhatRuns:
         names = (*own, "train_batch", "split_and_load", "forward_backward", "evaluate_accuracy")
         for name in names:
             monkeypatch.setattr(module, name, Mock(wraps=getattr(module, name)))
-        implementations.train(module, 2, 64, LR, **OPTIONS)
+        train(lessons.name_of(module), 2, 64, LR, **OPTIONS)
         assert {name for name in names if getattr(module, name).called} == {*names}
 
     @pytest.mark.parametrize(
@@ -166,18 +178,51 @@ class TestWhatYouReadIsWhatRuns:
         ],
     )
     def test_a_setting_that_replaces_a_function_of_a_changed_lesson_says_so(self, impl, changes, not_called, capsys):
-        original = implementations.load(impl).forward_backward
-        lesson = implementations.load(impl, forward_backward=lambda *args: original(*args))
-        implementations.train(lesson, 2, 64, LR, **changes, **OPTIONS)
-        implementations.replicas(lesson, contexts(2), Settings(**changes))  # as in evaluate, where no step runs
+        original = lessons.load(impl).forward_backward
+        lesson = lessons.load(impl, forward_backward=lambda *args: original(*args))
+        train(lesson, 2, 64, LR, **changes, **OPTIONS)
+        build(lesson, 2, **changes)  # as in evaluate, where no step runs
         said = [line for line in capsys.readouterr().err.splitlines() if "does not call your own" in line]
         assert len(said) == bool(not_called) and all(name in said[0] for name in not_called)
 
-    def test_without_tuning_a_plain_gluon_network_trains_with_mxnets_own_store(self):
-        made = implementations.replicas("highlevel", contexts(2), Settings(tune=False))
-        made.train_batch(*batch(8), LR)
-        assert type(made.net) is gluon.nn.HybridSequential and made.net.prefix == "cnn_" and made.model is made.net
-        assert isinstance(made.trainer._kvstore, mx.kvstore.KVStore) and made.trainer._kvstore.type == "device"
+    def test_by_default_the_network_as_written_trains_with_mxnets_own_store(self):
+        model = build(highlevel, 2)
+        model.step(*batch(8), LR)
+        assert type(model.net) is gluon.nn.HybridSequential and model.net.prefix == "cnn_"
+        assert model.fast_net is model.net and type(model.trainer) is gluon.Trainer
+        assert isinstance(model.trainer._kvstore, mx.kvstore.KVStore) and model.trainer._kvstore.type == "device"
+
+    def test_a_second_model_changes_nothing_in_the_first(self, start):
+        kinds = [{"tune": tune, "hybridize": hybridize} for tune in (False, True) for hybridize in (False, True)]
+        for first, second in itertools.permutations(kinds, 2):
+            model, loss_is_hybridized = build(highlevel, 2, start, **first), highlevel.loss._active
+            model.step(*batch(8), LR)
+            before = state_dict(model)
+            build(highlevel, 2, **second).step(*batch(8, seed=2), LR)
+            assert (highlevel.loss._active, model.net._active) == (loss_is_hybridized, first["hybridize"])
+            np.testing.assert_equal(state_dict(model), before)
+
+    @pytest.mark.parametrize("impl", ["scratch", "highlevel"])
+    def test_a_run_inside_a_step_of_another_changes_nothing_in_it(self, impl, tmp_path):
+        train(impl, 2, 64, LR, **OPTIONS, out=tmp_path / "alone")
+        inner = {**OPTIONS, "seed": 2, "momentum": 0.9, "out": tmp_path / "inside"}
+        with interrupts.in_step(2, lambda: train(impl, 3, 50, LR, **inner)):
+            train(impl, 2, 64, LR, **OPTIONS, out=tmp_path / "around")
+        alone, around, _ = (read(LessonConfig, tmp_path / out).arrays for out in ("alone", "around", "inside"))
+        np.testing.assert_equal(around, alone)
+
+    @pytest.mark.filterwarnings("ignore:Cannot decide type")
+    @pytest.mark.parametrize("impl", ["scratch", "highlevel", "sharded", "highlevel with an own network"])
+    def test_what_is_exported_does_not_depend_on_what_was_built_before(self, impl, tmp_path):
+        lesson = lessons.load(impl.split()[0], **({"lenet": small_networks.dense} if "own" in impl else {}))
+        graphs = []
+        for name in ("first", "second"):
+            model = build(lesson, 1)
+            model.step(*batch(8), LR)
+            model.export(str(tmp_path / name))
+            graphs.append((tmp_path / f"{name}-symbol.json").read_text())
+            build(highlevel, 1).step(*batch(8), LR)
+        assert graphs[0] == graphs[1]
 
     @pytest.mark.filterwarnings("ignore:All children of this Sequential")
     def test_a_sequential_that_cannot_be_hybridized_trains_too(self):
@@ -187,28 +232,28 @@ class TestWhatYouReadIsWhatRuns:
             return net
 
         networks.register("own-sequential", build)
-        for options in ({}, {"tune": False}, {"hybridize": False}):
-            (epoch,) = implementations.train("highlevel", 2, 64, LR, model="own-sequential", **options, **OPTIONS)
+        for options in ({}, {"tune": True}, {"hybridize": False}):
+            (epoch,) = train("highlevel", 2, 64, LR, model="own-sequential", **options, **OPTIONS)
             assert np.isfinite(epoch.train_loss)
 
 
 class TestTrain:
     """The lessons' own `train`."""
 
-    @pytest.mark.parametrize("module, options", [(scratch, {}), (highlevel, {"tune": False})])
+    @pytest.mark.parametrize("module", MODULES)
     def test_after_20_steps_it_has_the_parameters_of_the_command_line_bit_for_bit(
-        self, module, options, monkeypatch, capsys, tmp_path
+        self, module, monkeypatch, capsys, tmp_path
     ):
         data = datasets.synthetic(20 * 64, 100, seed=3)  # 20 batches
         monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
         trained = module.train(2, 64, LR, epochs=1, seed=7)
         printed = capsys.readouterr().out
-        words = [f"--impl={implementations.name_of(module)}", "--gpus=2", "--batch-size=64", f"--lr={LR}", "--epochs=1"]
-        words += ["--seed=7", f"--out={tmp_path}", *(["--no-tune"] if options else [])]
+        words = [f"--impl={lessons.name_of(module)}", "--gpus=2", "--batch-size=64", f"--lr={LR}", "--epochs=1"]
+        words += ["--seed=7", f"--out={tmp_path}"]
         without_time = partial(re.sub, r"time: \d+\.\d sec", "time")
         assert without_time(call(capsys, train_command, *words)[1]) == without_time(printed)
         found = trained[0] if module is scratch else [p.data(mx.cpu(0)) for p in trained.collect_params().values()]
-        recorded = records.last(tmp_path)[0]
+        recorded = read(LessonConfig, tmp_path).arrays
         assert len(found) == 8
         for array, expected in zip(found, recorded.values()):
             np.testing.assert_array_equal(array.asnumpy(), expected)
@@ -224,22 +269,15 @@ class TestOwnLesson:
 
     def test_a_copy_of_a_lesson_trains_to_the_same_bits_and_its_run_can_be_resumed_and_evaluated(self, path, tmp_path):
         for impl, out in (("scratch", "theirs"), (str(path), "mine")):
-            implementations.train(impl, 2, 64, LR, **{**OPTIONS, "epochs": 2, "out": tmp_path / out})
-        theirs, mine = (records.last(tmp_path / name)[0] for name in ("theirs", "mine"))
+            train(impl, 2, 64, LR, **{**OPTIONS, "epochs": 2, "out": tmp_path / out})
+        theirs, mine = (read(LessonConfig, tmp_path / name).arrays for name in ("theirs", "mine"))
         np.testing.assert_equal(mine, theirs)
         with pytest.raises(UsageError):  # the path in the checkpoint is not executed
-            implementations.train(resume=tmp_path / "mine")
+            train(resume=tmp_path / "mine", epochs=3)
         with pytest.raises(UsageError):
             evaluate.load(tmp_path / "mine")
-        assert len(implementations.train(str(path), resume=tmp_path / "mine", epochs=3)) == 3
+        assert len(train(str(path), resume=tmp_path / "mine", epochs=3)) == 3
         assert str(path) in evaluate.load(tmp_path / "mine", str(path)).title
-
-    def test_a_restarted_run_continues_with_it(self, path, tmp_path, capsys, monkeypatch):
-        implementations.train(str(path), 2, 64, LR, **OPTIONS, out=tmp_path / "run")
-        capsys.readouterr()
-        monkeypatch.setenv(launch.RESTARTED, "1")
-        words = [f"--impl={path}", f"--out={tmp_path / 'run'}", "--epochs=1"]
-        assert call(capsys, train_command, *words)[:2] == (0, "")  # all epochs are finished
 
     def test_an_error_in_it_names_its_file_and_line(self, path, capsys, monkeypatch):
         monkeypatch.chdir(path.parent)
@@ -259,45 +297,50 @@ class TestOwnLesson:
             assert old in code
             path.write_text(code.replace(old, new))
             with pytest.raises(UsageError, match=name):
-                implementations.load(str(path))
+                lessons.load(str(path))
         with pytest.raises(UsageError, match="alreduce"):
-            implementations.load("scratch", alreduce=lambda data: None)
+            lessons.load("scratch", alreduce=lambda data: None)
 
     def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(self, capsys):
-        lesson = implementations.load("scratch", allreduce=lambda data: None)
-        implementations.train(lesson, 2, 64, LR, **{**OPTIONS, "epochs": 2})
+        lesson = lessons.load("scratch", allreduce=lambda data: None)
+        train(lesson, 2, 64, LR, **{**OPTIONS, "epochs": 2})
         assert capsys.readouterr().err.count("the replicas differ") == 2
-        implementations.train("scratch", 2, 64, LR, **OPTIONS)
+        train("scratch", 2, 64, LR, **OPTIONS)
         assert "differ" not in capsys.readouterr().err
 
 
 class TestOwnGluonLesson:
     def test_batch_normalization_of_an_own_network_is_averaged_over_the_devices(self, capsys):
-        lesson = implementations.load("highlevel", lenet=small_networks.normalized)
-        implementations.train(lesson, 2, 64, LR, **OPTIONS)
+        lesson = lessons.load("highlevel", lenet=small_networks.normalized)
+        train(lesson, 2, 64, LR, **OPTIONS)
         assert "differ" not in capsys.readouterr().err
-        assert len(implementations.replicas(lesson, contexts(2)).running_stats) == 4
+        assert build(lesson, 2).has_running_stats
 
     def test_its_own_initial_weights_are_used(self, tmp_path):
         path = tmp_path / "my_highlevel.py"
         path.write_text(Path(highlevel.__file__).read_text().replace("mx.init.Normal(0.01)", "mx.init.Zero()"))
-        made = implementations.replicas(str(path), contexts(1))
-        assert not any(array.any() for array in made.parameters().values())
+        assert not any(array.any() for array in state_dict(models.build(str(path), contexts(1))).values())
 
-    def test_a_network_registered_with_too_few_names_is_refused(self):
+    def test_an_own_initialize_without_init_trains_its_own_network_only(self, tmp_path):
+        path = tmp_path / "my_highlevel.py"
+        code = Path(highlevel.__file__).read_text()
+        path.write_text(f"{code}\n\ndef initialize(net, ctx):\n    net.initialize(mx.init.Xavier(), ctx=ctx)\n")
+        assert len(train(str(path), 2, 64, LR, **OPTIONS)) == 1
+        assert len(train(str(path), 2, 64, LR, model="resnet18", **{**OPTIONS, "limit": 64})) == 1
+        with pytest.raises(UsageError):
+            train(str(path), 2, 64, LR, model="lenet-max", **OPTIONS)
+
+    def test_a_network_with_the_lessons_name_or_too_few_names_is_refused(self):
+        with pytest.raises(UsageError):
+            networks.register("lenet", small_networks.dense)
         networks.register("two-names", small_networks.normalized, names=("a", "b"))
         with pytest.raises(UsageError):
-            implementations.replicas("highlevel", contexts(1), Settings(model="two-names"))
+            build(highlevel, 1, model="two-names")
 
     def test_an_assertion_without_a_message_is_an_error_of_the_network(self):
-        lesson = implementations.load("scratch", lenet=Mock(side_effect=AssertionError))
+        lesson = lessons.load("scratch", lenet=Mock(side_effect=AssertionError))
         with pytest.raises(UsageError):
-            implementations.train(lesson, 2, 64, LR, **OPTIONS)
-
-    def test_after_a_run_without_hybridizing_the_loss_is_not_hybridized(self):
-        for hybridize in (True, False):
-            implementations.replicas("highlevel", contexts(1), Settings(hybridize=hybridize))
-            assert highlevel.loss._active == hybridize
+            train(lesson, 2, 64, LR, **OPTIONS)
 
 
 INITIAL = {  # {network: the distribution function of its initial weights}
@@ -309,7 +352,7 @@ INITIAL = {  # {network: the distribution function of its initial weights}
 @pytest.mark.parametrize("module, model", [(scratch, "lenet"), (highlevel, "lenet"), (highlevel, "lenet-max")])
 def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(module, model):
     mx.random.seed(1)
-    for name, array in implementations.replicas(module, contexts(1), Settings(model=model)).parameters().items():
+    for name, array in state_dict(build(module, 1, model=model)).items():
         if name[0] == "b":
             assert not array.any()
             continue
@@ -321,14 +364,14 @@ def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(modu
 
 
 def test_it_has_the_layers_and_the_parameters_of_resnet_18():
-    made = implementations.replicas("highlevel", [mx.cpu(0)], Settings(model="resnet18"))
-    weights = [a.shape for a in made.parameters().values() if a.ndim > 1]
+    model = build(highlevel, 1, model="resnet18")
+    weights = [a.shape for a in model.arrays().values() if a.ndim > 1]
     expected = [(64, 1, 3, 3)]
     for channels, before in [(64, 64), (128, 64), (256, 128), (512, 256)]:
         shortcut = [(channels, before, 1, 1)] if channels != before else []
         expected += [(channels, before, 3, 3), (channels, channels, 3, 3), *shortcut]
         expected += 2 * [(channels, channels, 3, 3)]
     assert weights == [*expected, (10, 512)]
-    trained = sum(p.size for p in made.grads()[0].values())
+    trained = sum(p.size for p in model.grads().values())
     batch_norms = 2 * (64 * 5 + 4 * (128 + 256 + 512))
     assert trained == sum(int(np.prod(shape)) + shape[0] for shape in weights) + batch_norms

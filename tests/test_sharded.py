@@ -10,7 +10,9 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
 
-from gluon_mgpu import implementations, networks, scratch, sharded
+from gluon_mgpu import models, networks, scratch, sharded
+from gluon_mgpu import train as training
+from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import checkpoint
 
@@ -162,10 +164,10 @@ def test_the_optimizers_compute_what_their_papers_say(optimizer):
 def run(folder, impl, devices, epochs=1, **options):
     """The arrays of the checkpoint after training or, if the folder holds a run, after continuing it."""
     if folder.exists():
-        implementations.train(impl, devices, epochs=epochs, resume=folder, **options)
+        training.train(impl=impl, gpus=devices, epochs=epochs, resume=folder, **options)
     else:
         same = {"batch_size": 32, "lr": 0.05, "momentum": 0.9, "seed": 1, "dataset": "synthetic", "limit": 128}
-        implementations.train(impl, devices, epochs=epochs, device="cpu", out=folder, **same, **options)
+        training.train(impl, devices, epochs=epochs, device="cpu", out=folder, **same, **options)
     return checkpoint.load(folder / "checkpoint.npz")[0]
 
 
@@ -183,12 +185,28 @@ def test_other_lessons_continue_a_sharded_run_and_the_other_way_round(first, the
     zero = {"scratch": {}, "highlevel": {}, "sharded": {"zero": 3}}
     expected = run(tmp_path / "scratch", "scratch", 2, epochs=2)
     run(tmp_path / "run", first, 2, **zero[first])
-    found = run(tmp_path / "run", then, 3, epochs=2, **({"tune": False} if then == "highlevel" else zero[then]))
+    found = run(tmp_path / "run", then, 3, epochs=2, **zero[then])
     for name, array in expected.items():
         assert_close(found[name], array, additions(32) ** 0.5 * 8)  # the random errors of 8 steps
 
 
-def test_a_last_batch_with_fewer_examples_than_devices_is_refused_before_training(capsys):
-    with pytest.raises(UsageError):
-        implementations.train("sharded", 3, 32, 0.1, dataset="synthetic", limit=98, device="cpu")
-    assert capsys.readouterr().out == ""
+def test_more_devices_than_the_smallest_layer_has_elements_are_a_usage_error():
+    smallest = min(sum(int(np.prod(shape)) for shape in shapes) for _, shapes in sharded.LENET)
+    with pytest.raises(UsageError) as caught:
+        models.build("sharded", contexts(smallest + 1))
+    assert caught.value.name == "gpus"
+
+
+def test_with_zero_3_predict_gathers_the_weights_once_per_step_and_only_on_the_device_that_asks():
+    ctx, asking = contexts(3), contexts(2)
+    model = models.build("sharded", ctx, LessonConfig(impl="sharded", zero=3))
+    Xs = [batch(4)[0].as_in_context(c) for c in asking]
+    for _ in range(2):
+        model.step(*batch(9), 0.1)
+        with recorded_copies() as copies:
+            for X in Xs * 3:
+                model.predict(X)
+        rounding = 4 * len(sharded.LENET)
+        for c in ctx:
+            received = sum(size for _, target, size in copies if target == c)
+            assert abs(received - (BYTES * 2 / 3 if c in asking else 0)) <= rounding

@@ -6,6 +6,7 @@
 
 # ruff: noqa: E402
 
+import json
 import tempfile
 import time
 from functools import partial
@@ -20,7 +21,6 @@ from mxnet import nd
 
 from gluon_mgpu.partition import hidden, scores
 from gluon_mgpu.sharded import adam, ddp, place, sgd, zero1, zero2, zero3
-from gluon_mgpu.training import timeline
 
 ctx, host = [mx.cpu(i) for i in range(4)], mx.cpu(4)
 net = [(hidden, [(1024, 784), (1024,)]), *[(hidden, [(1024, 1024), (1024,)])] * 7, (scores, [(10, 1024), (10,)])]
@@ -73,7 +73,9 @@ def allocated(stage, step, optimizer, moments):
     nd.waitall()
     mx.profiler.set_state("stop")
     mx.profiler.dump()
-    events = timeline.read_profile(file)
+    # MXNet writes an extra comma into every profile of a process except the first profile.
+    text = file.read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1)
+    events = json.loads(text)["traceEvents"]
     counts = [(e["ts"], e["args"][e["name"]]) for e in events if e["name"] == "Memory: cpu/1"]
     return max((ts, size) for ts, size in counts if ts < begun[0])[1] / 1e6
 

@@ -7,6 +7,7 @@ without using a core. `python docs/pictures/overlap.py` prints the times too.
 # ruff: noqa: E402
 
 import os
+import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -16,16 +17,17 @@ from statistics import median
 
 import gluon_mgpu
 
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 os.environ["MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"] = "1"  # otherwise, a gradient waits for later operators
 gluon_mgpu.configure(contexts=3)
 
 import mxnet as mx
+from bench import timeline
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from mxnet import nd
 
 from gluon_mgpu import scratch, sharded
-from gluon_mgpu.training import timeline
 
 MB_PER_SECOND, EXAMPLES, STEPS = 4, 512, 11
 ctx, host = [mx.cpu(0), mx.cpu(1)], mx.cpu(2)
@@ -76,13 +78,13 @@ def without_overlap(X, y, net, state, ctx, optimizer):
     return losses
 
 
-def draw(axes, start, profile):
-    """Draw one step, which began at `start`, in seconds. profile: MXNet's trace events."""
+def draw(axes, start, spans):
+    """Draw one step, which began at `start`, in seconds. spans: its operators; see `timeline.read_spans`."""
     bars = [(2 * i, begin, end, "allreduce") for i, begin, end in sent]
-    for begin, end in timeline.operator_spans(profile):
-        phase = timeline.phase(begin["name"])
-        if begin["pid"] < len(ctx) and phase in ("forward", "backward"):
-            bars.append((2 * begin["pid"] - 1, begin["ts"] / 1e6, end["ts"] / 1e6, phase))
+    for context, operator, begin, end in spans:
+        phase = timeline.phase(operator)
+        if context < len(ctx) and phase in ("forward", "backward"):
+            bars.append((2 * context - 1, begin / 1e6, end / 1e6, phase))
     for lane, begin, end, phase in bars:
         bar = (1000 * (begin - start), 1000 * (end - begin))
         axes.broken_barh([bar], (lane + 0.6, 0.8), color=timeline.COLORS[phase], linewidth=0)
@@ -110,7 +112,7 @@ for axes, drawn in zip(figure.subplots(2, sharex=True), steps):
                 nd.waitall()
                 seconds[name].append(time.time() - start)
             if recorded:
-                draw(axes, start, timeline.read_profile(file))
+                draw(axes, start, timeline.read_spans(file))
     axes.set_title(drawn, loc="left", fontsize="medium")
 axes.set_xlabel("ms")
 labels = {"forward": "forward", "backward": "backward", "allreduce": "a chunk on the link"}

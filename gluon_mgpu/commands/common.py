@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from gluon_mgpu.runtime import errors, log
+from gluon_mgpu.runtime import errors, log, mpi
 from gluon_mgpu.runtime.errors import Error
 
 COLUMN = 30  # width of the column of option names in --help
@@ -44,7 +44,7 @@ class Command(click.Command):
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in words:
                 traceback.print_exc()
-            status = _report(error)
+            _report(error)
         sys.exit(status)
 
     def invoke(self, context: click.Context) -> Any:
@@ -100,21 +100,18 @@ class Option(click.Option):
         return super().type_cast_value(context, value)
 
 
-def _report(error: BaseException) -> int:
-    """Print one line on standard error, and return the exit status."""
+def _report(error: BaseException) -> NoReturn:
+    """Print one line on standard error, and exit with the matching status."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C on this line
         log.say(str(error) or "interrupted", prefix=new_line)
-        return 130
-    if isinstance(error, click.UsageError):
-        if not log.rank():  # all workers have the same command line
-            see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            log.error(" ".join(error.format_message().rstrip(".").split()) + see)
-        return error.exit_code
+        sys.exit(130)
+    status = error.exit_code if isinstance(error, click.UsageError) else getattr(error, "exit_status", 1)
     line = str(error) if isinstance(error, Error) else errors.line_of(error)
-    if not (log.rank() and isinstance(error, errors.UsageError)):
-        log.error(line)
-    return error.exit_status if isinstance(error, Error) else 1
+    if isinstance(error, click.UsageError):
+        see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+        line = " ".join(error.format_message().rstrip(".").split()) + see
+    mpi.fail(line, status)
 
 
 command = functools.partial(click.command, cls=Command)

@@ -35,7 +35,7 @@ SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
         gluon-mgpu doctor --data-dir data
     """,
 )
-@common.settings("data_dir")
+@common.option("--data-dir", metavar="DIR", help="Folder that contains the data set.")  # `settings` needs NumPy
 @click.pass_context
 def doctor(context: click.Context, data_dir: str | None) -> None:
     """Check what this machine can run: print one line per finding about packages, cores and data, and train briefly on

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.legacy import launch, notebook, prepare
+from gluon_mgpu.legacy import contexts, launch, notebook, prepare
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -99,6 +100,8 @@ def run(
         raise UsageError("out", out, "works only with notebooks; omit it")
     if not is_module and (program != "-" or workers) and not os.path.exists(program):
         raise UsageError(None, program, "no such file")
+    if os.path.isfile(program) and b"SyncBatchNorm" in Path(program).read_bytes():
+        os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.SYNC_TEMP_COPIES)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
     if workers:

@@ -30,13 +30,13 @@ def batches(
     labels: np.ndarray,
     batch_size: int,
     order: np.ndarray | None = None,
-    part: Callable[[int], slice] | None = None,
+    part: Callable[[int], np.ndarray] | None = None,
 ) -> Iterator[Batch]:
     """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
 
     images: uint8, which is divided by 255, or float32. labels: class numbers. order: indices of the examples to use, in
     this order; None: all examples, in order.
-    part: maps the size of a batch to the slice that this worker takes, of at least one example.
+    part: maps the size of a batch to the indices of the examples that this worker takes, at least one.
     """
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):

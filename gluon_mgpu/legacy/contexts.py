@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import sys
 import threading
+import time
 from types import ModuleType
 from typing import Any
 
 from gluon_mgpu.runtime import engine, log
 
 CPU = 1  # MXNet's number for CPU contexts
+TEMP_COPIES = "4"  # MXNet's default. With more temporary spaces, programs with large arrays need more memory.
+SYNC_TEMP_COPIES = "999"  # the most; ResNet-101 needs more than 256
+SECONDS = 20  # without any computation, until a program with SyncBatchNorm is said to hang
 
 
 def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
@@ -40,13 +46,70 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
                     use_one_thread(mx, index)
 
     Context.__init__ = create
-    if there_are_gpus or not map_gpus:
+    if there_are_gpus:
         return
-    Context.devstr2type = {**Context.devstr2type, "gpu": CPU, "cpu_pinned": CPU}
-    mx.context.num_gpus = mx.util.get_gpu_count = mx.npx.num_gpus = lambda: gpus or 0
-    mx.gluon.contrib.estimator.estimator.num_gpus = mx.context.num_gpus
+    keep_sync_batch_norm_from_hanging(mx)
+    if not map_gpus:
+        return
+    Context.devstr2type = {**Context.devstr2type, "gpu": CPU}
+
+    def restore(context: Any, state: dict[str, Any]) -> None:
+        vars(context).update(state)
+        if context.device_type == "gpu":  # pickled on a machine with GPUs
+            create(context, "gpu", context.device_id)
+
+    Context.__setstate__ = restore
+    answer_queries(mx, gpus)
     create_store = mx.kvstore.create
     mx.kvstore.create = lambda name="local": create_store("device" if name == "nccl" else name)
+
+
+def answer_queries(mx: ModuleType, gpus: int | None) -> None:
+    """Answer MXNet's functions that ask for the number of GPUs, and for a GPU's free and total memory in bytes."""
+
+    def count(result: Any) -> int:
+        result._obj.value = gpus or 0
+        return 0
+
+    def memory(device_id: Any, free: Any, total: Any) -> int:
+        mx.gpu(getattr(device_id, "value", device_id))  # raises MXNetError if there are fewer
+        pages = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
+        free._obj.value, total._obj.value = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
+        return 0
+
+    mx.base._LIB.MXGetGPUCount, mx.base._LIB.MXGetGPUMemoryInformation64 = count, memory
+
+
+def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:
+    """Use more temporary spaces for SyncBatchNorm. It holds one while it waits for the other context, whose operators
+    may need the same one. This is too late if the program has used random numbers before; see also `run`."""
+    layer = mx.gluon.contrib.nn.SyncBatchNorm
+    create = layer.__init__
+
+    def create_and_watch(self: Any, *args: Any, **options: Any) -> None:
+        create(self, *args, **options)
+        if self._kwargs["ndev"] > 1:
+            if os.environ["MXNET_CPU_TEMP_COPY"] == TEMP_COPIES:
+                os.environ["MXNET_CPU_TEMP_COPY"] = SYNC_TEMP_COPIES
+            watch()
+
+    @functools.cache
+    def watch() -> None:
+        threading.Thread(target=_say_if_it_hangs, daemon=True).start()
+
+    layer.__init__ = create_and_watch
+
+
+def _say_if_it_hangs() -> None:
+    """Print what to do if the main thread waits in MXNet, and no thread computes."""
+    used, waits = 0.0, False
+    while not waits:
+        time.sleep(SECONDS)
+        before, used = used, time.process_time()
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        waits = used - before < 0.1 and frame.f_globals["__name__"].startswith("mxnet.")
+    advice = f"check its num_devices, or start the program with MXNET_CPU_TEMP_COPY={SYNC_TEMP_COPIES}"
+    log.say(f"the program seems to hang in SyncBatchNorm: {advice}")
 
 
 def use_one_thread(mx: ModuleType, index: int) -> None:

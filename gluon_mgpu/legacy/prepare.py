@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from gluon_mgpu.legacy import kvstore, names
+from gluon_mgpu.legacy import contexts, kvstore, names
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -61,15 +61,14 @@ def prepare() -> None:
         after["numpy"] = names.add_to_numpy
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
-    # This is MXNet's default. With more temporary spaces, programs with large arrays need several times as much memory.
-    os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4")
+    os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
     engine.plan(contexts=settings.gpus or 1)
     if settings.launched:
         kvstore.prepare_process()
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.legacy import contexts, downloads
+    from gluon_mgpu.legacy import downloads
 
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus, settings.map_gpus)

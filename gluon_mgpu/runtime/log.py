@@ -17,14 +17,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # variables that mpiexec or srun sets in each worker
+# Variables that mpiexec or srun sets in each worker
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 muted = False  # `legacy.launch` sets this in all processes except worker 0
 
 
 def rank() -> int | None:
     """This process's number among the workers that mpiexec or srun has started; None: it was started alone."""
-    texts = [os.environ[name] for name in RANKS if name in os.environ]
+    return _first(RANKS)
+
+
+def size() -> int | None:
+    """The number of workers that mpiexec or srun has started, if it says so."""
+    return _first(SIZES)
+
+
+def _first(variables: Sequence[str]) -> int | None:
+    texts = [os.environ[name] for name in variables if name in os.environ]
     return int(texts[0]) if texts and texts[0].isdecimal() else None
 
 

@@ -103,7 +103,7 @@ class Config:
     CHANGEABLE: ClassVar[frozenset[str]] = frozenset({"gpus", "device", "shares", "epochs"})
     NOT_RECORDED: ClassVar[frozenset[str]] = frozenset({"data_dir", "kvstore", "out", "resume"})
 
-    impl: str = declare("", click.STRING, "The lesson's name or file.", "Network and data")
+    impl: Any = declare("", click.STRING, "The lesson's name or file.", "Network and data")
     gpus: Any = declare(
         1, Indices(), "Number of devices, such as 2, or their indices, such as 0,2.", "Devices", "N|I,J,..."
     )
@@ -116,7 +116,7 @@ class Config:
         "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
         "bit-for-bit identical. Default: a random seed.",
     )
-    dataset: str = declare(
+    dataset: Any = declare(  # str; `train` also takes a Dataset
         "fashion-mnist",
         click.Choice(DATASETS),
         "synthetic needs no files; own is your own data in --data-dir.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ def fit(run: Run[Any], model: Any, step: Step, data: Dataset, group: Group) -> l
     config, position, ctx = run.config, run.position, model.ctx
     examples, size = len(data.train_labels), config.batch_size
     steps_per_epoch = -(-examples // size)
+    part = partial(group.part, device_count=len(ctx), parts=config.grad_accum_steps)
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
         print("running on:", ctx, *several, flush=True)
@@ -41,7 +43,7 @@ def fit(run: Run[Any], model: Any, step: Step, data: Dataset, group: Group) -> l
             start = time.perf_counter() - position.seconds
             losses = Losses(number, examples, size, position.steps, group)
             stopped = False
-            for X, y in batches(data.train_images, data.train_labels, size, order, lambda n: group.part(n, len(ctx))):
+            for X, y in batches(data.train_images, data.train_labels, size, order, part):
                 if group.any(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
                     stopped = True
                     break
@@ -110,12 +112,11 @@ class Losses:
 def _evaluate(model: Any, data: Dataset, batch_size: int, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
     part = group.part(len(data.test_labels), len(model.ctx))
-    images, labels = data.test_images[part], data.test_labels[part]
     correct, stopped = 0.0, False
     try:
-        if len(labels):
-            test_iter = ctrl_c.between(batches(images, labels, batch_size))
-            correct = round(model.evaluate_accuracy(test_iter) * len(labels))
+        if len(part):
+            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, part))
+            correct = round(model.evaluate_accuracy(test_iter) * len(part))
     except Interrupted:
         stopped = True
     correct = group.sum(correct)

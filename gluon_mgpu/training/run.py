@@ -205,7 +205,7 @@ def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[R
     keep their recorded values or, in a new run, their defaults. Raises UsageError if the options contradict each other
     or a resumed run, or differ between workers; Error if the checkpoint is damaged.
     """
-    group.agree({"version": __version__, "options": {name: str(value) for name, value in options.items()}})
+    group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
     run = _open(kind, options, group.size) if group.rank == 0 else None
     try:
         start: dict[str, Any] = {}
@@ -228,23 +228,33 @@ def _open(kind: type[C], given: dict[str, Any], workers: int) -> Run[C]:
     if given.get("resume") is None:
         config = kind(**given)
         run = Run(config, folder=Path(config.out) if config.out else None)
-        if run.folder is not None and os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
-            run.lock()
     else:
         run = read(kind, given["resume"], lock=True)
-        recorded = run.config
-        run.config = config = cast(C, recorded.resumed(given, workers))
-        done = len(run.position.history)
-        if config.epochs < done:
-            raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
-        changed = f"; epochs: {config.epochs} instead of {recorded.epochs}" if config.epochs != recorded.epochs else ""
-        log.say(f"resuming {run.folder} after {run.position}{changed}")
-        if config.epochs == done:
-            longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
-            log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
-    if config.seed is None:
-        run.config = dataclasses.replace(config, seed=secrets.randbelow(2**31))
+    try:
+        if run.is_resumed:
+            _resume(run, given, workers)
+        elif run.folder is not None and os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
+            run.lock()
+        if run.config.seed is None:
+            run.config = dataclasses.replace(run.config, seed=secrets.randbelow(2**31))
+    except BaseException:
+        run.unlock()
+        raise
     return run
+
+
+def _resume(run: Run[C], given: dict[str, Any], workers: int) -> None:
+    """Change a run's recorded configuration to that of its continuation."""
+    recorded = run.config
+    run.config = config = cast(C, recorded.resumed(given, workers))
+    done = len(run.position.history)
+    if config.epochs < done:
+        raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
+    changed = f"; epochs: {config.epochs} instead of {recorded.epochs}" if config.epochs != recorded.epochs else ""
+    log.say(f"resuming {run.folder} after {run.position}{changed}")
+    if config.epochs == done:
+        longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
+        log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
 
 
 def read(kind: type[C], folder: str | Path, lock: bool = False) -> Run[C]:

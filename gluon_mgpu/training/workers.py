@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu.data.splitting import shard_sizes
-from gluon_mgpu.runtime import engine, errors, log
+from gluon_mgpu.runtime import engine, errors, log, mpi
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
-
-SECONDS_FOR_WORKER_0 = 1.0
 
 
 class Group:
@@ -67,20 +62,27 @@ class Group:
         return arrays
 
     def agree(self, values: dict[str, Any]) -> None:
-        """Raise UsageError if a value differs from worker 0's value."""
-        for name, value in self.broadcast(values).items():
-            local = json.loads(json.dumps(values.get(name)))
-            if local != value:
-                both = f"worker {self.rank} has {name} {local}, but worker 0 has {value}"
+        """Raise UsageError if a value differs from worker 0's value. Values are compared as JSON."""
+        values, of_worker_0 = json.loads(json.dumps(values)), self.broadcast(values)
+        for name in {**of_worker_0, **values}:
+            value, expected = values.get(name), of_worker_0.get(name)
+            if value != expected:
+                both = f"{name} is {value} in worker {self.rank}, but {expected} in worker 0"
                 raise UsageError(None, both, "start all workers with the same options, data and version")
 
-    def part(self, n: int, device_count: int) -> slice:
-        """This process's slice of n examples, which are divided evenly among the devices of all processes.
+    def part(self, n: int, device_count: int, parts: int = 1) -> np.ndarray:
+        """The indices of this process's examples among n, which are divided evenly among the devices of all processes.
 
-        device_count: the number of devices of each process."""
-        sizes = shard_sizes(n, self.size * device_count)
-        start = sum(sizes[: self.rank * device_count])
-        return slice(start, start + sum(sizes[self.rank * device_count :][:device_count]))
+        device_count: the number of devices of each process. parts: the number of parts into which a batch is split
+        before it is divided."""
+        indices: list[np.ndarray] = []
+        for part in _split(np.arange(n), parts):
+            indices += _split(part, self.size * device_count)[self.rank * device_count :][:device_count]
+        return np.concatenate(indices)
+
+
+def _split(indices: np.ndarray, parts: int) -> list[np.ndarray]:
+    return np.split(indices, np.cumsum(shard_sizes(len(indices), parts))[:-1])
 
 
 @contextmanager
@@ -91,7 +93,7 @@ def join(kvstore: str) -> Iterator[Group]:
     UsageError if this process was not started for this kvstore, and Error if mpi4py is missing.
     """
     if kvstore == "local":
-        if log.rank() is not None:
+        if log.rank() is not None and log.size() != 1:
             advice = f"mpiexec has started this process; use {setting('kvstore', 'mpi')}, or start it without mpiexec"
             raise UsageError("kvstore", kvstore, advice)
         yield Group()
@@ -99,11 +101,13 @@ def join(kvstore: str) -> Iterator[Group]:
     if log.rank() is None:
         start = f"`mpiexec -n 2 {errors.command('train')} ... {setting('kvstore', 'mpi')}`"
         raise UsageError("kvstore", kvstore, f"needs processes that mpiexec has started: {start}")
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: the MPI library cannot be loaded
-        raise Error(f"mpi4py cannot be imported ({error}): run `pip install mpi4py mpich`") from None
-    comm = MPI.COMM_WORLD
+    comm = mpi.world()
+    from mpi4py import MPI
+
+    if log.size() not in (None, comm.size):
+        library = " ".join(MPI.Get_library_version().split("\n")[0].split())
+        advice = f"{log.size()} processes were started, but not by the mpiexec of mpi4py's library, {library}"
+        raise UsageError("kvstore", kvstore, advice)
     sharing = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the workers on this machine, which share its cores
     engine.plan(processes=sharing.size, workers=comm.size)
     try:
@@ -111,19 +115,9 @@ def join(kvstore: str) -> Iterator[Group]:
     except Interrupted:  # raised by all workers at the same step
         raise
     except BaseException as error:
-        _end_all(comm, error)
+        trace = None if errors.in_command() and "--debug" not in sys.argv else error
+        if isinstance(error, KeyboardInterrupt):
+            mpi.fail("interrupted", 130, trace)
+        line = errors.reason(error) if trace or isinstance(error, Error) else errors.line_of(error)
+        mpi.fail(line, getattr(error, "exit_status", 1), trace)
     comm.Barrier()  # worker 0 may still be writing
-
-
-def _end_all(comm: Any, error: BaseException) -> None:
-    """Print an error, and end all processes with its status."""
-    if comm.rank and isinstance(error, Error):
-        time.sleep(SECONDS_FOR_WORKER_0)  # worker 0 has the same error, unless only this machine is at fault
-    if "--debug" in sys.argv or not errors.in_command():
-        traceback.print_exception(type(error), error, error.__traceback__)
-    interrupted = isinstance(error, KeyboardInterrupt)
-    line = "interrupted" if interrupted else str(error) if isinstance(error, Error) else errors.line_of(error)
-    log.error(f"worker {comm.rank}: {line}" if comm.rank else line)
-    sys.stdout.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI would add a line of its own
-    comm.Abort(130 if interrupted else getattr(error, "exit_status", 1))

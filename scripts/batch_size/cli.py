@@ -14,15 +14,8 @@ from gluon_mgpu.commands import common
     examples="""
         python scripts/batch_size.py
         python scripts/batch_size.py --impl highlevel --epochs 10 --out runs/batch-size-10
-        python scripts/batch_size.py --sweep --impl highlevel
         python scripts/batch_size.py --dataset synthetic --limit 12000
     """,
-)
-@common.option(
-    "--sweep",
-    is_flag=True,
-    help="Instead, run a sweep on 2 devices: batch sizes 128, 256 and 512, each with --lr multiplied by 0.5, 1, 2, 3 "
-    "and 4 (15 runs).",
 )
 @common.settings(
     *("impl", "dataset", "device", "lr", "epochs", "seed", "limit", "data_dir", "out"),
@@ -30,18 +23,14 @@ from gluon_mgpu.commands import common
     seed={"default": 1, "help": "Seed for all runs. Accuracies in the first epochs vary widely between seeds."},
     out={
         "default": "runs/batch-size",
-        "help": "Write a plot, a CSV file, and one folder per run to this folder; finished runs are skipped.",
+        "help": "Write a plot and one folder per run to this folder; finished runs are skipped.",
     },
 )
-def batch_size(sweep: bool, out: str, **options: Any) -> None:
+def batch_size(out: str, **options: Any) -> None:
     """Compare batch sizes on one and two devices. This runs the lecture's experiment (docs/batch-size.md): batch sizes
     256 and 512, each on 1 and 2 devices, and batch size 512 on 2 devices with a scaled learning rate. The times and
-    test accuracies are shown as a table and a plot. With --sweep, learning rates are compared instead."""
+    test accuracies are shown as a table and a plot."""
     from batch_size import experiment
 
-    if sweep:
-        click.echo(experiment.sweep_table(experiment.sweep(out, **options)))
-        click.echo(f"see {out}/{experiment.SWEEP}.png, and {experiment.SWEEP}.csv for the results of each epoch")
-    else:
-        click.echo(experiment.table(experiment.run(out, **options)))
-        click.echo(f"see {out}/{experiment.NAME}.png for the accuracy by epoch, by step and by time")
+    click.echo(experiment.table(experiment.run(out, **options)))
+    click.echo(f"see {out}/{experiment.PICTURE} for the accuracy by epoch, by step and by time")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,6 @@ from gluon_mgpu.runtime import log
 
 if TYPE_CHECKING:
     from mxnet.ndarray import NDArray
-
-SECONDS = 0.02  # in each round, each of WAYS runs for at least this long
 
 WAYS = {
     "star": "as in the notebook: copy each array to the first context and add it there; copy the sum to all contexts",
@@ -70,19 +68,13 @@ def _measure(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     """Measure the time until every context holds all sums. Returns {way: ms by round}."""
     from mxnet import nd
 
-    for sum_all in functions.values():  # warm up: the first sums allocate memory
-        sum_all()
-    nd.waitall()
     ms: dict[str, list[float]] = {way: [] for way in functions}
-    for _ in range(rounds):
+    for _ in range(1 + rounds):
         for way, sum_all in functions.items():
-            times, start, seconds = 0, time.perf_counter(), 0.0
-            while seconds < SECONDS:
-                sum_all()
-                nd.waitall()
-                times, seconds = times + 1, time.perf_counter() - start
-            ms[way].append(1000 * seconds / times)
-    return ms
+            timer = timeit.Timer("sum_all(), waitall()", globals={"sum_all": sum_all, "waitall": nd.waitall})
+            number, seconds = timer.autorange()
+            ms[way].append(1000 * seconds / number)
+    return {way: by_round[1:] for way, by_round in ms.items()}  # the first sums allocate memory
 
 
 def table(result: dict) -> str:

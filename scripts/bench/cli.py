@@ -10,7 +10,6 @@ import click
 
 from bench import harness
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime.errors import Error
 
 
 @click.group(
@@ -32,10 +31,7 @@ def measurement(name: str, *options: Any) -> None:
 
     def measure(out: str | None, **chosen: Any) -> None:
         if out is not None:
-            try:
-                os.makedirs(out, exist_ok=True)
-            except OSError as error:
-                raise Error(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+            os.makedirs(out, exist_ok=True)
         result = benchmark.run(**chosen)
         click.echo(benchmark.table(result))
         if out is not None:
@@ -73,19 +69,12 @@ model = common.option(
     help="Network. The batch size is 256 (lenet) or 64 (resnet18) unless it is varied.",
 )
 steps = number("--steps", "Steps per run of LeNet; a run of ResNet-18 has a tenth of this number.", 100)
-what = common.option(
-    "--what",
-    type=click.Choice(("step", "resnet18", "engine")),
-    default=("step", "resnet18"),
-    multiple=True,
-    help="step: a step of LeNet. resnet18: a step of ResNet-18. engine: steps with changed engine settings.",
-)
 contexts = number("--contexts", "Number of CPU contexts; 1 is always measured.", (1, 2, 4, 8), multiple=True)
 batch_size = number(
     "--batch-size", "Batch size (weak scaling: per context). Default: 256, or 64 for ResNet-18.", multiple=True
 )
 
-measurement("steps", what, rounds(3), steps)
+measurement("steps", model, rounds(3), steps)
 measurement("timeline", model)
 measurement("allreduce", rounds(5))
 measurement("partition", rounds(3), steps)

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,12 +74,12 @@ def work(kvstore: str, impl: str, model: str, steps: int) -> dict[str, float] | 
         built = harness.build(impl, model, contexts)
         from gluon_mgpu.training.step import extended
 
-        step = partial(extended(built, group) if group.size > 1 else built.step, lr=LR[model])
+        step = extended(built, group) if group.size > 1 else built.step
 
         def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
             group.sum(0)  # all workers start at the same time
             start = time.perf_counter()
-            loss = harness.train(step, data, size, order, lambda n: group.part(n, contexts))
+            loss = harness.train(step, LR[model], data, size, order, lambda n: group.part(n, contexts))
             group.sum(0)
             return loss, time.perf_counter() - start
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -26,9 +26,6 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.runtime import engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
-
-if TYPE_CHECKING:
-    from gluon_mgpu.models import Model
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 TUNED = "highlevel --tune"
@@ -46,7 +43,7 @@ INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {
 PACKAGES = {"mxnet": "MXNet", "mxnet-cu112": "MXNet", "numpy": "NumPy", "torch": "PyTorch"}
 
 Rounds = dict[str, list]  # {what was measured: one value per round}
-Step = Callable[[Any, Any], list]  # a training step: takes X and y, returns the losses of each shard
+Step = Callable[[Any, Any, float], list]  # a training step: takes X, y and lr, returns the losses of each shard
 # Trains on the examples with these indices, in this order; returns the mean loss (None if unknown) and the seconds.
 Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
 
@@ -54,12 +51,12 @@ Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
 # Workers and rounds
 
 
-def environment(settings: Mapping[str, str] | Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """A worker's environment: the user's environment, except SETTINGS, plus `settings`."""
     users = engine.users_environment()
     kept = {name: value for name, value in users.items() if not name.startswith(SETTINGS)}
     path = os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")]))
-    return {**kept, "PYTHONPATH": path, **dict(settings)}
+    return {**kept, "PYTHONPATH": path, **(settings or {})}
 
 
 class Job(NamedTuple):
@@ -108,7 +105,7 @@ def measure(jobs: Mapping[Any, Job], rounds: int) -> dict[Any, Rounds]:
 # Training, in a worker
 
 
-def build(impl: str, model: str, contexts: int, *, size: int | None = None, **options: Any) -> Model:
+def build(impl: str, model: str, contexts: int, *, size: int | None = None, **options: Any) -> Any:
     """Create a model on CPU contexts of this process, with the parameters of `initial`.
 
     impl: "scratch", "highlevel" or TUNED. size: examples per step. options: other fields of the configuration.
@@ -135,7 +132,9 @@ def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     }
 
 
-def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarray, part: Any = None) -> float:
+def train(
+    step: Step, lr: float, data: Dataset, size: int, order: Sequence[int] | np.ndarray, part: Any = None
+) -> float:
     """Train with MXNet in the same way as the training loop. Returns the mean of the losses that this process computed.
 
     size: examples per step. order: indices of the examples. part: see `batches.batches`.
@@ -147,19 +146,19 @@ def train(step: Step, data: Dataset, size: int, order: Sequence[int] | np.ndarra
     pending = batches.Pending()
     losses: list[np.ndarray] = []
     for X, y in batches.batches(data.train_images, data.train_labels, size, np.asarray(order), part):
-        pending.add(step(X, y))
+        pending.add(step(X, y, lr))
         losses += pending.ready()
     losses += pending.rest()
     nd.waitall()  # waits for the last update
     return float(np.concatenate(losses).mean(dtype=np.float64))
 
 
-def timed(step: Step, size: int) -> Train:
+def timed(step: Step, lr: float, size: int) -> Train:
     """Create a function that trains by calling `step` and measures the time. size: examples per step."""
 
     def timed_train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         start = time.perf_counter()
-        return train(step, data, size, order), time.perf_counter() - start
+        return train(step, lr, data, size, order), time.perf_counter() - start
 
     return timed_train
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -49,9 +48,13 @@ def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dic
     ctx = [mx.cpu(i) for i in range(contexts)]
     place, train_batch = partition.WAYS[way]
     options = {"micro_batches": micro_batches} if micro_batches > 1 else {}
-    step = partial(train_batch, device_params=place(scratch.init_params(), ctx), ctx=ctx, lr=LR["lenet"], **options)
-    times = harness.time_steps(harness.timed(step, SIZE), "lenet", SIZE, steps)
-    recorded = timeline.record(step, contexts, SIZE, RECORDED_STEPS)
+    device_params = place(scratch.init_params(), ctx)
+
+    def step(X: Any, y: Any, lr: float) -> list:
+        return train_batch(X, y, device_params, ctx, lr, **options)
+
+    times = harness.time_steps(harness.timed(step, LR["lenet"], SIZE), "lenet", SIZE, steps)
+    recorded = timeline.record(step, LR["lenet"], contexts, SIZE, RECORDED_STEPS)
     idle = [1 - sum(timeline.busy(recorded, i).values()) for i in range(contexts)]
     return {**times, "idle": idle, "bytes_moved": bytes_moved(step, SIZE)}
 
@@ -71,7 +74,7 @@ def bytes_moved(step: Step, n: int) -> int:
 
     mx.nd.NDArray.copyto = counted
     try:
-        step(mx.nd.ones((n, 1, 28, 28), ctx=host), mx.nd.ones(n, ctx=host))
+        step(mx.nd.ones((n, 1, 28, 28), ctx=host), mx.nd.ones(n, ctx=host), 0.1)
     finally:
         mx.nd.NDArray.copyto = copyto
     return sum(sizes)

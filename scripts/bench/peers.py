@@ -19,7 +19,7 @@ import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, ratios, spread
-from bench.steps import Subject, one_thread
+from bench.steps import Subject
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error
 
@@ -62,8 +62,9 @@ def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
             folder = Path(compiled, f"{model}-{processes['processes']}")  # torch.compile cannot handle spaces in paths
             env = _torch_environment(processes["threads"], folder)
             found[name + variant] = Job("torch_peers", arguments, env)
-    two = [Subject(impl, 2, model=model) for impl in IMPLS[model]]
-    return {**found, **{str(subject): subject.job(steps) for subject in (*two, *map(one_thread, two))}}
+    ours = [Subject(impl, 2, model) for impl in IMPLS[model]]
+    ours += [Subject(impl, 1, model, one_thread=True) for impl in IMPLS[model]]
+    return {**found, **{str(subject): subject.job(steps) for subject in ours}}
 
 
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:

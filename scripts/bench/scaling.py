@@ -6,12 +6,13 @@ Workers of `steps` measure the times, with one OpenMP thread per context.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any, BinaryIO
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
-from bench.steps import Subject, measure, one_thread
+from bench.steps import Subject, measure
 from gluon_mgpu.runtime import log
 
 Series = dict[tuple[str, int, str, str], list[dict[str, Any]]]
@@ -24,26 +25,18 @@ def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int]
     contexts; 1 is always measured, for comparison. batch_size: batch sizes; empty: BATCH_SIZE[model]. steps: per run of
     LeNet with batch size 256.
     """
-    subjects = {
-        (impl, name, kind, k, size): subject(impl, name, kind, k, size)
-        for name in model
-        for size in batch_size or [BATCH_SIZE[name]]
-        for impl in IMPLS[name]
-        for kind in ("strong", "weak")
-        for k in sorted({1, *contexts})
-    }
+    subjects = {}
+    for name, kind, k in product(model, ("strong", "weak"), sorted({1, *contexts})):
+        for impl, size in product(IMPLS[name], batch_size or [BATCH_SIZE[name]]):
+            batch = size * (k if kind == "weak" else 1)
+            subjects[name, size, impl, kind, k] = Subject(impl, k, name, batch, one_thread=k == 1)
     measured = measure(subjects.values(), rounds, steps)
+    names = ("model", "size", "impl", "kind", "contexts")
     runs = [
-        {**dict(zip(("impl", "model", "kind", "contexts"), point)), "batch_size": of_it.size, **measured[of_it]}
-        for point, of_it in subjects.items()
+        {**dict(zip(names, point)), "batch_size": subject.size, **measured[subject]}
+        for point, subject in subjects.items()
     ]
     return {"rounds": rounds, "cores": harness.facts()["cores"], "runs": runs}
-
-
-def subject(impl: str, model: str, kind: str, k: int, batch_size: int) -> Subject:
-    """Create the Subject for one measurement. With one context, strong and weak scaling are the same."""
-    found = Subject(impl, k, model=model, batch_size=batch_size * (k if kind == "weak" else 1))
-    return one_thread(found) if k == 1 else found
 
 
 def efficiencies(one: dict, many: dict, cores: int) -> list[float]:
@@ -73,11 +66,10 @@ def table(result: dict) -> str:
 
 
 def _series(runs: Iterable[dict[str, Any]]) -> Series:
-    """Group runs: {(model, batch size of one context, impl, kind): runs, ordered by number of contexts}."""
+    """Group runs: {(model, batch size, impl, kind): runs, ordered by number of contexts}."""
     series: Series = {}
     for run in runs:
-        size = run["batch_size"] // (run["contexts"] if run["kind"] == "weak" else 1)
-        series.setdefault((run["model"], size, run["impl"], run["kind"]), []).append(run)
+        series.setdefault((run["model"], run["size"], run["impl"], run["kind"]), []).append(run)
     return series
 
 

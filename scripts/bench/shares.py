@@ -6,7 +6,6 @@ A worker keeps the thread of each context on its own core, so that programs on t
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 from bench import harness
@@ -53,6 +52,4 @@ def work(shares: list[int], steps: int) -> dict[str, Any]:
         mx.nd.ones(1, ctx=mx.cpu(i)).wait_to_read()
     os.sched_setaffinity(0, cores)
     model = harness.build("scratch", "lenet", 2, shares=shares)
-    return harness.time_steps(
-        harness.timed(partial(extended(model, Group()), lr=LR["lenet"]), SIZE), "lenet", SIZE, steps
-    )
+    return harness.time_steps(harness.timed(extended(model, Group()), LR["lenet"], SIZE), "lenet", SIZE, steps)

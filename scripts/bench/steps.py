@@ -1,13 +1,12 @@
 """Measure the time and memory of a training step and of the notebook's step, each in its own process.
 
-docs/performance.md and docs/engine.md show results.
+docs/performance.md shows results.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,32 +15,19 @@ from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Rounds, Train, ratios
 from gluon_mgpu.runtime import engine, log
 
-ENGINE = {  # {note: changed settings}
-    "": (),
-    "4 temporary spaces": (("MXNET_CPU_TEMP_COPY", "4"),),
-    "glibc's own malloc": (
-        ("MALLOC_MMAP_THRESHOLD_", "131072"),
-        ("MALLOC_TRIM_THRESHOLD_", "131072"),
-        ("MALLOC_TOP_PAD_", "131072"),
-        ("MALLOC_ARENA_MAX", "16"),
-    ),
-}
-
 
 class Subject(NamedTuple):
-    """An implementation to measure on a number of contexts, with or without changed settings."""
+    """An implementation to measure on a number of contexts."""
 
     impl: str  # one of IMPLS, or "notebook" for the notebook's own code
     contexts: int
-    note: str = ""  # describes the changed settings
-    settings: tuple[tuple[str, str], ...] = ()  # environment variables
     model: str = "lenet"
     batch_size: int | None = None  # None: BATCH_SIZE[model]
+    one_thread: bool = False  # for one context; several contexts always have one OpenMP thread each
 
     def __str__(self) -> str:
-        return ", ".join(
-            filter(None, [self.impl, f"{self.contexts} {log.plural(self.contexts, 'context')}", self.note])
-        )
+        contexts = f"{self.contexts} {log.plural(self.contexts, 'context')}"
+        return f"{self.impl}, {contexts}{', 1 thread' * self.one_thread}"
 
     @property
     def size(self) -> int:
@@ -50,26 +36,8 @@ class Subject(NamedTuple):
     def job(self, steps: int) -> Job:
         """Create the job of a worker that measures the subject."""
         advice = "stock MXNet can hang on several contexts" if self.impl == "notebook" else "use fewer steps"
-        arguments = {"subject": self, "steps": steps}
-        return Job("steps", arguments, harness.environment(self.settings), advice=advice)
-
-
-def one_thread(subject: Subject) -> Subject:
-    """The same subject, but on one context with one OpenMP thread."""
-    return subject._replace(contexts=1, note="1 thread", settings=tuple(harness.ONE_THREAD.items()))
-
-
-def _scaled(model: str) -> list[Subject]:
-    ones = [Subject(impl, 1, model=model) for impl in IMPLS[model]]
-    return [subject for one in ones for subject in (one_thread(one), one, one._replace(contexts=2))]
-
-
-# {name: groups}; each subject is compared with the first subject in its group
-SUBJECTS: dict[str, list[list[Subject]]] = {
-    "step": [[Subject("notebook", 2), Subject("notebook", 1), *_scaled("lenet")]],
-    "resnet18": [_scaled("resnet18")],
-    "engine": [[Subject(impl, 2, *changed) for changed in ENGINE.items()] for impl in IMPLS["lenet"]],
-}
+        env = harness.environment(harness.ONE_THREAD if self.one_thread else None)
+        return Job("steps", {"subject": self, "steps": steps}, env, advice=advice)
 
 
 def measure(subjects: Iterable[Subject], rounds: int, steps: int) -> dict[Subject, Rounds]:
@@ -77,24 +45,24 @@ def measure(subjects: Iterable[Subject], rounds: int, steps: int) -> dict[Subjec
     return harness.measure({subject: subject.job(steps) for subject in subjects}, rounds)
 
 
-def run(what: Sequence[str], rounds: int, steps: int) -> dict:
-    """Measure the SUBJECTS in `what`. Returns the input of `table`."""
-    groups = []
-    for name in what:
-        for subjects in SUBJECTS[name]:
-            runs = {str(subject): run for subject, run in measure(subjects, rounds, steps).items()}
-            groups.append({"model": subjects[0].model, "batch_size": subjects[0].size, "runs": runs})
-    return {"rounds": rounds, "groups": groups}
+def run(model: Sequence[str], rounds: int, steps: int) -> dict:
+    """Measure each implementation of the models, and the notebook's step. Returns the input of `table`."""
+    models = {}
+    for name in model:
+        subjects = [Subject("notebook", 2), Subject("notebook", 1)] if name == "lenet" else []
+        for impl in IMPLS[name]:
+            subjects += [Subject(impl, 1, name, one_thread=True), Subject(impl, 1, name), Subject(impl, 2, name)]
+        models[name] = {str(subject): run for subject, run in measure(subjects, rounds, steps).items()}
+    return {"rounds": rounds, "models": models}
 
 
 def table(result: dict) -> str:
-    """Format the times of each group, relative to the group's first subject."""
+    """Format the times of each model, relative to the first row."""
     lines = [f"Medians of {result['rounds']} rounds (min-max); {harness.machine_line()}"]
-    for group in result["groups"]:
-        size, runs = group["batch_size"], group["runs"]
-        first = next(iter(runs))
+    for model, runs in result["models"].items():
+        first, size = next(iter(runs)), BATCH_SIZE[model]
         rows = [(name, size, run, {f"x {first}": ratios(runs[first], run)}) for name, run in runs.items()]
-        lines += harness.speed_table(f"{TITLE[group['model']]}, batch {size}", rows)
+        lines += ["", *harness.speed_table(f"{TITLE[model]}, batch {size}", rows)]
     return "\n".join(lines)
 
 
@@ -109,7 +77,7 @@ def trainer(subject: Subject) -> Train:
     if subject.impl == "notebook":
         return _notebook(subject)
     model = harness.build(subject.impl, subject.model, subject.contexts, size=subject.size)
-    return harness.timed(partial(model.step, lr=LR[subject.model]), subject.size)
+    return harness.timed(model.step, LR[subject.model], subject.size)
 
 
 def _notebook(subject: Subject) -> Train:

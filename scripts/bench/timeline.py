@@ -1,19 +1,12 @@
-"""Record what two contexts do during a few steps with highlevel, with MXNet's profiler. Shows the time of each phase,
-and how fast the convolutions are compared with what a core sustains.
-
-The phases are those of LeNet and ResNet-18 with highlevel. GFLOP/s count the network as written, without padding.
-"""
+"""Show the time of each phase of a step with highlevel on two contexts, recorded with MXNet's profiler."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-import timeit
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,7 +68,7 @@ def profiled(file: str | Path) -> Iterator[None]:
         mx.profiler.dump()
 
 
-def spans(file: str | Path) -> Spans:
+def read_spans(file: str | Path) -> Spans:
     """Read the operators in MXNet's profile. Its processes are the contexts."""
     # MXNet writes an extra comma into every profile of a process except the first profile.
     text = Path(file).read_text().replace('"traceEvents": [\n,', '"traceEvents": [', 1)
@@ -84,14 +77,14 @@ def spans(file: str | Path) -> Spans:
     return sorted(((b["pid"], b["name"], b["ts"], e["ts"]) for b, e in pairs), key=lambda span: span[2])
 
 
-def record(step: Step, contexts: int, size: int, steps: int) -> Spans:
+def record(step: Step, lr: float, contexts: int, size: int, steps: int) -> Spans:
     """Record a few training steps on synthetic data, after a warm-up. Returns the operators of the contexts."""
     data, end = datasets.synthetic((WARM_UP + steps) * size, 100, seed=0), WARM_UP * size
-    harness.train(step, data, size, range(end))
+    harness.train(step, lr, data, size, range(end))
     with tempfile.TemporaryDirectory() as folder:
         with profiled(Path(folder, "profile.json")):
-            harness.train(step, data, size, range(end, end + steps * size))
-        return [span for span in spans(Path(folder, "profile.json")) if span[0] < contexts]
+            harness.train(step, lr, data, size, range(end, end + steps * size))
+        return [span for span in read_spans(Path(folder, "profile.json")) if span[0] < contexts]
 
 
 def seconds(recorded: Spans) -> float:
@@ -114,7 +107,7 @@ def busy(recorded: Spans, context: int) -> dict[str, float]:
 def run(model: Sequence[str]) -> dict:
     """Record the models as written and with --tune. Returns the input of `table` and `draw`."""
     cases = [(name, impl) for name in model for impl in ("highlevel", TUNED)]
-    return {"runs": {f"{TITLE[name]}, {impl}": harness.start(impl, job(name, impl)) for name, impl in cases}}
+    return {"runs": {f"{TITLE[name]}, {impl}": harness.start(impl, job(name, impl))["spans"] for name, impl in cases}}
 
 
 def job(model: str, impl: str) -> Job:
@@ -123,45 +116,21 @@ def job(model: str, impl: str) -> Job:
 
 
 def work(model: str, impl: str) -> dict[str, Any]:
-    """Record training steps. FLOP are those of a context's convolutions in a step; flops are what a core sustains."""
-    size = BATCH_SIZE[model]
+    """Record training steps."""
     built = harness.build(impl, model, CONTEXTS)
-    from mxnet import nd
-
-    x, kernel = nd.ones((32, 64, 28, 28)), nd.ones((64, 64, 3, 3))
-    convolve = partial(nd.Convolution, x, kernel, kernel=(3, 3), pad=(1, 1), num_filter=64, no_bias=True)
-    fastest = min(timeit.repeat(lambda: convolve().wait_to_read(), number=1, repeat=10))
-    recorded = record(partial(built.step, lr=LR[model]), CONTEXTS, size, STEPS)
-    flops = 2 * x.size * 64 * 9 / fastest
-    return {"spans": recorded, "flop": convolution_flop(built.net, size // CONTEXTS), "flops": flops}
-
-
-def convolution_flop(net: Any, n: int) -> float:
-    """The multiplications and additions of a network's convolutions for n images, in the forward pass and for the
-    gradients. The first convolution has no data gradient."""
-    import mxnet as mx
-
-    arrays = net(mx.sym.var("data")).get_internals()
-    _, shapes, _ = arrays.infer_shape(data=(n, 1, 28, 28))
-    sizes = dict(zip(arrays.list_outputs(), shapes))
-    outputs = {name: name.replace("_weight", "_fwd_output") for name, shape in sizes.items() if len(shape) == 4}
-    forward = [2 * prod(sizes[output]) * prod(sizes[name][1:]) for name, output in outputs.items() if output != name]
-    return 3 * sum(forward) - forward[0]
+    return {"spans": record(built.step, LR[model], CONTEXTS, BATCH_SIZE[model], STEPS)}
 
 
 def table(result: dict) -> str:
-    """Format each context's milliseconds per step in each phase, its idle share, and its convolutions."""
-    rows = [[f"ms/step, mean of {STEPS}", *COLORS, "idle", "convolutions", "GFLOP/s", "of"]]
-    for name, run in result["runs"].items():
-        step = seconds(run["spans"]) / STEPS
+    """Format each context's milliseconds per step in each phase, its idle share, and the share of convolutions."""
+    rows = [[f"ms/step, mean of {STEPS}", *COLORS, "idle", "convolutions"]]
+    for name, spans in result["runs"].items():
         for context in range(CONTEXTS):
-            parts = busy(run["spans"], context)
+            parts = busy(spans, context)
             phases = (sum(part for operator, part in parts.items() if phase(operator) == of) for of in COLORS)
-            convolving = sum(parts[operator] for operator in CONVOLUTIONS)
-            ms = (f"{1000 * part * step:.2f}" for part in phases)
-            shares = (f"{100 * part:.1f}%" for part in (1 - sum(parts.values()), convolving))
-            rates = (f"{flops / 1e9:.0f}" for flops in (run["flop"] / (convolving * step), run["flops"]))
-            rows.append([f"{name}, cpu({context})", *ms, *shares, *rates])
+            ms = (f"{1000 * part * seconds(spans) / STEPS:.2f}" for part in phases)
+            shares = 1 - sum(parts.values()), sum(parts[operator] for operator in CONVOLUTIONS)
+            rows.append([f"{name}, cpu({context})", *ms, *(f"{100 * share:.1f}%" for share in shares)])
     return "\n".join([harness.machine_line(), ONE_BY_ONE, *log.table(rows)])
 
 
@@ -171,11 +140,11 @@ def draw(result: dict, file: BinaryIO) -> None:
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 1 + 1.8 * len(result["runs"])), layout="constrained")
-    for axes, (name, run) in zip(figure.subplots(len(result["runs"]), squeeze=False)[:, 0], result["runs"].items()):
-        start = run["spans"][0][2]
+    for axes, (name, spans) in zip(figure.subplots(len(result["runs"]), squeeze=False)[:, 0], result["runs"].items()):
+        start = spans[0][2]
         for of, color in COLORS.items():
             for context in range(CONTEXTS):
-                recorded = [span for span in run["spans"] if span[0] == context and phase(span[1]) == of]
+                recorded = [span for span in spans if span[0] == context and phase(span[1]) == of]
                 bars = [((begin - start) / 1000, (end - begin) / 1000) for *_, begin, end in recorded]
                 axes.broken_barh(bars, (context - 0.4, 0.8), color=color, linewidth=0)
         axes.set_yticks(range(CONTEXTS), [f"cpu({context})" for context in range(CONTEXTS)])

@@ -7,17 +7,22 @@ Source: the lecture "L14_6 Multi-GPU Training in Python".
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import mxnet as mx
 import numpy as np
 from batch_size.experiment import Result
 from mxnet import Context
 
-from gluon_mgpu import IMPLS, highlevel, implementations, networks
+from gluon_mgpu import highlevel, networks
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.training.settings import Settings
-from parity import Finding, bands, drift
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.models import build
+from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.step import extended
+from gluon_mgpu.training.workers import Group
+from parity import Finding, bands, drift, examples
 
 CHECK = "the lecture's claims"
 RECIPE = "scratch-lenet-fashion-mnist-1gpu"  # `batch_size` varies the options of this recipe
@@ -36,6 +41,8 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
     """Check that ResNet-18's parameters exist only on the contexts that they were initialized on."""
     net = networks.resnet18()
     highlevel.initialize(net, ctx)
+    for c in ctx:
+        net(mx.nd.zeros((1, 1, 28, 28), ctx=c))  # creates the parameters
     params = list(net.collect_params().values())
     right = all([array.context for array in p.list_data()] == ctx for p in params)
     yield Finding(CHECK, f"ResNet-18's parameters are on each of {ctx}", right, f"{len(params)} arrays")
@@ -51,17 +58,16 @@ def placed(ctx: list[Context]) -> Iterator[Finding]:
 def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     """Check the sizes of uneven shards for devices of unequal speed, and that the update is the same as on 1 device."""
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
-    for impl in IMPLS:
-        one = implementations.replicas(impl, ctx[:1])
-        shared = implementations.replicas(impl, ctx, Settings(shares=SHARES))
-        sizes = [shard.shape[0] for shard in shared.split(X)]
-        before = one.state_dict()
-        for replicas in (one, shared):
-            replicas.load_state_dict(before)
-            replicas.train_batch(X, y, 0.2)
-        after = one.parameters()
+    for impl in examples.MODELS:
+        one = build(impl, ctx[:1])
+        shared: Any = build(impl, ctx, LessonConfig(shares=SHARES))
+        before = state_dict(one)
+        shared.load(before)
+        one.step(X, y, 0.2)
+        sizes = [losses.shape[0] for losses in extended(shared, Group())(X, y, 0.2)]
+        after = state_dict(one)
         limit = drift.rounding(before, after, EXAMPLES * drift.POSITIONS)
-        error = drift.distance(shared.parameters(), after) / drift.distance(before, after)
+        error = drift.distance(state_dict(shared), after) / drift.distance(before, after)
         claim = (
             f"{impl}: the faster device gets {SHARES[0]} of {EXAMPLES} examples; the update is the same as on 1 device"
         )

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import implementations
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.models import Model, build
+from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime import log
+from gluon_mgpu.training.loop import state_dict
 from gluon_mgpu.training.recipes import RECIPES
-from gluon_mgpu.training.replicas import LENET, Replicas
-from gluon_mgpu.training.settings import Settings
 from parity import Finding, notebook
 
 CHECK = "drift"
@@ -52,20 +53,20 @@ class Drift(NamedTuple):
 
 
 class Notebook:
-    """The notebook's step, with the methods of `Replicas` that `measure` calls."""
+    """The notebook's step, with the methods of `Model` that `measure` calls."""
 
     def __init__(self, ctx: list[Context], dtype: str = "float32") -> None:
         self.ctx, self.dtype = ctx, dtype
 
-    def load_state_dict(self, state: State) -> None:
+    def load(self, state: State) -> None:
         params = [nd.array(_transposed(state[name]), dtype=self.dtype) for name in LENET]
         self.gpu_params = [notebook.get_params(params, c) for c in self.ctx]
 
-    def train_batch(self, X: NDArray, y: NDArray, lr: float) -> None:
+    def step(self, X: NDArray, y: NDArray, lr: float) -> None:
         notebook.train_batch(X.astype(self.dtype), y.astype(self.dtype), self.gpu_params, self.ctx, lr)
 
-    def parameters(self, device: int = 0) -> State:
-        return {name: _transposed(p.asnumpy()) for name, p in zip(LENET, self.gpu_params[device])}
+    def arrays(self, device: int = 0) -> dict[str, NDArray]:
+        return {name: _transposed(p) for name, p in zip(LENET, self.gpu_params[device])}
 
 
 def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
@@ -74,32 +75,32 @@ def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
     path = [{name: _transposed(p.asnumpy()) for name, p in zip(LENET, notebook.init_params())}]
     exact = Notebook(ctx, "float64")
     for X, y in _batches(data, steps, "in float64"):
-        exact.load_state_dict(path[-1])
-        exact.train_batch(X, y, LR)
-        path.append({name: array.astype(np.float32) for name, array in exact.parameters().items()})
+        exact.load(path[-1])
+        exact.step(X, y, LR)
+        path.append({name: array.astype(np.float32) for name, array in state_dict(exact).items()})
     return path
 
 
 def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
     """Train all implementations and compare them with the reference. ctx: two contexts. path: the reference's."""
-    subjects: dict[str, Notebook | Replicas] = {
+    subjects: dict[str, Notebook | Model] = {
         NOTEBOOK: Notebook(ctx),
-        "scratch": implementations.replicas("scratch", ctx),
-        "highlevel": implementations.replicas("highlevel", ctx),
-        "highlevel without tuning": implementations.replicas("highlevel", ctx, Settings(tune=False)),
+        "scratch": build("scratch", ctx),
+        "highlevel": build("highlevel", ctx),
+        "highlevel --tune": build("highlevel", ctx, LessonConfig(tune=True)),
     }
     step_errors: dict[str, list[float]] = {}
     path_errors: dict[str, list[float]] = {}
-    for name, replicas in subjects.items():
+    for name, model in subjects.items():
         step_errors[name], path_errors[name] = [], []
         for before, after, (X, y) in zip(path, path[1:], _batches(data, len(path) - 1, f"{name}, steps")):
-            replicas.load_state_dict(before)
-            replicas.train_batch(X, y, LR)
-            step_errors[name].append(distance(replicas.parameters(1), after) / distance(before, after))
-        replicas.load_state_dict(path[0])
+            model.load(before)
+            model.step(X, y, LR)
+            step_errors[name].append(distance(state_dict(model, 1), after) / distance(before, after))
+        model.load(path[0])
         for after, (X, y) in zip(path[1:], _batches(data, len(path) - 1, f"{name}, path")):
-            replicas.train_batch(X, y, LR)
-            path_errors[name].append(distance(replicas.parameters(1), after) / length(after))
+            model.step(X, y, LR)
+            path_errors[name].append(distance(state_dict(model, 1), after) / length(after))
     step_limit, path_limit = limits(path, step_errors[NOTEBOOK], path_errors[NOTEBOOK])
     return Drift(step_errors, step_limit, path_errors, path_limit, distance(path[0], path[-1]) / length(path[0]))
 
@@ -158,6 +159,6 @@ def _batches(data: Dataset, steps: int, title: str) -> Iterator[tuple[NDArray, N
     yield from log.progress(iterable=made, total=steps, desc=f"drift: {title}", unit="step")
 
 
-def _transposed(array: np.ndarray) -> np.ndarray:
+def _transposed(array: Any) -> Any:
     """Transpose dense weights: (inputs, outputs) in the notebook, (outputs, inputs) in this project."""
     return array.T if array.ndim == 2 else array

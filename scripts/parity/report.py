@@ -34,33 +34,19 @@ def text(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], file: BinaryIO) -> None:
-    """Draw one panel per recipe and two panels for drift, as a PNG image."""
+    """Draw the accuracies and bands of each recipe as a PNG image."""
     from matplotlib.figure import Figure
 
-    recipes, drift = result["accuracy"], result["drift"]
-    rows = (len(recipes) + 1) // 2 + 1
+    recipes = result["accuracy"]
+    rows = (len(recipes) + 1) // 2
     figure = Figure(figsize=(9, 3.5 * rows), layout="constrained")
-    panels = figure.subplots(rows, 2, squeeze=False)
-    for axes, (name, facts) in zip(panels.flat, recipes.items()):
+    for axes, (name, facts) in zip(figure.subplots(rows, 2, squeeze=False).flat, recipes.items()):
         epochs = range(1, len(facts["notebook"]) + 1)
         axes.fill_between(epochs, facts["low"], facts["high"], color="#dbe7f3", label="possible")
         lines = axes.plot(epochs, list(zip(*facts["runs"].values())), color="tab:blue", marker=".", linewidth=1)
         lines[0].set_label("new runs")
         axes.plot(epochs, facts["notebook"], "ko", label="the notebook")
         axes.set(title=name, xlabel="epoch", ylabel="test accuracy", xticks=epochs)
-    for axes in panels[:-1].flat:
-        if axes.has_data():
-            axes.legend(fontsize="small")
-        else:
-            axes.set_axis_off()
-    titles = ("drift: single steps (the limit is for the median)", "drift: all steps so far")
-    for axes, kind, title in zip(panels[-1], ("step", "path"), titles):
-        # Lines can coincide, so each line is thinner than the line under it.
-        for (name, errors), width in zip(drift[f"{kind}_errors"].items(), (4.5, 2.5, 1.5, 0.8)):
-            axes.semilogy(range(1, len(errors) + 1), errors, linewidth=width, label=name)
-        axes.axhline(drift[f"{kind}_limit"], color="black", linestyle="--", label="limit")
-        axes.set(title=title, xlabel="step", ylabel="relative distance")
-    for axes in panels.flat:
+        axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-    figure.legend(*panels[-1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(file, format="png", dpi=110)

@@ -7,8 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from mxnet import Context
 import gluon_mgpu
 from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import devices, files, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.runtime.errors import Error
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, bands, claims, drift, examples, report
 
@@ -47,48 +46,56 @@ def run(
     libraries are skipped. A training run that fails becomes a finding.
     Raises UsageError if a device does not exist or another process is writing to `out`, Error if the data is missing.
     """
-    with _locked(out):
-        ctx = _contexts(device)
-        kind = ctx[0].device_type
-        mnist, fashion_mnist = (datasets.load(name, data_dir) for name in ("mnist", "fashion-mnist"))
-        seeds, recipes = (QUICK_SEEDS, QUICK) if quick else (tuple(seeds), RECORDED)
-        folder = Path(out) / f"{kind}-{_version()}"
-        mx.random.seed(seeds[0])
-        printed = list(examples.check(ctx, mnist))
-        drifted = drift.measure(ctx[:2], fashion_mnist, drift.reference(ctx[:2], fashion_mnist, drift.STEPS))
-        claimed = [*claims.placed(ctx[:2]), *claims.shared_unevenly(ctx[:2], mnist)]
-        accuracy, trained = _train_all(recipes, seeds, folder, kind, data_dir)
-        findings = [*trained, *printed, *drift.check(drifted), *claimed]
-        if quick:
-            findings += [Finding(claims.CHECK, claim, None, "skipped by --quick") for claim in claims.OF_BATCH_SIZE]
-        else:
-            experiments = [
-                experiment.run(folder / "batch-size" / f"seed-{seed}", device=kind, data_dir=data_dir, seed=seed)
-                for seed in seeds
-            ]
-            findings += claims.batch_size(experiments, kind == "cpu")
-        result = {
-            "verdict": verdict(findings),
-            "holds": all(finding.holds is not False for finding in findings),
-            "made_by": {
-                "gluon_mgpu": gluon_mgpu.__version__,
-                "python": platform.python_version(),
-                "mxnet": mx.__version__,
-                "numpy": np.__version__,
-                "devices": {"cpu": "CPU contexts", "gpu": "GPUs"}[kind],
-                "seeds": list(seeds),
-                "quick": quick,
-                "trainings": folder.name,
-                "date": datetime.date.today().isoformat(),
-            },
-            "findings": [finding._asdict() for finding in findings],
-            "accuracy": accuracy,
-            "drift": drifted._asdict(),
-        }
+    os.makedirs(out, exist_ok=True)
+    lock = files.lock(out, "out")
+    try:
+        result = _results(Path(out), tuple(seeds), quick, _contexts(device), data_dir)
         numbers, picture = result_files(out, quick)
         files.write_whole(picture, lambda file: report.draw(result, file))
         files.write_whole(numbers, lambda file: file.write(json.dumps(result, indent=1).encode()))
         return result
+    finally:
+        os.close(lock)
+
+
+def _results(
+    out: Path, seeds: tuple[int, ...], quick: bool, ctx: list[Context], data_dir: str | Path | None
+) -> dict[str, Any]:
+    kind = ctx[0].device_type
+    mnist, fashion_mnist = (datasets.load(name, data_dir) for name in ("mnist", "fashion-mnist"))
+    seeds, recipes = (QUICK_SEEDS, QUICK) if quick else (seeds, RECORDED)
+    folder = out / f"{kind}-{_version()}"
+    mx.random.seed(seeds[0])
+    printed = list(examples.check(ctx, mnist))
+    drifted = drift.measure(ctx[:2], fashion_mnist, drift.reference(ctx[:2], fashion_mnist, drift.STEPS))
+    claimed = [*claims.placed(ctx[:2]), *claims.shared_unevenly(ctx[:2], mnist)]
+    accuracy, trained = _train_all(recipes, seeds, folder, kind, data_dir)
+    findings = [*trained, *printed, *drift.check(drifted), *claimed]
+    if quick:
+        findings += [Finding(claims.CHECK, claim, None, "skipped by --quick") for claim in claims.OF_BATCH_SIZE]
+    else:
+        experiments = [
+            experiment.run(folder / "batch-size" / f"seed-{seed}", kind, data_dir=data_dir, seed=seed) for seed in seeds
+        ]
+        findings += claims.batch_size(experiments, kind == "cpu")
+    return {
+        "verdict": verdict(findings),
+        "holds": all(finding.holds is not False for finding in findings),
+        "made_by": {
+            "gluon_mgpu": gluon_mgpu.__version__,
+            "python": platform.python_version(),
+            "mxnet": mx.__version__,
+            "numpy": np.__version__,
+            "devices": {"cpu": "CPU contexts", "gpu": "GPUs"}[kind],
+            "seeds": list(seeds),
+            "quick": quick,
+            "trainings": folder.name,
+            "date": datetime.date.today().isoformat(),
+        },
+        "findings": [finding._asdict() for finding in findings],
+        "accuracy": accuracy,
+        "drift": drifted._asdict(),
+    }
 
 
 def result_files(out: str | Path, quick: bool) -> tuple[Path, Path]:
@@ -104,20 +111,6 @@ def verdict(findings: list[Finding]) -> str:
         return f"parity FAILS: {len(failed)} of {len(findings)} claims; {failed[0]}"
     unshown = sum(finding.holds is None for finding in findings)
     return f"parity holds: {len(findings) - unshown} of {len(findings)} claims; {unshown} cannot be decided here"
-
-
-@contextmanager
-def _locked(out: str | Path) -> Iterator[None]:
-    """Create the folder `out` and lock it."""
-    try:
-        os.makedirs(out, exist_ok=True)
-    except OSError as error:
-        raise UsageError("out", out, f"cannot write to this folder ({error.strerror}); use another folder") from None
-    locked = files.lock(out, "out")
-    try:
-        yield
-    finally:
-        os.close(locked)
 
 
 def _contexts(device: str) -> list[Context]:
@@ -142,14 +135,14 @@ def _train_all(
                 bar.set_description(name)
                 options = {**RECIPES[recipe].options, "seed": seed, "device": kind, "data_dir": data_dir}
                 try:
-                    history = experiment.finish(name, folder / recipe / f"seed-{seed}", options, bar.update)
+                    run = experiment.finish(name, folder / recipe / f"seed-{seed}", options, bar.update)
                 except Error as error:
                     findings.append(Finding(ACCURACY, f"{name} can be trained", False, str(error)))
                     continue
-                runs[str(seed)] = found = [epoch.test_accuracy for epoch in history]
+                runs[str(seed)] = accuracies = [epoch.test_accuracy for epoch in run.position.history]
                 bar.clear()
-                log.say(f"{name}: test accuracy {' '.join(f'{value:.4f}' for value in found)}")
-                within = _within(bands.among_kept(recipe, found))
+                log.say(f"{name}: test accuracy {' '.join(f'{value:.4f}' for value in accuracies)}")
+                within = _within(bands.among_kept(recipe, accuracies))
                 findings.append(Finding(ACCURACY, f"{name}: accuracies agree with the kept runs", *within))
             if runs:
                 held = bands.of_recipe(recipe, list(runs.values()))

@@ -84,18 +84,18 @@ CTX = [mx.cpu(0), mx.cpu(1)]
 def test_a_step_of_data_parallelism_moves_each_gradient_and_each_sum_between_two_devices():
     place, train_batch = lesson.WAYS["data parallelism"]
     device_params = place(scratch.init_params(), CTX)
-    moved = partition.bytes_moved(lambda X, y: train_batch(X, y, device_params, CTX, 0.1), 7)
+    moved = partition.bytes_moved(lambda X, y, lr: train_batch(X, y, device_params, CTX, lr), 7)
     assert moved == 2 * 4 * (200 + 25050 + 102528 + 1290)  # LeNet's layers
 
 
 def test_a_recording_has_each_operator_of_each_step_on_each_context():
     model = harness.build("scratch", "lenet", 2)
-    recorded = timeline.record(lambda X, y: model.step(X, y, 0.1), 2, 16, steps=3)
+    recorded = timeline.record(model.step, 0.1, 2, 16, steps=3)
     for context in range(2):
         counts = Counter(operator for of, operator, *_ in recorded if of == context)
         expected = {"Convolution": 2, "_backward_Convolution": 2, "FullyConnected": 2, "Pooling": 2, "sgd_update": 8}
         assert {operator: counts[operator] for operator in expected} == {name: 3 * n for name, n in expected.items()}
-        assert 0.1 < sum(timeline.busy(recorded, context).values()) <= 1
+        assert 0 < sum(timeline.busy(recorded, context).values()) <= 1
 
 
 def test_overlapping_operators_of_a_context_count_once():
@@ -106,18 +106,12 @@ def test_overlapping_operators_of_a_context_count_once():
 
 @pytest.mark.parametrize("impl", ["highlevel", TUNED])
 def test_every_operator_of_a_step_has_its_phase(impl):
-    run = harness.start(impl, timeline.job("lenet", impl))
-    operators = {operator for _, operator, *_ in run["spans"]}
+    operators = {operator for _, operator, *_ in harness.start(impl, timeline.job("lenet", impl))["spans"]}
     forward = {operator for operator in operators if timeline.phase(operator) == "forward"}
     layers = {"Convolution", "Activation", "Pooling", "Flatten", "FullyConnected"}
     loss = {"log_softmax", "pick", "_mul_scalar", "mean"}
     assert layers | loss <= forward <= layers | loss | {"Concat", "_zeros", "slice_axis"}  # of padding and pieces
     assert {timeline.phase(operator) for operator in operators} == {*timeline.COLORS}
-
-
-def test_the_flop_of_lenet_are_those_of_its_two_convolutions():
-    # The forward pass and two gradients, but no gradient of the images
-    assert timeline.convolution_flop(highlevel.lenet(), 8) == 8 * 2 * (2 * 20 * 26**2 * 9 + 3 * 50 * 9**2 * 20 * 25)
 
 
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")

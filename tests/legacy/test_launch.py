@@ -34,7 +34,8 @@ def launch(tmp_path):
     def start(text, *options, wait=True, **environment):
         path = tmp_path / "old.py"
         path.write_text(textwrap.dedent(text))
-        env = {**engine.users_environment(), "LAUNCH_TEST": str(tmp_path), **environment}
+        one_write = {"PYTHONUNBUFFERED": ""}  # for each line, so that the workers' lines do not mix
+        env = {**engine.users_environment(), **one_write, "LAUNCH_TEST": str(tmp_path), **environment}
         words = [*RUN, "--workers", "2", *options, path]
         if wait:
             return finished(*words, env=env, cwd=tmp_path, timeout=60)
@@ -44,8 +45,8 @@ def launch(tmp_path):
 
     yield start
     for launcher in started:
-        launcher.kill()
-        launcher.communicate()
+        launcher.terminate()
+        launcher.communicate(timeout=60)
     assert not processes(tmp_path)
 
 

@@ -15,22 +15,6 @@ from runs import gluon_mgpu as command
 
 from gluon_mgpu.data import datasets
 from gluon_mgpu.legacy import downloads, prepare
-from gluon_mgpu.runtime import engine
-
-
-@pytest.fixture
-def program(tmp_path):
-    """program(text, *arguments, options=..., input=..., **environment) writes a program and runs it."""
-
-    def start(text, *arguments, options=(), by_python=False, input=None, **environment):
-        path = tmp_path / "old.py"
-        path.write_text(textwrap.dedent(text))
-        start = [] if by_python else ["-m", "gluon_mgpu", "run", *map(str, options)]
-        options = {"env": {**engine.users_environment(), **environment}, "cwd": tmp_path, "input": input}
-        return finished(sys.executable, *start, path, *arguments, **options)
-
-    return start
-
 
 AS_PYTHON = {
     "arguments and __main__": "import sys, __main__; print(sys.argv, __name__, __file__, sys.path[0])",

@@ -3,6 +3,8 @@
 replace: monkeypatch.setattr, or setattr.
 """
 
+import functools
+
 import mxnet as mx
 from mxnet.gluon import Trainer
 
@@ -91,8 +93,9 @@ def biases_not_updated(replace):
     sgd, initialize = scratch.sgd, highlevel.initialize
     replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params[::2], lr, batch_size))
 
-    def without_biases(net, *args):
-        initialize(net, *args)
+    @functools.wraps(initialize)  # keeps its arguments
+    def without_biases(net, *args, **options):
+        initialize(net, *args, **options)
         for p in net.collect_params(".*bias").values():
             p.lr_mult = 0
 

@@ -1,6 +1,5 @@
 """The lecture's experiment as a user runs it, on a small synthetic data set."""
 
-import csv
 import json
 import shutil
 import sys
@@ -12,8 +11,8 @@ from batch_size import experiment as lecture
 from batch_size.cli import batch_size as command
 from runs import ROOT, finished
 
-from gluon_mgpu import implementations
-from gluon_mgpu.training import records
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.training.run import read
 
 SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
 FOLDERS = (
@@ -28,6 +27,7 @@ def experiment(tmp_path_factory):
     out = tmp_path_factory.mktemp("experiment")
     done = finished(sys.executable, "scripts/batch_size.py", *SMALL, "--out", out, cwd=ROOT, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
+    assert (out / "batch-size.png").read_bytes().startswith(b"\x89PNG")
     return out, done.stdout
 
 
@@ -66,30 +66,7 @@ def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
 
 def test_more_epochs_continue_the_runs(experiment, tmp_path):
     folder = shutil.copytree(experiment[0] / FOLDERS[0], tmp_path / "run")
-    options = {"impl": "scratch", "num_gpus": 1, "dataset": "synthetic", "limit": 1200, "device": "cpu", "seed": 1}
-    first, epochs = records.last(folder)[-1].history, []
-    more = lecture.finish("a run", folder, {**options, "epochs": 3}, epochs.append)
+    options = {"impl": "scratch", "gpus": 1, "dataset": "synthetic", "limit": 1200, "device": "cpu", "seed": 1}
+    first, epochs = read(LessonConfig, folder).position.history, []
+    more = lecture.finish("a run", folder, {**options, "epochs": 3}, epochs.append).position.history
     assert len(more) == 3 and more[:2] == first and sum(epochs) == 3
-
-
-def test_a_sweep_trains_every_batch_size_with_every_learning_rate(tmp_path, monkeypatch):
-    monkeypatch.setattr(lecture, "SIZES", (32, 64))
-    monkeypatch.setattr(lecture, "FACTORS", (1, 3))
-
-    def train(name, folder, options, *_):  # in this process, which is faster
-        return implementations.train(out=folder, **options)
-
-    monkeypatch.setattr(lecture, "finish", train)
-    results = lecture.sweep(tmp_path, dataset="synthetic", limit=300, epochs=1, device="cpu")
-    pairs = [(32, 0.2), (32, 0.6), (64, 0.2), (64, 0.6)]
-    assert [(r.config["batch_size"], r.config["lr"]) for r in results] == pairs
-    assert [len(r.config["devices"]) for r in results] == [2] * 4
-    found = [r.epochs[-1].test_accuracy for r in results]
-    lines = lecture.sweep_table(results).splitlines()[2:]
-    for row, size, steps, of_size in zip(lines, (32, 64), (10, 5), (found[:2], found[2:])):
-        best = "0.6" if of_size[1] > of_size[0] else "0.2"
-        assert row.split() == [str(size), str(steps), *(f"{accuracy:.3f}" for accuracy in of_size), best]
-    rows = csv.DictReader((tmp_path / "batch-size-sweep.csv").open())
-    written = [((int(row["batch_size"]), float(row["lr"])), int(row["step"])) for row in rows]
-    assert written == list(zip(pairs, (10, 10, 5, 5)))
-    assert (tmp_path / "batch-size-sweep.png").read_bytes().startswith(b"\x89PNG")

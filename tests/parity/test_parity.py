@@ -17,8 +17,10 @@ from parity.run import RECORDED
 from runs import call, finished
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import recipes, records
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.training import recipes
 from gluon_mgpu.training.recipes import RECIPES
+from gluon_mgpu.training.run import Epoch, read
 
 CTX = [mx.cpu(i) for i in range(4)]
 STEPS = 2  # enough for every fault; parity itself takes more
@@ -117,7 +119,7 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
     assert done.returncode == 0 or "not finite" in done.stderr, done.stderr
     held = []
     if done.returncode == 0:
-        curve = [epoch.test_accuracy for epoch in records.last(tmp_path / "run")[-1].history]
+        curve = [epoch.test_accuracy for epoch in read(LessonConfig, tmp_path / "run").position.history]
         held = [band.holds for band in (*bands.of_recipe(recipe, [curve]), *bands.among_kept(recipe, curve))]
     print(fault, recipe, done.stdout, done.stderr)
     assert (done.returncode != 0 or not all(held)) == (fault in OUTSIDE[recipe])
@@ -126,7 +128,7 @@ def test_the_bands_see_the_faults_that_spoil_the_accuracy(fault, recipe, tmp_pat
 # The whole command, on a small scale
 def add_recipe(monkeypatch, name, accuracy=(0.1, 0.1), **options):
     """Add a recipe that trains briefly and has two made-up kept runs."""
-    small = {"impl": "scratch", "dataset": "synthetic", "num_gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}
+    small = {"impl": "scratch", "dataset": "synthetic", "gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}
     monkeypatch.setattr(bands, "kept", lambda recipe: {"1001": [0.1, 0.2], "1002": [0.2, 0.1]})
     monkeypatch.setitem(recipes.RECIPES, name, recipes.Recipe("a test", {**small, "epochs": 2, **options}, accuracy))
 
@@ -179,7 +181,7 @@ def experiment(one, two, large, scaled, seconds=(10, 6, 10, 6, 6)):
     """What `lecture.run` returns: 1 and 2 devices, both with twice the batch, and with twice the learning rate."""
     curves = (one, two, large, large, scaled)
     return [
-        lecture.Result(r, {}, [records.Epoch(e, s, 1.0, 1.0, a, 0.2) for e, a in enumerate(curve, 1)])
+        lecture.Result(r, {}, [Epoch(e, s, 1.0, 1.0, a, 0.2) for e, a in enumerate(curve, 1)])
         for r, curve, s in zip(lecture.RUNS, curves, seconds)
     ]
 

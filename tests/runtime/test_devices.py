@@ -22,7 +22,7 @@ def test_gpus_is_a_number_of_devices_or_a_list_of_indices(given, indices):
 def test_anything_else_is_a_usage_error_with_the_value(given):
     with pytest.raises(UsageError) as caught:
         devices.parse(given)
-    assert (caught.value.name, caught.value.value) == ("num_gpus", given)
+    assert (caught.value.name, caught.value.value) == ("gpus", given)
 
 
 @pytest.mark.parametrize("device", ["gpu", "tpu"])

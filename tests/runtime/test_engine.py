@@ -11,9 +11,6 @@ from gluon_mgpu.runtime.errors import UsageError
 CORES = len(os.sched_getaffinity(0))
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
 BULK = "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
-HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}
-DIST_SYNC = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_TASK_ID": "0"}
-DIST_SYNC.update({"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9091"})
 STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
 CONVOLUTION = program("""
     from mxnet import autograd, nd
@@ -70,27 +67,31 @@ def test_no_setting_binds_the_workers_of_all_contexts_to_one_core(setting):
 
 
 @pytest.mark.parametrize(
-    "contexts, setting, expected",
+    "contexts, workers, setting, expected",
     [
-        (2, {}, "1 64 None None"),
-        (None, {}, "1 64 None None"),
-        (2, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None None"),
-        (1, {}, f"{CORES} None 20000 None"),
-        (1, {"OMP_NUM_THREADS": "7"}, "7 None 20000 None"),
-        (1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None None"),
-        (1, {"GOMP_SPINCOUNT": "5"}, f"{CORES} None 5 None"),
-        (1, {"OMP_WAIT_POLICY": "active"}, f"{CORES} None None None"),
+        (2, 1, {}, "1 64 None None"),
+        (None, 1, {}, "1 64 None None"),
+        (2, 1, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None None"),
+        (1, 1, {}, f"{CORES} None 20000 None"),
+        (1, 1, {"OMP_NUM_THREADS": "7"}, "7 None 20000 None"),
+        (1, 1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None None"),
+        (1, 1, {"GOMP_SPINCOUNT": "5"}, f"{CORES} None 5 None"),
+        (1, 1, {"OMP_WAIT_POLICY": "active"}, f"{CORES} None None None"),
         # With several workers, the operators of a backward pass run one by one.
-        (1, HOROVOD, f"{max(1, CORES // 2)} None 20000 1"),
-        (1, DIST_SYNC, f"{CORES} None 20000 1"),
-        (1, {**DIST_SYNC, BULK: "9"}, f"{CORES} None 20000 9"),
-        (None, DIST_SYNC, "1 64 None 1"),
+        (1, 2, {}, f"{max(1, CORES // 2)} None 20000 1"),
+        (1, 2, {BULK: "9"}, f"{max(1, CORES // 2)} None 20000 9"),
+        (None, 2, {}, "1 64 None 1"),
     ],
 )
-def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(contexts, setting, expected):
+def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(contexts, workers, setting, expected):
     names = ["OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", BULK]
-    prepare = CONFIGURE.format(contexts) if contexts else "import gluon_mgpu, mxnet\n"
-    code = prepare + f"import os; print(*map(os.environ.get, {names}))"
+    code = program(f"""
+        import os, gluon_mgpu
+        from gluon_mgpu.runtime import engine
+        engine.plan(processes={workers}, workers={workers})
+        {f"gluon_mgpu.configure({contexts})" if contexts else "import mxnet"}
+        print(*map(os.environ.get, {names}))
+    """)
     assert python(code, **setting).stdout.strip() == expected
 
 

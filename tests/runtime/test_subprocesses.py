@@ -83,28 +83,16 @@ def test_a_failure_becomes_an_error_in_the_programs_own_words(status, err, kind,
     subprocesses.check("x", Finished(0, "", "error: none"))
 
 
-DIST_SYNC = {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "9091"}
+WORKERS = [({}, None, 1), *(({name: str(rank)}, rank, rank == 0) for name in log.RANKS for rank in (0, 1))]
 
 
-PROCESSES = [  # environment, name, number of notices
-    ({}, "", 1),
-    ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "worker 0", 1),
-    ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "worker 1", 0),
-    ({**DIST_SYNC, "DMLC_ROLE": "worker", "DMLC_TASK_ID": "1"}, "worker 1", 0),
-    ({**DIST_SYNC, "DMLC_ROLE": "server", "DMLC_TASK_ID": "0"}, "server 0", 0),
-    ({**DIST_SYNC, "DMLC_ROLE": "scheduler"}, "the scheduler", 0),
-    ({"DMLC_ROLE": "boss"}, "", 1),  # `process.require` reports this
-]
+@pytest.mark.parametrize("environment, rank, notices", WORKERS)
+def test_a_worker_knows_its_rank_and_only_worker_0_prints_notices(environment, rank, notices):
+    done = python("from gluon_mgpu.runtime import log; log.say('notice'); print(log.rank(), end='')", **environment)
+    assert (done.stdout, done.stderr) == (str(rank), notices * "gluon_mgpu: notice\n")
 
 
-@pytest.mark.parametrize("environment, name, notices", PROCESSES)
-def test_every_process_of_a_run_has_a_name_and_only_worker_0_prints_notices(environment, name, notices):
-    done = python("from gluon_mgpu.runtime import log; log.say('notice'); print(log.name, end='')", **environment)
-    assert (done.stdout, done.stderr) == (name, notices * "gluon_mgpu: notice\n")
-
-
-def test_a_message_is_one_line_without_control_characters(capsys, monkeypatch):
-    monkeypatch.delenv(log.LAUNCHER, raising=False)
+def test_a_message_is_one_line_without_control_characters(capsys):
     for say in (log.say, log.error):
         say("é🔥 a\nb\r\x1b[31m\x9b\u2028\u202e\udcff")
         said = capsys.readouterr().err

@@ -14,9 +14,13 @@ import small_networks  # noqa: F401 (registers the network "normalized")
 from mxnet import nd
 from small_networks import softmax_regression
 
-from gluon_mgpu import evaluate, highlevel, implementations, scratch
-from gluon_mgpu.training import records
-from gluon_mgpu.training.settings import Settings
+from gluon_mgpu import evaluate, highlevel, lessons, models, scratch
+from gluon_mgpu import train as training
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.run import read
+from gluon_mgpu.training.step import extended
+from gluon_mgpu.training.workers import Group
 
 MODULES = [scratch, highlevel]
 LR, STEPS = 0.05, 20
@@ -37,24 +41,25 @@ def batches(sizes):
     return [(nd.array(rng.random((n, 1, 28, 28))), nd.array(rng.integers(0, 10, n))) for n in sizes]
 
 
-SIZES = [48, 31, 2, 50] * (STEPS // 4)  # 2: fewer examples than devices
+SIZES = [48, 31, 9, 50] * (STEPS // 4)  # 9: one example per device and part
 START = {"p0": 0.1 * np.random.default_rng(1).standard_normal((10, 784), np.float32), "p1": np.zeros(10, np.float32)}
 
 
-def replicas(module, devices, **settings):
+def build(module, devices, **settings):
+    """(model, step)"""
     settings = {"batch_size": 50, **settings}
     if "shares" in settings:
         settings["shares"] = settings["shares"][:devices] if devices > 1 else None
-    ctx = [mx.cpu(i) for i in range(devices)]
     if module is scratch:
         params = [nd.array(p) for p in START.values()]
-        lesson = implementations.load("scratch", lenet=softmax_regression, init_params=lambda: params)
-        made = implementations.replicas(lesson, ctx, Settings(**settings))
+        lesson = lessons.load("scratch", lenet=softmax_regression, init_params=lambda: params)
+        config = LessonConfig(**settings)
     else:
-        made = implementations.replicas("highlevel", ctx, Settings(model="softmax_regression", **settings))
-    state = {name: np.zeros_like(array) for name, array in made.state_dict().items()}
-    made.load_state_dict({**state, **START})
-    return made
+        lesson, config = highlevel, LessonConfig(impl="highlevel", model="softmax_regression", **settings)
+    model = models.build(lesson, [mx.cpu(i) for i in range(devices)], config)
+    zeros = {name: np.zeros(array.shape, np.float32) for name, array in model.arrays().items()}
+    model.load({**zeros, **START})
+    return model, extended(model, Group())
 
 
 def numpy_steps(momentum=0.0, weight_decay=0.0, max_grad_norm=None, **_):
@@ -84,71 +89,76 @@ def numpy_steps(momentum=0.0, weight_decay=0.0, max_grad_norm=None, **_):
 @pytest.mark.parametrize("settings", EXTRAS.values(), ids=EXTRAS)
 def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(module, devices, settings):
     params, velocities, losses, moved = numpy_steps(**settings)
-    made = replicas(module, devices, **settings)
+    model, step = build(module, devices, **settings)
     eps = float(np.finfo(np.float32).eps)
     for (X, y), expected in zip(batches(SIZES), losses):
-        found = np.concatenate([shard.asnumpy() for shard in made.train_batch(X, y, LR)])
+        found = np.concatenate([shard.asnumpy() for shard in step(X, y, LR)])
         # A score is a sum of 784 products, computed from parameters with the errors of up to 20 updates.
         atol = 2 * (784 + STEPS) * eps * found.max()
         np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=0, atol=atol)
     # An update sums a batch's gradient, whose terms come from scores (sums of 784 products); 20 updates add up.
     additions = 784 + max(SIZES) + STEPS
-    for name, p in made.parameters().items():
+    found = state_dict(model)
+    for name in START:
         atol = additions * eps * (moved[name].max() + np.abs(params[name]).max())
-        np.testing.assert_allclose(p, params[name], rtol=0, atol=atol)
+        np.testing.assert_allclose(found[name], params[name], rtol=0, atol=atol)
         assert atol < 0.02 * np.abs(params[name] - START[name]).max()  # so a wrong rule would be seen
-    np.testing.assert_equal([made.parameters(device) for device in range(devices)], [made.parameters()] * devices)
-    found = {name: v.asnumpy() for name, v in made.velocities(0).items()}
-    assert bool(found) == ("momentum" in settings)
-    for name, v in found.items():
-        np.testing.assert_allclose(v, velocities[name], rtol=0, atol=additions * eps * moved[name].max())
+        if "momentum" in settings:
+            atol = additions * eps * moved[name].max()
+            np.testing.assert_allclose(found[f"velocity/{name}"], velocities[name], rtol=0, atol=atol)
+    assert len(found) == len(START) * (1 + ("momentum" in settings))
+    np.testing.assert_equal([state_dict(model, device) for device in range(devices)], [found] * devices)
+
+
+def normalized(devices, seed=0, **settings):
+    mx.random.seed(seed)
+    ctx = [mx.cpu(i) for i in range(devices)]
+    return models.build("highlevel", ctx, LessonConfig(impl="highlevel", model="normalized", **settings))
 
 
 @pytest.mark.parametrize("hybridize", [True, False])
 def test_running_statistics_are_means_over_devices_weighted_by_examples_and_replicas_stay_equal(hybridize):
-    ctx, (X, y) = [mx.cpu(0), mx.cpu(1)], batches([8])[0]
-    mx.random.seed(0)
-    made = implementations.replicas("highlevel", ctx, Settings(model="normalized", shares=(3, 1), hybridize=hybridize))
-    expected = {}
+    X, y = batches([8])[0]
+    model, expected = normalized(2, shares=(3, 1), hybridize=hybridize), {}
+    step = extended(model, Group())
     for part, weight in ((slice(0, 6), 0.75), (slice(6, 8), 0.25)):
-        mx.random.seed(0)
-        alone = implementations.replicas("highlevel", [mx.cpu(0)], Settings(model="normalized", hybridize=False))
-        alone.train_batch(X[part], y[part], 0.1)
-        for name, p in alone.parameters().items():
+        alone = normalized(1, hybridize=False)
+        alone.step(X[part], y[part], 0.1)
+        for name, p in state_dict(alone).items():
             if "running" in name:
                 expected[name] = expected.get(name, 0) + weight * p
-    made.train_batch(X, y, 0.1)
+    step(X, y, 0.1)
     assert len(expected) == 2 * 2
     # A statistic is a mean over up to 6 images of 13 x 13 sums of 9 products; the second layer also sums 216 products.
     rtol = (6 * 13 * 13 + 9 + 216) * float(np.finfo(np.float32).eps)
     for name, p in expected.items():
-        np.testing.assert_allclose(made.parameters()[name], p, rtol=rtol, atol=rtol * np.abs(p).max())
-    for n in (5, 1, 8):
-        made.train_batch(X[:n], y[:n], 0.1)
-    np.testing.assert_equal(made.parameters(1), made.parameters(0))
+        np.testing.assert_allclose(state_dict(model)[name], p, rtol=rtol, atol=rtol * np.abs(p).max())
+    for n in (5, 2, 8):
+        step(X[:n], y[:n], 0.1)
+    np.testing.assert_equal(state_dict(model, 1), state_dict(model, 0))
 
 
 OPTIONS = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "momentum": 0.9}
 
 
 def train(devices=2, lr=0.05, **options):
-    return implementations.train("highlevel", devices, 50, lr, **{**OPTIONS, **options})
+    return training.train("highlevel", devices, 50, lr, **{**OPTIONS, **options})
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return train(epochs=1, out=folder), folder
+    train(epochs=1, out=folder)
+    return folder
 
 
 def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
-    trained = evaluate.load(run[1], gpus=2, device="cpu").parameters
-    mx.random.seed(1)
-    initial = implementations.replicas("highlevel", [mx.cpu(0), mx.cpu(1)], Settings(model="normalized")).parameters()
+    trained = state_dict(evaluate.load(run, gpus=2, device="cpu").model)
+    initial = state_dict(normalized(2, seed=1))
     # Weights of three layers and one bias; two times gamma, beta, mean and variance.
     assert len(trained) == 3 + 1 + 2 * 4 and trained.keys() == initial.keys()
     assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["5.gamma"]
-    velocities = [name for name in records.last(run[1])[0] if name.startswith("velocity/")]
+    velocities = [name for name in read(LessonConfig, run).arrays if name.startswith("velocity/")]
     assert len(velocities) == len(trained) - 5  # none for the frozen array, the means and the variances
 
 
@@ -156,7 +166,7 @@ def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices
     with interrupts.at_step(5, (signal.SIGINT, 0)):
         train(epochs=1, out=tmp_path)
     train(epochs=1, resume=tmp_path)
-    np.testing.assert_equal(records.last(tmp_path)[0], records.last(run[1])[0])
+    np.testing.assert_equal(read(LessonConfig, tmp_path).arrays, read(LessonConfig, run).arrays)
     capsys.readouterr()
     train(1, epochs=2, resume=tmp_path)
     said = capsys.readouterr().err  # larger shards change the result by more than rounding

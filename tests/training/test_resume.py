@@ -6,15 +6,19 @@ import shutil
 import signal
 
 import interrupts
+import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
 from small_networks import dense, softmax_regression
 
-from gluon_mgpu import IMPLS, implementations, scratch
+from gluon_mgpu import lessons, scratch
+from gluon_mgpu import train as training
+from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, records
-from gluon_mgpu.training.replicas import Replicas
+from gluon_mgpu.training import checkpoint, loop
+from gluon_mgpu.training.run import FILES, Epoch, exists, open_run, read
+from gluon_mgpu.training.workers import Group
 
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
@@ -24,7 +28,7 @@ SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": 
 
 
 def train(impl="scratch", devices=2, batch_size=BATCH, **options):
-    return implementations.train(impl, devices, batch_size, LR, **{**SIZE, **options})
+    return training.train(impl, devices, batch_size, LR, **{**SIZE, **options})
 
 
 def interrupted(impl, at_step, by=signal.SIGINT, **options):
@@ -33,18 +37,21 @@ def interrupted(impl, at_step, by=signal.SIGINT, **options):
         train(impl, **options)
 
 
-def killed(monkeypatch, **options):
+def killed(**options):
     """Begin a run that ends like a killed process, before its first step."""
-    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(Replicas, "train_batch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), interrupts.in_step(1, lambda: 1 / 0):
         train("scratch", **options)
+
+
+def config(folder):
+    return read(LessonConfig, folder).config
 
 
 def results(folder):
     """(arrays, losses, accuracies and learning rates) of a run: everything but its times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = ("train_loss", "test_accuracy", "learning_rate")
-    return records.last(folder)[0], [[line[name] for name in names] for line in lines]
+    return read(LessonConfig, folder).arrays, [[line[name] for name in names] for line in lines]
 
 
 def files(folder):
@@ -55,7 +62,7 @@ def files(folder):
 def whole(tmp_path_factory):
     """Results of runs that nothing interrupted: {(impl, "plain" or "extras"): results}."""
     runs = {}
-    for impl in IMPLS:
+    for impl in ("scratch", "highlevel"):
         for kind, options in KINDS.items():
             out = tmp_path_factory.mktemp("whole") / "run"
             train(impl, out=out, **options)
@@ -76,7 +83,7 @@ def begun(two_epochs, tmp_path):
     return shutil.copytree(two_epochs, tmp_path / "run")
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["scratch", "highlevel"])
 @pytest.mark.parametrize("kind, at_steps", [*(("extras", [n]) for n in (1, 10, 30)), *((k, [7, 6, 7]) for k in KINDS)])
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(impl, kind, at_steps, whole, tmp_path):
     options, done = KINDS[kind], 0
@@ -95,23 +102,12 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert "epochs=3" in capsys.readouterr().err
     train(resume=begun)
     np.testing.assert_equal(results(begun), whole["scratch", "plain"])
-    assert records.recorded_options(begun)["epochs"] == 3
+    assert config(begun).epochs == 3
 
 
-def test_a_run_of_the_previous_version_is_resumed_with_the_same_bits(whole, tmp_path):
-    interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
-    old = {new: name for name, new in records.RENAMED.items()}
-    config = json.loads((tmp_path / "config.json").read_text())
-    config = {old.get(name, name): value for name, value in config.items() if name != "tune"}
-    assert {"clip_norm", "accumulate", "step_epochs", "step_factor"} <= config.keys()
-    resave(tmp_path, config=config)
-    train("highlevel", resume=tmp_path, **EXTRAS)
-    np.testing.assert_equal(results(tmp_path), whole["highlevel", "extras"])
-
-
-def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_folder(whole, monkeypatch, tmp_path):
-    killed(monkeypatch, out=tmp_path)
-    assert not files(tmp_path) and not records.exists(tmp_path)
+def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_folder(whole, tmp_path):
+    killed(out=tmp_path)
+    assert not files(tmp_path) and not exists(tmp_path)
     with pytest.raises(UsageError):
         train(resume=tmp_path)
     train(out=tmp_path)
@@ -126,21 +122,23 @@ OF_HIGHLEVEL = [(("highlevel", 2), then) for then in (("scratch", 2), ("highleve
 def test_another_lesson_or_number_of_devices_gives_the_same_to_rounding_and_is_said(first, then, tmp_path, capsys):
     # Without a ReLU, which switches on or off if rounding changes the sign of its input, rounding can be bounded.
     zeros = [nd.zeros((10, 784)), nd.zeros(10)]
-    own = implementations.load("scratch", lenet=softmax_regression, init_params=lambda: zeros)
-    lessons = {"scratch": own, "highlevel": implementations.load("highlevel", lenet=dense)}
+    own = {
+        "scratch": lessons.load("scratch", lenet=softmax_regression, init_params=lambda: zeros),
+        "highlevel": lessons.load("highlevel", lenet=dense),
+    }
     for run, impl, devices in (("whole", *first), ("run", *first)):
         options = {**EXTRAS, "devices": devices, "out": tmp_path / run}
-        train(lessons[impl], **options) if run == "whole" else interrupted(lessons[impl], 13, **options)
+        train(own[impl], **options) if run == "whole" else interrupted(own[impl], 13, **options)
     capsys.readouterr()
     impl, devices = then
-    train(lessons[impl], devices, resume=tmp_path / "run", **EXTRAS)
+    train(own[impl], devices, resume=tmp_path / "run", **EXTRAS)
     said = capsys.readouterr().err.splitlines()[-1]
     changed = {name for name, before, after in zip(("impl", "devices"), first, then) if before != after}
-    assert {name for name in records.MAY_CHANGE if f"{name} " in said} == changed
+    assert {name for name in ("impl", "devices", "shares", "threads") if f"{name} " in said} == changed
     # A gradient sums 32 examples, with scores that sum 784 products. Each of 30 updates, none longer than lr (clipping)
     # and multiplied by up to 1 / (1 - momentum), adds the rounding errors of both sums.
     atol = 30 * 0.1 / (1 - 0.9) * (32 + 784) * np.finfo(np.float32).eps
-    found, expected = (records.last(tmp_path / run)[0] for run in ("run", "whole"))
+    found, expected = (read(LessonConfig, tmp_path / run).arrays for run in ("run", "whole"))
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=0, atol=atol)
     assert np.abs(expected["p0"]).max() > 20 * atol
@@ -161,13 +159,25 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
 
 def test_a_run_is_resumed_as_it_was_if_only_its_folder_is_given(tmp_path, whole):
     interrupted("scratch", 13, out=tmp_path, **EXTRAS)
-    assert len(implementations.train(resume=tmp_path)) == 3
+    assert len(training.train(resume=tmp_path)) == 3
     np.testing.assert_equal(results(tmp_path), whole["scratch", "extras"])
 
 
-def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun, monkeypatch):
-    killed(monkeypatch, devices=3, resume=begun, epochs=5)
-    assert records.recorded_options(begun).items() >= {"epochs": 5, "num_gpus": [0, 1, 2]}.items()
+def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun):
+    killed(devices=3, resume=begun, epochs=5)
+    assert (config(begun).epochs, config(begun).gpus) == (5, (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"gpus": "1,2"}, {"epochs": 5}, {"gpus": 3, "device": "auto", "epochs": 3}], ids=str
+)
+def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are_passed(given, begun, monkeypatch):
+    reconfigure(begun, epochs=4)
+    monkeypatch.setattr(loop, "fit", lambda run, model, *_: (run.config, model.ctx))
+    found, ctx = training.train(resume=begun, **given)
+    expected = LessonConfig(**{"gpus": 2, "device": "cpu", "epochs": 4, **given})
+    assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
+    assert ctx == [mx.cpu(index) for index in expected.gpus]
 
 
 OTHER = [{"dataset": "fashion-mnist"}, {"seed": 3}, {"batch_size": 16}, {"model": "lenet-max", "impl": "highlevel"}]
@@ -178,7 +188,8 @@ def test_settings_that_differ_from_the_runs_are_refused_by_name_and_nothing_is_o
     before = files(begun)
     with pytest.raises(UsageError) as caught:
         train(**{"resume": begun, **other})
-    assert str(caught.value).startswith(f"{next(iter(other))}=") and files(begun) == before
+    assert caught.value.name == next(iter(other)) and files(begun) == before
+    train(resume=begun)  # the folder is not left locked
 
 
 def test_other_epochs_are_refused_if_the_schedule_depends_on_them(tmp_path):
@@ -188,7 +199,7 @@ def test_other_epochs_are_refused_if_the_schedule_depends_on_them(tmp_path):
 
 
 def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_locked(tmp_path):
-    for name in records.FILES:
+    for name in FILES:
         (tmp_path / name).write_text("mine")
         with pytest.raises(UsageError) as caught:
             train(out=tmp_path)
@@ -198,7 +209,7 @@ def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_loc
 
 
 def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
-    with records.RunFolder(resume=begun):
+    with open_run(LessonConfig, {"resume": begun}, Group()):
         for option in ("out", "resume"):
             with pytest.raises(UsageError):
                 train(**{option: begun})
@@ -209,7 +220,7 @@ def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
 def test_a_link_in_a_runs_folder_is_replaced_and_what_it_names_is_left_unchanged(exists, begun, tmp_path):
     victims = tmp_path / "victims"
     victims.mkdir()
-    for name in (*records.FILES, f".metrics.jsonl.{os.getpid()}.part"):
+    for name in (*FILES, f".metrics.jsonl.{os.getpid()}.part"):
         path = begun / name
         if exists or name == "checkpoint.npz":
             (victims / name).write_bytes(path.read_bytes() if path.exists() else b"")
@@ -235,7 +246,7 @@ def reconfigure(folder, **changed):
         lambda folder: os.truncate(folder / "checkpoint.npz", 100),
         lambda folder: resave(folder, format=99),  # from a later version
         lambda folder: resave(folder, history=[{}]),
-        lambda folder: resave(folder, history=[dict.fromkeys(records.Epoch._fields, "\x1b[31m")]),
+        lambda folder: resave(folder, history=[dict.fromkeys(Epoch._fields, "\x1b[31m")]),
         lambda folder: resave(folder, steps="3"),
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
         lambda folder: reconfigure(folder, limit=5 * 10**9),
@@ -250,16 +261,16 @@ def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_
     before = files(begun)
     with pytest.raises(Error) as caught:
         train(resume=begun)
-    assert str(begun / "checkpoint.npz") in str(caught.value) and "\n" not in str(caught.value)
+    assert str(begun) in str(caught.value) and "\n" not in str(caught.value)
     assert files(begun) == before
 
 
 def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(begun):
     for path in (begun / "checkpoint.npz", begun.parent):
         with pytest.raises(UsageError, match=str(begun)):
-            records.last(path)
+            read(LessonConfig, path)
     with pytest.raises(UsageError):
-        records.last("nowhere")
+        read(LessonConfig, "nowhere")
 
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):

@@ -1,8 +1,10 @@
 """Training as users start it: its settings, and what it prints, leaves behind and refuses."""
 
 import contextlib
+import dataclasses
 import fcntl
 import inspect
+import itertools
 import json
 import os
 import pty
@@ -21,19 +23,23 @@ import runs
 from mxnet import nd
 from runs import finished, python
 
-from gluon_mgpu import IMPLS, implementations, scratch
+from gluon_mgpu import networks, scratch
+from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import batches, datasets
+from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, interrupt, recipes, records, replicas
-from gluon_mgpu.training.settings import OPTIONS, Settings, flag, takes
+from gluon_mgpu.training import checkpoint, interrupt, recipes
+from gluon_mgpu.training.run import FILES
 
+IMPLS = ("scratch", "highlevel")
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
+FIELDS = [field.name for field in dataclasses.fields(LessonConfig)]
 
 
-def train(impl="scratch", num_gpus=2, batch_size=50, lr=0.2, **options):
+def train(impl="scratch", gpus=2, batch_size=50, lr=0.2, **options):
     defaults = {"dataset": "synthetic", "limit": 100, "epochs": 1, "seed": 0, "device": "cpu"}
-    return implementations.train(impl, num_gpus, batch_size, lr, **{**defaults, **options})
+    return training.train(impl, gpus, batch_size, lr, **{**defaults, **options})
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -53,9 +59,9 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
     assert {"impl": impl, "batch_size": 256, "limit": 1001, "seed": 5, "lr": 0.2}.items() <= config.items()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
-    assert tuple(arrays) == replicas.LENET and arrays["W3"].shape == (128, 800)
+    assert tuple(arrays) == networks.LENET and arrays["W3"].shape == (128, 800)
     assert (facts["config"], len(facts["history"]), facts["steps"]) == (config, 2, 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(records.FILES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 
 
 def test_it_trains_if_a_standard_stream_is_closed():
@@ -77,7 +83,7 @@ def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
         assert process.wait(60) == 130
         assert not read or f"--resume {tmp_path}" in process.stdout.read().decode().splitlines()[-1]
     assert checkpoint.load(tmp_path / "checkpoint.npz")[1]["history"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(records.FILES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 
 
 def test_a_terminal_shows_a_bar_with_examples_and_loss():
@@ -147,13 +153,13 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
     assert time.monotonic() - start < 60
     facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
     assert (len(facts["history"]), facts["steps"]) == (1, 0)
-    assert {path.name for path in tmp_path.iterdir()} <= {*records.FILES}
+    assert {path.name for path in tmp_path.iterdir()} <= {*FILES}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-WRONG = [{"batch_size": 1}, {"model": "resnet18"}, {"out": ""}]
-WRONG += [{"resume": "", "out": None}, {"profile": "/nonexistent/profile.json"}, {"impl": "highlevel", "model": "none"}]
-WRONG += [{"shares": (80, 20), "num_gpus": 1}, {"shares": (80, 20, 1)}]
+WRONG = [{"model": "resnet18"}, {"out": ""}]
+WRONG += [{"resume": "", "out": None}, {"impl": "highlevel", "model": "none"}]
+WRONG += [{"shares": (80, 20), "gpus": 1}, {"shares": (80, 20, 1)}]
 WRONG += [{"impl": impl} for impl in ("torch", "nowhere.py", ".", "", None)]  # not a lesson
 OF_OTHER_LESSONS = [{"weight_decay": 0.1}, {"max_grad_norm": 1.0}, {"model": "resnet18"}]
 WRONG += [{"zero": 1}, *({**setting, "impl": "sharded"} for setting in OF_OTHER_LESSONS)]
@@ -165,6 +171,35 @@ def test_what_cannot_be_trained_is_a_usage_error_before_anything_is_printed_or_w
         train(**{"out": tmp_path / "run", **wrong})
     assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
     assert not (tmp_path / "run").exists()
+
+
+def works(batch_size, examples, need):
+    """Whether each step of an epoch has enough examples."""
+    return all(min(batch_size, examples - start) >= need for start in range(0, examples, batch_size))
+
+
+@pytest.mark.parametrize("grad_accum_steps", [1, 2])
+def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_that_work(grad_accum_steps):
+    for examples, devices, batch_size in itertools.product(range(1, 25), range(1, 5), range(1, 27)):
+        need = devices * grad_accum_steps
+        config = LessonConfig(batch_size=batch_size, grad_accum_steps=grad_accum_steps)
+        if works(batch_size, examples, need):
+            config.check_batch_size(examples, devices)
+            continue
+        with pytest.raises(UsageError) as caught:
+            config.check_batch_size(examples, devices)
+        offered = re.findall(r"\d+", str(caught.value).split("; use ")[1])
+        assert bool(offered) == (examples >= need)
+        assert all(works(int(size), examples, need) for size in offered), (examples, devices, batch_size)
+
+
+@pytest.mark.parametrize("options", [{}, {"impl": "highlevel"}, {"impl": "sharded"}, {"grad_accum_steps": 2}], ids=str)
+def test_an_epochs_small_last_batch_is_refused_before_training_and_the_offered_sizes_train(options, tmp_path, capsys):
+    with pytest.raises(UsageError) as caught:
+        train(gpus=3, batch_size=33, out=tmp_path / "run", **options)
+    assert caught.value.name == "batch_size" and capsys.readouterr().out == "" and not (tmp_path / "run").exists()
+    for size in re.findall(r"\d+", str(caught.value).split("; use ")[1]):
+        assert len(train(gpus=3, batch_size=int(size), **options)) == 1
 
 
 @pytest.mark.parametrize("folder", ["/proc", "/proc/run", "x" * 300])
@@ -207,11 +242,11 @@ TRAIN = """
     import gluon_mgpu
     gluon_mgpu.configure(2)
     import mxnet as mx
-    from gluon_mgpu import implementations
     from gluon_mgpu.legacy import contexts
     from gluon_mgpu.runtime import devices
+    from gluon_mgpu.train import train
 
-    device, options = sys.argv[2], json.loads(sys.argv[3])
+    device = sys.argv[2]
     stores, create_store = [], mx.kv.create
     mx.kvstore.create = mx.kv.create = lambda name="local": stores.append(name) or create_store(name)
     if device == "gpu":
@@ -225,24 +260,22 @@ TRAIN = """
         mx.Context.__str__ = lambda context: f"{real.fget(context)}({context.device_id})"  # MXNet's library reads it
         devices.driver_gpus = lambda: [("a GPU", 7, 0)] * 2
     data = {"dataset": "synthetic", "limit": 512, "epochs": 2, "seed": 1}
-    epochs = implementations.train(sys.argv[1], 2, 64, 0.2, device=device, **data, **options)
+    epochs = train(sys.argv[1], 2, 64, 0.2, device=device, **data)
     print(json.dumps({"losses": [epoch.train_loss for epoch in epochs], "stores": stores}))
 """
 
 
-def trained(lesson, device, **options):
-    done = python(TRAIN, lesson, device, json.dumps(options))
+def trained(lesson, device):
+    done = python(TRAIN, lesson, device)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize("lesson, plain", [("scratch", {}), ("highlevel", {"tune": False})])
-def test_training_on_gpus_is_training_without_tuning(lesson, plain):
-    on_gpus, notices = trained(lesson, "gpu")
-    on_cpu, _ = trained(lesson, "cpu", **plain)
-    assert on_gpus["losses"] == on_cpu["losses"]
+@pytest.mark.parametrize("lesson, stores", [("scratch", []), ("highlevel", ["device"])])
+def test_training_on_gpus_is_training_on_cpu_contexts(lesson, stores):
+    (on_gpus, notices), (on_cpu, _) = trained(lesson, "gpu"), trained(lesson, "cpu")
+    assert on_gpus == on_cpu and on_gpus["stores"] == stores
     assert "CPU context" not in notices.replace("mx.gpu(i) is CPU context i", "")
-    assert on_gpus["stores"] == ([] if lesson == "scratch" else ["device"])
 
 
 def rates(settings, steps_per_epoch=10):
@@ -250,7 +283,7 @@ def rates(settings, steps_per_epoch=10):
 
 
 def test_the_step_schedule_is_that_of_mxnets_scheduler():
-    own = rates(Settings(lr=0.4, epochs=6, schedule="step", milestones=(2, 3, 5), gamma=0.5))
+    own = rates(LessonConfig(lr=0.4, epochs=6, schedule="step", milestones=(2, 3, 5), gamma=0.5))
     # MXNet counts updates from 1, and changes the rate after the given update.
     mxnets = mx.lr_scheduler.MultiFactorScheduler(step=[20, 30, 50], factor=0.5, base_lr=0.4)
     assert own == pytest.approx([mxnets(update + 1) for update in range(60)])
@@ -259,69 +292,71 @@ def test_the_step_schedule_is_that_of_mxnets_scheduler():
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1.5])
 def test_after_the_warm_up_the_cosine_schedule_is_that_of_mxnets_scheduler(warmup_epochs):
-    own = rates(Settings(lr=0.4, epochs=5, schedule="cosine", warmup_epochs=warmup_epochs))
+    own = rates(LessonConfig(lr=0.4, epochs=5, schedule="cosine", warmup_epochs=warmup_epochs))
     warmup = int(warmup_epochs * 10)
     mxnets = mx.lr_scheduler.CosineScheduler(max_update=50, base_lr=0.4, warmup_steps=warmup)
     assert own[warmup:] == pytest.approx([mxnets(update) for update in range(warmup, 50)])
 
 
 def test_by_default_the_rate_is_constant_after_a_linear_warm_up_and_scale_lr_changes_nothing_at_256():
-    own = rates(Settings(lr=0.4, warmup_epochs=0.5))
+    own = rates(LessonConfig(lr=0.4, warmup_epochs=0.5))
     assert own[:5] == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.40]) and set(own[5:]) == {0.4}
     for batch_size, rate in ((64, 0.025), (256, 0.1), (512, 0.2)):
-        assert Settings(batch_size=batch_size, lr=0.1, scale_lr=True).learning_rate(0, 1) == rate
+        assert LessonConfig(batch_size=batch_size, lr=0.1, scale_lr=True).learning_rate(0, 1) == rate
 
 
 INVALID = [{"dataset": "cifar"}, {"out": ""}, {"schedule": "exponential"}, {"schedule": "step"}, {"lr": float("nan")}]
 INVALID += [{"lr": 1e38, "batch_size": 512, "scale_lr": True}, {"batch_size": 10**400, "scale_lr": True}]
 INVALID += [{"limit": 5 * 10**9}, {"milestones": (2,)}, {"milestones": (4,), "schedule": "step"}]
-INVALID += [{"shares": (1, "x")}, {"shares": "auto"}]
+INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"batch_size": 64.5}, {"batch_size": True}, {"lr": True}]
+INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}]
 
 
 @pytest.mark.parametrize("wrong", INVALID, ids=str)
 def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
     with pytest.raises(UsageError) as caught:
-        Settings(**wrong)
-    assert str(caught.value).startswith(f"{next(iter(wrong))}=") and "\n" not in str(caught.value)
+        LessonConfig(**wrong)
+    assert caught.value.name == next(iter(wrong)) and "\n" not in str(caught.value)
 
 
-@takes(Settings)
-def passed(given):
-    return given
+def test_numpys_numbers_and_paths_are_accepted_like_pythons(tmp_path):
+    numpys = {"gpus": np.int64(2), "batch_size": np.int64(64), "lr": np.float64(0.5), "momentum": np.float32(0.5)}
+    numpys |= {"shares": np.array([3, 1]), "milestones": np.array([1, 2]), "schedule": "step", "out": tmp_path}
+    config = LessonConfig(**numpys)
+    expected = {
+        "gpus": (0, 1),
+        "batch_size": 64,
+        "lr": 0.5,
+        "momentum": 0.5,
+        "shares": (3.0, 1.0),
+        "milestones": (1, 2),
+    }
+    assert expected.items() <= vars(config).items()
+    train(**{**numpys, "seed": np.int32(1), "epochs": np.uint8(3)})
+    recorded = json.loads((tmp_path / "config.json").read_text())
+    assert [recorded[name] for name in ("seed", "epochs", "lr", "shares", "milestones")] == [1, 3, 0.5, [3, 1], [1, 2]]
 
 
-def test_only_what_the_caller_passed_is_given():
-    assert passed("highlevel", 2, lr=0.1) == {"impl": "highlevel", "num_gpus": 2, "lr": 0.1}
+def test_train_has_the_settings_as_arguments_and_rejects_others_as_every_function_does():
+    signature = inspect.signature(training.train)
+    assert [*signature.parameters] == FIELDS and signature.return_annotation == "list[Epoch]"
+    for args, options in (((), {"momentun": 0.9}), (("scratch",), {"impl": "x"}), (range(len(FIELDS) + 1), {})):
+        with pytest.raises(TypeError):
+            training.train(*args, **options)
 
 
-@pytest.mark.parametrize(
-    "args, options, name", [((), {"momentun": 0.9}, "momentum"), (("scratch",), {"impl": "x"}, "impl")]
-)
-def test_an_unknown_or_repeated_setting_is_a_usage_error_that_names_the_nearest_one(args, options, name):
-    with pytest.raises(UsageError, match=name):
-        passed(*args, **options)
-    with pytest.raises(TypeError):
-        passed(*range(len(OPTIONS) + 1))
-
-
-def test_the_signature_of_train_has_all_settings_and_what_it_returns():
-    signature = inspect.signature(implementations.train)
-    assert [*signature.parameters] == [*OPTIONS] and signature.return_annotation == "list[records.Epoch]"
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", FIELDS)
 def test_the_command_line_gives_the_same_value_as_python(name):
-    default = getattr(Settings(), name)
-    with train_command.make_context("train", []) as context:
-        assert context.params[name] == default
-    if isinstance(default, (int, float, str)) and not isinstance(default, bool):
-        with train_command.make_context("train", [flag(name), str(default)]) as context:
-            assert context.params[name] == (str(default) if name == "num_gpus" else default)
+    default, flag = getattr(LessonConfig(), name), f"--{name.replace('_', '-')}"
+    texts = [str(default)] if isinstance(default, (int, float, str)) and not isinstance(default, bool) else []
+    for words in ([], *([flag, text] for text in texts)):
+        with train_command.make_context("train", words) as context:
+            assert context.params[name] == default
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_recipe_is_a_valid_run_with_an_accuracy_per_epoch_or_none(name):
     options = dict(recipes.RECIPES[name].options)
     assert options.pop("impl") == ("highlevel" if options["model"] != "lenet" else "scratch")
-    assert str(options["num_gpus"]) in name
-    assert len(recipes.RECIPES[name].test_accuracy) in (0, Settings(**options).epochs)
+    assert str(options["gpus"]) in name
+    assert len(recipes.RECIPES[name].test_accuracy) in (0, LessonConfig(**options).epochs)

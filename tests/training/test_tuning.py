@@ -6,9 +6,9 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-from gluon_mgpu import implementations, networks
+from gluon_mgpu import models, networks
+from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.training import tuning
-from gluon_mgpu.training.settings import Settings
 
 PLAN = (16, 64)  # block, piece
 PLANS = [PLAN, (1, 64), (16, 0), (1, 0)]
@@ -60,11 +60,11 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, ex
 
 
 def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
-    made = implementations.replicas("highlevel", [mx.cpu(0)])
-    before = str(made.net)
-    fast = tuning.tuned(made.net, *PLAN)
-    assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in made.net.collect_params().values()}
-    assert str(made.net) == before and "Padded" not in before
+    net = models.build("highlevel", [mx.cpu(0)]).net
+    before = str(net)
+    fast = tuning.tuned(net, *PLAN)
+    assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in net.collect_params().values()}
+    assert str(net) == before and "Padded" not in before
     assert fast(nd.ones((200, 1, 28, 28))).shape == (200, 10)
 
 
@@ -80,17 +80,17 @@ PROCESSORS = [(AVX512, (None, "ALL", "AVX512_CORE"), True), (AVX512, ("AVX2", "S
 
 
 @pytest.mark.parametrize("flags, limits, expected", PROCESSORS)
-def test_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expected, monkeypatch):
+def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expected, monkeypatch):
     monkeypatch.setattr(tuning.Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
     for isa in limits:
         monkeypatch.setenv("DNNL_MAX_CPU_ISA", isa or "")
         if not isa:
             monkeypatch.delenv("DNNL_MAX_CPU_ISA")
         assert tuning.has_avx512() == expected
-    made = implementations.replicas("highlevel", [mx.cpu(0), mx.cpu(1)])
-    assert isinstance(made.model, tuning.InPieces) == expected
-    recorded = implementations.replicas("highlevel", [mx.cpu(0)], Settings(tune=[16, 32]))  # by version 0.2.0
-    assert recorded.model.piece == 32
+    for tune in (True, False):
+        model = models.build("highlevel", [mx.cpu(0), mx.cpu(1)], LessonConfig(impl="highlevel", tune=tune))
+        assert isinstance(model.fast_net, tuning.InPieces) == (tune and expected)
+        assert isinstance(model.trainer, tuning.Trainer) == tune
 
 
 def test_an_unused_parameter_is_an_error_as_in_gluons_trainer():

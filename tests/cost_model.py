@@ -1,0 +1,70 @@
+"""The cost model of the page "Does a second device pay off?", written a second time: messages are simulated one by one,
+and the terms are fitted with NumPy."""
+
+from itertools import combinations
+
+import numpy as np
+
+
+def star(k, size):
+    return [(False, size, [(i, 0) for i in range(1, k)]), (True, size, [(0, i) for i in range(1, k)])]
+
+
+def tree(k, size):
+    levels, distance = [], 1
+    while distance < k:
+        levels.append([(i + distance, i) for i in range(0, k - distance, 2 * distance)])
+        distance *= 2
+    levels += [[(parent, child) for child, parent in level] for level in reversed(levels)]
+    return [(True, size, level) for level in levels]
+
+
+def ring(k, size):
+    return [(True, size / k, [(i, (i + 1) % k) for i in range(k)])] * (2 * (k - 1))
+
+
+def servers(k, size):
+    """Each device is a worker and a server: it sends the parts of its gradients, then requests, then sums."""
+    turns = [(i, (i + turn) % k) for turn in range(1, k) for i in range(k)]
+    answers = [(server, worker) for worker, server in turns]
+    return [(False, size / k, turns), (False, 0, turns), (True, size / k, answers)]
+
+
+ROUNDS = {"star": star, "tree": tree, "ring": ring, "servers": servers}  # by their names on the page
+
+
+def allreduce_seconds(way, devices, size, latency, bandwidth):
+    """The seconds until the last message has arrived, and every device has heard from all.
+
+    A way has rounds: (waits, bytes, [(sender, receiver), ...]). A device sends one message at a time and receives one
+    at a time, in the order of the lists. If a round waits, a device passes on what it has received before the round.
+    """
+    sends, receives, heard = [0.0] * devices, [0.0] * devices, [{i} for i in range(devices)]
+    for waits, message_size, messages in ROUNDS[way](devices, size):
+        before, known = list(receives), [set(senders) for senders in heard]
+        for sender, receiver in messages:
+            start = max(sends[sender], receives[receiver], before[sender] if waits else 0)
+            sends[sender] = receives[receiver] = start + latency + message_size / bandwidth
+            heard[receiver] |= known[sender] if waits else {sender}
+    assert heard == [set(range(devices))] * devices
+    return max(receives)
+
+
+def step_row(contexts, batch_size, cores):
+    """The factors of a step's four terms: the fixed cost of a context, its Python time if no core is free, the time of
+    an example, and what each further working core adds to it."""
+    working = min(contexts, cores)
+    fixed = contexts / working
+    return [fixed, fixed * (contexts >= cores), batch_size / working, batch_size * (working - 1) / working]
+
+
+def fit(rows, times):
+    """Find x >= 0 that minimizes the sum of squares of rows @ x / times - 1. rows: (points, terms)."""
+    rows, best = rows / times[:, None], (np.inf, None)
+    for terms in range(1, rows.shape[1] + 1):
+        for some in combinations(range(rows.shape[1]), terms):
+            x = np.zeros(rows.shape[1])
+            x[list(some)] = np.linalg.lstsq(rows[:, some], np.ones(len(rows)), rcond=None)[0]
+            if (x >= 0).all():
+                best = min(best, (((rows @ x - 1) ** 2).sum(), x), key=lambda result: result[0])
+    return best[1]

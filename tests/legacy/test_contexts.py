@@ -1,0 +1,90 @@
+"""`gluon-mgpu run` without GPUs: GPU contexts become CPU contexts, and several of them do not hang."""
+
+from gluon_mgpu.legacy import contexts
+
+
+def test_pinned_arrays_keep_their_context_and_are_copied_to_the_gpus(program):
+    run = program("""
+        import io
+        import mxnet as mx, numpy as np
+        from PIL import Image
+        records = mx.recordio.MXRecordIO("images.rec", "w")
+        for i in range(4):
+            png = io.BytesIO()
+            Image.fromarray(np.full((8, 8, 3), i, np.uint8)).save(png, "png")
+            records.write(mx.recordio.pack(mx.recordio.IRHeader(0, float(i), i, 0), png.getvalue()))
+        records.close()
+        images = mx.io.ImageRecordIter(path_imgrec="images.rec", data_shape=(3, 8, 8), batch_size=4, verbose=False)
+        loader = mx.gluon.data.DataLoader(mx.nd.ones((4, 3)), 4, pin_memory=True)
+        for X in (next(images).data[0], next(iter(loader))):
+            net = mx.gluon.nn.Dense(2, weight_initializer="ones")
+            net.initialize(ctx=mx.gpu(0))
+            net.hybridize()
+            [copy] = mx.gluon.utils.split_and_load(X, [mx.gpu(0)])
+            print(X.context, copy.context, X.as_in_context(mx.gpu(0)).context, net(copy).sum().asscalar())
+    """)
+    assert run.stdout == f"cpu_pinned(0) cpu(0) cpu(0) {6 * 2 * 3 * 64}.0\ncpu_pinned(0) cpu(0) cpu(0) 24.0\n", (
+        run.stderr
+    )
+
+
+def test_sync_batch_norm_in_two_contexts_equals_batch_norm_in_one(program):
+    run = program("""
+        import mxnet as mx, numpy as np
+        from mxnet import autograd, gluon, nd
+        X = nd.random.normal(shape=(4, 3, 6, 6))
+
+        def gradients(layer, ctx):
+            net = gluon.nn.Sequential()
+            for _ in range(20):
+                net.add(gluon.nn.Conv2D(3, 3, padding=1), layer())
+            net.initialize(mx.init.One(), ctx=ctx)
+            xs = gluon.utils.split_and_load(X, ctx)
+            for x in xs:
+                x.attach_grad()
+            with autograd.record():
+                losses = [(net(x) ** 3).sum() for x in xs]
+            for loss in losses:
+                loss.backward()
+            return np.concatenate([x.grad.asnumpy() for x in xs])
+
+        sync = gradients(lambda: gluon.contrib.nn.SyncBatchNorm(num_devices=2), [mx.gpu(0), mx.gpu(1)])
+        print(np.abs(sync - gradients(gluon.nn.BatchNorm, [mx.cpu()])).max() < 1e-3 * np.abs(sync).max() > 0)
+    """)
+    assert run.stdout == "True\n", run.stderr
+
+
+def test_a_program_whose_sync_batch_norm_hangs_says_what_to_set(program):
+    run = program(
+        """
+        import os, threading, mxnet as mx
+        from gluon_mgpu.legacy import contexts
+        contexts.SECONDS = 0.5
+        threading.Timer(5, os._exit, [3]).start()
+        net = mx.gluon.contrib.nn.SyncBatchNorm(num_devices=2)
+        net.initialize(ctx=mx.gpu(0))
+        with mx.autograd.record():
+            net(mx.nd.ones((2, 3, 4, 4), mx.gpu(0))).wait_to_read()  # the other context's part is missing
+        """
+    )
+    assert run.returncode == 3 and f"MXNET_CPU_TEMP_COPY={contexts.SYNC_TEMP_COPIES}" in run.stderr
+
+
+def test_every_query_about_gpus_is_answered(program):
+    text = """
+        import pickle
+        import mxnet as mx
+        from mxnet import test_utils
+        from mxnet.gluon.contrib.estimator.estimator import num_gpus
+        print(mx.context.num_gpus(), num_gpus(), mx.util.get_gpu_count(), mx.npx.num_gpus(), *test_utils.list_gpus())
+        print(*(0 < free < total for free, total in (mx.context.gpu_memory_info(1), mx.util.get_gpu_memory(1))))
+        context = mx.Context.__new__(mx.Context)
+        vars(context).update(device_typeid=2, device_id=1)  # on a machine with GPUs
+        print(pickle.loads(pickle.dumps(context)), pickle.loads(pickle.dumps(mx.nd.ones(2, mx.gpu(1)))).context)
+        mx.gpu(0).empty_cache()
+        mx.context.gpu_memory_info(2)
+    """
+    run = program(text, options=["--gpus", 2])
+    assert run.stdout == "2 2 2 2 0 1\nTrue True\ncpu(1) cpu(0)\n"
+    assert run.returncode == 1 and "MXNetError: gpu(2)" in run.stderr.splitlines()[-1]
+    assert program(text).stdout.splitlines()[0] == "0 0 0 0"
