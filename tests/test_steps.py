@@ -14,9 +14,9 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
 
 STEPS, BATCH, LR = 20, 64, 0.01
-# Rounding moves a step by about 1e-4 of its length. Now and then, it also moves the input of a ReLU to the other side of
-# 0, which changes one of BATCH examples' gradients. Their directions differ, so each is about sqrt(BATCH) times as long
-# as their mean. Such flips are rare in 20 steps: allow for one.
+# Rounding moves a step by about 1e-4 of its length. Now and then, it also moves the input of a ReLU to the other side
+# of 0, which changes one of BATCH examples' gradients. Their directions differ, so each is about sqrt(BATCH) times as
+# long as their mean. Such flips are rare in 20 steps: allow for one.
 LIMIT = 1 / np.sqrt(BATCH) / STEPS
 
 

@@ -7,7 +7,6 @@ click, and a separate process with a time limit tries the main job.
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import sys
 from collections.abc import Iterator
