@@ -30,7 +30,7 @@ def restore(mx: ModuleType) -> None:
     gluon.Block.__init_subclass__ = classmethod(lambda block: _adapt(mx, block))
 
 
-def _with_subclasses(block: type) -> Iterator[Any]:
+def _with_subclasses(block: Any) -> Iterator[Any]:
     yield block
     for subclass in block.__subclasses__():
         yield from _with_subclasses(subclass)
