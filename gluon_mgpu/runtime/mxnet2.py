@@ -20,10 +20,12 @@ def restore(mx: ModuleType) -> None:
     vars(mx).update(metric=gluon.metric, Context=mx.Device)
     mx.context.Context = mx.Device  # instead of a function
     for block in _with_subclasses(gluon.Block):
-        for name in {"__call__", "forward"} & {*vars(block)}:
+        for name in {"__call__", "forward", "initialize", "load_parameters"} & {*vars(block)}:
             setattr(block, name, _with_arrays(mx, True, getattr(block, name)))
     for name in ("data", "grad", "list_data", "list_grad", "set_data"):
         setattr(gluon.Parameter, name, _with_arrays(mx, True, getattr(gluon.Parameter, name)))
+    for init in (mx.init.Normal, mx.init.Uniform):  # to draw the same numbers as mx.nd
+        init._init_weight = _with_arrays(mx, False, init._init_weight)
     for block in (gluon.Block, gluon.HybridBlock, gluon.nn.Sequential, gluon.nn.HybridSequential):
         block.__init__ = _without_names(block.__init__)
     gluon.Block.name_scope = contextlib.nullcontext
