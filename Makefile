@@ -67,6 +67,7 @@ docs: dev  ## build the website in build/docs, and its lessons as executed noteb
 	$(PIP) --editable '.[docs]'
 	rm -rf build/docs docs/api
 	$(if $(QUICK),GLUON_MGPU_DOCS_QUICK=1) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs/notebooks .
 	$(BIN)/python -m pytest -m notebooks tests/test_site.py
 
 lint: dev  ## run ruff and mypy
