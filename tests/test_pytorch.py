@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import sys
 from functools import cache
 from itertools import combinations
@@ -50,7 +51,9 @@ def trained_by_scratch():
 def test_after_20_steps_a_program_has_the_parameters_of_scratch(name, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR} --out {tmp_path}/params.npz".split()
-    done = finished(*torchrun, FOLDER / f"{name}.py", *options, env=engine.users_environment())
+    (tmp_path / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = finished(*torchrun, FOLDER / f"{name}.py", *options, env={**engine.users_environment(), "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "params.npz").values()
     expected, changes = trained_by_scratch()
