@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError, setting
@@ -35,6 +36,16 @@ COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluat
 OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
 
 
+class Word(click.types.StringParamType):
+    """Any text. Shells complete these words."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        self.words = words
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+
+
 @dataclass(frozen=True)
 class LessonConfig(Config):
     """The settings of a run, including those that belong to one lesson."""
@@ -44,7 +55,7 @@ class LessonConfig(Config):
 
     impl: Any = declare(  # str; `train` also takes a lesson
         "scratch",
-        click.STRING,
+        Word(UNSUPPORTED),
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
         "a changed copy of scratch.py or highlevel.py.",
         "Network and data",
@@ -52,7 +63,7 @@ class LessonConfig(Config):
     )
     model: str = declare(
         "lenet",
-        click.STRING,
+        Word(NETWORKS),
         "With highlevel: the network. lenet-max uses max pooling.",
         "Network and data",
         "|".join(NETWORKS),

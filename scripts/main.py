@@ -14,7 +14,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: run `make install` and use .venv/bin/python, or run `pip install .`")
+        sys.exit(f"error: {error} for {sys.executable}: use .venv/bin/python (`make install`), or `pip install .`")
     command = Path(__file__).stem
     in_folder = Path(__file__).with_suffix("").is_dir()
     sys.path.insert(0, str(Path(__file__).parent))  # Python does not do so if PYTHONSAFEPATH is set

@@ -1,7 +1,11 @@
 """The cost model of the page "Does a second device pay off?", written a second time: messages are simulated one by one,
 and the terms are fitted with NumPy."""
 
+import json
+import sys
 from itertools import combinations
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -68,3 +72,26 @@ def fit(rows, times):
             if (x >= 0).all():
                 best = min(best, (((rows @ x - 1) ** 2).sum(), x), key=lambda result: result[0])
     return best[1]
+
+
+def main(file):
+    """Print the measurements and the fits of MEASURED in docs/interactive/pays.html, and each fit's median and largest
+    error. file: scaling.json, as `bench.py scaling --out` writes it."""
+    points = {}
+    for run in json.loads(Path(file).read_text())["runs"]:
+        of_fit = points.setdefault(f"{run['impl']}, {'LeNet' if run['model'] == 'lenet' else 'ResNet-18'}", {})
+        of_fit[run["contexts"], run["batch_size"]] = median(run["step_ms"])
+    for name, of_fit in points.items():
+        sizes = [batch_size for contexts, batch_size in of_fit if contexts == 1]
+        fitted = [point for point in of_fit if point[0] <= 2 and point[1] in (min(sizes), max(sizes))]
+        held_out = [point for point in of_fit if point not in fitted]
+        terms = fit(np.array([step_row(*point, 2) for point in fitted]), np.array([of_fit[point] for point in fitted]))
+        print(f"{name}\n  terms: {[float(f'{term:.4g}') for term in terms]}")
+        for title, some in (("fitted", fitted), ("heldOut", held_out)):
+            print(f"  {title}: {[[*point, float(f'{of_fit[point]:.4g}')] for point in some]}")
+        errors = [abs(np.dot(step_row(*point, 2), terms) / of_fit[point] - 1) for point in held_out]
+        print(f"  median error {median(errors):.1%}, largest {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

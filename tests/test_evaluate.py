@@ -1,4 +1,4 @@
-"""`evaluate`: NumPy computes its numbers again, and MXNet loads its exports."""
+"""`evaluate`: NumPy computes its numbers again."""
 
 import json
 import re
@@ -7,17 +7,18 @@ from dataclasses import replace
 import lenet64
 import numpy as np
 import pytest
-from mxnet import gluon, nd
 from PIL import Image
 from runs import call
 
-from gluon_mgpu import IMPLS, convert, evaluate, implementations
+from gluon_mgpu import evaluate
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.data import datasets
+from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.replicas import LENET
 
+IMPLS = ("scratch", "highlevel")
 LIMIT, TESTS = 600, 100
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0}
 
@@ -27,9 +28,9 @@ def runs(tmp_path_factory):
     """Half-trained runs: scratch and highlevel, and one with max pooling, shares and momentum."""
     folder = tmp_path_factory.mktemp("runs")
     for impl in IMPLS:
-        implementations.train(impl, 1, 16, 0.1, limit=LIMIT, momentum=0.5, epochs=7, out=folder / impl, **COMMON)
+        train(impl, 1, 16, 0.1, limit=LIMIT, momentum=0.5, epochs=7, out=folder / impl, **COMMON)
     options = {"model": "lenet-max", "shares": (80, 20), "momentum": 0.9, "limit": 600, "epochs": 3}
-    implementations.train("highlevel", 2, 40, 0.05, out=folder / "max", **options, **COMMON)
+    train("highlevel", 2, 40, 0.05, out=folder / "max", **options, **COMMON)
     return folder
 
 
@@ -85,10 +86,10 @@ def test_lenet_is_read_by_either_implementation_on_any_devices(run, impl, gpus, 
 
 def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(runs, monkeypatch):
     trained = evaluate.load(runs / "scratch", None, 1, "cpu")
-    trained = trained._replace(settings=replace(trained.settings, batch_size=10**9))
+    trained.run.config = replace(trained.run.config, batch_size=10**9)
     images, sizes = np.zeros((2500, 1, 28, 28), np.uint8), []
-    predict = trained.replicas.predict
-    monkeypatch.setattr(trained.replicas, "predict", lambda X: sizes.append(len(X)) or predict(X))
+    predict = trained.model.predict
+    monkeypatch.setattr(trained.model, "predict", lambda X: sizes.append(len(X)) or predict(X))
     assert len(evaluate.scores(trained, images)) == sum(sizes) == len(images) and max(sizes) < len(images)
 
 
@@ -145,19 +146,6 @@ def test_other_files_are_refused_by_name_and_nothing_is_executed(tmp_path):
         with pytest.raises(Error, match=re.escape(str(tmp_path / name))) as refused:
             evaluate.read_image(tmp_path / name)
         assert "\n" not in str(refused.value)
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("run", ["scratch", "max"])
-def test_an_export_is_the_plain_network_and_gives_mxnet_the_same_scores(run, runs, data, tmp_path):
-    text = convert.save(convert.from_run(runs / run), "gluon", f"{tmp_path}/net")
-    assert f"gluon.SymbolBlock.imports('{tmp_path}/net-symbol.json', ['data'], '{tmp_path}/net-0000.params')" in text
-    operators = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]]
-    layers = 2 * "Convolution Activation Pooling " + "Flatten FullyConnected Activation FullyConnected"
-    assert [operator for operator in operators if operator != "null"] == layers.split()
-    net = gluon.SymbolBlock.imports(f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params")
-    expected = evaluate.scores(evaluate.load(runs / run, None, 1, "cpu"), data.test_images)
-    lenet64.assert_close(net(nd.array(data.test_images / 255)).asnumpy(), expected, lenet64.additions(1))
 
 
 def test_what_cannot_be_evaluated_is_refused(runs):

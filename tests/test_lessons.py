@@ -226,18 +226,6 @@ class TestWhatYouReadIsWhatRuns:
         if not MXNET_2:  # which numbers the nodes of all graphs
             assert graphs[0] == graphs[1]
 
-    @pytest.mark.filterwarnings("ignore:All children of this Sequential")
-    def test_a_sequential_that_cannot_be_hybridized_trains_too(self):
-        def build():
-            net = gluon.nn.Sequential()
-            net.add(gluon.nn.Conv2D(4, 3, activation="relu"), gluon.nn.MaxPool2D(), gluon.nn.Dense(10))
-            return net
-
-        networks.register("own-sequential", build)
-        for options in ({}, {"tune": True}, {"hybridize": False}):
-            (epoch,) = train("highlevel", 2, 64, LR, model="own-sequential", **options, **OPTIONS)
-            assert np.isfinite(epoch.train_loss)
-
 
 class TestTrain:
     """The lessons' own `train`."""

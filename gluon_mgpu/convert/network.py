@@ -191,7 +191,7 @@ def _read(symbol_file: str | Path, params_file: str | Path) -> Network:
     try:
         with network.np_shape():
             arrays = nd.load(str(params_file))
-    except mx.MXNetError as error:
+    except Exception as error:  # MXNet raises many exception types for damaged files
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     if arrays and not isinstance(arrays, dict):
         raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +92,9 @@ def _read_npz(path: Path) -> list[np.ndarray]:
                 advice = f"contains {', '.join(archive.files) or 'no arrays'}, but needs {', '.join(PARTS)}"
                 raise UsageError("data_dir", path, advice)
             return [archive[name] for name in names]
-    except (OSError, EOFError, ValueError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
         raise Error(f"{path}: cannot be read ({error or type(error).__name__}); replace it") from None
 
 

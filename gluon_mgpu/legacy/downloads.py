@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -33,6 +34,7 @@ FOLDERS = (  # (pattern of a folder or a host, the data set in it; "": unknown),
     (".*mnist.*", ""),
 )
 FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's functions raise if a download fails
+downloading = threading.local()  # has an attribute while `datasets` itself downloads in this thread
 
 
 def replace(mx: ModuleType, data_dir: str | None) -> None:
@@ -89,13 +91,13 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
 
     Raises OSError if download() fails. Other exceptions: see `datasets.content`.
     """
-    known = known_file(url)
+    known = content(url, data_dir)
     if known:
-        content = datasets.content(*known, data_dir)
         with suppress(OSError, EOFError, zlib.error):  # missing or damaged
-            if gzip.decompress(target.read_bytes()) == content:
+            existing = target.read_bytes()
+            if known == existing or url.endswith(".gz") and gzip.decompress(known) == gzip.decompress(existing):
                 return str(target)
-        return write(target, gzip.compress(content, compresslevel=1), f"{known[0]} data for {target}")
+        return write(target, known, f"a verified copy of {target.name} for {target}")
     if url.endswith("/data/mnist.zip"):
         return write(target, mnist_zip(data_dir), f"mnist data for {target}")
     place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
@@ -106,6 +108,19 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
     except FAILURES as error:
         reason = "no connection" if isinstance(error, requests.ConnectionError) else type(error).__name__
         raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
+
+
+def content(url: str, data_dir: str | None) -> bytes | None:
+    """What the server of a known file returns; None for any other URL. Exceptions: see `datasets.content`."""
+    known = known_file(url)
+    if known is None or vars(downloading):
+        return None
+    downloading.file = known
+    try:
+        found = datasets.content(*known, data_dir)
+    finally:
+        del downloading.file
+    return gzip.compress(found, compresslevel=1) if url.endswith(".gz") else found
 
 
 def known_file(address: str, default: str = "") -> tuple[str, str] | None:

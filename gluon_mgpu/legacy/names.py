@@ -1,7 +1,7 @@
 """Restores names and modules that programs from 2016 to 2022 use but that Python and NumPy have removed.
 
-Only np.fromstring, which lost one of its modes, is replaced; any other name that still exists is left as it is. All
-changes affect only this process.
+Only np.fromstring, np.array, np.asarray and np.asanyarray are replaced; any other name that still exists is left as it
+is. All changes affect only this process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import errno
 import gc
 import importlib.util
+import json
 import math
 import sys
 import warnings
@@ -20,6 +21,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
+
+from gluon_mgpu.legacy import arrays
 
 STANDARD = Path(collections.__file__).parents[1]  # the standard library's folder
 # Modules that Python has removed: {name: file that replaces the module}.
@@ -78,7 +81,7 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 def _collections(module: ModuleType) -> None:
     for name in collections.abc.__all__:
-        _add(module, name, getattr(collections.abc, name))
+        add(module, name, getattr(collections.abc, name))
 
 
 def _inspect(module: ModuleType) -> None:
@@ -86,17 +89,17 @@ def _inspect(module: ModuleType) -> None:
         spec = module.getfullargspec(function)
         return ArgSpec(spec.args, spec.varargs, spec.varkw, spec.defaults)
 
-    _add(module, "getargspec", getargspec)
+    add(module, "getargspec", getargspec)
 
 
 def _base64(module: ModuleType) -> None:
-    _add(module, "encodestring", module.encodebytes)
-    _add(module, "decodestring", module.decodebytes)
+    add(module, "encodestring", module.encodebytes)
+    add(module, "decodestring", module.decodebytes)
 
 
 def _unittest(module: ModuleType) -> None:
     for owner in (module, module.runner):
-        _add(owner, "_TextTestResult", module.TextTestResult)
+        add(owner, "_TextTestResult", module.TextTestResult)
     test = module.TestCase
     for old, new in (
         ("assertEquals", "assertEqual"),
@@ -107,7 +110,7 @@ def _unittest(module: ModuleType) -> None:
         ("assertRaisesRegexp", "assertRaisesRegex"),
         ("assert_", "assertTrue"),
     ):
-        _add(test, old, getattr(test, new))
+        add(test, old, getattr(test, new))
 
 
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
@@ -115,14 +118,14 @@ ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
 RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "base64": _base64,
     "collections": _collections,
-    "configparser": lambda module: _add(module, "SafeConfigParser", module.ConfigParser),
-    "fractions": lambda module: _add(module, "gcd", math.gcd),
+    "configparser": lambda module: add(module, "SafeConfigParser", module.ConfigParser),
+    "fractions": lambda module: add(module, "gcd", math.gcd),
     "inspect": _inspect,
-    "locale": lambda module: _add(module, "format", module.format_string),
-    "os": lambda module: _add(module, "errno", errno),
-    "platform": lambda module: _add(module, "linux_distribution", lambda *_, **__: ("", "", "")),
-    "threading": lambda module: _add(module.Thread, "isAlive", module.Thread.is_alive),
-    "time": lambda module: _add(module, "clock", module.perf_counter),
+    "locale": lambda module: add(module, "format", module.format_string),
+    "os": lambda module: add(module, "errno", errno),
+    "platform": lambda module: add(module, "linux_distribution", lambda *_, **__: ("", "", "")),
+    "threading": lambda module: add(module.Thread, "isAlive", module.Thread.is_alive),
+    "time": lambda module: add(module, "clock", module.perf_counter),
     "unittest": _unittest,
 }
 
@@ -154,9 +157,11 @@ def add_to_numpy(np: ModuleType) -> None:
     if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library parses printed numbers
         np.set_printoptions(legacy="1.25")
     for name, value in (numpy_names.REMOVED | aliases | types | exceptions | functions | others).items():
-        _add(np, name, value)
-    _add(np.lib, "pad", np.pad)
+        add(np, name, value)
+    add(np.lib, "pad", np.pad)
     _add_array_methods(np)
+    arrays.convert_single_elements(np)
+    arrays.accept_ragged(np)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode was deprecated before it was removed
@@ -198,28 +203,25 @@ def add_to_ipython(display: ModuleType) -> None:
 
         backend_inline.set_matplotlib_formats(*formats, **options)
 
-    _add(display, "set_matplotlib_formats", set_matplotlib_formats)
+    add(display, "set_matplotlib_formats", set_matplotlib_formats)
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
-    """Restore a name that early versions of MXNet had, and what MXNet and its arrays no longer do with NumPy and
-    Matplotlib."""
+    """Restore a name that earlier versions of MXNet had, split_data for fewer examples than slices, Constant(list), and
+    what MXNet and its arrays no longer do with NumPy and Matplotlib."""
     import numpy as np
 
-    from gluon_mgpu.legacy import arrays
-
-    _add(mx.gluon, "autograd", mx.autograd)
+    add(mx.gluon, "autograd", mx.autograd)
     if mx.__version__ >= "2":
         vars(mx)["__getattr__"] = _refuse
     arrays.add_conversion(mx)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this was deprecated before it was removed
-            float(np.zeros(1))
-    except TypeError:
-        arrays.replace_asnumpy(mx)
+    split = mx.gluon.utils.split_data
+    mx.gluon.utils.split_data = lambda data, num_slice, batch_axis=0, even_split=True: split(
+        data, num_slice if even_split else min(num_slice, data.shape[batch_axis]), batch_axis, even_split
+    )
+    mx.init.Constant.dumps = lambda self: json.dumps(["constant", {"value": np.asarray(self.value).tolist()}])
 
 
 def _keep_sums_in_float64(metric: Any) -> None:
@@ -231,12 +233,12 @@ def _keep_sums_in_float64(metric: Any) -> None:
         def set_sum(self: Any, value: Any) -> None:
             vars(self)[name] = np.float64(value) if isinstance(value, (float, np.floating)) else value
 
-        return property(lambda self: vars(self)[name], set_sum)
+        return property(lambda self: getattr(self, name), set_sum)  # raises AttributeError before it is set
 
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
 
 
-def _add(owner: Any, name: str, value: Any) -> None:
+def add(owner: Any, name: str, value: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hasattr may warn that a name is deprecated
         if not hasattr(owner, name):

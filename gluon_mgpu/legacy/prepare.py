@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from gluon_mgpu.legacy import contexts, kvstore, names
+from gluon_mgpu.legacy import contexts, kvstore, names, third_party, web
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -55,7 +55,9 @@ def prepare() -> None:
     except (ValueError, TypeError) as error:
         print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
         os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
-    after = {**names.RESTORE, "IPython.display": names.add_to_ipython}
+    after = {**names.RESTORE, **third_party.RESTORE, "IPython.display": names.add_to_ipython}
+    after["urllib.request"] = lambda request: web.replace_urlopen(request, settings.data_dir)
+    after["requests"] = lambda requests: web.replace_send(requests, settings.data_dir)
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     if settings.numpy_names:
         after["numpy"] = names.add_to_numpy
@@ -68,10 +70,11 @@ def prepare() -> None:
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.legacy import downloads
+    from gluon_mgpu.legacy import downloads, onednn
 
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus, settings.map_gpus)
+    onednn.replace(mx)
     names.add_to_mxnet(mx)
     if settings.launched:
         kvstore.prepare_worker(mx)

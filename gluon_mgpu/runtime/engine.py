@@ -78,13 +78,11 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 class Plan(NamedTuple):
     """What to prepare MXNet for. contexts: number of contexts that compute at the same time; None: several.
 
-    processes: number of processes that share this machine's cores. workers: number of workers in the run, on all
-    machines.
+    processes: number of processes that share this machine's cores.
     """
 
     contexts: int | None = None
     processes: int = 1
-    workers: int = 1
 
 
 _plan = Plan()
@@ -188,7 +186,8 @@ def _prepare() -> None:
     aarch64.prepare()
     if _plan.contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
-    if _plan.workers > 1:  # by default, up to 15 operators run as one, so a gradient waits for the operators after it
+    if log.rank() is not None and log.size() != 1:
+        # By default, up to 15 operators run as one, so a gradient would wait for the operators after it.
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     both = {name: (users.get(name), os.environ.get(name)) for name in {*users, *os.environ}}
     _changed = {name: (before, after) for name, (before, after) in both.items() if before != after}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import fcntl
 import os
+import signal
 import sys
 import termios
 import time
@@ -19,18 +20,22 @@ from gluon_mgpu.runtime.errors import Error
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+SECONDS_TO_START = 300  # for all processes; MPI would wait forever for one that has failed before
 SECONDS_FOR_WORKER_0 = 1.0
 SECONDS_TO_READ = 2.0  # for mpiexec to read the error
 
 
 def world() -> MPI.Intracomm:
     """All processes of the run, once all of them have called this. Raises Error if mpi4py is missing."""
+    signal.alarm(SECONDS_TO_START)  # ends this process, and then mpiexec ends the others
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about an mpiexec of another library, which `join` refuses
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: the MPI library cannot be loaded
         raise Error(f"mpi4py cannot be imported ({error}): run `pip install mpi4py mpich`") from None
+    finally:
+        signal.alarm(0)
     return MPI.COMM_WORLD
 
 
@@ -59,4 +64,4 @@ def fail(line: str, status: int, error: BaseException | None = None) -> NoReturn
             fcntl.ioctl(2, termios.FIONREAD, unread)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI would add a line of its own
     comm.Abort(status)
-    raise AssertionError("MPI has ended this process")
+    os._exit(status)  # MPICH's Abort sometimes returns

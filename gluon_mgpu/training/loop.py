@@ -56,7 +56,7 @@ def fit(run: Run[Any], model: Any, step: Step, data: Dataset, group: Group) -> l
             _check_replicas(model, f"epoch {number}")
             accuracy = None if stopped else _evaluate(model, data, config.batch_size, group, ctrl_c)
             if accuracy is None:
-                raise Interrupted(_interrupted(run, model))
+                raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, model))
             last_lr = config.learning_rate(number * steps_per_epoch - 1, steps_per_epoch)
             epoch = position.end_epoch(examples, accuracy, last_lr)
             if not group.rank:

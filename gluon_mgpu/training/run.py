@@ -280,7 +280,8 @@ def read(kind: type[C], folder: str | Path, lock: bool = False) -> Run[C]:
         shape = tuple(run.facts.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")
-        run.facts["image_shape"] = shape
+        low, high = map(float, run.facts.get("image_range", (0, 255)))
+        run.facts.update(image_shape=shape, image_range=(low, high))
     except BaseException as error:
         run.unlock()
         if isinstance(error, (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError)):

@@ -109,7 +109,7 @@ def join(kvstore: str) -> Iterator[Group]:
         advice = f"{log.size()} processes were started, but not by the mpiexec of mpi4py's library, {library}"
         raise UsageError("kvstore", kvstore, advice)
     sharing = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the workers on this machine, which share its cores
-    engine.plan(processes=sharing.size, workers=comm.size)
+    engine.plan(processes=sharing.size)
     try:
         yield Group(comm)
     except Interrupted:  # raised by all workers at the same step

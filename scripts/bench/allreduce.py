@@ -56,12 +56,12 @@ def work(rounds: int) -> dict[str, dict[str, list[float]]]:
     """Sum each model's gradients in each of WAYS. Returns {model: {way: ms by round}}."""
     from mxnet import nd
 
-    found = {}
+    measured = {}
     for model, title in TITLE.items():
         built = harness.build("highlevel", model, 2)
         arrays = [[nd.zeros(grad.shape, c) for c in built.ctx] for grad in built.grads().values()]  # sums stay finite
-        found[title] = _measure(ways(arrays), rounds)
-    return found
+        measured[title] = _measure(ways(arrays), rounds)
+    return measured
 
 
 def _measure(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:

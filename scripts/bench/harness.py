@@ -226,11 +226,11 @@ def facts() -> dict[str, Any]:
 
 def machine_line() -> str:
     """Format the machine and the package versions as one line."""
-    found = facts()
-    limit = f", DNNL_MAX_CPU_ISA={found['DNNL_MAX_CPU_ISA']}" if found["DNNL_MAX_CPU_ISA"] else ""
-    sets = ", ".join(found["instruction_sets"]) or "no AVX2"
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    return f"{found['cores']} {log.plural(found['cores'], 'core')} of {found['cpu']} ({sets}{limit}); {versions}"
+    machine = facts()
+    limit = f", DNNL_MAX_CPU_ISA={machine['DNNL_MAX_CPU_ISA']}" if machine["DNNL_MAX_CPU_ISA"] else ""
+    sets = ", ".join(machine["instruction_sets"]) or "no AVX2"
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return f"{machine['cores']} {log.plural(machine['cores'], 'core')} of {machine['cpu']} ({sets}{limit}); {versions}"
 
 
 def write(out: str | Path, name: str, result: dict[str, Any], draw: Callable[..., object] | None = None) -> None:

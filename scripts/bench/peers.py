@@ -55,16 +55,16 @@ def run(model: Sequence[str], rounds: int, steps: int) -> dict:
 
 def jobs(model: str, compiled: str, steps: int) -> dict[str, Job]:
     """Create {name: job} for all subjects. compiled: folder for the files of torch.compile."""
-    found = {NOTEBOOK: Subject("notebook", 2).job(steps)} if model == "lenet" else {}
+    by_name = {NOTEBOOK: Subject("notebook", 2).job(steps)} if model == "lenet" else {}
     for name, processes in TORCH.items():
         for variant, options in VARIANTS.items():
             arguments = {"model": model, "steps": steps, **processes, **options}
             folder = Path(compiled, f"{model}-{processes['processes']}")  # torch.compile cannot handle spaces in paths
             env = _torch_environment(processes["threads"], folder)
-            found[name + variant] = Job("torch_peers", arguments, env)
+            by_name[name + variant] = Job("torch_peers", arguments, env)
     ours = [Subject(impl, 2, model) for impl in IMPLS[model]]
     ours += [Subject(impl, 1, model, one_thread=True) for impl in IMPLS[model]]
-    return {**found, **{str(subject): subject.job(steps) for subject in ours}}
+    return {**by_name, **{str(subject): subject.job(steps) for subject in ours}}
 
 
 def _torch_environment(threads: int, folder: Path) -> dict[str, str]:

@@ -123,8 +123,8 @@ def process(rank: int, folder: str, steps: int, subject: dict[str, Any]) -> None
     """Measure in process number `rank` of the subject, and write the result to a file."""
     meet, model = f"file://{folder}/meet", subject["model"]
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject["processes"])
-    found = harness.time_steps(trainer(rank, **subject), model, BATCH_SIZE[model], steps)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    measured = harness.time_steps(trainer(rank, **subject), model, BATCH_SIZE[model], steps)
+    Path(folder, f"{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
 
@@ -134,8 +134,8 @@ def work(steps: int, **subject: Any) -> dict[str, Any]:
     ranks = range(subject["processes"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(process, (folder, steps, subject), len(ranks))
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
+        by_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
     if subject.get("compiled") and not any(Path(tempfile.gettempdir()).rglob("*.so")):
         raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
     together: dict[str, Callable[[list[float]], Any]] = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
-    return {what: join([of_rank[what] for of_rank in found]) for what, join in together.items()}
+    return {what: join([of_rank[what] for of_rank in by_rank]) for what, join in together.items()}

@@ -144,13 +144,14 @@ PYTORCHS = """
     params, gradients = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     net = torch_peers.network(model).double()
     torch_peers.load(net, dict(enumerate(params)))
-    found = torch.nn.functional.cross_entropy(net(torch.from_numpy(X)), torch.from_numpy(y).long(), reduction="none")
-    found.sum().backward()
-    found_gradients = [p.grad.numpy() for p in net.parameters()]
-    assert [g.shape for g in gradients] == [g.shape for g in found_gradients]
-    whole = np.sqrt(sum((g**2).sum() for g in found_gradients))
-    print(float(np.abs(losses - found.detach().numpy()).max()))
-    print(max(float(np.linalg.norm(a - b) / whole) for a, b in zip(gradients, found_gradients)))
+    X, y = torch.from_numpy(X), torch.from_numpy(y).long()
+    their_losses = torch.nn.functional.cross_entropy(net(X), y, reduction="none")
+    their_losses.sum().backward()
+    their_gradients = [p.grad.numpy() for p in net.parameters()]
+    assert [g.shape for g in gradients] == [g.shape for g in their_gradients]
+    whole = np.sqrt(sum((g**2).sum() for g in their_gradients))
+    print(float(np.abs(losses - their_losses.detach().numpy()).max()))
+    print(max(float(np.linalg.norm(a - b) / whole) for a, b in zip(gradients, their_gradients)))
 """
 
 

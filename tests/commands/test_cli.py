@@ -1,5 +1,6 @@
 """The command line: --help, the error line for an invalid command, exit statuses, completion."""
 
+import dataclasses
 import os
 import re
 import runpy
@@ -13,11 +14,10 @@ from runs import ROOT, call, error, finished
 from runs import gluon_mgpu as run_command
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.commands.launch import launch
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.commands.train import train
+from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
-from gluon_mgpu.training.settings import OPTIONS, Settings
 
 CONTEXT = click.Context(main)
 COMMANDS = {name: main.get_command(CONTEXT, name) for name in main.list_commands(CONTEXT)}
@@ -44,10 +44,7 @@ def test_the_examples_in_help_are_valid_commands(shown):
         called, values = parsed(line)
         assert called is shown or shown is main
         if called is train and values and not (values["recipe"] or values["resume"]):
-            Settings(**{name: values[name] for name in OPTIONS})
-        if called is launch:
-            inner, its = parsed(shlex.join(values["command"]))
-            assert inner is train and its["kvstore"] == "dist_sync"
+            LessonConfig(**{field.name: values[field.name] for field in dataclasses.fields(LessonConfig)})
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -75,17 +72,17 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("train --batchsize 64", ["--batchsize", "--batch-size", "gluon-mgpu train --help"]),
         ("trian --gpus 2", ["trian"]),
         ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel, sharded"]),
-        ("train --seed abc", ["--seed abc: must be a whole number"]),
-        ("train --shares auto", ["--shares auto: ", "80,20"]),
-        ("train --out ''", ["--out '': must be a folder"]),
-        ("launch --workers 0 -- true", ["--workers", "0"]),
-        ("launch no-such-program", ["no-such-program"]),
+        ("train --seed abc", ["--seed", "'abc' is not a valid integer"]),
+        ("train --shares auto", ["--shares", "auto"]),
+        ("train --out ''", ["--out", "empty"]),
+        ("train --accumulate 2", ["--accumulate", "--grad-accum-steps"]),
+        ("train --step-epochs 2", ["--step-epochs", "--milestones"]),
         ("evaluate", ["RUN"]),
-        # errors found by Settings and other code that is also called from Python
-        ("train --lr nan", ["--lr nan: "]),
-        ("train --gpus 1,1", ["--gpus 1,1: "]),
-        ("train --step-epochs 2", ["--step-epochs 2: ", "--schedule step"]),
-        ("train --no-tune --dataset synthetic --limit 600", ["--no-tune", "highlevel"]),
+        # errors found by LessonConfig and other code that is also called from Python
+        ("train --lr nan", ["--lr", "nan"]),
+        ("train --gpus 1,1", ["--gpus", "1,1"]),
+        ("train --milestones 2", ["--milestones 2: ", "--schedule step"]),
+        ("train --tune --dataset synthetic --limit 600", ["--tune", "--impl highlevel"]),
         ("train --recipe gluon-lenet-mnist-1gpu --resume runs/first", ["--recipe", "--resume"]),
         ("train --impl 'a\nb' --dataset synthetic --limit 600", ["--impl"]),  # one line, whatever the user typed
         ("convert runs/first out", ["--to", "gluon, pytorch, onnx"]),
@@ -158,10 +155,9 @@ def test_sigterm_ends_a_command_like_ctrl_c():
         ("t", {"plain,train"}),
         ("train --gpus 2 --impl ", {"plain,scratch", "plain,highlevel", "plain,sharded"}),
         ("train --device =", {"plain,auto", "plain,gpu", "plain,cpu"}),  # bash splits --device= into two words
-        ("train --kvstore dist_sync --compress 2", {"plain,2bit:0.5"}),
+        ("train --kvstore ", {"plain,local", "plain,mpi"}),
         ("train --out ru", {"dir,ru"}),
         ("exercise start ac", {"plain,accumulate"}),
-        ("launch --workers 2 -- ru", {"file,ru"}),
     ],
 )
 def test_the_shell_completes_commands_options_words_and_files_without_importing_mxnet(tmp_path, line, offered):

@@ -41,8 +41,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.requests.append(self.path)
         body = GZIPPED[file]
         if file == f"{IMAGES}.gz":
-            if behaviour == "both":
-                self.server.barrier.wait(30)
             behaviour = "whole"
         if behaviour == "absent":
             return self.send_error(404)
@@ -64,7 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        running.requests, running.released, running.barrier = [], threading.Event(), threading.Barrier(2)
+        running.requests, running.released = [], threading.Event()
         running.url = lambda behaviour: f"http://127.0.0.1:{running.server_port}/{behaviour}/"
         threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
         yield running
@@ -95,13 +93,6 @@ def in_cache():
 
 def use_mirrors(monkeypatch, server, *behaviours):
     monkeypatch.setitem(datasets.MIRRORS, NAME, tuple(map(server.url, behaviours)))
-
-
-def start_child(mirror):
-    """Start a process that loads the data set and prints the sum of its labels."""
-    code = f"from gluon_mgpu.data import datasets; datasets.SHA256[{NAME!r}] = {SUMS}; "
-    code += f"print(datasets.load({NAME!r}).train_labels.sum())"
-    return runs.start([sys.executable, "-c", code], {"GLUON_MGPU_MIRROR": mirror})
 
 
 def assert_tiny(data):
@@ -204,18 +195,9 @@ def test_a_mirror_without_a_web_address_and_a_cache_that_cannot_be_written_are_e
         datasets.load(NAME)
 
 
-def test_two_processes_that_download_at_the_same_time_both_succeed(server):
-    children = [start_child(server.url("both")) for _ in range(2)]
-    for child in children:
-        out, err = child.communicate(timeout=60)
-        assert child.returncode == 0, err
-        assert int(out) == TINY.train_labels.sum()
-    assert server.requests.count(f"/both/{IMAGES}.gz") == 2
-    assert in_cache() == sorted(GZIPPED)
-
-
 def test_ctrl_c_in_the_middle_of_a_transfer_leaves_no_part_of_a_file(server):
-    child = start_child(server.url("stalled"))
+    code = f"from gluon_mgpu.data import datasets; datasets.SHA256[{NAME!r}] = {SUMS}; datasets.load({NAME!r})"
+    child = runs.start([sys.executable, "-c", code], {"GLUON_MGPU_MIRROR": server.url("stalled")})
     runs.wait(lambda: len(server.requests) == 2, 30)  # the second file stalls
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=10)

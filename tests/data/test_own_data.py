@@ -1,18 +1,20 @@
 """Your own data and network are trained, resumed, evaluated and converted, or refused before training."""
 
 import gzip
-import inspect
 
 import mxnet as mx
 import numpy as np
 import pytest
 import tiny
 from mxnet.gluon import nn
+from PIL import Image
 
-from gluon_mgpu import convert, evaluate, implementations, networks, scratch
+from gluon_mgpu import evaluate, networks
+from gluon_mgpu import train as training
 from gluon_mgpu.data import datasets, own_data
+from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import records
+from gluon_mgpu.training.run import read
 
 CLASSES, SHAPE = 3, (2, 5, 6)
 OPTIONS = {"lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}
@@ -42,34 +44,63 @@ def register(monkeypatch):
 
 
 def train(**options):
-    return implementations.train("highlevel", 2, model="mlp", **{**OPTIONS, **options})
+    return training.train("highlevel", 2, model="mlp", **{**OPTIONS, **options})
 
 
 def test_arrays_are_learned_resumed_and_evaluated(tmp_path):
     data = datasets.own(*ARRAYS)
     whole = train(dataset=data, epochs=4, out=tmp_path / "whole")
     train(dataset=data, epochs=2, out=tmp_path / "run")
-    resumed = implementations.train(resume=tmp_path / "run", dataset=data, epochs=4)
+    resumed = training.train(resume=tmp_path / "run", dataset=data, epochs=4)
     assert [e.train_loss for e in resumed] == [e.train_loss for e in whole]
     assert whole[-1].test_accuracy > 0.9 and whole[-1].train_loss < whole[0].train_loss
     trained = evaluate.load(tmp_path / "run", device="cpu")
     assert (evaluate.scores(trained, data.test_images).argmax(1) == ARRAYS[3]).mean() == whole[-1].test_accuracy
 
 
-def test_floating_point_images_are_used_as_they_are():
-    losses = []
-    for images in (ARRAYS[0], np.divide(ARRAYS[0], 255, dtype=np.float32)):
-        (epoch,) = train(dataset=datasets.own(images, ARRAYS[1], images[:50], ARRAYS[1][:50]), epochs=1)
-        losses.append(epoch.train_loss)
-    assert losses[0] == losses[1]
-
-
 def test_other_data_is_refused_when_a_run_is_resumed(tmp_path):
     train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path)
     before = (tmp_path / "checkpoint.npz").read_bytes()
     with pytest.raises(UsageError, match="data_dir"):
-        implementations.train(resume=tmp_path, dataset=datasets.own(*examples(200, 2), *ARRAYS[2:]), epochs=2)
+        training.train(resume=tmp_path, dataset=datasets.own(*examples(200, 2), *ARRAYS[2:]), epochs=2)
     assert (tmp_path / "checkpoint.npz").read_bytes() == before
+
+
+def test_evaluate_refuses_other_data_and_labels_that_the_network_has_no_score_for(tmp_path):
+    np.savez(tmp_path / "data.npz", **dict(zip(own_data.PARTS, ARRAYS)))
+    train(dataset="own", data_dir=tmp_path, epochs=1, out=tmp_path / "run")
+    trained = evaluate.load(tmp_path / "run", device="cpu")
+    images, labels = evaluate.held_out(trained.run, tmp_path)
+    assert f"/{len(labels)})" in evaluate.report(trained, images, labels)
+    with pytest.raises(UsageError):
+        evaluate.report(trained, images, labels + CLASSES)
+    np.savez(tmp_path / "data.npz", **dict(zip(own_data.PARTS, (*ARRAYS[:3], ARRAYS[3] % 2))))
+    with pytest.raises(UsageError) as caught:
+        evaluate.held_out(trained.run, tmp_path)
+    assert caught.value.name == "data_dir"
+
+
+@pytest.mark.parametrize("scale", [1, 1 / 255, None], ids=["0 to 255", "0 to 1", "standardized"])
+def test_a_picture_is_scaled_like_the_floats_that_the_network_was_trained_on(scale, tmp_path, capsys):
+    images, labels = examples(200, shape=(3, 5, 6))
+    floats = (images * scale if scale else images / 64 - 2).astype(np.float32)
+    networks.register("linear", lambda: nn.Dense(CLASSES), mx.init.Zero(), names=("W", "b"))
+    data = datasets.own(floats, labels, floats[:50], labels[:50])
+    training.train(
+        "highlevel", 1, model="linear", dataset=data, epochs=1, out=tmp_path / "run", **{**OPTIONS, "lr": 1e-4}
+    )
+    trained = evaluate.load(tmp_path / "run", device="cpu")
+    Image.fromarray(images[0].transpose(1, 2, 0)).save(tmp_path / "picture.png")
+    pixels = [evaluate.read_image(tmp_path / "picture.png", trained.model.image_shape)]
+    if scale is None:
+        with pytest.raises(UsageError):
+            evaluate.classify(trained, ["picture"], pixels)
+        return
+    W, b = (read(LessonConfig, tmp_path / "run").arrays[name] for name in ("W", "b"))
+    powers = np.exp(W @ floats[0].ravel() + b)
+    shown = dict(part.split() for part in evaluate.classify(trained, ["picture"], pixels).split(": ")[1].split(", "))
+    expected = {str(i): pytest.approx(power / powers.sum(), abs=1e-4) for i, power in enumerate(powers)}
+    assert {name: float(probability) for name, probability in shown.items()} == expected
 
 
 def npz(folder, names=own_data.PARTS):
@@ -91,9 +122,11 @@ EMNIST = [f"emnist-letters-{name}".replace("t10k", "test") for name in tiny.NAME
     [(npz, ()), (npz, [own_data.KERAS]), (idx, ()), (idx, [EMNIST])],
     ids=["npz", "npz with Keras's names", "idx", "idx with EMNIST's names"],
 )
-def test_a_folder_gives_the_arrays_that_were_written(write, arguments, tmp_path):
+def test_a_folder_gives_the_arrays_that_were_written(write, arguments, tmp_path, monkeypatch):
     write(tmp_path, *arguments)
-    data = datasets.load("own", tmp_path, limit=120)
+    monkeypatch.setenv("GLUON_MGPU_DATA", str(tmp_path))
+    data = datasets.load("own", limit=120)
+    assert data.checksum() == datasets.load("own", tmp_path, limit=120).checksum()
     channels = SHAPE[0] if write is npz else 1
     expected = (ARRAYS[0][:120, :channels], ARRAYS[1][:120], ARRAYS[2][:, :channels], ARRAYS[3])
     for found, array in zip(data[1:5], expected):
@@ -143,41 +176,19 @@ def test_an_array_that_does_not_fit_is_a_usage_error_that_names_it(name, wrong):
 
 
 def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_trained_with():
-    images, labels = np.zeros((60001, 1, 1), np.uint8), np.zeros(60001, np.uint8)
+    images, labels = np.zeros((60002, 1, 1), np.uint8), np.zeros(60002, np.uint8)
     data = datasets.own(images, labels, images[:5], labels[:5])
     networks.register("mlp", lambda: mlp(1))
-    (epoch,) = train(dataset=data, limit=60001, epochs=1, batch_size=1000)
+    (epoch,) = train(dataset=data, limit=60002, epochs=1, batch_size=1000)
     assert epoch.test_accuracy == 1
 
 
 def test_a_network_for_other_images_or_classes_is_refused_before_training(tmp_path):
     with pytest.raises(UsageError) as caught:
-        implementations.train("scratch", 2, dataset=datasets.own(*ARRAYS), **OPTIONS)
+        training.train("scratch", 2, dataset=datasets.own(*ARRAYS), **OPTIONS)
     assert caught.value.name == "impl"
     for scores, data in ((CLASSES - 1, datasets.own(*ARRAYS)), (11, datasets.synthetic(600, 100))):
         networks.register("mlp", lambda scores=scores: mlp(scores))
         with pytest.raises(UsageError) as caught:
             train(dataset=data, epochs=1, out=tmp_path / "run")
         assert caught.value.name == "model" and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("to", convert.TARGETS)
-def test_a_lesson_with_its_own_network_is_evaluated_and_converted(to, tmp_path):
-    pytest.importorskip({"pytorch": "torch", "onnx": "onnxruntime"}.get(to, "mxnet"))
-    lesson = tmp_path / "linear.py"
-    lesson.write_text(
-        f"{inspect.getsource(scratch)}\n\n"
-        "def init_params():\n    return [nd.random.normal(0, 0.01, (3, 60)), nd.zeros(3)]\n\n\n"
-        "def lenet(X, params):\n    W, b = params\n    return nd.FullyConnected(nd.relu(X), W, b, num_hidden=3)\n"
-    )
-    (tmp_path / "data").mkdir()
-    npz(tmp_path / "data")
-    options = {**OPTIONS, "dataset": "own", "data_dir": tmp_path / "data"}
-    (epoch,) = implementations.train(str(lesson), 2, epochs=1, out=tmp_path / "run", **options)
-    network = convert.from_run(tmp_path / "run", str(lesson), tmp_path / "data")
-    W, b = (records.last(tmp_path / "run")[0][name].astype(np.float64) for name in ("p0", "p1"))
-    expected = ARRAYS[2].reshape(50, 60) / 255 @ W.T + b
-    assert (expected.argmax(1) == ARRAYS[3]).mean() == epoch.test_accuracy
-    convert.save(network, to, str(tmp_path / "net"))
-    found = np.concatenate([outputs[0] for outputs in convert.TARGETS[to].outputs(network, str(tmp_path / "net"))])
-    np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -88,3 +88,17 @@ def test_every_query_about_gpus_is_answered(program):
     assert run.stdout == "2 2 2 2 0 1\nTrue True\ncpu(1) cpu(0)\n"
     assert run.returncode == 1 and "MXNetError: gpu(2)" in run.stderr.splitlines()[-1]
     assert program(text).stdout.splitlines()[0] == "0 0 0 0"
+
+
+def test_fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet(program):
+    run = program("""
+        import mxnet as mx
+        from mxnet.gluon.utils import split_and_load
+        gpus = [mx.gpu(i) for i in range(4)]
+        for n in (2, 5):
+            shards = split_and_load(mx.nd.ones((n, 3)), gpus, even_split=False)
+            print([(x.shape[0], x.context.device_id) for x in shards])
+        split_and_load(mx.nd.ones((2, 3)), gpus)
+    """)
+    assert run.stdout == "[(1, 0), (1, 1)]\n[(2, 0), (1, 1), (1, 2), (1, 3)]\n", run.stderr
+    assert run.returncode == 1 and "ValueError" in run.stderr

@@ -82,11 +82,11 @@ def learning_rate_a_tenth(replace):
 
 
 def initial_scale_ten_times_larger(replace):
-    init_params = scratch.init_params
+    init_params, initialize, normal = scratch.init_params, highlevel.initialize, mx.init.Normal(0.1)
     replace(scratch, "init_params", lambda: init_params(scale=0.1))
-    larger = {"lenet": mx.init.Normal(0.1), "lenet-max": mx.init.Uniform(0.7)}
-    registered = {name: networks.NETWORKS[name]._replace(init=init) for name, init in larger.items()}
-    replace(networks, "NETWORKS", {**networks.NETWORKS, **registered})
+    replace(highlevel, "initialize", lambda net, ctx, init=normal: initialize(net, ctx, init))
+    larger = networks.NETWORKS["lenet-max"]._replace(init=mx.init.Uniform(0.7))
+    replace(networks, "NETWORKS", {**networks.NETWORKS, "lenet-max": larger})
 
 
 def biases_not_updated(replace):

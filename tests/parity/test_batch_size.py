@@ -39,8 +39,8 @@ def metrics(out):
 
 def test_the_runs_are_those_of_the_lecture_with_one_seed(experiment):
     configs = [json.loads((experiment[0] / f / "config.json").read_text()) for f in FOLDERS]
-    found = [(len(c["devices"]), c["batch_size"]) for c in configs]
-    assert found == [(1, 256), (2, 256), (1, 512), (2, 512), (2, 512)]
+    sizes = [(len(c["devices"]), c["batch_size"]) for c in configs]
+    assert sizes == [(1, 256), (2, 256), (1, 512), (2, 512), (2, 512)]
     assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 1200)] * 5
     np.testing.assert_allclose(metrics(experiment[0])["learning_rate"], np.repeat([[0.2, 0.2, 0.2, 0.2, 0.4]], 2, 0).T)
 

@@ -48,9 +48,9 @@ def check(made, reference):
 
 
 def test_nothing_fails_without_a_fault(made, reference):
-    found = [*check(made, reference), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
-    print(*found, sep="\n")
-    assert len(found) > 25 and failed(found) == set()
+    findings = [*check(made, reference), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
+    print(*findings, sep="\n")
+    assert len(findings) > 25 and failed(findings) == set()
 
 
 # {fault: the checks that catch it, in both implementations}.
@@ -70,9 +70,9 @@ CAUGHT = {
 @pytest.mark.parametrize("fault", [fault for fault, checks in CAUGHT.items() if checks])
 def test_a_planted_fault_is_caught_in_each_implementation(fault, made, reference, monkeypatch):
     getattr(faults, fault)(monkeypatch.setattr)
-    found = check(made, reference)
+    findings = check(made, reference)
     for impl in examples.MODELS:
-        of_impl = [f for f in found if f.claim.startswith(impl)]
+        of_impl = [f for f in findings if f.claim.startswith(impl)]
         print(*of_impl, sep="\n")
         assert failed(of_impl) == CAUGHT[fault]
 
@@ -97,9 +97,9 @@ def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
     monkeypatch.setattr(drift, "SEED", seed)
     mnist, fashion_mnist = datasets.load("mnist"), datasets.load("fashion-mnist")
     drifted = drift.measure(CTX[:2], fashion_mnist, drift.reference(CTX[:2], fashion_mnist, 20))
-    found = [*examples.check(CTX, mnist), *claims.shared_unevenly(CTX[:2], mnist), *drift.check(drifted)]
-    print(*found, sep="\n")
-    assert failed(found) == set()
+    findings = [*examples.check(CTX, mnist), *claims.shared_unevenly(CTX[:2], mnist), *drift.check(drifted)]
+    print(*findings, sep="\n")
+    assert failed(findings) == set()
 
 
 # {recipe: the faults that the bands see in one training run}.
@@ -240,12 +240,12 @@ def test_a_run_that_never_learns_is_outside_and_every_kept_run_within(recipe):
 def test_fewer_than_1_in_100_ways_to_draw_the_notebook_and_todays_runs_from_the_kept_ones_raises_an_alarm(recipe):
     kept = np.array([*bands.kept(recipe).values()])
     digits = bands.decimals(RECIPES[recipe].test_accuracy)
-    found, ways = 0, 0
+    alarms, ways = 0, 0
     for record in range(len(kept)):
         rest = [i for i in range(len(kept)) if i != record]
         for today in itertools.combinations(rest, 3):
             held = bands.bands(kept[list(today)], kept[record], kept[rest], digits)
-            found += not all(band.holds for band in held)
+            alarms += not all(band.holds for band in held)
             ways += 1
-    print(f"{recipe}: {found} of {ways}")
-    assert found < ways / 100
+    print(f"{recipe}: {alarms} of {ways}")
+    assert alarms < ways / 100

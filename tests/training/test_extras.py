@@ -4,9 +4,6 @@ The network is softmax regression, whose gradient has a formula. It has no ReLU,
 only by rounding. A registered network with batch normalization and a frozen array has what softmax regression lacks.
 """
 
-import signal
-
-import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from small_networks import softmax_regression
 from gluon_mgpu import evaluate, highlevel, lessons, models, scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.loop import state_dict
 from gluon_mgpu.training.run import read
 from gluon_mgpu.training.step import extended
@@ -110,6 +108,13 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
     np.testing.assert_equal([state_dict(model, device) for device in range(devices)], [found] * devices)
 
 
+@pytest.mark.parametrize("shares, devices", [((80, 20), 1), ((80, 20), 3)])
+def test_shares_for_another_number_of_devices_are_refused_where_the_model_is_built(shares, devices):
+    with pytest.raises(UsageError) as caught:
+        models.build("scratch", [mx.cpu(i) for i in range(devices)], LessonConfig(shares=shares))
+    assert caught.value.name == "shares"
+
+
 def normalized(devices, seed=0, **settings):
     mx.random.seed(seed)
     ctx = [mx.cpu(i) for i in range(devices)]
@@ -162,12 +167,6 @@ def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(run):
     assert len(velocities) == len(trained) - 5  # none for the frozen array, the means and the variances
 
 
-def test_it_is_resumed_with_its_running_statistics_and_another_number_of_devices_is_said(run, tmp_path, capsys):
-    with interrupts.at_step(5, (signal.SIGINT, 0)):
-        train(epochs=1, out=tmp_path)
-    train(epochs=1, resume=tmp_path)
-    np.testing.assert_equal(read(LessonConfig, tmp_path).arrays, read(LessonConfig, run).arrays)
-    capsys.readouterr()
-    train(1, epochs=2, resume=tmp_path)
-    said = capsys.readouterr().err  # larger shards change the result by more than rounding
-    assert "batch normalization" in said
+def test_a_resumed_run_with_another_number_of_devices_says_that_batch_normalization_differs(run, capsys):
+    train(1, epochs=2, resume=run)
+    assert "batch normalization" in capsys.readouterr().err

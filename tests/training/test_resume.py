@@ -105,6 +105,16 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert config(begun).epochs == 3
 
 
+def test_a_run_that_was_recorded_before_mpi_is_resumed_with_the_same_bits(whole, tmp_path):
+    interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("image_dtype", "image_range", "classes", "running_stats"):
+        del config[name]
+    resave(tmp_path, config={**config, "kvstore": "dist_sync", "compress": None, "workers": 2, "version": "0.2.0"})
+    train("highlevel", resume=tmp_path, **EXTRAS)
+    np.testing.assert_equal(results(tmp_path), whole["highlevel", "extras"])
+
+
 def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_folder(whole, tmp_path):
     killed(out=tmp_path)
     assert not files(tmp_path) and not exists(tmp_path)

@@ -1,0 +1,37 @@
+"""Avoids, or explains, faults of MXNet on CPUs that a program written for GPUs never met."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+from typing import Any
+
+ADVICE = (  # (pattern of MXNet's error, what to do)
+    ("Check failed: !is_view|descriptor for a reorder", "start the program with MXNET_MKLDNN_ENABLED=0 (slower)"),
+    ("(?i)float16|fp16", "MXNet has few operators for float16 on CPUs; use float32, without AMP"),
+)
+
+
+def replace(mx: ModuleType) -> None:
+    """Change the imported mxnet."""
+    layer = mx.gluon.nn.conv_layers._Conv
+    original, last_error = layer.hybrid_forward, mx.base.get_last_ffi_error
+
+    def convolve(self: Any, F: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+        """Compute Conv1D as a Conv2D of height 1: other operators, such as BatchNorm, cannot read what oneDNN's
+        one-dimensional convolution returns if the number of channels is a multiple of 8."""
+        given = self._kwargs
+        if (given["layout"], self._op_name) != ("NCW", "Convolution") or mx.util.is_np_array():
+            return original(self, F, x, weight, bias)
+        two = {name: (value, *given[name]) for name, value in (("kernel", 1), ("stride", 1), ("dilate", 1), ("pad", 0))}
+        inputs = [F.expand_dims(x, 2), F.expand_dims(weight, 2), *([] if bias is None else [bias])]
+        outputs = F.squeeze(F.Convolution(*inputs, name="fwd", **{**given, **two, "layout": "NCHW"}), axis=2)
+        return outputs if self.act is None else self.act(outputs)
+
+    def explain() -> Exception:
+        error: Exception = last_error()
+        advice = [advice for pattern, advice in ADVICE if re.search(pattern, str(error))]
+        error.args = ("\n".join([str(error), *advice]),)
+        return error
+
+    layer.hybrid_forward, mx.base.get_last_ffi_error = convolve, explain

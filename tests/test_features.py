@@ -1,0 +1,644 @@
+"""Every kind of lesson with every kind of data and every operation: see TABLE.
+
+Results are compared with those of other code: a training with a loop of plain NumPy or Gluon; scores with those that
+NumPy, or Gluon without this package, computes from a checkpoint's arrays; a resumed run and several workers with an
+uninterrupted run of one process, bit for bit.
+"""
+
+import gc
+import importlib.util
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import lenet64
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from PIL import Image
+
+from gluon_mgpu import convert, evaluate, highlevel, lessons, models, networks, scratch
+from gluon_mgpu.data import datasets
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.models import VELOCITY
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.train import train
+from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training.config import Config
+
+# Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way; the setting
+# that a UsageError names, or "run" if it names the run's folder; "-" if there is no run; "." if another row runs the
+# same code.
+TABLE = """
+lesson     data       options   train  stop  devices  test  image  gluon  pytorch  onnx  workers
+scratch    synthetic  plain     yes    yes   yes      yes   yes    yes    yes      yes   yes
+scratch    unit       all       yes    yes   yes      yes   yes    yes    yes      yes   about
+scratch    signed     momentum  yes    yes   yes      yes   run    yes    yes      yes   yes
+scratch    rgb        plain     impl   -     -        -     -      -      -        -     -
+scratch    pixels     plain     impl   -     -        -     -      -      -        -     -
+lenet      synthetic  momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
+lenet      unit       plain     yes    yes   yes      yes   yes    yes    .        .     yes
+lenet      signed     all       yes    yes   yes      yes   run    yes    .        .     about
+lenet      rgb        plain     impl   -     -        -     -      -      -        -     -
+lenet      pixels     plain     impl   -     -        -     -      -      -        -     -
+resnet18   synthetic  plain     yes    .     .        yes   .      .      .        .     .
+resnet18   unit       momentum  yes    .     .        yes   yes    .      .        .     .
+resnet18   signed     plain     yes    .     .        yes   run    .      .        .     .
+resnet18   rgb        momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
+resnet18   pixels     plain     yes    .     .        yes   yes    .      .        .     .
+sharded-0  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
+sharded-0  unit       plain     yes    .     .        yes   yes    yes    .        .     kvstore
+sharded-0  signed     plain     yes    .     .        yes   run    yes    .        .     kvstore
+sharded-0  rgb        plain     impl   -     -        -     -      -      -        -     -
+sharded-0  pixels     plain     impl   -     -        -     -      -      -        -     -
+sharded-1  synthetic  plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
+sharded-1  unit       momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
+sharded-1  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
+sharded-1  rgb        plain     impl   -     -        -     -      -      -        -     -
+sharded-1  pixels     plain     impl   -     -        -     -      -      -        -     -
+sharded-2  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
+sharded-2  unit       plain     yes    .     .        yes   yes    yes    .        .     kvstore
+sharded-2  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
+sharded-2  rgb        plain     impl   -     -        -     -      -      -        -     -
+sharded-2  pixels     plain     impl   -     -        -     -      -      -        -     -
+sharded-3  synthetic  momentum  yes    yes   yes      yes   yes    yes    yes      yes   kvstore
+sharded-3  unit       plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
+sharded-3  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
+sharded-3  rgb        plain     impl   -     -        -     -      -      -        -     -
+sharded-3  pixels     plain     impl   -     -        -     -      -      -        -     -
+arrays.py  synthetic  plain     impl   -     -        -     -      -      -        -     -
+arrays.py  unit       plain     impl   -     -        -     -      -      -        -     -
+arrays.py  signed     plain     impl   -     -        -     -      -      -        -     -
+arrays.py  rgb        momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
+arrays.py  pixels     shares    yes    yes   yes      yes   yes    yes    yes      yes   shares
+layers.py  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     yes
+layers.py  unit       plain     yes    yes   yes      yes   yes    yes    .        .     yes
+layers.py  signed     shares    yes    yes   yes      yes   run    yes    yes      yes   shares
+layers.py  rgb        momentum  yes    yes   yes      yes   yes    yes    .        .     yes
+layers.py  pixels     plain     yes    yes   yes      yes   yes    yes    yes      yes   yes
+"""
+OPTIONS = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "all": {"momentum": 0.9, "weight_decay": 0.01, "max_grad_norm": 0.05, "grad_accum_steps": 2},
+    "shares": {"shares": (3, 1)},
+}
+NETWORKS = {
+    "lenet": {"impl": "highlevel"},
+    "resnet18": {"impl": "highlevel", "model": "resnet18 xavier", "lr": 1e-5},
+    "arrays.py": {"lr": 1e-4},  # its images can be as large as 255
+}
+REGISTER = """
+import mxnet as mx
+from gluon_mgpu import networks
+# With the lesson's initializer, the activations of ResNet-18 are so small that differences in rounding grow too fast.
+networks.register("resnet18 xavier", networks.resnet18, mx.init.Xavier())
+"""
+exec(REGISTER)
+OF_ANY_SIZE = ("resnet18", "layers.py")  # lessons whose network accepts images of any size
+EXAMPLES, BATCH, EPOCHS, SEED = 34, 12, 2, 3  # the last batch of an epoch has 10 examples
+STEPS = 3  # per epoch
+STOP = 4  # steps before the stop
+COMMON = {"gpus": 2, "device": "cpu", "batch_size": BATCH, "epochs": EPOCHS, "lr": 0.1, "seed": SEED}
+# {data: (shape, classes, smallest value, largest value, type)} of own data
+OWN = {
+    "rgb": ((3, 8, 8), 4, 0, 255, np.uint8),
+    "pixels": ((3, 8, 8), 4, 0, 255, np.float32),
+    "unit": ((1, 28, 28), 5, 0, 1, np.float32),
+    "signed": ((1, 28, 28), 3, -1, 1, np.float32),
+    "small unit": ((1, 8, 8), 5, 0, 1, np.float32),  # for the lessons in OF_ANY_SIZE, instead of the larger images
+    "small signed": ((1, 8, 8), 3, -1, 1, np.float32),
+}
+
+
+class Row(NamedTuple):
+    """A row of TABLE. The fields after options are the cells of the operations."""
+
+    lesson: str
+    data: str
+    options: str
+    train: str
+    stop: str
+    devices: str
+    test: str
+    image: str
+    gluon: str
+    pytorch: str
+    onnx: str
+    workers: str
+
+    @property
+    def is_own(self):
+        return self.lesson.endswith(".py")
+
+    @property
+    def data_name(self):
+        """The name in OWN."""
+        return f"small {self.data}" if self.lesson in OF_ANY_SIZE and f"small {self.data}" in OWN else self.data
+
+    def settings(self, folder):
+        """The settings of a run. folder: contains own data and lessons."""
+        impl, _, zero = self.lesson.partition("-")
+        settings = {**COMMON, **OPTIONS[self.options], "impl": str(folder / impl) if self.is_own else impl}
+        settings |= NETWORKS.get(impl, {})
+        if zero:
+            settings["zero"] = int(zero)
+        if self.data == "synthetic":
+            return {**settings, "dataset": "synthetic", "limit": EXAMPLES}
+        return {**settings, "dataset": "own", "data_dir": str(folder / self.data_name)}
+
+
+NAMES, *LINES = (line.split() for line in TABLE.strip().splitlines())
+assert tuple(NAMES) == Row._fields
+ROWS = [Row(*line) for line in LINES]
+assert len({row[:2] for row in ROWS}) == len(ROWS) == 9 * 5  # every lesson with every kind of data
+
+
+def rows(operation, *marks, cell="yes"):
+    """The rows with this cell for an operation, as parameters of a test."""
+    found = [row for row in ROWS if getattr(row, operation) == cell]
+    return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=marks) for row in found]
+
+
+def array_lesson():
+    """scratch with softmax regression on images (3, 8, 8) with 4 classes."""
+    text = Path(scratch.__file__).read_text()
+    head, _, rest = text.partition("    W1, b1, W2")
+    _, _, tail = rest.partition("num_hidden=10)")
+    text = f"{head}    W, b = params\n    return nd.FullyConnected(X, W, b, num_hidden=4){tail}"
+    return text.replace("SHAPES = [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]", "SHAPES = [(4, 192)]")
+
+
+def gluon_lesson():
+    """highlevel with a network that has batch normalization, for images of any shape."""
+    head, _, rest = Path(highlevel.__file__).read_text().partition("        net.add(")
+    body = 'nn.Conv2D(6, 3, use_bias=False), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalMaxPool2D(), nn.Dense(10)'
+    return f"{head}        net.add({body})\n    return net{rest.partition('    return net')[2]}"
+
+
+def own_data(shape, classes, low, high, dtype, examples):
+    """Images (n, *shape) of classes with different pictures, and their labels."""
+    random, labels, (channels, height, width) = np.random.default_rng(1), np.arange(examples) % classes, shape
+    pictures = random.random((classes, channels, height // 4, width // 4)).repeat(4, axis=2).repeat(4, axis=3)
+    images = (0.8 * pictures[labels] + 0.2 * random.random((examples, *shape))) * (high - low) + low
+    images[0].flat[:2] = low, high
+    return images.astype(dtype), labels
+
+
+class Runs:
+    """The runs of the table's rows; each is trained once. folder: contains own data, lessons and the runs."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "arrays.py").write_text(array_lesson())
+        (folder / "layers.py").write_text(gluon_lesson())
+        for name, kind in OWN.items():
+            (folder / name).mkdir()
+            images, labels = own_data(*kind, EXAMPLES + 30)
+            train, test = slice(EXAMPLES), slice(EXAMPLES, None)
+            arrays = {"train_images": images[train], "train_labels": labels[train]}
+            arrays |= {"test_images": images[test], "test_labels": labels[test]}
+            np.savez(folder / name / "data.npz", **arrays)
+
+    def settings(self, row):
+        return row.settings(self.folder)
+
+    def path(self, row, kind):
+        return self.folder / f"{row.lesson} {row.data} {kind}"
+
+    def whole(self, row):
+        """The folder of a row's uninterrupted run."""
+        folder = self.path(row, "whole")
+        if not folder.exists():
+            train(**self.settings(row), out=folder)
+        return folder
+
+    def strong(self, row):
+        """A copy of a row's uninterrupted run with large random weights, so that its scores depend on the images."""
+        folder = self.path(row, "strong")
+        if not folder.exists():
+            arrays, facts = checkpoint.load(self.whole(row) / "checkpoint.npz")
+            random, scale = np.random.default_rng(2), 0.01 if row[:2] == ("arrays.py", "pixels") else 1
+            for name, array in arrays.items():
+                if array.ndim > 1 and not name.startswith(VELOCITY):
+                    arrays[name] = random.normal(0, scale * (2 / array[0].size) ** 0.5, array.shape)
+            folder.mkdir()
+            arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+            checkpoint.save(folder / "checkpoint.npz", arrays, facts)
+        return folder
+
+    def resumed(self, row, kind, **changes):
+        """The folder of a run that was stopped and resumed."""
+        stopped, folder = self.path(row, "stopped"), self.path(row, kind)
+        if not stopped.exists():
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Config, "learning_rate", interrupting(Config.learning_rate))
+                train(**self.settings(row), out=stopped)
+        shutil.copytree(stopped, folder)
+        data = {"data_dir": self.settings(row)["data_dir"]} if row.data in OWN else {}
+        own = {"impl": self.settings(row)["impl"]} if row.is_own else {}
+        train(resume=folder, **data, **own, **changes)
+        return folder
+
+    def data(self, row):
+        """(train_images, train_labels, test_images, test_labels) of a row: images as float64 that networks get."""
+        if row.data == "synthetic":
+            arrays = datasets.synthetic(EXAMPLES, 100, SEED)[1:5]
+        else:
+            with np.load(self.folder / row.data_name / "data.npz") as file:
+                arrays = [file[name] for name in ("train_images", "train_labels", "test_images", "test_labels")]
+        return [a / (255 if a.dtype == np.uint8 else 1) if a.ndim == 4 else a.astype(int) for a in arrays]
+
+
+def interrupting(learning_rate):
+    """Config.learning_rate, but with Ctrl-C in one step."""
+
+    def call(self, step, steps_per_epoch):
+        if step == STOP - 1:
+            signal.raise_signal(signal.SIGINT)
+        return learning_rate(self, step, steps_per_epoch)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def collect(request):
+    """Free the arrays of ResNet-18, which are large, and which cycles of references keep."""
+    yield
+    if "resnet18" in request.node.name:
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+# Other code that trains and computes scores
+
+
+def regression(params, X, y):
+    """Losses of softmax regression, and the gradients of their sum."""
+    scores = X.reshape(len(X), -1) @ params[0].T + params[1]
+    powers = np.exp(scores - scores.max(1, keepdims=True))
+    p = powers / powers.sum(1, keepdims=True)
+    d = p - np.eye(p.shape[1])[y]
+    return -np.log(p[np.arange(len(y)), y]), [d.T @ X.reshape(len(X), -1), d.sum(0)]
+
+
+class Reference:
+    """Trains a row's network with plain SGD. params: {name: float64 array}, as in a checkpoint."""
+
+    def __init__(self, row, runs):
+        self.options, self.data = runs.settings(row), runs.data(row)
+        mx.random.seed(SEED)
+        self.net = None
+        if row.lesson in ("resnet18", "layers.py"):
+            lesson = lessons.load(runs.settings(row)["impl"])
+            self.net = networks.resnet18() if row.lesson == "resnet18" else lesson.lenet()
+            self.net.initialize(mx.init.Xavier() if row.lesson == "resnet18" else mx.init.Normal(0.01))
+            self.net(nd.zeros((1, *self.data[0].shape[1:]))).wait_to_read()  # it may change the layout of weights
+            self.net.collect_params().setattr("grad_req", "add")
+            self.params = {name: p.data().asnumpy() for name, p in self._parameters().items()}
+        elif row.lesson == "lenet":
+            net = highlevel.lenet()
+            highlevel.initialize(net, [mx.cpu()])
+            net(nd.zeros((1, 1, 28, 28))).wait_to_read()
+            self.params = dict(zip(networks.LENET, [p.data().asnumpy() for p in net.collect_params().values()]))
+        else:
+            lesson = lessons.load(runs.settings(row)["impl"]) if row.is_own else scratch
+            arrays = [p.asnumpy() for p in lesson.init_params()]
+            self.params = dict(zip(networks.LENET if len(arrays) == 8 else ("p0", "p1"), arrays))
+        if not self.net:
+            self.params = {name: array.astype(np.float64) for name, array in self.params.items()}
+        self.start = {name: array.copy() for name, array in self.params.items()}
+        self.velocities = {name: np.zeros_like(p) for name, p in self.params.items()}
+
+    def _parameters(self):
+        return self.net._collect_params_with_prefix()
+
+    def train(self, devices):
+        """devices: maps the number of a step to the number of devices."""
+        images, labels = self.data[:2]
+        for epoch in range(EPOCHS):
+            order = np.random.default_rng([SEED, epoch + 1]).permutation(EXAMPLES)
+            for i in range(STEPS):
+                batch = order[BATCH * i : BATCH * (i + 1)]
+                self._step(images[batch], labels[batch], self._ends(len(batch), devices(STEPS * epoch + i)))
+        return self
+
+    def _ends(self, n, devices):
+        """Where a batch is split."""
+        if self.options.get("shares") and devices == 2:
+            return [round(n * 0.75)]
+        return np.cumsum([n // devices + (i < n % devices) for i in range(devices)])[:-1]
+
+    def _step(self, X, y, ends):
+        options = self.options
+        gradients = self._gluon_gradients(X, y, ends) if self.net else self._gradients(X, y)
+        means = {name: gradient / len(X) for name, gradient in gradients.items()}
+        norm = np.sqrt(sum((mean**2).sum() for mean in means.values()))
+        scale = min(1, options.get("max_grad_norm", np.inf) / norm)
+        for name, mean in means.items():
+            p, v = self.params[name], self.velocities[name]
+            v *= options.get("momentum", 0)
+            v -= options["lr"] * (scale * mean + options.get("weight_decay", 0) * p)
+            p += v
+
+    def _gradients(self, X, y):
+        compute = regression if len(self.params) == 2 else lenet64.losses_and_gradients
+        return dict(zip(self.params, compute(list(self.params.values()), X, y)[1]))
+
+    def _gluon_gradients(self, X, y, ends):
+        """The gradients. Each shard has its own running statistics, which are averaged."""
+        parameters = self._parameters()
+        before = {name: array for name, array in self.params.items() if "running" in name}
+        running = dict.fromkeys(before, 0)
+        self.set(self.params)
+        for p in parameters.values():
+            p.zero_grad()
+        for X_shard, y_shard in zip(np.split(X, ends), np.split(y, ends)):
+            self.set(before)
+            with autograd.record():
+                loss = gluon.loss.SoftmaxCrossEntropyLoss()(self.net(nd.array(X_shard)), nd.array(y_shard))
+            loss.backward()
+            for name in running:
+                running[name] += parameters[name].data().asnumpy() * (len(X_shard) / len(X))
+        self.params.update(running)
+        return {name: p.grad().asnumpy() for name, p in parameters.items() if name not in running}
+
+    def set(self, arrays):
+        parameters = self._parameters()
+        for name, array in arrays.items():
+            parameters[name].set_data(nd.array(array))
+
+
+def scores(row, runs, folder, images):
+    """The scores of a run's network for images as networks get them, computed from the arrays of its checkpoint."""
+    arrays = {name: array.astype(np.float64) for name, array in checkpoint.load(folder / "checkpoint.npz")[0].items()}
+    if row.lesson == "arrays.py":
+        return images.reshape(len(images), -1) @ arrays["p0"].T + arrays["p1"]
+    reference = Reference(row, runs)
+    if reference.net:
+        reference.set({name: array for name, array in arrays.items() if not name.startswith(VELOCITY)})
+        return reference.net(nd.array(images)).asnumpy()
+    return lenet64.scores([arrays[name] for name in networks.LENET], images)
+
+
+def assert_same_training(folder, reference):
+    """The parameters and velocities of a run differ from another training's by rounding only."""
+    arrays, _ = checkpoint.load(folder / "checkpoint.npz")
+    expected = dict(reference.params)
+    if "momentum" in reference.options:
+        expected |= {VELOCITY + n: v for n, v in reference.velocities.items() if "running" not in n}
+    assert arrays.keys() == expected.keys()
+    tolerance = 0.01 if "model" in reference.options else 0.001  # ResNet-18 has more layers
+    for name, array in expected.items():
+        change = np.linalg.norm(array - reference.start.get(name, 0))
+        error = np.linalg.norm(arrays[name] - array)
+        assert error <= change * tolerance + 1e-7 * array.size**0.5, (name, error, change)
+
+
+def assert_same_bits(folder, expected):
+    (found, facts), (arrays, other) = (checkpoint.load(path / "checkpoint.npz") for path in (folder, expected))
+    assert found.keys() == arrays.keys()
+    assert [name for name in found if found[name].tobytes() != arrays[name].tobytes()] == []
+    losses, others = ([[e["train_loss"], e["test_accuracy"]] for e in f["history"]] for f in (facts, other))
+    assert losses == others
+
+
+def assert_same_scores(found, expected):
+    assert found.shape == expected.shape
+    spread = (expected - expected.mean(0)).std()
+    assert spread > 0.05 and np.abs(found - expected).max() <= 1e-3 * spread
+
+
+# The operations
+
+
+@pytest.mark.parametrize("row", rows("train"))
+def test_training_is_that_of_a_plain_loop(row, runs):
+    assert_same_training(runs.whole(row), Reference(row, runs).train(lambda step: 2))
+
+
+@pytest.mark.parametrize("row", rows("stop"))
+def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(row, runs):
+    assert_same_bits(runs.resumed(row, "resumed"), runs.whole(row))
+
+
+@pytest.mark.parametrize("row", rows("devices"))
+def test_a_run_resumed_on_other_devices_is_a_plain_loop_with_these_devices(row, runs):
+    devices = 1 if row.options == "plain" else 3
+    folder = runs.resumed(row, "devices", gpus=devices)
+    assert_same_training(folder, Reference(row, runs).train(lambda step: 2 if step < STOP else devices))
+
+
+def loaded(row, runs):
+    """A row's run as `evaluate` loads it, on 2 devices."""
+    own = runs.settings(row)["impl"] if row.is_own else None
+    return evaluate.load(runs.strong(row), own, 2, "cpu")
+
+
+@pytest.mark.parametrize("row", rows("test"))
+def test_an_evaluation_has_the_scores_and_counts_of_the_checkpoints_arrays(row, runs):
+    trained = loaded(row, runs)
+    given, labels = evaluate.held_out(trained.run, runs.settings(row).get("data_dir"))
+    *_, images, expected_labels = runs.data(row)
+    expected = scores(row, runs, runs.strong(row), images)
+    assert_same_scores(evaluate.scores(trained, given), expected)
+    np.testing.assert_array_equal(labels, expected_labels)
+    correct = (expected.argmax(1) == expected_labels).sum()
+    assert f"({correct}/{len(images)})" in evaluate.report(trained, given, labels)
+    correct = (scores(row, runs, runs.whole(row), images).argmax(1) == expected_labels).sum()
+    assert trained.run.position.history[-1].test_accuracy == correct / len(images)
+
+
+@pytest.mark.parametrize("row", rows("image"))
+def test_an_image_file_gets_the_scores_of_its_pixels_scaled_as_in_training(row, runs, tmp_path):
+    trained = loaded(row, runs)
+    image = runs.data(row)[2][:1]
+    top = 255 if row.data == "pixels" else 1
+    pixels = np.round(image * 255 / top).astype(np.uint8)[0]
+    Image.fromarray(pixels.transpose(1, 2, 0).squeeze()).save(tmp_path / "image.png")
+    read = evaluate.read_image(tmp_path / "image.png", pixels.shape)
+    expected = scores(row, runs, runs.strong(row), pixels[None] / 255 * top)[0]
+    powers = np.exp(expected - expected.max())
+    best = powers.argsort()[::-1][:3]
+    line = ", ".join(f"{i} {powers[i] / powers.sum():.4f}" for i in best)
+    assert evaluate.classify(trained, ["image.png"], [read]) == f"image.png: {line}"
+
+
+def converted(to, row, runs, folder):
+    """(the prefix of the converted files, test images, their scores)."""
+    settings = runs.settings(row)
+    network = convert.from_run(runs.strong(row), settings["impl"] if row.is_own else None, settings.get("data_dir"))
+    convert.save(network, to, str(folder / "net"))
+    images = runs.data(row)[2].astype(np.float32)
+    return folder / "net", images, scores(row, runs, runs.strong(row), images)
+
+
+def needs(to):
+    return pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, convert.TARGETS[to].PACKAGES)),
+        reason=f"waits for pip install {' '.join(convert.TARGETS[to].PACKAGES)}",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("row", rows("gluon"))
+def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
+    prefix, images, expected = converted("gluon", row, runs, tmp_path)
+    net = gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params")
+    assert_same_scores(net(nd.array(images)).asnumpy(), expected)
+
+
+PYTORCH = """
+import numpy as np, torch
+from safetensors.torch import load_model
+from net import Net
+net = Net()
+load_model(net, "net.safetensors")
+net.eval()
+np.save("scores.npy", net(torch.from_numpy(np.load("images.npy"))).detach().numpy())
+"""
+
+
+@pytest.mark.parametrize("row", rows("pytorch", needs("pytorch")))
+def test_pytorch_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
+    _, images, expected = converted("pytorch", row, runs, tmp_path)
+    np.save(tmp_path / "images.npy", images)
+    subprocess.run([sys.executable, "-c", PYTORCH], cwd=tmp_path, check=True)
+    assert_same_scores(np.load(tmp_path / "scores.npy"), expected)
+
+
+@pytest.mark.parametrize("row", rows("onnx", needs("onnx")))
+def test_onnx_runtime_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
+    import onnxruntime
+
+    prefix, images, expected = converted("onnx", row, runs, tmp_path)
+    session = onnxruntime.InferenceSession(f"{prefix}.onnx")
+    assert_same_scores(session.run(None, {session.get_inputs()[0].name: images})[0], expected)
+
+
+WORKERS = f"""
+import gluon_mgpu, json, sys
+{REGISTER}
+from gluon_mgpu.train import train
+for options in json.loads(sys.argv[1]):
+    train(**options)
+"""
+NEEDS_MPI = pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="waits for pip install mpi4py mpich")
+
+
+@pytest.fixture(scope="module")
+def by_workers(runs):
+    """Trains the runs of all rows with two workers of one device each."""
+    options = []
+    for row in ROWS:
+        if row.workers in ("yes", "about"):
+            run = {**runs.settings(row), "gpus": 1, "kvstore": "mpi", "out": str(runs.path(row, "workers"))}
+            options.append(run)
+    command = [Path(sys.executable).with_name("mpiexec"), "-n", "2", sys.executable, "-c", WORKERS, json.dumps(options)]
+    done = subprocess.run(command, env=engine.users_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@NEEDS_MPI
+@pytest.mark.parametrize("row", rows("workers"))
+def test_two_workers_have_the_bits_of_one_process_with_two_contexts(row, runs, by_workers):
+    assert_same_bits(runs.path(row, "workers"), runs.whole(row))
+
+
+@NEEDS_MPI
+@pytest.mark.parametrize("row", rows("workers", cell="about"))
+def test_two_workers_train_like_a_plain_loop(row, runs, by_workers):
+    assert_same_training(runs.path(row, "workers"), Reference(row, runs).train(lambda step: 2))
+
+
+REFUSED = [
+    (row, name) for row in ROWS for name in Row._fields[3:] if getattr(row, name) not in ("yes", "about", "-", ".")
+]
+
+
+@pytest.mark.parametrize("row, operation", REFUSED, ids=[f"{row.lesson} {row.data} {name}" for row, name in REFUSED])
+def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, operation, runs):
+    settings, named = runs.settings(row), getattr(row, operation)
+    with pytest.raises(UsageError) as refused:
+        if operation == "train":
+            train(**settings)
+        elif operation == "image":
+            image = evaluate.read_image(picture(runs.folder), runs.data(row)[0].shape[1:])
+            evaluate.classify(loaded(row, runs), ["image.png"], [image])
+        else:  # what a worker does
+            config = LessonConfig(**{**settings, "gpus": 1, "kvstore": "mpi"})
+            models.build(config.impl, [mx.cpu()], config)
+    assert "\n" not in str(refused.value)
+    if named == "run":
+        assert str(runs.strong(row)) in str(refused.value)
+    else:
+        assert refused.value.name == named
+
+
+def picture(folder):
+    Image.new("L", (28, 28)).save(folder / "image.png")
+    return folder / "image.png"
+
+
+def without_init(net, ctx):
+    """highlevel.initialize before it had an argument init."""
+    highlevel.initialize(net, ctx)
+
+
+@pytest.mark.parametrize(
+    "named, settings",
+    [
+        ("shares", {"gpus": 3, "shares": (80, 20)}),
+        ("batch_size", {"gpus": 3, "limit": 26}),
+        ("gpus", {"impl": "sharded", "gpus": 221, "limit": 500, "batch_size": 250}),
+        ("model", {"impl": lessons.load("highlevel", initialize=without_init), "model": "resnet18 xavier"}),
+        ("weight_decay", {"impl": "sharded", "zero": 3, "weight_decay": 0.1}),
+        ("zero", {"impl": "highlevel", "zero": 1}),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_in_one_line(named, settings):
+    with pytest.raises(UsageError) as refused:
+        train(**{**COMMON, "impl": "scratch", "dataset": "synthetic", "limit": 30, **settings})
+    assert refused.value.name == named and "\n" not in str(refused.value)
+
+
+def write_npz(folder):
+    with zipfile.ZipFile(folder / "data.npz", "w") as archive:
+        for name in ("train_images", "train_labels", "test_images", "test_labels"):
+            archive.writestr(f"{name}.npy", b"\x93NUMPY\x01\0\x10\0" + b"(" * 16)
+    datasets.load("own", folder)
+
+
+def write_params(folder):
+    graph = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    graph.save(str(folder / "net-symbol.json"))
+    nd.save(str(folder / "net.params"), {"arg:fc_weight": nd.ones((2, 3)), "arg:fc_bias": nd.ones(2)})
+    content = (folder / "net.params").read_bytes()
+    (folder / "net.params").write_bytes(content.replace(b"fc_bias", b"fc_\xff\xffas"))
+    convert.from_files(folder / "net-symbol.json", folder / "net.params", (3,))
+
+
+def write_range(folder):
+    train(**COMMON, impl="scratch", dataset="synthetic", limit=30, out=folder)
+    arrays, facts = checkpoint.load(folder / "checkpoint.npz")
+    facts["config"]["image_range"] = None
+    checkpoint.save(folder / "checkpoint.npz", arrays, facts)
+    evaluate.load(folder)
+
+
+@pytest.mark.parametrize("write", [write_npz, write_params, write_range])
+def test_a_file_with_a_damaged_header_name_or_fact_is_refused_by_name(write, tmp_path):
+    with pytest.raises(Error, match=str(tmp_path)) as refused:
+        write(tmp_path)
+    assert "\n" not in str(refused.value)
