@@ -13,6 +13,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
+from gluon_mgpu.training.replicas import LENET
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
@@ -23,7 +24,6 @@ from gluon_mgpu.convert import network, operators
 from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.replicas import LENET
 
 
 def needs(to):

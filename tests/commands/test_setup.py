@@ -1,7 +1,6 @@
 """find-python.sh, with stand-ins for machines and Pythons; what the Makefile rebuilds; Slurm's script; the wheel."""
 
 import os
-import shutil
 import sys
 import zipfile
 
