@@ -92,11 +92,11 @@ def _gpus() -> Iterator[Finding]:
         yield "note", str(error)
         return
     for index, (name, major, minor) in enumerate(gpus):
-        gpu = f"GPU {index}, {name}, compute capability {major}.{minor}"
-        if major in devices.KERNELS:
-            yield "ok", f"{gpu}: should work with mxnet-cu112 1.9.1; nobody has reported a run"
-        else:
-            yield "note", f"{gpu}: MXNet 1.9.1's wheels have no kernels for it; use {devices.WAYS}"
+        works = major in devices.KERNELS
+        advice = (
+            "should work; nobody has reported a run" if works else f"not with MXNet 1.9.1's wheels; use {devices.WAYS}"
+        )
+        yield "ok" if works else "note", f"GPU {index}, {name}, compute capability {major}.{minor}: {advice}"
 
 
 def cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:

