@@ -114,4 +114,4 @@ clean:  ## remove .venv, .venvs and all build output
 	rm -rf $(VENV) .venvs build dist docs/api *.egg-info
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
