@@ -34,6 +34,7 @@ if not find_spec("gluon_mgpu"):
             "build/docs/notebooks), or run `make install` in a checkout, and select the kernel .venv/bin/python"
         )
     install(wheels[0])
+    import setuptools  # provides distutils, which MXNet imports
 if not find_spec("mxnet"):
     install("--no-deps", "mxnet==1.9.1")
 """

@@ -16,7 +16,7 @@ from gluon_mgpu.runtime import engine
 FOLDER = ROOT / "build/docs/notebooks"
 WITH_CELLS = [path.stem for path in ROOT.glob("docs/*.md") if "file_format: mystnb" in path.read_text()]
 TRAIN = """print(np.__version__)
-train_lesson(gpus=2, dataset="synthetic", limit=600, epochs=1, seed=1)
+history = train_lesson(gpus=2, dataset="synthetic", limit=600, epochs=1, seed=1)
 """
 PAGES = sorted((ROOT / "build/docs").glob("*.html"))
 FENCES = r"^```.*?^```"
@@ -84,7 +84,8 @@ def test_a_hosted_notebook_with_a_new_numpy_installs_what_is_missing_and_trains(
             hosted, timeout=600, kernel_name="hosted", resources={"metadata": {"path": folder}}
         )
         client.execute(env=env)
-    numpy, first, epoch = hosted.cells[2].outputs[0].text.splitlines()
+    printed = "".join(output.text for output in hosted.cells[2].outputs if output.get("name") == "stdout")
+    numpy, first, epoch = printed.replace("\r", "").strip().splitlines()
     assert int(numpy.split(".")[0]) >= 2 and first == "running on: [cpu(0), cpu(1)]" and epoch.startswith("epoch 1, ")
 
 
