@@ -26,7 +26,7 @@ from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
@@ -304,7 +304,7 @@ class TestOwnGluonLesson:
         lesson = lessons.load("highlevel", lenet=small_networks.normalized)
         train(lesson, 2, 64, LR, **OPTIONS)
         assert "differ" not in capsys.readouterr().err
-        assert build(lesson, 2).has_running_stats
+        assert build(lesson, 2).running_stats
 
     def test_its_own_initial_weights_are_used(self, tmp_path):
         path = tmp_path / "my_highlevel.py"

@@ -86,6 +86,7 @@ def test_the_module_is_the_installed_command_under_its_own_name(capsys):
         ("train --recipe gluon-lenet-mnist-1gpu --resume runs/first", ["--recipe", "--resume"]),
         ("train --impl 'a\nb' --dataset synthetic --limit 600", ["--impl"]),  # one line, whatever the user typed
         ("convert runs/first out", ["--to", "gluon, pytorch, onnx"]),
+        ("convert net.params", ["net.params", "load_parameters", "export"]),
     ],
 )
 def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(capsys, line, parts):
