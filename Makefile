@@ -2,14 +2,15 @@
 # PYTHON=python3.12 selects the interpreter, NUMPY=2.1 the NumPy version. A .venv with a different version of either is
 # replaced.
 VENV := .venv
+MXNET := mxnet==1.9.1
 BIN := $(VENV)/bin
 # MXNet's metadata pins an old NumPy. It works with newer ones (docs/install.md), so pip does not report the conflict.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
 INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-slow test-processors test-cuda test-packages torture parity docs lint audit \
-    install dev torch old-books clean help
+.PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda test-packages torture parity \
+    docs lint audit install dev torch old-books clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -33,11 +34,20 @@ test-slow: dev  ## run the test suite, including tests that take minutes
 
 # DNNL_MAX_CPU_ISA limits the instruction sets that MXNet uses, as on an older processor.
 PROCESSORS := SSE41 AVX2 AVX512_CORE
-NUMERICAL := tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py \
+NUMERICAL := tests/test_steps.py tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py \
     $(if $(QUICK),,tests/test_evaluate.py tests/training/test_resume.py tests/parity)
+MXNET2_TESTS := tests/test_steps.py tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py \
+    tests/training/test_resume.py tests/test_evaluate.py tests/test_exercises.py tests/runtime/test_mxnet2.py
 test-processors: dev  ## run the numerical, resume and parity tests with other instruction sets: PROCESSORS="SSE41 AVX2", QUICK=1 for the numerical ones only
 	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
 	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(NUMERICAL) || exit 1; done
+
+test-mxnet2:  ## run the lessons' tests with MXNet 2.0.0b1 in .venvs/mxnet2 (200 MB to download)
+	$(MAKE) dev VENV=.venvs/mxnet2 MXNET=mxnet==2.0.0b1 NUMPY=2
+	.venvs/mxnet2/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $(MXNET2_TESTS)
+
+test-platforms:  ## test Python 3.14 and 3.15, and aarch64 under qemu, in new root file systems (needs root and Debian): PLATFORMS=...
+	scripts/test-platforms.sh $(PLATFORMS)
 
 test-cuda: dev  ## test mxnet-cu112 with NVIDIA's wheels in a separate environment (2.1 GB to download)
 	$(BIN)/python -m pytest -m cuda_wheels
@@ -57,6 +67,7 @@ docs: dev  ## build the website in build/docs, and its lessons as executed noteb
 	$(PIP) --editable '.[docs]'
 	rm -rf build/docs docs/api
 	$(if $(QUICK),GLUON_MGPU_DOCS_QUICK=1) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs/notebooks .
 	$(BIN)/python -m pytest -m notebooks tests/test_site.py
 
 lint: dev  ## run ruff and mypy
@@ -74,7 +85,7 @@ install: $(INSTALLED)  ## set up .venv with what training needs, and do nothing 
 $(INSTALLED): setup.cfg scripts/find-python.sh
 	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
 	@echo "installing MXNet (47 MB to download)"
-	@$(PIP) --no-deps mxnet==1.9.1 || $(call failed,410 MB)
+	@$(PIP) --no-deps $(MXNET) || $(call failed,410 MB)
 	@echo "installing NumPy, Matplotlib and other packages (43 MB to download)"
 	@$(PIP) --editable $(if $(NUMPY),. 'numpy==$(NUMPY).*','.[cpu]') || $(call failed,410 MB)
 	@touch $@
@@ -103,4 +114,4 @@ clean:  ## remove .venv, .venvs and all build output
 	rm -rf $(VENV) .venvs build dist docs/api *.egg-info
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)

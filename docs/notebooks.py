@@ -14,13 +14,29 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-IMPORT = """try:
-    import gluon_mgpu
-except ImportError:
-    raise ImportError(
-        "gluon_mgpu is not installed: run `make install` in a checkout, "
-        "and select the kernel .venv/bin/python"
-    ) from None
+INSTALL = """\
+# Installs what is missing, for example in Colab. Otherwise, it does nothing.
+import subprocess
+import sys
+from glob import glob
+from importlib.util import find_spec
+
+
+def install(*packages):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
+
+
+if not find_spec("gluon_mgpu"):
+    wheels = glob("gluon_mgpu-*.whl")
+    if not wheels:
+        raise ImportError(
+            "gluon_mgpu is not installed: upload its wheel to this notebook's folder (`make docs` writes it to "
+            "build/docs/notebooks), or run `make install` in a checkout, and select the kernel .venv/bin/python"
+        )
+    install(wheels[0])
+    import setuptools  # provides distutils, which MXNet imports
+if not find_spec("mxnet"):
+    install("--no-deps", "mxnet==1.9.1")
 """
 MARKDOWN = re.compile(
     r"(?P<code>^```.*?^```|`[^`]+`)|(?P<bracket>\s\()?(?P<image>!?)\[(?P<words>[^]]*)\]\((?P<target>[^()\s]+)\)(?(bracket)\))",
@@ -47,8 +63,7 @@ def write(app, exception):
     for page in pages:
         notebook = nbformat.read(Path(app.env.mystnb_config.output_folder, f"{page}.ipynb"), as_version=4)
         notebook.metadata = nbformat.from_dict(METADATA)
-        set_up = next(cell for cell in notebook.cells if cell.cell_type == "code")
-        set_up.source = set_up.source.replace("import gluon_mgpu\n", IMPORT, 1)
+        notebook.cells.insert(1, nbformat.v4.new_code_cell(INSTALL))  # after the page's title
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 make_standalone(cell, Path(app.srcdir), pages)

@@ -78,8 +78,8 @@ class LessonConfig(Config):
     tune: bool = declare(
         False,
         click.BOOL,
-        "With highlevel, on CPU: use a faster trainer and, on processors with AVX-512, a faster network. Both compute "
-        "the same values up to rounding.",
+        "With highlevel and MXNet 1.9.1, on CPU: use a faster trainer and, on processors with AVX-512, a faster "
+        "network. Both compute the same values up to rounding.",
         "Network and data",
     )
     zero: int = declare(

@@ -104,7 +104,7 @@ class GluonModel(Model):
         if config.grad_accum_steps > 1:
             for p in trained.values():
                 p.grad_req = "add"
-        tune = config.tune and ctx[0].device_type == "cpu"
+        tune = config.tune and ctx[0].device_type == "cpu" and mx.__version__ < "2"
         faster = tune and config.hybridize and tuning.has_avx512() and tuning.tunable(self.net, ctx)
         self.fast_net = tuning.tuned(self.net) if faster else self.net
         rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}

@@ -52,9 +52,9 @@ def test_the_exercises_on_the_pages_exist():
 
 
 def test_the_files_and_make_targets_on_the_pages_exist():
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for page, text in PAGES.items():
-        assert {*re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE)} <= {*targets}, page
+        assert {*re.findall(r"(?:^    |`)make ([a-z0-9-]+)", text, re.MULTILINE)} <= {*targets}, page
         for path in re.findall(r"(?<![\w/.-])(?:gluon_mgpu|scripts|tests)/[a-z0-9_/]+\.(?:py|sh)", text):
             assert (ROOT / path).exists(), f"{page}: {path}"
 

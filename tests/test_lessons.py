@@ -31,6 +31,7 @@ from gluon_mgpu.training.run import read
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
 
+MXNET_2 = mx.__version__ >= "2"
 LR = 0.2
 OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
 MODULES = [scratch, highlevel]
@@ -188,7 +189,7 @@ class TestWhatYouReadIsWhatRuns:
     def test_by_default_the_network_as_written_trains_with_mxnets_own_store(self):
         model = build(highlevel, 2)
         model.step(*batch(8), LR)
-        assert type(model.net) is gluon.nn.HybridSequential and model.net.prefix == "cnn_"
+        assert type(model.net) is gluon.nn.HybridSequential and (MXNET_2 or model.net.prefix == "cnn_")
         assert model.fast_net is model.net and type(model.trainer) is gluon.Trainer
         assert isinstance(model.trainer._kvstore, mx.kvstore.KVStore) and model.trainer._kvstore.type == "device"
 
@@ -222,7 +223,8 @@ class TestWhatYouReadIsWhatRuns:
             model.export(str(tmp_path / name))
             graphs.append((tmp_path / f"{name}-symbol.json").read_text())
             build(highlevel, 1).step(*batch(8), LR)
-        assert graphs[0] == graphs[1]
+        if not MXNET_2:  # which numbers the nodes of all graphs
+            assert graphs[0] == graphs[1]
 
 
 class TestTrain:

@@ -2,6 +2,7 @@
 website is usable on a phone and with a screen reader."""
 
 import re
+import shutil
 import sys
 
 import browser
@@ -14,6 +15,9 @@ from gluon_mgpu.runtime import engine
 
 FOLDER = ROOT / "build/docs/notebooks"
 WITH_CELLS = [path.stem for path in ROOT.glob("docs/*.md") if "file_format: mystnb" in path.read_text()]
+TRAIN = """print(np.__version__)
+history = train_lesson(gpus=2, dataset="synthetic", limit=600, epochs=1, seed=1)
+"""
 PAGES = sorted((ROOT / "build/docs").glob("*.html"))
 FENCES = r"^```.*?^```"
 
@@ -32,8 +36,8 @@ def code_cells(notebook):
 @each_lesson
 def test_every_cell_of_a_lesson_has_run_without_an_error(name):
     nbformat.validate(notebook(name))
-    cells = code_cells(notebook(name))
-    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    install, *cells = code_cells(notebook(name))
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)] and not install.outputs
     outputs = [output for cell in cells for output in cell.outputs]
     assert outputs and "error" not in {output.output_type for output in outputs}
 
@@ -50,12 +54,39 @@ def test_the_markdown_of_a_notebook_needs_neither_sphinx_nor_other_files(name):
 
 
 @each_lesson
-def test_the_first_cell_sets_up_or_says_how_to_install_the_package(name):
-    source = code_cells(notebook(name))[0].source
-    assert source.index("gluon_mgpu.configure(") < source.index("import mxnet")
-    program = f"import sys; sys.modules['gluon_mgpu'] = None\n{source}"  # as if it were not installed
-    run = finished(sys.executable, "-c", program)
-    assert run.stderr.splitlines()[-1].startswith("ImportError: gluon_mgpu is not installed: run `make install`")
+def test_the_first_cell_says_how_to_install_the_package_and_the_second_sets_up(name, tmp_path):
+    install, set_up = (cell.source for cell in code_cells(notebook(name))[:2])
+    assert set_up.index("gluon_mgpu.configure(") < set_up.index("import mxnet")
+    program = f"import sys; sys.modules['gluon_mgpu'] = None\n{install}"  # as if it were not installed
+    run = finished(sys.executable, "-c", program, cwd=tmp_path)
+    error = run.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: gluon_mgpu is not installed: ") and "`make install`" in error
+
+
+def test_a_hosted_notebook_with_a_new_numpy_installs_what_is_missing_and_trains(tmp_path):
+    """As in Colab: another environment, which has NumPy 2 and pandas, with the notebook and the wheel in a folder."""
+    python = tmp_path / "venv/bin/python"
+    for command in (
+        [sys.executable, "-m", "venv", tmp_path / "venv"],
+        [python, "-m", "pip", "install", "--quiet", "numpy>=2", "pandas", "matplotlib", "ipykernel"],
+        [python, "-m", "ipykernel", "install", "--prefix", tmp_path / "venv", "--name", "hosted"],
+    ):
+        assert finished(*command, timeout=600).returncode == 0
+    folder = tmp_path / "content"
+    folder.mkdir()
+    shutil.copy(next(FOLDER.glob("gluon_mgpu-*.whl")), folder)
+    hosted = notebook("from-scratch")
+    hosted.cells = code_cells(hosted)[:2] + [nbformat.v4.new_code_cell(TRAIN)]
+    env = {**engine.users_environment(), "JUPYTER_PATH": str(tmp_path / "venv/share/jupyter")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PATH", env["JUPYTER_PATH"])
+        client = nbclient.NotebookClient(
+            hosted, timeout=600, kernel_name="hosted", resources={"metadata": {"path": folder}}
+        )
+        client.execute(env=env)
+    printed = "".join(output.text for output in hosted.cells[2].outputs if output.get("name") == "stdout")
+    numpy, first, epoch = printed.replace("\r", "").strip().splitlines()
+    assert int(numpy.split(".")[0]) >= 2 and first == "running on: [cpu(0), cpu(1)]" and epoch.startswith("epoch 1, ")
 
 
 def test_a_downloaded_notebook_runs_in_an_empty_folder(tmp_path):

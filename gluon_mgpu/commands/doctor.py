@@ -7,7 +7,6 @@ click, and a separate process with a time limit tries the main job.
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -18,11 +17,12 @@ from pathlib import Path
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import cuda, engine, errors, log, subprocesses
+from gluon_mgpu.runtime import cuda, devices, engine, errors, log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MAIN_JOB = "train --impl scratch --gpus 2"
 TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")
+NEWEST_PYTHON = (3, 15)  # of those that were tried
 Finding = tuple[str, str]  # (mark, line). "problem": the main job cannot run; "note": something else does not work
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 SECONDS = 120  # time limit for a process that imports MXNet on a busy machine
@@ -49,10 +49,13 @@ def doctor(context: click.Context, data_dir: str | None) -> None:
 
 def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     """Yields each finding as soon as it is known."""
-    yield "ok", f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
+    machine = f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
+    is_new = sys.version_info[:2] > NEWEST_PYTHON
+    yield ("note", f"{machine}: this version of Python was never tried") if is_new else ("ok", machine)
     packages = [_package("NumPy", "'numpy>=1.22'"), _package("MXNet", "--no-deps mxnet==1.9.1")]
     yield from packages
     yield _cores()
+    yield from _gpus()
     if all(mark == "ok" for mark, _ in packages):
         trial = _trial()
         yield trial
@@ -71,7 +74,7 @@ def _package(name: str, requirement: str) -> Finding:
 
 
 def _cores() -> Finding:
-    allowed = len(os.sched_getaffinity(0))
+    allowed = engine.cores()
     cores = cgroup_cores() or allowed
     contexts = max(1, min(allowed, int(cores)))
     sharing = f"--gpus above {contexts} works, but CPU contexts then share cores"
@@ -79,6 +82,21 @@ def _cores() -> Finding:
         return "ok", f"{allowed} core{'s'[: allowed != 1]}: {sharing}"
     threads = f"with --gpus 1, set OMP_NUM_THREADS={contexts}, because the default is {allowed} threads"
     return "note", f"{cores:g} of {allowed} cores (the container's quota): {sharing}; {threads}"
+
+
+def _gpus() -> Iterator[Finding]:
+    """What can run on each GPU, by its compute capability."""
+    try:
+        gpus = devices.driver_gpus()
+    except Error as error:
+        yield "note", str(error)
+        return
+    for index, (name, major, minor) in enumerate(gpus):
+        works = major in devices.KERNELS
+        advice = (
+            "should work; nobody has reported a run" if works else f"not with MXNet 1.9.1's wheels; use {devices.WAYS}"
+        )
+        yield "ok" if works else "note", f"GPU {index}, {name}, compute capability {major}.{minor}: {advice}"
 
 
 def cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:

@@ -201,7 +201,7 @@ def replicas(answer: Answer) -> None:
     }
     case = f"limit {limit}, {K} devices, each with a weight (3 elements) and a bias (1 element): {shown(before[:1])}"
     compare(case, list(found), right, mistakes, before)
-    if any(x is not y for x, y in zip(arrays, net.weight.list_data() + net.bias.list_data())):
+    if any((x != y).asnumpy().any() for x, y in zip(arrays, net.weight.list_data() + net.bias.list_data())):
         raise Mistake("not-in-place", f"{case}; the values are right, but in new arrays")
 
 

@@ -83,7 +83,8 @@ def answer_queries(mx: ModuleType, gpus: int | None) -> None:
 def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:
     """Use more temporary spaces for SyncBatchNorm. It holds one while it waits for the other context, whose operators
     may need the same one. This is too late if the program has used random numbers before; see also `run`."""
-    layer = mx.gluon.contrib.nn.SyncBatchNorm
+    nn = mx.gluon.nn if mx.__version__ >= "2" else mx.gluon.contrib.nn
+    layer = nn.SyncBatchNorm
     create = layer.__init__
 
     def create_and_watch(self: Any, *args: Any, **options: Any) -> None:

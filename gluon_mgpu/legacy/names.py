@@ -34,27 +34,46 @@ MODULES = {
 # Packages of "Dive into Deep Learning": {module: what to install with `pip install --no-deps`}.
 BOOKS = {"gluonbook": "gluonbook==0.8.10", "d2lzh": "d2lzh==1.0.0", "d2l": "d2l==0.17.6"}
 
+# Names of MXNet 1.9.1 that MXNet 2 lacks.
+REMOVED = ("executor_manager", "mod", "module", "mon", "monitor", "rnn", "th", "torch")
+USE_191 = "run this program in an environment with mxnet==1.9.1"
 
-class MissingBook(ModuleNotFoundError):
-    """A package in BOOKS is not installed. The message is one line that says how to install it."""
+
+class MissingModule(ModuleNotFoundError):
+    """A package in BOOKS is not installed, or MXNet 2 lacks a module. The message is one line."""
+
+
+class RemovedName(AttributeError):
+    """A name in REMOVED was used with MXNet 2. The message is one line."""
 
 
 class Modules:
-    """Finds MODULES, and raises MissingBook for BOOKS. This finder is last on sys.meta_path, so that installed modules
-    take precedence."""
+    """Finds MODULES, and raises MissingModule for BOOKS and REMOVED. This finder is last on sys.meta_path, so that
+    installed modules take precedence."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in BOOKS:
             sys.excepthook = _show
             pip = f"pip install 'gluon_mgpu[old-books]' && pip install --no-deps {BOOKS[name]}"
-            raise MissingBook(f"{name} is not installed: run `make old-books`, or `{pip}`", name=name)
+            raise MissingModule(f"{name} is not installed: run `make old-books`, or `{pip}`", name=name)
+        if name.startswith("mxnet.") and name[6:] in REMOVED:
+            sys.excepthook = _show
+            raise MissingModule(f"{name} is not in MXNet 2: {USE_191}", name=name)
         return importlib.util.spec_from_file_location(name, MODULES[name]) if name in MODULES else None
 
 
+def _refuse(name: str) -> None:
+    """Raise RemovedName for a name in REMOVED, AttributeError for any other."""
+    if name not in REMOVED:
+        raise AttributeError(f"module 'mxnet' has no attribute {name!r}")
+    sys.excepthook = _show
+    raise RemovedName(f"mx.{name} is not in MXNet 2: {USE_191}")
+
+
 def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print a MissingBook as one line, and any other error as Python does."""
-    if isinstance(error, MissingBook):
+    """Print a MissingModule or RemovedName as one line, and any other error as Python does."""
+    if isinstance(error, (MissingModule, RemovedName)):
         print(f"error: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
@@ -193,6 +212,8 @@ def add_to_mxnet(mx: ModuleType) -> None:
     import numpy as np
 
     add(mx.gluon, "autograd", mx.autograd)
+    if mx.__version__ >= "2":
+        vars(mx)["__getattr__"] = _refuse
     arrays.add_conversion(mx)
     if hasattr(np, "trapezoid"):
         _keep_sums_in_float64(mx.metric.EvalMetric)

@@ -74,7 +74,8 @@ def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
 
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus, settings.map_gpus)
-    onednn.replace(mx)
+    if mx.__version__ < "2":
+        onednn.replace(mx)
     names.add_to_mxnet(mx)
     if settings.launched:
         kvstore.prepare_worker(mx)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
-KERNELS = range(5, 9)  # major compute capabilities that mxnet-cu112 1.9.1 supports (docs/engine.md)
+KERNELS = range(5, 9)  # major compute capabilities that MXNet 1.9.1's wheels support (docs/engine.md)
+WAYS = "MXNet 2's community fork, or NVIDIA's container 24.06 for up to 9.0 (docs/install.md)"  # for newer GPUs
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
@@ -68,12 +69,12 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
         advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
         raise UsageError("gpus", indices, advice)
     driver = driver_gpus()
-    for index in indices:
+    for index in indices if any(name.startswith("mxnet-cu") for name in cuda.wheels()) else ():
         name, major, minor = driver[index]
         if major not in KERNELS:
             gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
-            cpu = errors.setting("device", "cpu")
-            raise Error(f"{gpu}: MXNet 1.9.1 has kernels for {KERNELS[0]}.x to {KERNELS[-1]}.x only; use {cpu}")
+            has = f"MXNet 1.9.1's wheels have kernels for {KERNELS[0]}.x to {KERNELS[-1]}.x only"
+            raise Error(f"{gpu}: {has}; use {errors.setting('device', 'cpu')}, {WAYS}")
     return [mx.gpu(i) for i in indices]
 
 

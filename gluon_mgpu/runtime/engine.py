@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from gluon_mgpu.runtime import cuda, log
+from gluon_mgpu.runtime import aarch64, cuda, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
@@ -112,6 +112,10 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
         _prepare()
     with numpy_names.lent():
         exec_module(module)
+    if module.__version__.startswith("2."):
+        from gluon_mgpu.runtime import mxnet2
+
+        mxnet2.restore(module)
     _repeat_lost_interrupts()
 
 
@@ -179,6 +183,7 @@ def _prepare() -> None:
     os.environ.update(users)
     _set_threads(_plan.contexts, _plan.processes)
     cuda.prepare()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
+    aarch64.prepare()
     if _plan.contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
     if log.rank() is not None and log.size() != 1:
@@ -187,7 +192,7 @@ def _prepare() -> None:
     both = {name: (users.get(name), os.environ.get(name)) for name in {*users, *os.environ}}
     _changed = {name: (before, after) for name, (before, after) in both.items() if before != after}
     for variable, parameter, value in ALLOCATOR:
-        if variable not in os.environ:
+        if variable not in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).mallopt(parameter, value)
     _prepared = _plan
 
@@ -211,8 +216,15 @@ def users_environment() -> dict[str, str]:
     return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
 
 
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def openmp_threads() -> int:
-    """The number of OpenMP threads that each of MXNet's worker threads uses."""
+    """The number of OpenMP threads that each of MXNet's worker threads uses; 1 on macOS, which has no libgomp."""
+    if sys.platform == "darwin":
+        return 1
     counts = []
     gomp = ctypes.CDLL("libgomp.so.1")
     thread = threading.Thread(target=lambda: counts.append(gomp.omp_get_max_threads()))
@@ -238,8 +250,7 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     if alone and not fewer:
         asked = os.environ.get("OMP_NUM_THREADS", "")
         if not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST_THREADS:
-            cores = len(os.sched_getaffinity(0)) // processes
-            _put("OMP_NUM_THREADS", str(max(1, cores)), "it is not a valid thread count")
+            _put("OMP_NUM_THREADS", str(max(1, cores() // processes)), "it is not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import gzip
 import os
 import zlib
@@ -54,6 +53,8 @@ def lock(folder: str | Path, name: str) -> int:
     name: the setting that gives the folder, such as "out", for error messages. Raises UsageError if another process
     holds the lock, Error if the folder cannot be locked.
     """
+    import fcntl  # does not exist on Windows, where data sets work, but not training
+
     descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 # MXNet keeps its own functions in a table whose keys are NumPy's functions, so two names must not share an object.
-# Each partial is a new object.
+# Each partial is a new object, and has a docstring, which MXNet 2 reads.
 REMOVED = {
     "bool": bool,  # removed in 1.24, defined again in 2.0; the names below were removed in 2.0 or 2.4
     "PZERO": 0.0,
@@ -31,9 +31,9 @@ REMOVED = {
     "sometrue": functools.partial(np.any),
     "product": functools.partial(np.prod),
     "round_": functools.partial(np.around),
-    "msort": lambda a: np.sort(a, axis=0),
-    "in1d": lambda ar1, ar2, *args, **kwargs: np.isin(np.ravel(ar1), ar2, *args, **kwargs),
-    "trapz": lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs),
+    "msort": functools.partial(np.sort, axis=0),
+    "in1d": functools.partial(lambda ar1, *args, **kwargs: np.isin(np.ravel(ar1), *args, **kwargs)),
+    "trapz": functools.partial(lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs)),
 }
 FINANCIAL = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")  # moved to the package numpy_financial in 1.20
 WHILE_IMPORTED = {**REMOVED, **{name: object() for name in FINANCIAL}}

@@ -25,6 +25,14 @@ IMAGES = "train-images-idx3-ubyte"
 MIRRORS = ("school", "ftp://school/data", "http://[")
 
 
+def test_data_sets_need_neither_mxnet_nor_modules_of_unix():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['mxnet', 'fcntl', 'pwd', 'grp', 'resource']))\n"
+    code = (
+        "from gluon_mgpu.data import datasets, own_data, splitting; print(datasets.synthetic(6, 6).train_images.shape)"
+    )
+    assert runs.python(blocked + code).stdout == "(6, 1, 28, 28)\n"
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """GET /BEHAVIOUR/FILE.gz: the first file is always sent whole."""
 

