@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 import pytest
 from runs import ROOT, call, error, finished
-from runs import gluon_mgpu as run_command
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.main import main
@@ -59,11 +58,6 @@ def test_a_script_is_the_installed_command_under_its_own_name(capsys, monkeypatc
     installed = call(capsys, main, name, "--help")[1]
     renamed = re.sub(r"gluon-mgpu ([a-z][\w-]*)", lambda m: f"python scripts/{m[1].replace('-', '_')}.py", installed)
     assert out.split() == renamed.split()
-
-
-def test_the_module_is_the_installed_command_under_its_own_name(capsys):
-    done = run_command("exercise", "-h")
-    assert done.stdout == call(capsys, main, "exercise", "-h")[1].replace("gluon-mgpu", "python -m gluon_mgpu")
 
 
 @pytest.mark.parametrize(
