@@ -31,10 +31,6 @@ from gluon_mgpu.training.run import read
 LR = 0.2
 OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device": "cpu"}
 MODULES = [scratch, highlevel]
-# Networks computed in a different order differ by rounding, and by ReLUs whose input is within rounding of 0. Such a
-# ReLU turns one of more than 10^5 activations on or off, which moves an update by far less than this part
-# of its length. Dropping a shard or dividing by its size would move it by more than half.
-ROUNDING_AND_RELUS = 1e-2
 
 
 @pytest.fixture
@@ -49,17 +45,6 @@ def build(module, devices, start=None, **options):
     if start:
         model.load(start)
     return model
-
-
-def assert_replicas_equal(model):
-    first, *others = [state_dict(model, device) for device in range(len(model.ctx))]
-    for other in others:
-        np.testing.assert_equal(other, first)
-
-
-def distance(a, b):
-    """The Euclidean distance over all parameters."""
-    return np.linalg.norm(np.concatenate([(a[name].astype(np.float64) - b[name]).ravel() for name in a]))
 
 
 class TestSignatures:
@@ -100,36 +85,14 @@ def test_a_step_refuses_a_batch_that_leaves_a_device_with_its_old_gradients(modu
         build(module, 3).step(*batch(2), LR)
 
 
-class TestStep:
-    @pytest.mark.parametrize("devices", [1, 2, 3, 5])
-    @pytest.mark.parametrize(
-        "module, options",
-        [(scratch, {}), (highlevel, {}), (highlevel, {"hybridize": False}), (highlevel, {"tune": True})],
-    )
-    def test_each_lesson_on_any_devices_takes_the_step_of_scratch_on_one_and_replicas_stay_equal(
-        self, module, options, devices, start
-    ):
-        one, several = build(scratch, 1, start), build(module, devices, start, **options)
-        for examples in (130, 64, 5):
-            before = state_dict(several)
-            one.load(before)
-            steps = [model.step(*batch(examples, seed=examples), LR) for model in (one, several)]
-            expected, losses = [np.concatenate([shard.asnumpy() for shard in step]) for step in steps]
-            # Sums of at most 800 products, of magnitude up to the largest loss.
-            np.testing.assert_allclose(losses, expected, atol=800 * np.finfo(np.float32).eps * expected.max())
-            after = state_dict(several)
-            assert distance(after, state_dict(one)) < ROUNDING_AND_RELUS * distance(after, before)
-            assert_replicas_equal(several)
-
-    def test_one_seed_draws_the_same_parameters_in_both_lessons_on_any_number_of_devices(self):
-        drawn = []
-        for module in MODULES:
-            for devices in (1, 3):
-                mx.random.seed(5)
-                model = build(module, devices)
-                assert_replicas_equal(model)
-                drawn.append(state_dict(model))
-        np.testing.assert_equal(drawn, drawn[:1] * 4)
+def test_one_seed_draws_the_same_parameters_in_both_lessons_on_any_number_of_devices():
+    drawn = []
+    for module in MODULES:
+        for devices in (1, 3):
+            mx.random.seed(5)
+            model = build(module, devices)
+            drawn += [state_dict(model, device) for device in range(devices)]
+    np.testing.assert_equal(drawn, drawn[:1] * 8)
 
 
 class TestWhatYouReadIsWhatRuns:
