@@ -12,7 +12,7 @@ import gluon_mgpu
 OF_THEIR_OWN_TARGETS = ("cuda_wheels", "notebooks")  # markers: run only where -m names them
 LONGEST = 3600  # seconds, for tests with these markers and slow tests; pyproject.toml has the limit for all other tests
 # Reasons to skip that --no-skips accepts, because no command installs what is missing.
-MAY_BE_MISSING = ("needs root", "needs the original notebooks")
+MAY_BE_MISSING = ("needs root",)
 
 ROOT = Path(__file__).parents[1]
 
