@@ -211,20 +211,6 @@ def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
         assert step == pytest.approx(alone + wanted), devices
 
 
-def test_devices_do_not_divide_an_example(pays):
-    for examples, devices, one_after_another in [(8, 8, 1), (8, 4096, 1), (9, 8, 2), (10, 4, 3)]:
-        parts, _ = predicted(pays, batch=examples, devices=devices)
-        assert parts["compute"] == pytest.approx(one_after_another * CLUSTER["flop"] / CLUSTER["flops"])
-        parts, _ = predicted(pays, batch=examples, devices=devices, allreduce="memory", cores=2)
-        assert parts["compute"] == pytest.approx(examples / 2 * CLUSTER["flop"] / CLUSTER["flops"])
-    pays.choose("#pays-link", "ethernet10")
-    pays.choose("#pays-devices", 4)
-    for examples, shards in [(10, [3, 3, 2, 2]), (3, [1, 1, 1, 0])]:
-        pays.choose("#pays-batch", examples)
-        widths = pays.value("[...document.querySelectorAll('#pays .compute[width]')].map(e => e.width.baseVal.value)")
-        assert np.array(widths[1:]) / widths[0] == pytest.approx(np.array(shards) / examples, abs=1e-3)
-
-
 def test_every_control_can_be_reached_and_changed_with_the_keyboard(pays):
     keys = importlib.import_module("selenium.webdriver").Keys
     controls = pays.driver.find_elements("css selector", "#pays input, #pays select")

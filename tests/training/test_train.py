@@ -64,12 +64,6 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 
 
-def test_it_trains_if_a_standard_stream_is_closed():
-    for closed in ("0<&-", "2>&-"):
-        done = finished("sh", "-c", f'exec "$@" {closed}', "sh", *runs.TRAIN, *SYNTHETIC, "--limit", 300, "--epochs", 1)
-        assert done.returncode == 0 and done.stdout.startswith("running on")
-
-
 @pytest.mark.parametrize("read", [True, False], ids=["output read", "nobody reads"])
 def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
     options = ("--limit", "2000", "--epochs", "500", "--gpus", "2", "--out", str(tmp_path))
@@ -174,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_
 
 
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
-    with pytest.raises(Error, match="epoch 1, step"):
+    with pytest.raises(Error, match="epoch 1"):
         train(lr=1e37, limit=5000, epochs=3, out=tmp_path)
     assert not list(tmp_path.iterdir())
     train(out=tmp_path)
