@@ -1,4 +1,4 @@
-"""Lesson 4: asynchronous calls, parallel work on all devices, and copies, shown with matrix products.
+"""Lesson 5: asynchronous calls, parallel work on all devices, and copies, shown with matrix products.
 
 A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a Python
 loop over devices keeps all of them busy at once. Each `run_` function prints the same lines as one cell of the source,

@@ -1,7 +1,7 @@
-"""Holds a lesson's step against one device: the same batch, from the same parameters, once on one device and once on k.
+"""Compares a lesson's step on several devices with the same step on one: the same batch, from the same parameters.
 
-That both give the same update is the claim of data parallelism. `compare` checks it claim by claim, and names the
-likeliest reason if it does not hold.
+That both give the same update is the claim of data parallelism. `compare` checks it claim by claim, and `verdict` names
+the likeliest reason if it does not hold.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gluon_mgpu import lessons, models
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import shard_sizes
 from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.models import Model
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training.model import Model, state_dict
 
 EXAMPLES = (4, 3, 5)  # per device, in each of the three batches; the second one has one more example, so it is uneven
 ROUNDING = 2.0**-24  # largest relative error of one float32 operation
@@ -44,6 +44,8 @@ def compare(
 
     ctx: at least two devices. config: only its network is used. image_shape, classes: see `models.build`.
     """
+    if len(ctx) < 2:
+        raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
     plain = LessonConfig(impl=lessons.name_of(lesson), model=config.model if config else "lenet")
     zero = LessonConfig(**{**vars(plain), "zero": config.zero}) if config else plain
     one = models.build(lesson, ctx[:1], plain, image_shape, classes)
@@ -62,11 +64,14 @@ def compare(
     return [Claim(name, reason) for name, reason in reasons.items()]
 
 
-def problem(claims: list[Claim]) -> str:
-    """The likeliest reason why a step on several devices differs from a step on one; empty if it does not differ."""
-    differs = [claim for claim in claims if claim.reason and claim.name in ("losses", "replicas", "update")]
-    causes = [claim.reason for claim in claims if claim.reason]
-    return causes[0] if differs else ""
+def verdict(claims: list[Claim]) -> str:
+    """What to tell the user: empty if the step on several devices is the step on one, else the likeliest reason."""
+    reasons = {claim.name: claim.reason for claim in claims if claim.reason}
+    if "repeatable" in reasons:
+        return f"cannot be compared with one device: {reasons['repeatable']}"
+    if not reasons.keys() & {"losses", "replicas", "update"}:
+        return ""
+    return f"does not take the same step as on one device: {next(iter(reasons.values()))}"
 
 
 def _spread(arrays: Arrays, rng: np.random.Generator) -> Arrays:
@@ -101,7 +106,7 @@ def _compare_step(one: Model, several: Model, start: Arrays, X: nd.NDArray, y: n
     shards = [
         _step(one, start, X[end - size : end], y[end - size : end]) for size, end in zip(sizes, accumulate(sizes))
     ]
-    if one.has_running_stats:  # batch normalization sees only a shard, so a whole batch gives another result
+    if one.running_stats:  # batch normalization sees only a shard, so a whole batch gives another result
         expected_losses = np.concatenate([losses for losses, _ in shards])
         expected = {name: sum(c[name] * s / n for s, (_, [c]) in zip(sizes, shards)) for name in expected}
     losses, changes = _step(several, start, X, y)

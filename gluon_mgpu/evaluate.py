@@ -21,9 +21,9 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import split
 from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.models import VELOCITY, Model
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.run import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
@@ -34,7 +34,7 @@ TOP = 3  # number of classes printed per image
 class Trained(NamedTuple):
     """A run, and its network with the parameters of its checkpoint."""
 
-    run: Run[LessonConfig]
+    run: Run
     model: Model
     title: str  # "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
 
@@ -49,7 +49,7 @@ def load(
     checkpoint is damaged or from a different network or version.
     """
     run = read(LessonConfig, folder)
-    if impl is None and run.config.impl not in lessons.UNSUPPORTED:
+    if impl is None and run.config.impl not in lessons.LESSONS:
         option = setting("impl", run.config.impl)
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
@@ -65,7 +65,7 @@ def load(
     return Trained(run, model, f"{folder}: {run.config.model} ({name}) after {run.position}, on {ctx}")
 
 
-def held_out(run: Run[LessonConfig], data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Load a run's test set: images (n, channels, height, width) and labels (n,).
 
     data_dir, exceptions: see `datasets.load`. Raises UsageError for other data than the run was trained on.

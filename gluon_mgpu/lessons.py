@@ -1,4 +1,4 @@
-"""The lessons that can be trained with: their names, their own settings, and loading your changed copies of them.
+"""The lessons that `train` accepts: their names, their own settings, and loading your changed copies of them.
 
 This module imports no mxnet, so that the command line can show its options at once. `load` does.
 """
@@ -31,6 +31,7 @@ UNSUPPORTED: dict[str, frozenset[str]] = {
         {"model", "hybridize", "tune", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares", "kvstore"}
     ),
 }
+LESSONS = tuple(UNSUPPORTED)
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
@@ -59,7 +60,7 @@ class LessonConfig(Config):
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
         "a changed copy of scratch.py or highlevel.py.",
         "Network and data",
-        f"{'|'.join(UNSUPPORTED)}|FILE.py",
+        f"{'|'.join(LESSONS)}|FILE.py",
     )
     model: str = declare(
         "lenet",
@@ -91,7 +92,7 @@ class LessonConfig(Config):
     check: bool = declare(
         False,
         click.BOOL,
-        "Before training, hold the lesson's step against one device. This is always done for your own lesson.",
+        "Before training, compare a step with the same step on one device. This is always done for your own lesson.",
         "Network and data",
     )
 
@@ -103,8 +104,8 @@ class LessonConfig(Config):
             raise UsageError(name, getattr(self, name), f"not supported by {name_of(lesson)}; use {use}")
 
     def for_lesson(self, lesson: ModuleType, given: Collection[str]) -> LessonConfig:
-        """The settings for training with a lesson, also with another one than that of a resumed run: settings that may
-        change and are not given get their defaults if the lesson does not have them.
+        """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change
+        and are not given get their defaults if the lesson does not have them.
 
         Raises UsageError if another setting has no meaning in the lesson.
         """
@@ -131,7 +132,7 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     error in the file's own code is not caught.
     """
     path = str(impl)
-    if impl in UNSUPPORTED:
+    if impl in LESSONS:
         module = importlib.import_module(f"gluon_mgpu.{impl}")
         if not functions:
             return module
@@ -139,7 +140,7 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     name = f"{impl} (own {', '.join(functions)})" if functions else path
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
-        raise UsageError("impl", impl, f"must be one of {', '.join(UNSUPPORTED)}, or a Python file (.py) that exists")
+        raise UsageError("impl", impl, f"must be one of {', '.join(LESSONS)}, or a Python file (.py) that exists")
     lesson = importlib.util.module_from_spec(spec)
     errors.user_files.add(str(spec.origin))
     sys.modules[name] = lesson  # as an import would do; dataclasses need it
@@ -154,7 +155,7 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
 
 def kind(lesson: ModuleType) -> str:
     """Which lesson this is, or is a changed copy of."""
-    if name_of(lesson) in UNSUPPORTED:
+    if name_of(lesson) in LESSONS:
         return name_of(lesson)
     for of_package, names in OWN.items():
         if hasattr(lesson, names[0]):
@@ -165,7 +166,9 @@ def kind(lesson: ModuleType) -> str:
 
 def name_of(lesson: ModuleType) -> str:
     """The name of a lesson as in --impl: "scratch", "highlevel", "sharded" or a path."""
-    return lesson.__name__.removeprefix("gluon_mgpu.")
+    if lesson.__name__.startswith("gluon_mgpu."):
+        return lesson.__name__.removeprefix("gluon_mgpu.")
+    return str(lesson.__file__) if lesson.__name__ in LESSONS else lesson.__name__
 
 
 def _check_functions(lesson: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""What the engine asks of a lesson, for the three kinds of lesson. `build` creates a model with new parameters.
+"""The models of the three kinds of lesson. `build` creates a model with new parameters.
 
 ArrayModel is for scratch and copies of it, GluonModel for highlevel and copies of it, ShardedModel for sharded. Each
 calls the lesson's own functions.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
@@ -29,73 +28,12 @@ from gluon_mgpu.lessons import LessonConfig, name_of
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError, reason
 from gluon_mgpu.training import tuning
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import VELOCITY, Model, state_dict
 from gluon_mgpu.training.run import Run
-from gluon_mgpu.training.step import EXTENSIONS, RUNNING_STATS, average_running_stats
+from gluon_mgpu.training.step import EXTENSIONS, average_running_stats
 from gluon_mgpu.training.workers import Group
 
-VELOCITY = "velocity/"  # in checkpoints, a velocity's name is this prefix followed by the parameter's name
-
-
-class Model(ABC):
-    """A network with a replica on each device in ctx, trained with the functions of a lesson."""
-
-    extensions: Sequence[str] = ()  # settings that the lesson's own step lacks
-    has_running_stats = False  # whether the network has batch normalization
-
-    def __init__(
-        self, lesson: ModuleType, ctx: list[Context], config: LessonConfig, image_shape: Sequence[int]
-    ) -> None:
-        self.lesson, self.ctx, self.config, self.image_shape = lesson, ctx, config, tuple(image_shape)
-
-    @abstractmethod
-    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        """Run the lesson's `train_batch` on images X (n, *image_shape) and labels y (n,). Returns each shard's losses,
-        without waiting for them."""
-
-    @abstractmethod
-    def predict(self, X: NDArray) -> NDArray:
-        """Compute the scores (n, classes) of images X (n, *image_shape) on X's device, without waiting for them."""
-
-    @abstractmethod
-    def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        """The parameters, the running statistics and, with momentum, the velocities on one device."""
-
-    @abstractmethod
-    def export(self, prefix: str) -> None:
-        """Write PREFIX-symbol.json and PREFIX-0000.params, as HybridBlock.export does. Raises UsageError if the network
-        has no graph."""
-
-    def load(self, arrays: dict[str, np.ndarray]) -> None:
-        """Set all replicas. arrays: as in `arrays`. Raises Error if their names or shapes do not match this network."""
-        self._check_match(arrays)
-        for device in range(len(self.ctx)):
-            for name, array in self.arrays(device).items():
-                nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
-
-    def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
-        expected = {name: array.shape for name, array in self.arrays().items()}
-        if {name: array.shape for name, array in arrays.items()} != expected:
-            raise Error("the checkpoint holds the parameters of a different network")
-
-    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
-        return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
-
-    # The parts of a step, for training.step; ShardedModel does not have them.
-
-    def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return self.lesson.split_and_load(data, self.ctx)
-
-    def grads(self, device: int = 0) -> dict[str, NDArray]:
-        """The gradients on one device, by the names of their parameters."""
-        return {name: array.grad for name, array in self.arrays(device).items() if array.grad is not None}
-
-    def unfit(self, why: str) -> UsageError:
-        """The error for a network that does not fit the data."""
-        config = self.config
-        name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
-        hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
-        return UsageError(name, value, f"the network {why}{hint}")
+RUNNING_STATS = ("running_mean", "running_var")  # suffixes of Gluon's names of batch normalization's statistics
 
 
 class ArrayModel(Model):
@@ -159,8 +97,9 @@ class GluonModel(Model):
         super().__init__(*args)
         config, ctx = self.config, self.ctx
         self.net = self._create_net()
-        self.parameters = dict(zip(self._names(), self.net._collect_params_with_prefix().values()))
-        self.has_running_stats = any(name.endswith(RUNNING_STATS) for name in self.parameters)
+        params = self._params()
+        self.parameters = dict(zip(self._names([*params]), params.values()))
+        self.running_stats = [name for name, p in zip(self.parameters, params) if p.endswith(RUNNING_STATS)]
         trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
         if config.grad_accum_steps > 1:
             for p in trained.values():
@@ -198,12 +137,19 @@ class GluonModel(Model):
                 for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
                     net(nd.zeros((1, *self.image_shape), ctx=c))
         except (mx.MXNetError, ValueError) as error:
-            raise self.unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
+            raise _unfit(self.config, f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         return net
 
-    def _names(self) -> Sequence[str]:
+    def _params(self) -> dict[str, gluon.Parameter]:
+        """The network's parameters by Gluon's names, each once, even if several layers share it."""
+        names: dict[gluon.Parameter, str] = {}
+        for name, parameter in self.net._collect_params_with_prefix().items():
+            names.setdefault(parameter, name)
+        return {name: parameter for parameter, name in names.items()}
+
+    def _names(self, names: Sequence[str]) -> Sequence[str]:
         """The names of the network's arrays in checkpoints: Gluon's or, for what scratch can train too, scratch's."""
-        network, names = networks.get(self.config.model), [*self.net._collect_params_with_prefix()]
+        network = networks.get(self.config.model)
         if network is None:
             return names if any(name.endswith(RUNNING_STATS) for name in names) else _array_names(len(names))
         if network.names and len(network.names) != len(names):
@@ -214,7 +160,7 @@ class GluonModel(Model):
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
         losses = self.lesson.train_batch(X, y, self.fast_net, self.ctx, self.trainer)
-        if self.has_running_stats:
+        if self.running_stats:
             average_running_stats(self, losses, X.shape[0])
         return losses
 
@@ -300,6 +246,13 @@ class ShardedModel(Model):
         _export(prefix, scratch.lenet, dict(zip(networks.LENET, self._params(0))), self.image_shape)
 
 
+def _unfit(config: LessonConfig, why: str) -> UsageError:
+    """The error for a network that does not fit the data."""
+    name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
+    hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
+    return UsageError(name, value, f"the network {why}{hint}")
+
+
 MODELS: dict[str, type[Model]] = {"scratch": ArrayModel, "highlevel": GluonModel, "sharded": ShardedModel}
 
 
@@ -327,13 +280,13 @@ def build(
     try:
         scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape
     except (mx.MXNetError, ValueError, AssertionError) as error:
-        raise model.unfit(f"does not accept images of shape {model.image_shape} ({reason(error)})") from None
+        raise _unfit(config, f"does not accept images of shape {model.image_shape} ({reason(error)})") from None
     if scores[:1] != (1,) or len(scores) != 2 or scores[1] < classes or (exactly and scores[1] > classes):
-        raise model.unfit(f"returns scores of shape {scores} for one image, but needs (1, {classes})")
+        raise _unfit(config, f"returns scores of shape {scores} for one image, but needs (1, {classes})")
     return model
 
 
-def create(lesson: ModuleType, ctx: list[Context], run: Run[LessonConfig], data: Dataset, group: Group) -> Model:
+def create(lesson: ModuleType, ctx: list[Context], run: Run, data: Dataset, group: Group) -> Model:
     """Create the model of a run, the same in all workers. A resumed run's model has the arrays of the checkpoint."""
     config = run.config
     mx.random.seed(config.seed)
@@ -348,7 +301,7 @@ def create(lesson: ModuleType, ctx: list[Context], run: Run[LessonConfig], data:
     return model
 
 
-def restore(model: Model, run: Run[Any]) -> None:
+def restore(model: Model, run: Run) -> None:
     """Load the arrays of a run's checkpoint. Raises Error if they do not match the network."""
     try:
         model.load(run.arrays or {})

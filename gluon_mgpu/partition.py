@@ -1,4 +1,4 @@
-"""Lesson 3: LeNet split across devices in three ways: by layers, by channels and by examples.
+"""Lesson 9: LeNet split across devices in three ways: by layers, by channels and by examples.
 
 Each device records and differentiates its own part of the computation. Copies between devices are made outside
 `autograd.record`, so the recorded graph ends there, and the code passes the gradient back with

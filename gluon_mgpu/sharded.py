@@ -1,4 +1,4 @@
-"""Lesson 5: what came after. The training steps of DDP, ZeRO-1, ZeRO-2 and ZeRO-3 (FSDP in PyTorch).
+"""Lessons 7 and 8: the training steps of DDP, ZeRO-1, ZeRO-2 and ZeRO-3 (FSDP in PyTorch).
 
 In `scratch`, every device holds all weights, gradients and optimizer states. Here, device i of k keeps only chunk i of
 what it does not need all the time. Every layer's arrays are joined to one vector, a bucket, which is sent as a whole or

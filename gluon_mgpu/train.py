@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.lessons import UNSUPPORTED, LessonConfig, load, name_of
+from gluon_mgpu.lessons import LESSONS, LessonConfig, load, name_of
 from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training import workers
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from mxnet import Context
 
-    from gluon_mgpu.models import Model
+    from gluon_mgpu.training.model import Model
     from gluon_mgpu.training.run import Run
     from gluon_mgpu.training.workers import Group
 
@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 
 def takes(config: Callable[P, LessonConfig]) -> Callable[[Callable[[dict[str, Any]], T]], Callable[P, T]]:
-    """Let callers of a function pass settings as arguments; the function gets them as a dict, without those that the
-    caller omitted."""
+    """Let callers of a function pass settings as arguments. The function gets them as a dict without those that the
+    caller omitted, because a resumed run keeps its own values of these."""
 
     def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
         signature = inspect.signature(config)
@@ -65,6 +65,8 @@ def train(options: dict[str, Any]) -> list[Epoch]:
         options["impl"] = name_of(lesson)
     if isinstance(data, Dataset):
         options["dataset"] = data.name
+        if options.get("data_dir") is not None:
+            raise UsageError("data_dir", options["data_dir"], "the data set is passed as arrays; omit this setting")
     options = LessonConfig.convert(options)
     with workers.join(options.get("kvstore", "local")) as group, open_run(LessonConfig, options, group) as run:
         config = run.config
@@ -73,7 +75,7 @@ def train(options: dict[str, Any]) -> list[Epoch]:
             return run.position.history
         ctx = devices.contexts(config.gpus, config.device)
         if not isinstance(lesson, ModuleType):
-            if "impl" not in options and config.impl not in UNSUPPORTED:  # a checkpoint does not choose code to run
+            if "impl" not in options and config.impl not in LESSONS:  # a checkpoint does not choose code to run
                 advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
                 raise UsageError("resume", config.resume, advice)
             lesson = load(config.impl)
@@ -86,12 +88,13 @@ def train(options: dict[str, Any]) -> list[Epoch]:
         _check_checksum(run, data, group)
         from gluon_mgpu import models  # imports mxnet, which `devices.contexts` has set up
         from gluon_mgpu.training import loop, step
+        from gluon_mgpu.training.model import state_dict
 
         doubt = _doubt(lesson, ctx, config, data)
-        model: Any = models.create(lesson, ctx, run, data, group)
+        model = models.create(lesson, ctx, run, data, group)
         if options.get("seed") is None and not config.resume:
             log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
-        run.begin(_facts(model, data, group), loop.state_dict(model))
+        run.begin(_facts(model, data, group), state_dict(model))
         devices.say_if_no_gpu(ctx, config.device)
         plain = step.is_plain(config, model.extensions, group)
         history = loop.fit(run, model, model.step if plain else step.extended(model, group), data, group)
@@ -101,23 +104,20 @@ def train(options: dict[str, Any]) -> list[Epoch]:
 
 
 def _doubt(lesson: ModuleType, ctx: list[Context], config: LessonConfig, data: Dataset) -> str:
-    """Hold your own lesson's step against one device. Returns a line to repeat at the end if they differ."""
-    is_own = name_of(lesson) not in UNSUPPORTED
-    if len(ctx) == 1 or not (is_own or config.check):
+    """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
+    if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
         return ""
     from gluon_mgpu import equivalence
 
-    claims = equivalence.compare(lesson, ctx, config, data.image_shape, data.classes)
-    reason = equivalence.problem(claims)
-    differs = f"{name_of(lesson)} does not take the same step as on one device: {reason}" if reason else ""
-    if differs or config.check:
-        log.say(differs or f"{name_of(lesson)} takes the same step as on one device")
-    return differs
+    verdict = equivalence.verdict(equivalence.compare(lesson, ctx, config, data.image_shape, data.classes))
+    if verdict or config.check:
+        log.say(f"{name_of(lesson)} {verdict or 'takes the same step as on one device'}")
+    return verdict and f"{name_of(lesson)} {verdict}"
 
 
-def _check_checksum(run: Run[Any], data: Dataset, group: Group) -> None:
+def _check_checksum(run: Run, data: Dataset, group: Group) -> None:
     """Raise UsageError if a resumed run, or another worker, has other data."""
-    checksum = data.checksum() if data.name == "own" or group.size > 1 else None
+    checksum = data.checksum()
     if run.facts.get("data_checksum", checksum) != checksum:
         advice = f"not the data that the run in {run.config.resume} was trained on"
         raise UsageError("data_dir", run.config.data_dir, advice)
@@ -131,10 +131,10 @@ def _facts(model: Model, data: Dataset, group: Group) -> dict[str, Any]:
         "devices": [str(c) for c in model.ctx],
         "threads": engine.openmp_threads(),
         "data": data.source,
-        **({"data_checksum": data.checksum()} if data.name == "own" else {}),
+        "data_checksum": data.checksum(),
         "image_shape": model.image_shape,
         "image_dtype": str(data.train_images.dtype),
         "image_range": data.image_range,
         "classes": data.classes,
-        "running_stats": model.has_running_stats,
+        "running_stats": bool(model.running_stats),
     }

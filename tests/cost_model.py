@@ -27,14 +27,7 @@ def ring(k, size):
     return [(True, size / k, [(i, (i + 1) % k) for i in range(k)])] * (2 * (k - 1))
 
 
-def servers(k, size):
-    """Each device is a worker and a server: it sends the parts of its gradients, then requests, then sums."""
-    turns = [(i, (i + turn) % k) for turn in range(1, k) for i in range(k)]
-    answers = [(server, worker) for worker, server in turns]
-    return [(False, size / k, turns), (False, 0, turns), (True, size / k, answers)]
-
-
-ROUNDS = {"star": star, "tree": tree, "ring": ring, "servers": servers}  # by their names on the page
+ROUNDS = {"star": star, "tree": tree, "ring": ring}  # by their names on the page
 
 
 def allreduce_seconds(way, devices, size, latency, bandwidth):

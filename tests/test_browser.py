@@ -105,7 +105,7 @@ def test_step_through_works_with_the_keyboard(page):
     for _ in range(9):
         opened.press(Keys.TAB)
         order.append(opened.focused())
-    names = ["devices", "batch", "kind", "stage", "back", "next", "reset", "network", "optimizer"]
+    names = ["devices", "batch", "kind", "stage", "back", "next", "reset"]
     assert order == [f"step-{name}" for name in names]
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
     steps = opened.value(RUN, 4, 10, "star")["steps"]
@@ -125,7 +125,7 @@ def test_step_through_works_with_the_keyboard(page):
 
 
 def test_the_memory_of_each_device_is_what_the_paper_says(page):
-    opened = page("step.html")
+    opened = page("memory.html")
     bytes_each = [2, 2, 12]  # Adam with mixed precision
     paper = {  # ZeRO (Rajbhandari et al., 2020), table 1: GB per device for 7.5 billion parameters
         1: [120, 120, 120],
@@ -136,17 +136,17 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
         1024: [30.1, 15.1, 0.12],
     }
     for devices, wanted in paper.items():
-        found = [opened.value("stepThrough.memory(...arguments)", n, 7.5e9, devices, bytes_each) for n in range(4)]
+        found = [opened.value("memory(...arguments)", n, 7.5e9, devices, bytes_each) for n in range(4)]
         assert [sum(parts) / 1e9 for parts in found] == pytest.approx([120, *wanted], abs=0.06)
-    opened.choose("#step-network", "7.5 billion parameters")
-    opened.choose("#step-optimizer", "Adam, mixed precision")
-    rows = "[...document.querySelectorAll('#step-memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
+    opened.choose("#memory-network", "7.5 billion parameters")
+    opened.choose("#memory-optimizer", "Adam, mixed precision")
+    rows = "[...document.querySelectorAll('#memory tr:has(th[scope=row])')].map(row => row.innerText.split('\\t'))"
     assert [row[-1] for row in opened.value(rows)] == ["120 GB", "52.5 GB", "41.3 GB", "30 GB"]  # on 4 devices
 
 
 DOCS = ROOT / "docs/second-device.md"
 CLUSTER = {  # a cluster, described by numbers that are not round
-    **{"parameters": 1.3e6, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
+    **{"parameters": 1.3e6, "bytes": 4, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
     **{"fixed": 0.0017, "python": 0.0009, "allreduce": "ring", "bandwidth": 1.2e9, "latency": 3.3e-5},
     **{"cores": 4, "slowdown": 0.09},
 }
@@ -207,6 +207,8 @@ def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
         link = CLUSTER["latency"], CLUSTER["bandwidth"]
         wanted = cost_model.allreduce_seconds(way, devices, 4 * CLUSTER["parameters"], *link)
         assert parts["allreduce"] == pytest.approx(wanted), devices
+        half = cost_model.allreduce_seconds(way, devices, 2 * CLUSTER["parameters"], *link)
+        assert predicted(pays, allreduce=way, devices=devices, bytes=2)[0]["allreduce"] == pytest.approx(half)
         alone = CLUSTER["fixed"] + math.ceil(CLUSTER["batch"] / devices) * CLUSTER["flop"] / CLUSTER["flops"]
         assert step == pytest.approx(alone + wanted), devices
 

@@ -90,6 +90,15 @@ def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
     assert rows and {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
 
 
+def test_no_page_has_more_than_1500_words_beside_its_code():
+    words = {
+        page: len(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).split())
+        for page, text in PAGES.items()
+    }
+    assert not {page: count for page, count in words.items() if count > 1500 and page != "CONTRIBUTING.md"}
+    assert sum(words.values()) < 20_000
+
+
 def functions(code):
     """{name: syntax tree} of the functions and classes in a piece of code, without docstrings and type hints."""
     kinds = (ast.FunctionDef, ast.ClassDef)
@@ -125,7 +134,7 @@ def cells(page):
 
 
 # Functions that pages define for themselves.
-OWN = {"losses_of", "counted", "ring_allreduce"}
+OWN = {"losses_of", "counted", "ring_allreduce", "milliseconds", "block", "new_state", "allocated"}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,8 @@ OWN = {"losses_of", "counted", "ring_allreduce"}
         ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
         (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
-        (cells("what-came-after.md"), sharded, ""),
+        (cells("rings.md"), sharded, "ddp"),
+        (cells("rings.md") + "\n" + cells("zero.md"), sharded, "ddp zero1 zero3"),
     ],
 )
 def test_functions_on_the_pages_are_those_of_the_modules_and_a_lesson_shows_all_that_it_teaches(code, module, names):
@@ -160,20 +170,41 @@ def test_all_lines_of_the_step_with_workers_that_scratch_lacks_are_marked_as_new
 
 def test_the_page_names_each_function_of_the_notebook_that_the_lesson_changes():
     changed = {name for name, tree in of(notebook) if dict(of(scratch))[name] != tree}
-    _, differences = PAGES["from-scratch.md"].split("## From the notebook to this code")
+    _, differences = PAGES["parity.md"].split("## Where this project differs from the notebooks")
     assert changed < {*re.findall(r"`(\w+)`", differences)}
 
 
-PROGRAMS = [ROOT / "gluon_mgpu/scratch.py", *(ROOT / f"docs/pytorch/{name}.py" for name in ("scratch", "ddp", "fsdp"))]
-STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
-DIFFS = {"pytorch.md": [path.read_text() for path in PROGRAMS], "what-came-after.md": [*map(inspect.getsource, STEPS)]}
+PYTORCH = {name: (ROOT / f"docs/pytorch/{name}.py").read_text() for name in ("scratch", "ddp", "fsdp")}
+ZERO = [inspect.getsource(step) for step in (sharded.zero1, sharded.zero2)]
+DIFFS = {"pytorch.md": [(PYTORCH["scratch"], PYTORCH["ddp"])], "zero.md": [ZERO, (PYTORCH["ddp"], PYTORCH["fsdp"])]}
 
 
 @pytest.mark.parametrize("page", DIFFS)
 def test_the_lines_of_a_diff_on_a_page_are_in_the_code(page):
-    diffs, codes = blocks(page, "diff"), DIFFS[page]
-    assert len(diffs) > 1
-    for diff, old, new in zip(diffs, codes, codes[1:]):
+    diffs = blocks(page, "diff")
+    assert len(diffs) == len(DIFFS[page])
+    for diff, (old, new) in zip(diffs, DIFFS[page]):
         for line in diff.splitlines():
-            code = line[1:].split("(")[0] if line[1:].startswith("def") else line[1:]  # a page omits type hints
-            assert f"\n{code}" in "\n" + (new if line[0] == "+" else old), line
+            assert f"\n{line[1:]}" in "\n" + (new if line[0] == "+" else old), line
+
+
+def without_docstring(code):
+    """{name: syntax tree} of the functions, without their decorators either: a page has room for the body."""
+    trees = {name: ast.parse(code) for name, code in code.items()}
+    found = {
+        name: next(node for node in tree.body if getattr(node, "name", "") == "train_batch")
+        for name, tree in trees.items()
+    }
+    for node in found.values():
+        node.decorator_list, node.returns = [], None
+        node.body = node.body[bool(ast.get_docstring(node)) :]
+        for arg in node.args.args:
+            arg.annotation = None
+    return {name: ast.dump(node) for name, node in found.items()}
+
+
+def test_the_four_steps_beside_each_other_are_those_of_the_programs():
+    shown = {block.splitlines()[0][2:]: block for block in blocks("pytorch.md") if block.startswith("# ")}
+    assert len(shown) == 4
+    programs = {path: (ROOT / path).read_text() for path in shown}
+    assert without_docstring(shown) == without_docstring(programs)

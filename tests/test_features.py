@@ -26,12 +26,12 @@ from PIL import Image
 from gluon_mgpu import convert, evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.models import VELOCITY
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.model import VELOCITY
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way; the setting
 # that a UsageError names, or "run" if it names the run's folder; "-" if there is no run; "." if another row runs the

@@ -17,14 +17,14 @@ from mxnet import gluon, nd
 from runs import call
 from test_partition import batch, contexts, parameters
 
-from gluon_mgpu import evaluate, highlevel, lessons, models, networks, scratch, sharded
+from gluon_mgpu import highlevel, lessons, models, networks, scratch, sharded
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read
 
 LR = 0.2
@@ -182,12 +182,6 @@ class TestOwnLesson:
         path = tmp_path / "my_scratch.py"
         path.write_text(Path(scratch.__file__).read_text())
         return path
-
-    def test_the_path_of_a_lesson_in_a_checkpoint_is_not_executed(self, path, tmp_path):
-        train(str(path), 2, 64, LR, **OPTIONS, out=tmp_path / "run")
-        for use in (lambda run: train(resume=run, epochs=3), evaluate.load):
-            with pytest.raises(UsageError):
-                use(tmp_path / "run")
 
     def test_a_missing_function_or_other_arguments_are_a_usage_error_that_names_the_function(self, path):
         code = path.read_text()

@@ -1,4 +1,4 @@
-"""`gluon-mgpu check`: hold the step of a lesson on several devices against one device."""
+"""`gluon-mgpu check`: compare the step of a lesson on several devices with the same step on one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CLAIMS = {
         gluon-mgpu check highlevel --model resnet18
     """,
 )
-@click.argument("lesson", metavar="FILE.py")
+@click.argument("lesson", metavar="FILE.py|scratch|highlevel")
 @common.settings("gpus", "device", "model", gpus={"default": 2})
 @click.pass_context
-def check(context: click.Context, lesson: str, gpus: str, device: str, model: str) -> None:
+def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: str, model: str) -> None:
     """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
     changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ."""
     ctx = devices.contexts(gpus, device)
@@ -36,6 +36,6 @@ def check(context: click.Context, lesson: str, gpus: str, device: str, model: st
     claims = equivalence.compare(lessons.load(lesson), ctx, config)
     for line in log.table([["no" if c.reason else "yes", CLAIMS[c.name], c.reason] for c in claims], align="<"):
         click.echo(line)
-    reason = equivalence.problem(claims)
-    click.echo(f"the step differs from one device: {reason}" if reason else "the step is the same as on one device")
-    context.exit(1 if reason else 0)
+    verdict = equivalence.verdict(claims)
+    click.echo(f"{lesson} {verdict or 'takes the same step as on one device'}")
+    context.exit(1 if verdict else 0)

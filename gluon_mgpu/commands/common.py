@@ -130,7 +130,7 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
             default, how = fields[name].default, dict(fields[name].metadata)
             flag = f"--{name.replace('_', '-')}"
             if isinstance(default, bool):
-                flag += f"/--no-{name.replace('_', '-')}" * default
+                flag += f"/--no-{flag[2:]}"
                 how |= {"is_flag": True, "type": None, "metavar": None}
             command = option(flag, name, **{"default": default, **how, **changes.get(name, {})})(command)
         return command
@@ -144,13 +144,7 @@ def renamed(**names: str) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for former, name in names.items():
             old, new = (f"--{word.replace('_', '-')}" for word in (former, name))
-
-            def refuse(
-                context: click.Context, _: click.Parameter, value: Any, message: str = f"{old} is {new}"
-            ) -> None:
-                if value is not None:
-                    raise click.UsageError(f"{message} now.", context)
-
+            refuse = functools.partial(_refuse, f"{old} is now called {new}")
             command = click.option(old, former, hidden=True, expose_value=False, callback=refuse)(command)
         return command
 

@@ -30,7 +30,6 @@ def parse_shape(value: str) -> tuple[int, ...]:
 @click.argument("prefix", type=common.FILE)
 @common.option(
     "--to",
-    required=True,
     type=click.Choice(["gluon", "pytorch", "onnx"]),
     help="gluon writes PREFIX-symbol.json and PREFIX-0000.params, pytorch writes PREFIX.py and PREFIX.safetensors, and "
     "onnx writes PREFIX.onnx.",
@@ -50,12 +49,19 @@ def parse_shape(value: str) -> tuple[int, ...]:
         "help": "Implementation that computes the scores of RUN to compare with. Default: the run's implementation.",
     },
 )
-def convert(sources: tuple[str, ...], prefix: str, to: str, input: tuple[Any, ...], **options: Any) -> None:
+def convert(sources: tuple[str, ...], prefix: str, to: str | None, input: tuple[Any, ...], **options: Any) -> None:
     """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote.
 
     RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
     scores for the run's test images, or for random inputs, must match MXNet's scores within a relative error of 1e-5.
     """
+    given = (*sources, prefix)
+    parameters = [name for name in given if name.endswith(".params")]
+    if parameters and not any(name.endswith("-symbol.json") for name in given):
+        advice = "has no network; build it with its code, then load_parameters, hybridize, call it once, and export"
+        raise UsageError(None, parameters[0], f"{advice} (docs/convert.md)")
+    if to is None:
+        raise UsageError("to", None, "must be one of gluon, pytorch, onnx")
     if len(sources) not in (1, 2):
         raise UsageError(None, None, "convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != bool(input):

@@ -17,11 +17,12 @@ from gluon_mgpu.runtime.errors import UsageError, command
 
 # {lesson page: its exercises}, in the order of the course
 LESSONS = {
-    "from-scratch": ("split", "allreduce", "step", "predict", "accumulate", "tree", "ring"),
+    "from-scratch": ("split", "allreduce", "step", "predict", "accumulate"),
     "gluon": ("replicas", "stats", "seeds"),
-    "batch-size": ("rate",),
     "asynchrony": ("timing", "overlap"),
-    "what-came-after": ("reduce_scatter", "all_gather", "zero1", "buckets"),
+    "batch-size": ("rate",),
+    "rings": ("tree", "ring", "reduce_scatter", "all_gather", "buckets"),
+    "zero": ("zero1",),
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)

@@ -44,16 +44,15 @@ def fail(line: str, status: int, error: BaseException | None = None) -> NoReturn
 
     error: printed with its traceback.
     """
-    comm, rank = None, log.rank()
+    rank, comm = log.rank(), None
+    if not rank:
+        _print(line, error)
     if rank is not None:
         with suppress(Error):
             comm = world()  # the other processes may be waiting there
     if rank:  # worker 0 prints an error that all have; the first worker to print ends the others
         time.sleep(SECONDS_FOR_WORKER_0 + rank / 20)
-        line = f"worker {rank}: {line}"
-    if error is not None:
-        traceback.print_exception(type(error), error, error.__traceback__)
-    log.error(line)
+        _print(f"worker {rank}: {line}", error)
     if comm is None:
         sys.exit(status)
     sys.stdout.flush()
@@ -65,3 +64,9 @@ def fail(line: str, status: int, error: BaseException | None = None) -> NoReturn
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI would add a line of its own
     comm.Abort(status)
     os._exit(status)  # MPICH's Abort sometimes returns
+
+
+def _print(line: str, error: BaseException | None) -> None:
+    if error is not None:
+        traceback.print_exception(type(error), error, error.__traceback__)
+    log.error(line)

@@ -207,7 +207,7 @@ class Config:
                     raise UsageError(name, value, error.message.rstrip(".")) from None
                 except (AttributeError, TypeError, ValueError):
                     raise UsageError(name, value, "has the wrong type") from None
-            checked[name] = value
+            checked[name] = None if value == () and fields[name].default is None else value
         return checked
 
     def _check_combinations(self) -> None:
@@ -224,7 +224,7 @@ class Config:
             raise UsageError("milestones", self.milestones, f"needs {setting('schedule', 'step')}")
         if list(self.milestones) != sorted({epoch for epoch in self.milestones if epoch < self.epochs}):
             raise UsageError("milestones", self.milestones, f"must be increasing epoch numbers below {self.epochs}")
-        if self.out and self.resume and str(self.out) != str(self.resume):
+        if self.out and self.resume and Path(self.out) != Path(self.resume):
             raise UsageError("out", self.out, f"a resumed run stays in its folder, {self.resume}; omit this setting")
 
     @property
@@ -273,7 +273,7 @@ class Config:
         omitted = self.NOT_RECORDED | {"gpus", "device"}
         return {name: value for name, value in vars(self).items() if name not in omitted}
 
-    def resumed(self, given: dict[str, Any], workers: int) -> Config:
+    def resumed(self, given: dict[str, Any]) -> Config:
         """The settings of a resumed run. self: the recorded settings. given: those that the user passed, checked.
 
         Raises UsageError if a given setting differs from the recorded one, and is not one that may change.
@@ -287,7 +287,12 @@ class Config:
             if keep and value != recorded:
                 raise UsageError(name, value, f"the run used {shown(recorded)}; omit this setting")
         given = {**given, "seed": self.seed}
-        other_devices = workers > 1 or len(given.get("gpus", self.gpus)) != len(self.gpus)
-        if other_devices and "shares" not in given:
-            given["shares"] = None
-        return dataclasses.replace(self, **given)
+        if len(given.get("gpus", self.gpus)) != len(self.gpus):
+            given.setdefault("shares", None)
+        try:
+            return dataclasses.replace(self, **given)
+        except UsageError as error:
+            if error.name in given or "epochs" not in given:
+                raise
+            advice = f"does not fit the run's {setting(str(error.name))} {shown(error.value)}"
+            raise UsageError("epochs", given["epochs"], advice) from None

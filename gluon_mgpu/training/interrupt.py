@@ -45,7 +45,7 @@ class CtrlC:
             raise KeyboardInterrupt
         self.asked, self.since = True, time.monotonic()
         if not log.rank():
-            notice = f"stopping after this step; press Ctrl-C again to stop now{', without a checkpoint' * self.saves}"
+            notice = f"stopping; press Ctrl-C again to stop now{', without a checkpoint' * self.saves}"
             with suppress(OSError):  # the reader of standard error may be gone
                 os.write(2, f"\ngluon_mgpu: {notice}\n".encode())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 from mxnet import nd
@@ -16,6 +15,7 @@ from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, Interrupted, setting
 from gluon_mgpu.training.interrupt import CtrlC
+from gluon_mgpu.training.model import Model, state_dict
 from gluon_mgpu.training.run import Epoch, Run
 from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
@@ -23,7 +23,7 @@ from gluon_mgpu.training.workers import Group
 PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
 
 
-def fit(run: Run[Any], model: Any, step: Step, data: Dataset, group: Group) -> list[Epoch]:
+def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list[Epoch]:
     """Train the remaining epochs of a run. Returns all epochs.
 
     step: (X, y, lr) -> the losses of each shard. On Ctrl-C, raises Interrupted; its one-line message says what was
@@ -67,12 +67,6 @@ def fit(run: Run[Any], model: Any, step: Step, data: Dataset, group: Group) -> l
     return position.history
 
 
-def state_dict(model: Any, device: int = 0) -> dict[str, np.ndarray]:
-    """Read the arrays of a model on one device. See `models.Model.arrays`."""
-    nd.waitall()  # a forward pass that is still running may change the layout of weights (docs/engine.md)
-    return {name: array.asnumpy() for name, array in model.arrays(device).items()}
-
-
 class Losses:
     """The losses of an epoch's steps: their sum, and a progress bar that shows the latest one. Reading a loss waits for
     the engine, so losses are read some steps later."""
@@ -109,7 +103,7 @@ class Losses:
         self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
 
 
-def _evaluate(model: Any, data: Dataset, batch_size: int, group: Group, ctrl_c: CtrlC) -> float | None:
+def _evaluate(model: Model, data: Dataset, batch_size: int, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
     part = group.part(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
@@ -123,7 +117,7 @@ def _evaluate(model: Any, data: Dataset, batch_size: int, group: Group, ctrl_c: 
     return None if group.any(stopped) else correct / len(data.test_labels)
 
 
-def _check_replicas(model: Any, title: str) -> None:
+def _check_replicas(model: Model, title: str) -> None:
     """Raise Error if a parameter is not finite. Print a notice if the replicas differ."""
     first = state_dict(model)
     # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
@@ -149,7 +143,7 @@ def _say_if_guessing(epoch: Epoch, classes: int, steps: int) -> None:
         )
 
 
-def _interrupted(run: Run[Any], model: Any) -> str:
+def _interrupted(run: Run, model: Model) -> str:
     """Save a checkpoint of an interrupted run. Returns one line that says what was saved."""
     if run.folder is None:
         return f"interrupted after {run.position}; nothing was saved"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,6 @@ CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
-C = TypeVar("C", bound=Config)
 Arrays = dict[str, np.ndarray]
 
 
@@ -88,12 +87,12 @@ class Position:
 
 
 @dataclass
-class Run(Generic[C]):
-    """config: the settings. position: the progress. facts: the rest of config.json, such as the image shape; of a new
-    run, {} until `begin`. arrays: of the checkpoint, as in `Model.arrays`; None for a new run. folder: None if nothing
-    is saved, also in workers other than worker 0."""
+class Run:
+    """config: the settings. position: the progress. facts: what config.json holds besides the settings, such as the
+    image shape, and after `read` also the recorded settings; {} in a new run until `begin`. arrays: of the checkpoint,
+    as in `Model.arrays`; None for a new run. folder: None if nothing is saved, also in workers other than worker 0."""
 
-    config: C
+    config: Any  # a Config
     position: Position = field(default_factory=Position)
     facts: dict[str, Any] = field(default_factory=dict)
     arrays: Arrays | None = None
@@ -122,9 +121,11 @@ class Run(Generic[C]):
             os.close(self._lock)
             self._lock = None
 
-    def begin(self, facts: dict[str, Any], state: Arrays) -> None:
-        """Create and lock the folder, when training begins. facts: what to record besides the settings. state: the
-        arrays of a checkpoint."""
+    def begin(self, facts: dict[str, Any], arrays: Arrays) -> None:
+        """Create and lock the folder, when training begins.
+
+        facts: what to record besides the settings. arrays: of the checkpoint, as in `Model.arrays`.
+        """
         facts = json.loads(json.dumps({**facts, "version": __version__}))  # the form that `read` returns
         if self.is_resumed:
             self._say_what_changed(facts)
@@ -139,15 +140,15 @@ class Run(Generic[C]):
             raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
         self.lock()
         if self.is_resumed:
-            self.save(state)  # so that the next resume uses the new configuration
+            self.save(arrays)  # so that the next resume uses the new configuration
 
-    def save(self, state: Arrays) -> None:
+    def save(self, arrays: Arrays) -> None:
         """Write checkpoint.npz, config.json and metrics.jsonl."""
         if self.folder is None:
             return
         config = {**self.config.recorded(), **self.facts}
         content = {"format": FORMAT, "config": config, **self.position.as_json()}
-        checkpoint.save(self.folder / CHECKPOINT, state, content)
+        checkpoint.save(self.folder / CHECKPOINT, arrays, content)
         self._write_text()
         if self.position.history and time.monotonic() - self._drawn > SECONDS_PER_DRAWING:
             self._draw()
@@ -166,7 +167,9 @@ class Run(Generic[C]):
         changed = [name for name in names if name in old and old[name] != new[name]]
         if changed:
             effect = "results are the same except for rounding"
-            if facts["running_stats"] and {"devices", "shares", "workers"} & {*changed}:
+            if "impl" in changed:
+                effect = "the other lesson continues the run"
+            elif facts["running_stats"] and {"devices", "shares", "workers"} & {*changed}:
                 effect = "results differ, because batch normalization sees only the examples of one shard"
             changes = [f"{name} {shown(new[name])} instead of {shown(old[name])}" for name in changed]
             log.say(f"{', '.join(changes)}: {effect}")
@@ -197,16 +200,16 @@ class Run(Generic[C]):
 
 
 @contextmanager
-def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[Run[C]]:
+def open_run(config_type: type[Config], options: dict[str, Any], group: Group) -> Iterator[Run]:
     """Resolve a run's configuration and position from what the user passed and what the folder holds; worker 0's are
     those of all workers. Locks the folder inside the `with` block.
 
-    kind: Config, or a class derived from it. options: {name: value}, as `Config.convert` returns them; other settings
-    keep their recorded values or, in a new run, their defaults. Raises UsageError if the options contradict each other
-    or a resumed run, or differ between workers; Error if the checkpoint is damaged.
+    config_type: Config, or a class derived from it. options: {name: value}, as `Config.convert` returns them; other
+    settings keep their recorded values or, in a new run, their defaults. Raises UsageError if the options contradict
+    each other or a resumed run, or differ between workers; Error if the checkpoint is damaged.
     """
     group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
-    run = _open(kind, options, group.size) if group.rank == 0 else None
+    run = _open(config_type, options) if group.rank == 0 else None
     try:
         start: dict[str, Any] = {}
         if run is not None:
@@ -214,7 +217,7 @@ def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[R
             start = {"config": settings, "position": run.position.as_json(), "facts": run.facts}
         start = group.broadcast(start)
         if run is None:
-            config = kind(**start["config"])
+            config = config_type(**start["config"])
             position = Position.from_json(start["position"])
             run = Run(config, position, start["facts"], is_resumed=config.resume is not None)
         yield run
@@ -223,16 +226,16 @@ def open_run(kind: type[C], options: dict[str, Any], group: Group) -> Iterator[R
             run.unlock()
 
 
-def _open(kind: type[C], given: dict[str, Any], workers: int) -> Run[C]:
+def _open(config_type: type[Config], given: dict[str, Any]) -> Run:
     """Open a run in worker 0."""
     if given.get("resume") is None:
-        config = kind(**given)
+        config = config_type(**given)
         run = Run(config, folder=Path(config.out) if config.out else None)
     else:
-        run = read(kind, given["resume"], lock=True)
+        run = read(config_type, given["resume"], lock=True)
     try:
         if run.is_resumed:
-            _resume(run, given, workers)
+            _resume(run, given)
         elif run.folder is not None and os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
             run.lock()
         if run.config.seed is None:
@@ -243,10 +246,10 @@ def _open(kind: type[C], given: dict[str, Any], workers: int) -> Run[C]:
     return run
 
 
-def _resume(run: Run[C], given: dict[str, Any], workers: int) -> None:
+def _resume(run: Run, given: dict[str, Any]) -> None:
     """Change a run's recorded configuration to that of its continuation."""
     recorded = run.config
-    run.config = config = cast(C, recorded.resumed(given, workers))
+    run.config = config = recorded.resumed(given)
     done = len(run.position.history)
     if config.epochs < done:
         raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
@@ -257,7 +260,7 @@ def _resume(run: Run[C], given: dict[str, Any], workers: int) -> None:
         log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
 
 
-def read(kind: type[C], folder: str | Path, lock: bool = False) -> Run[C]:
+def read(config_type: type[Config], folder: str | Path, lock: bool = False) -> Run:
     """Read the run in a folder. kind: Config, or a class derived from it. lock: lock the folder first, to resume it.
 
     Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
@@ -265,7 +268,7 @@ def read(kind: type[C], folder: str | Path, lock: bool = False) -> Run[C]:
     folder = Path(folder)
     if not exists(folder):
         raise UsageError(None, folder, _no_run(folder))
-    run = Run(kind(), folder=folder, is_resumed=True)
+    run = Run(config_type(), folder=folder, is_resumed=True)
     if lock:
         run.lock()
     path = folder / CHECKPOINT
@@ -274,9 +277,9 @@ def read(kind: type[C], folder: str | Path, lock: bool = False) -> Run[C]:
         if content.get("format") != FORMAT:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         run.position, run.facts = Position.from_json(content), content["config"]
-        names = {field.name for field in dataclasses.fields(kind)} - kind.NOT_RECORDED
+        names = {field.name for field in dataclasses.fields(config_type)} - config_type.NOT_RECORDED
         settings = {name: value for name, value in run.facts.items() if name in names}
-        run.config = kind(**settings, **_devices(run.facts))
+        run.config = config_type(**settings, **_devices(run.facts))
         shape = tuple(run.facts.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")

@@ -8,35 +8,18 @@ The step consists of the lesson's own functions, which a model provides. Without
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
-from mxnet import Context, nd
+from mxnet import nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.data.splitting import split, split_batch
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.model import Model
 from gluon_mgpu.training.workers import Group
 
 EXTENSIONS = ("grad_accum_steps", "max_grad_norm", "shares")
-RUNNING_STATS = ("running_mean", "running_var")  # suffixes of the names of batch normalization's running statistics
 
 Step = Callable[[NDArray, NDArray, float], list[NDArray]]  # (X, y, lr) -> the losses of each shard
-
-
-class Extensible(Protocol):
-    """A model whose step can be taken apart. Each method is a function of the lesson, applied to all devices."""
-
-    ctx: list[Context]
-    config: Any
-    extensions: Sequence[str]  # settings that this lesson's own step lacks
-
-    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]: ...
-    def split_and_load(self, data: NDArray) -> list[NDArray]: ...
-    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]: ...
-    def allreduce(self) -> None: ...
-    def update(self, lr: float, batch_size: int) -> None: ...
-    def arrays(self, device: int = 0) -> dict[str, NDArray]: ...
-    def grads(self, device: int = 0) -> dict[str, NDArray]: ...
 
 
 def is_plain(config: Config, extensions: Sequence[str], group: Group) -> bool:
@@ -44,9 +27,9 @@ def is_plain(config: Config, extensions: Sequence[str], group: Group) -> bool:
     return group.size == 1 and not config.changed([*EXTENSIONS, *extensions])
 
 
-def extended(model: Extensible, group: Group) -> Step:
+def extended(model: Model, group: Group) -> Step:
     """Returns the step for a model's settings. With several workers, X and y are this worker's part of the batch."""
-    config, grads = model.config, [model.grads(i) for i in range(len(model.ctx))]
+    config = model.config
 
     def shards(data: NDArray) -> list[NDArray]:
         return split(data, model.ctx, config.shares) if config.shares else model.split_and_load(data)
@@ -55,11 +38,13 @@ def extended(model: Extensible, group: Group) -> Step:
         batch_size = int(group.sum(X.shape[0]))
         losses = []
         if config.grad_accum_steps > 1:  # each backward pass then adds to the gradients
-            for grad in [grad for of_device in grads for grad in of_device.values()]:
-                grad[:] = 0
+            for i in range(len(model.ctx)):
+                for grad in model.grads(i).values():
+                    grad[:] = 0
         for X_part, y_part in split_batch(X, y, config.grad_accum_steps):
             losses += model.forward_backward(shards(X_part), shards(y_part))
         model.allreduce()
+        grads = [model.grads(i) for i in range(len(model.ctx))]
         if group.size > 1:
             _sum_over_workers(grads, group)
         if config.max_grad_norm:
@@ -93,7 +78,7 @@ def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
 
 
 def average_running_stats(
-    model: Extensible, losses: list[NDArray], examples: int, group: Group | None = None, part: float = 1.0
+    model: Model, losses: list[NDArray], examples: int, group: Group | None = None, part: float = 1.0
 ) -> None:
     """Average batch normalization's running statistics over the devices and workers, weighted by the number of
     examples, so that all replicas give the same result in an evaluation.
@@ -102,7 +87,7 @@ def average_running_stats(
     """
     ctx, several = model.ctx, group is not None and group.size > 1
     arrays = [model.arrays(i) for i in range(len(ctx))]
-    names = [name for name in arrays[0] if name.endswith(RUNNING_STATS)]
+    names = model.running_stats
     if not names or len(ctx) == 1 and not several:
         return
     weighted = []

@@ -113,6 +113,7 @@ def join(kvstore: str) -> Iterator[Group]:
     try:
         yield Group(comm)
     except Interrupted:  # raised by all workers at the same step
+        comm.Barrier()
         raise
     except BaseException as error:
         trace = None if errors.in_command() and "--debug" not in sys.argv else error

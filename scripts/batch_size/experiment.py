@@ -82,7 +82,7 @@ def finish(
     options: dict[str, Any],
     on_epochs: Callable[[int], object],
     env: Mapping[str, str] | None = None,
-) -> runs.Run[LessonConfig]:
+) -> runs.Run:
     """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run.
 
     name: used in error messages. options: fields of LessonConfig. on_epochs: called with the number of newly finished

@@ -115,7 +115,7 @@ def build(impl: str, model: str, contexts: int, *, size: int | None = None, **op
 
     from gluon_mgpu import models
     from gluon_mgpu.lessons import LessonConfig
-    from gluon_mgpu.training.loop import state_dict
+    from gluon_mgpu.training.model import state_dict
 
     config = LessonConfig(batch_size=size or BATCH_SIZE[model], model=model, tune=impl == TUNED, **options)
     built = models.build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)

@@ -19,7 +19,7 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.models import build
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
 from parity import Finding, bands, drift, examples

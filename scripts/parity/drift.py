@@ -22,7 +22,7 @@ from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.models import Model, build
 from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime import log
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, notebook
 

@@ -16,7 +16,7 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.models import Model, build
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import state_dict
 from parity import Finding
 
 MODELS = {"scratch": "lenet", "highlevel": "lenet-max"}  # the notebooks' networks

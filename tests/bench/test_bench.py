@@ -19,7 +19,7 @@ from runs import finished, program
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu import partition as lesson
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import state_dict
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
 EPSILON = np.finfo(np.float32).eps

@@ -50,6 +50,7 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("train --recipe gluon-lenet-mnist-1gpu --resume runs/first", ["--recipe", "--resume"]),
         ("train --impl 'a\nb' --dataset synthetic --limit 600", ["--impl"]),  # one line, whatever the user typed
         ("convert runs/first out", ["--to", "gluon, pytorch, onnx"]),
+        ("convert net.params", ["net.params", "load_parameters", "export"]),
     ],
 )
 def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(capsys, line, parts):

@@ -15,7 +15,7 @@ from gluon_mgpu import evaluate, highlevel, lessons, models, scratch
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
-from gluon_mgpu.training.loop import state_dict
+from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group

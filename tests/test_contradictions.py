@@ -1,0 +1,111 @@
+"""Settings, data and lessons that contradict each other, or the run that is resumed."""
+
+import importlib.util
+import shutil
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet.gluon import nn
+
+from gluon_mgpu import UsageError, equivalence, evaluate, lessons, models, networks, scratch
+from gluon_mgpu.data import datasets
+from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.train import train
+from gluon_mgpu.training.model import state_dict
+
+CPUS = [mx.cpu(0), mx.cpu(1)]
+OPTIONS = {"gpus": 2, "device": "cpu", "dataset": "synthetic", "limit": 100, "batch_size": 20, "seed": 1}
+
+
+def refused(name, **options):
+    with pytest.raises(UsageError) as error:
+        train(**options)
+    assert error.value.name == name
+    return error.value
+
+
+def test_an_imported_copy_of_scratch_is_an_own_lesson(tmp_path):
+    shutil.copy(scratch.__file__, tmp_path / "scratch.py")
+    spec = importlib.util.spec_from_file_location("scratch", tmp_path / "scratch.py")
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert lessons.name_of(copy) == str(tmp_path / "scratch.py")
+    train(copy, **OPTIONS, epochs=1, out=tmp_path / "run")
+    refused("resume", resume=tmp_path / "run", epochs=2)  # a checkpoint does not choose code to run
+    with pytest.raises(UsageError):
+        evaluate.load(tmp_path / "run")
+
+
+def test_a_run_is_not_resumed_on_other_data_of_the_same_name(tmp_path):
+    options = {**OPTIONS, "dataset": datasets.synthetic(100, 100, seed=9), "limit": None}
+    train(**options, epochs=1, out=tmp_path)
+    refused("data_dir", resume=tmp_path, epochs=2, dataset=datasets.synthetic(100, 100, seed=8))
+
+
+def test_arrays_and_a_folder_are_not_both_given():
+    refused("data_dir", **{**OPTIONS, "dataset": datasets.synthetic(100, 100)}, data_dir="elsewhere")
+
+
+def test_fewer_epochs_than_a_recorded_milestone_are_the_users_mistake():
+    steps = {"schedule": "step", "milestones": (2, 3), "warmup_epochs": 0.5}
+    recorded = LessonConfig(**OPTIONS, epochs=4, **steps)
+    with pytest.raises(UsageError) as error:
+        recorded.resumed({"epochs": 3})
+    assert error.value.name == "epochs"
+
+
+def test_a_resumed_run_keeps_its_shares_with_the_same_number_of_devices():
+    recorded = LessonConfig(**OPTIONS, shares=(60, 40))
+    assert recorded.resumed({"kvstore": "mpi"}).shares == (60, 40)
+    assert recorded.resumed({"gpus": (0, 1, 2)}).shares is None
+
+
+def test_empty_shares_are_no_shares():
+    assert LessonConfig(shares=()).shares is None
+
+
+def test_one_device_cannot_be_compared_with_itself():
+    refused("gpus", **{**OPTIONS, "gpus": 1}, check=True, epochs=1)
+    with pytest.raises(UsageError):
+        equivalence.compare(scratch, CPUS[:1])
+
+
+def test_running_statistics_are_averaged_whatever_their_names_in_checkpoints():
+    def build():
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.GlobalAvgPool2D(), nn.Dense(10))
+        return net
+
+    networks.register("named", build, names=("w", "b", "gamma", "beta", "mean", "var", "v", "c"))
+    model = models.build("highlevel", CPUS, LessonConfig(impl="highlevel", model="named"))
+    model.step(mx.nd.random.uniform(shape=(8, 1, 28, 28)), mx.nd.zeros(8), 0.1)
+    first, second = (state_dict(model, device) for device in range(2))
+    assert model.running_stats == ["mean", "var"] and np.any(first["mean"])
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_a_parameter_that_two_layers_share_is_trained_once():
+    def lenet():
+        net = nn.HybridSequential()
+        with net.name_scope():
+            net.add(nn.Dense(16), nn.Dense(16, in_units=16))
+            net.add(nn.Dense(16, in_units=16, params=net[1].params), nn.Dense(10))
+        return net
+
+    model = models.build(lessons.load("highlevel", lenet=lenet), CPUS)
+    before = state_dict(model)
+    model.step(mx.nd.random.uniform(shape=(8, 1, 28, 28)), mx.nd.zeros(8), 0.1)
+    shared = [name for name in before if before[name].shape == (16, 16)]
+    assert len(shared) == 1 and (before[shared[0]] != state_dict(model)[shared[0]]).any()
+
+
+def test_gradients_are_those_of_the_arrays_that_a_lesson_replaces_in_each_step():
+    def sgd(params, lr, batch_size):
+        for i, p in enumerate(params):
+            params[i] = p - lr * p.grad / batch_size
+            params[i].attach_grad()
+
+    lesson = lessons.load("scratch", sgd=sgd)
+    results = [train(impl, **OPTIONS, epochs=1, max_grad_norm=1e-3)[-1].train_loss for impl in (lesson, "scratch")]
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
