@@ -111,6 +111,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if
         train(batch_size=10, out=tmp_path if kept else None)
     line = str(caught.value)
     assert "\n" not in line and "--" not in line and ("checkpoint" in line) == (str(tmp_path) in line) == kept
+    assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {line}"]  # what Jupyter shows
     assert not kept or checkpoint.load(tmp_path / "checkpoint.npz")[1]["steps"] == 2
 
 
