@@ -61,7 +61,7 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     texts = configparser.ConfigParser(interpolation=None)
     texts.read(Path(check.__file__).with_name("mistakes.ini"))
     own = {name: set(texts._sections[name]) for name in texts.sections()}
-    assert list(own) == list(exercises.NAMES)
+    assert own.keys() == {*exercises.NAMES}
     for name, mistakes in own.items():
         planted = {mistake for exercise, mistake, _ in PLANTED if exercise == name}
         assert mistakes <= planted <= mistakes | texts.defaults().keys()

@@ -44,14 +44,6 @@ def train(**options):
     return training.train("highlevel", 2, model="mlp", **{**OPTIONS, **options})
 
 
-def test_other_data_is_refused_when_a_run_is_resumed(tmp_path):
-    train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path)
-    before = (tmp_path / "checkpoint.npz").read_bytes()
-    with pytest.raises(UsageError, match="data_dir"):
-        training.train(resume=tmp_path, dataset=datasets.own(*examples(200, 2), *ARRAYS[2:]), epochs=2)
-    assert (tmp_path / "checkpoint.npz").read_bytes() == before
-
-
 def test_evaluate_refuses_other_data_and_labels_that_the_network_has_no_score_for(tmp_path):
     np.savez(tmp_path / "data.npz", **dict(zip(own_data.PARTS, ARRAYS)))
     train(dataset="own", data_dir=tmp_path, epochs=1, out=tmp_path / "run")
