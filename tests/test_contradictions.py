@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mxnet.gluon import nn
 
-from gluon_mgpu import UsageError, equivalence, lessons, models, networks, scratch
+from gluon_mgpu import UsageError, equivalence, evaluate, lessons, models, networks, scratch
 from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.train import train
@@ -33,6 +33,8 @@ def test_an_imported_copy_of_scratch_is_an_own_lesson(tmp_path):
     assert lessons.name_of(copy) == str(tmp_path / "scratch.py")
     train(copy, **OPTIONS, epochs=1, out=tmp_path / "run")
     refused("resume", resume=tmp_path / "run", epochs=2)  # a checkpoint does not choose code to run
+    with pytest.raises(UsageError):
+        evaluate.load(tmp_path / "run")
 
 
 def test_a_run_is_not_resumed_on_other_data_of_the_same_name(tmp_path):

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
 from conversions import ONNX, PYTORCH, TARGETS, needs
-from gluon_mgpu.training.replicas import LENET
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
 
-from gluon_mgpu import convert, evaluate, implementations
+from gluon_mgpu import convert, evaluate
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import network, operators
 from gluon_mgpu.data import datasets
+from gluon_mgpu.networks import LENET
 from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
 
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
@@ -32,8 +33,8 @@ COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    implementations.train("scratch", 1, 30, 0.2, epochs=4, momentum=0.5, out=folder / "lenet", **COMMON)
-    implementations.train("highlevel", 1, 30, 0.1, epochs=2, model="normalized", out=folder / "normalized", **COMMON)
+    train("scratch", 1, 30, 0.2, epochs=4, momentum=0.5, out=folder / "lenet", **COMMON)
+    train("highlevel", 1, 30, 0.1, epochs=2, model="normalized", out=folder / "normalized", **COMMON)
     return folder
 
 
@@ -105,7 +106,7 @@ def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_
     convert.save(convert.from_run(runs / run), "pytorch", str(tmp_path / "net"))
     data = datasets.synthetic(600, 100, 0)
     X, y = data.train_images[:90].reshape(3, 30, 1, 28, 28) / np.float32(255), data.train_labels[:90].reshape(3, 30)
-    assert_trains_alike(tmp_path, evaluate.load(runs / run, "highlevel", device="cpu").replicas.net, X, y)
+    assert_trains_alike(tmp_path, evaluate.load(runs / run, "highlevel", device="cpu").model.net, X, y)
 
 
 def layers(x):

@@ -19,7 +19,6 @@ from gluon_mgpu.training import recipes
 
 PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 del PAGES["CHANGELOG.md"]  # also names what has been removed
-COURSE = re.search(r":caption: The course.*?\n\n(.*?)\n```", PAGES["index.md"], re.DOTALL)[1].split()
 PROGRAM = r"(?:gluon-mgpu|python -m gluon_mgpu|python scripts/(\w+)\.py) ([a-z-][^`#|\n]*)"
 
 
@@ -92,15 +91,6 @@ def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
     assert rows and {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
 
 
-def test_a_benchmarks_number_is_on_one_page():
-    pages = {}
-    for page, text in PAGES.items():
-        text = re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
-        for number in re.findall(r"(?<![\w.-])[1-9]\d+\.\d+(?![\w.%-])", text):
-            pages.setdefault(number, set()).add(page)
-    assert pages and not {number: found for number, found in pages.items() if len(found) > 1}
-
-
 def test_no_page_has_more_than_1500_words_beside_its_code():
     words = {
         page: len(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).split())
@@ -108,19 +98,6 @@ def test_no_page_has_more_than_1500_words_beside_its_code():
     }
     assert not {page: count for page, count in words.items() if count > 1500 and page != "CONTRIBUTING.md"}
     assert sum(words.values()) < 20_000
-
-
-@pytest.mark.parametrize("text", ["def allreduce(data):", "**context**"])
-def test_the_course_prints_allreduce_and_defines_context_once(text):
-    assert [page for page in COURSE for _ in re.findall(re.escape(text), PAGES[f"{page}.md"])] == ["from-scratch"]
-
-
-@pytest.mark.parametrize("page, next_page", [*zip(COURSE, COURSE[1:])])
-def test_a_lesson_ends_with_what_the_reader_can_do_exercises_and_the_next_lesson(page, next_page):
-    text = PAGES[f"{page}.md"]
-    headings = re.findall("^## (What you should now be able to do|Exercises)", text, re.MULTILINE)
-    assert headings == ["What you should now be able to do", "Exercises"]
-    assert re.search(rf"^Next: \[.*\]\({next_page}\.md\)", text, re.MULTILINE)
 
 
 def functions(code):

@@ -1,6 +1,5 @@
 """`evaluate`: NumPy computes its numbers again."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -18,19 +17,16 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
 
-IMPLS = ("scratch", "highlevel")
 LIMIT, TESTS = 600, 100
-COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0}
+COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "momentum": 0.5}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Half-trained runs: scratch and highlevel, and one with max pooling, shares and momentum."""
+    """A half-trained run, and one with another network."""
     folder = tmp_path_factory.mktemp("runs")
-    for impl in IMPLS:
-        train(impl, 1, 16, 0.1, limit=LIMIT, momentum=0.5, epochs=7, out=folder / impl, **COMMON)
-    options = {"model": "lenet-max", "shares": (80, 20), "momentum": 0.9, "limit": 600, "epochs": 3}
-    train("highlevel", 2, 40, 0.05, out=folder / "max", **options, **COMMON)
+    train("scratch", 1, 16, 0.1, limit=LIMIT, epochs=7, out=folder / "scratch", **COMMON)
+    train("highlevel", 2, 40, 0.05, model="lenet-max", limit=100, epochs=1, out=folder / "max", **COMMON)
     return folder
 
 
@@ -39,33 +35,24 @@ def data():
     return datasets.synthetic(LIMIT, TESTS, seed=0)
 
 
-def float64_scores(run, images):
-    arrays, _ = checkpoint.load(run / "checkpoint.npz")
-    return lenet64.scores([arrays[name].astype(np.float64) for name in LENET], images / 255)
-
-
-def printed(capfd, *arguments):
-    """What the command prints."""
-    status, out, err = call(capfd, command, *arguments, "--device", "cpu")
+def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(runs, data, capfd):
+    run = runs / "scratch"
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()}
+    status, text, err = call(capfd, command, run, "--gpus", 3, "--device", "cpu")
     assert (status, err) == (0, "")
-    return out
-
-
-@pytest.mark.parametrize("impl, gpus", [(impl, gpus) for impl in IMPLS for gpus in (1, 3)])
-def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(impl, gpus, runs, data, capfd):
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (runs / impl).iterdir()}
-    text = printed(capfd, runs / impl, "--gpus", gpus)
     accuracy, right, total = re.search(r"^test accuracy: (\S+) \((\d+)/(\d+)\)$", text, re.M).groups()
-    expected = json.loads((runs / impl / "metrics.jsonl").read_text().splitlines()[-1])["test_accuracy"]
+    arrays, facts = checkpoint.load(run / "checkpoint.npz")
+    expected = facts["history"][-1]["test_accuracy"]
     assert 0.2 < expected < 1, f"{expected}: a network that knows nothing or everything tests little"
     assert int(right) / int(total) == expected and accuracy == f"{expected:.4f}"
     rows = [line.split() for line in text.splitlines() if re.match(r"\d ", line)]
-    predicted = float64_scores(runs / impl, data.test_images).argmax(1)
+    params = [arrays[name].astype(np.float64) for name in LENET]
+    predicted = lenet64.scores(params, data.test_images / 255).argmax(1)
     for i, (name, *counts, recall) in enumerate(rows):
         found = predicted[data.test_labels == i]
         assert [int(cell.replace(".", "0")) for cell in counts] == np.bincount(found, minlength=10).tolist()
         assert (name, float(recall)) == (str(i), round(np.mean(found == i), 3))
-    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (runs / impl).iterdir()} == before
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()} == before
 
 
 def test_parameters_that_are_not_finite_are_noted_by_name(runs, tmp_path, capsys):
@@ -76,14 +63,6 @@ def test_parameters_that_are_not_finite_are_noted_by_name(runs, tmp_path, capsys
     assert "W3" in notice and "W1" not in notice
 
 
-@pytest.mark.parametrize("impl, gpus", [("scratch", 1), ("highlevel", [2]), ("highlevel", [0, 1, 2])])
-@pytest.mark.parametrize("run", IMPLS)
-def test_lenet_is_read_by_either_implementation_on_any_devices(run, impl, gpus, runs, data):
-    expected = float64_scores(runs / run, data.test_images)
-    found = evaluate.scores(evaluate.load(runs / run, impl, gpus, "cpu"), data.test_images)
-    lenet64.assert_close(found, expected, lenet64.additions(1))
-
-
 def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(runs, monkeypatch):
     trained = evaluate.load(runs / "scratch", None, 1, "cpu")
     trained.run.config = replace(trained.run.config, batch_size=10**9)
@@ -91,22 +70,6 @@ def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(runs, monkey
     predict = trained.model.predict
     monkeypatch.setattr(trained.model, "predict", lambda X: sizes.append(len(X)) or predict(X))
     assert len(evaluate.scores(trained, images)) == sum(sizes) == len(images) and max(sizes) < len(images)
-
-
-def test_an_image_file_gets_the_probabilities_of_its_pixels(runs, data, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("GLUON_MGPU_DATA", str(tmp_path / "nowhere"))  # no data set is needed
-    expected = np.exp(float64_scores(runs / "scratch", data.test_images[:3]))
-    expected /= expected.sum(1, keepdims=True)
-    paths = [tmp_path / f"{i}.png" for i in range(3)]
-    for path, image in zip(paths, data.test_images):
-        Image.fromarray(image[0]).save(path)
-    options = (*paths, "--gpus", 2)
-    lines = dict(line.rsplit(": ", 1) for line in printed(capfd, runs / "scratch", *options).splitlines())
-    assert lines.keys() == set(map(str, paths))
-    for path, probabilities in zip(paths, expected):
-        found = [part.split() for part in lines[str(path)].split(", ")]
-        assert [int(name) for name, _ in found] == list(probabilities.argsort()[::-1][:3])
-        assert [float(p) for _, p in found] == pytest.approx(np.sort(probabilities)[::-1][:3], abs=1e-4)
 
 
 def grey(image, tmp_path, **save):

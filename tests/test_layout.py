@@ -1,14 +1,12 @@
 """What can be told without running the package: imports, scripts, types."""
 
 import ast
-import os
 import re
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from runs import finished, output
+from runs import output
 
 from gluon_mgpu.commands.main import COMMANDS
 
@@ -93,35 +91,3 @@ def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
     links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
     assert links == {"main", "batch_size", "bench", "parity", *COMMANDS}
     assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py"}
-
-
-# The type hints reject incorrect uses of the package in a user's program, and accept correct ones.
-PROGRAM = """\
-import gluon_mgpu
-from gluon_mgpu import highlevel, lessons, models, scratch
-from gluon_mgpu.data import datasets
-from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.runtime import devices
-from gluon_mgpu.train import train
-
-gluon_mgpu.configure(contexts="2")  # wrong
-model = models.build("scratch", devices.contexts([0, 1], "cpu"), LessonConfig(shares=(80, 20)))
-model.step("X", "y")  # wrong
-scratch.allreduce(2)  # wrong
-highlevel.initialize(highlevel.lenet(), "cpu(0)")  # wrong
-LessonConfig(momentum=None)  # wrong
-history = train(impl="scratch", gpus=2, batch_size=256, lr=0.2, out="runs/first", epochs=1, momentum=0.9)
-accuracies: list[float] = [epoch.test_accuracy for epoch in history]
-train(lessons.load("scratch"), dataset=datasets.load("synthetic"))
-train("scratch", 2, "256", 0.2)  # wrong
-train("scratch", momentun=0.9)  # wrong
-"""
-
-
-def test_mypy_refuses_each_wrong_line_and_no_other(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    mypy = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent"]
-    done = finished(*mypy, "program.py", cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT.parent)})
-    refused = [int(number) for number in re.findall(r"^program.py:(\d+): error: ", done.stdout, re.MULTILINE)]
-    wrong = [number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")]
-    assert refused == wrong, done.stdout + done.stderr

@@ -98,22 +98,6 @@ def test_a_recording_has_each_operator_of_each_step_on_each_context():
         assert 0 < sum(timeline.busy(recorded, context).values()) <= 1
 
 
-def test_overlapping_operators_of_a_context_count_once():
-    recorded = [(0, "a", 100, 150), (1, "a", 110, 120), (0, "b", 140, 160), (0, "c", 145, 155), (1, "b", 190, 200)]
-    assert timeline.busy(recorded, 0) == pytest.approx({"a": 0.5, "b": 0.1})
-    assert timeline.busy(recorded, 1) == pytest.approx({"a": 0.1, "b": 0.1})
-
-
-@pytest.mark.parametrize("impl", ["highlevel", TUNED])
-def test_every_operator_of_a_step_has_its_phase(impl):
-    operators = {operator for _, operator, *_ in harness.start(impl, timeline.job("lenet", impl))["spans"]}
-    forward = {operator for operator in operators if timeline.phase(operator) == "forward"}
-    layers = {"Convolution", "Activation", "Pooling", "Flatten", "FullyConnected"}
-    loss = {"log_softmax", "pick", "_mul_scalar", "mean"}
-    assert layers | loss <= forward <= layers | loss | {"Concat", "_zeros", "slice_axis"}  # of padding and pieces
-    assert {timeline.phase(operator) for operator in operators} == {*timeline.COLORS}
-
-
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
 
 

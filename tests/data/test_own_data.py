@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 import tiny
 from mxnet.gluon import nn
-from PIL import Image
 
 from gluon_mgpu import evaluate, networks
 from gluon_mgpu import train as training
 from gluon_mgpu.data import datasets, own_data
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training.run import read
 
 CLASSES, SHAPE = 3, (2, 5, 6)
 OPTIONS = {"lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}
@@ -47,25 +44,6 @@ def train(**options):
     return training.train("highlevel", 2, model="mlp", **{**OPTIONS, **options})
 
 
-def test_arrays_are_learned_resumed_and_evaluated(tmp_path):
-    data = datasets.own(*ARRAYS)
-    whole = train(dataset=data, epochs=4, out=tmp_path / "whole")
-    train(dataset=data, epochs=2, out=tmp_path / "run")
-    resumed = training.train(resume=tmp_path / "run", dataset=data, epochs=4)
-    assert [e.train_loss for e in resumed] == [e.train_loss for e in whole]
-    assert whole[-1].test_accuracy > 0.9 and whole[-1].train_loss < whole[0].train_loss
-    trained = evaluate.load(tmp_path / "run", device="cpu")
-    assert (evaluate.scores(trained, data.test_images).argmax(1) == ARRAYS[3]).mean() == whole[-1].test_accuracy
-
-
-def test_other_data_is_refused_when_a_run_is_resumed(tmp_path):
-    train(dataset=datasets.own(*ARRAYS), epochs=1, out=tmp_path)
-    before = (tmp_path / "checkpoint.npz").read_bytes()
-    with pytest.raises(UsageError, match="data_dir"):
-        training.train(resume=tmp_path, dataset=datasets.own(*examples(200, 2), *ARRAYS[2:]), epochs=2)
-    assert (tmp_path / "checkpoint.npz").read_bytes() == before
-
-
 def test_evaluate_refuses_other_data_and_labels_that_the_network_has_no_score_for(tmp_path):
     np.savez(tmp_path / "data.npz", **dict(zip(own_data.PARTS, ARRAYS)))
     train(dataset="own", data_dir=tmp_path, epochs=1, out=tmp_path / "run")
@@ -78,29 +56,6 @@ def test_evaluate_refuses_other_data_and_labels_that_the_network_has_no_score_fo
     with pytest.raises(UsageError) as caught:
         evaluate.held_out(trained.run, tmp_path)
     assert caught.value.name == "data_dir"
-
-
-@pytest.mark.parametrize("scale", [1, 1 / 255, None], ids=["0 to 255", "0 to 1", "standardized"])
-def test_a_picture_is_scaled_like_the_floats_that_the_network_was_trained_on(scale, tmp_path, capsys):
-    images, labels = examples(200, shape=(3, 5, 6))
-    floats = (images * scale if scale else images / 64 - 2).astype(np.float32)
-    networks.register("linear", lambda: nn.Dense(CLASSES), mx.init.Zero(), names=("W", "b"))
-    data = datasets.own(floats, labels, floats[:50], labels[:50])
-    training.train(
-        "highlevel", 1, model="linear", dataset=data, epochs=1, out=tmp_path / "run", **{**OPTIONS, "lr": 1e-4}
-    )
-    trained = evaluate.load(tmp_path / "run", device="cpu")
-    Image.fromarray(images[0].transpose(1, 2, 0)).save(tmp_path / "picture.png")
-    pixels = [evaluate.read_image(tmp_path / "picture.png", trained.model.image_shape)]
-    if scale is None:
-        with pytest.raises(UsageError):
-            evaluate.classify(trained, ["picture"], pixels)
-        return
-    W, b = (read(LessonConfig, tmp_path / "run").arrays[name] for name in ("W", "b"))
-    powers = np.exp(W @ floats[0].ravel() + b)
-    shown = dict(part.split() for part in evaluate.classify(trained, ["picture"], pixels).split(": ")[1].split(", "))
-    expected = {str(i): pytest.approx(power / powers.sum(), abs=1e-4) for i, power in enumerate(powers)}
-    assert {name: float(probability) for name, probability in shown.items()} == expected
 
 
 def npz(folder, names=own_data.PARTS):

@@ -5,49 +5,18 @@ replace: monkeypatch.setattr, or setattr.
 
 import functools
 
-import mxnet as mx
 from mxnet.gluon import Trainer
 
-from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.training import tuning
 
 TRAINERS = (Trainer, tuning.Trainer)
-
-
-def _after_the_sum(replace, change):
-    """Calls change(sums, gradients) for each parameter: its arrays on all devices after and before the allreduce."""
-
-    def changed(data, allreduce=scratch.allreduce):
-        gradients = [array.copy() for array in data]
-        allreduce(data)
-        change(data, gradients)
-
-    replace(scratch, "allreduce", changed)
-    for kind in TRAINERS:
-
-        def changed_grads(trainer, allreduce=kind._allreduce_grads):
-            gradients = [[grad.copy() for grad in p.list_grad()] for p in trainer._params]
-            allreduce(trainer)
-            for p, before in zip(trainer._params, gradients):
-                change(p.list_grad(), before)
-
-        replace(kind, "_allreduce_grads", changed_grads)
 
 
 def gradients_not_summed(replace):
     replace(scratch, "allreduce", lambda data: None)
     for kind in TRAINERS:
         replace(kind, "_allreduce_grads", lambda trainer: None)
-
-
-def gradients_averaged(replace):
-    """And still divided by the batch size."""
-
-    def average(sums, gradients):
-        for array in sums:
-            array /= len(sums)
-
-    _after_the_sum(replace, average)
 
 
 def divided_by_the_shards_size(replace):
@@ -70,23 +39,10 @@ def one_shard_for_all(replace):
         replace(module, "split_and_load", first_for_all)
 
 
-def one_replica_not_copied_back(replace):
-    """The last device keeps its own gradients."""
-    _after_the_sum(replace, lambda sums, gradients: gradients[-1].copyto(sums[-1]))
-
-
 def learning_rate_a_tenth(replace):
     sgd, set_learning_rate = scratch.sgd, Trainer.set_learning_rate
     replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params, lr / 10, batch_size))
     replace(Trainer, "set_learning_rate", lambda trainer, lr: set_learning_rate(trainer, lr / 10))
-
-
-def initial_scale_ten_times_larger(replace):
-    init_params, initialize, normal = scratch.init_params, highlevel.initialize, mx.init.Normal(0.1)
-    replace(scratch, "init_params", lambda: init_params(scale=0.1))
-    replace(highlevel, "initialize", lambda net, ctx, init=normal: initialize(net, ctx, init))
-    larger = networks.NETWORKS["lenet-max"]._replace(init=mx.init.Uniform(0.7))
-    replace(networks, "NETWORKS", {**networks.NETWORKS, "lenet-max": larger})
 
 
 def biases_not_updated(replace):

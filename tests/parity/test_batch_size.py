@@ -1,18 +1,13 @@
 """The lecture's experiment as a user runs it, on a small synthetic data set."""
 
 import json
-import shutil
 import sys
 
 import numpy as np
 import pytest
 import runs
-from batch_size import experiment as lecture
 from batch_size.cli import batch_size as command
 from runs import ROOT, finished
-
-from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.training.run import read
 
 SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
 FOLDERS = (
@@ -62,11 +57,3 @@ def test_finished_runs_are_shown_again_and_not_trained_again(experiment, capfd):
 @pytest.mark.parametrize("options", [("--lr", 0.3), ("--impl", "highlevel"), ("--epochs", 1)])
 def test_runs_of_another_experiment_are_refused(options, experiment, capfd):
     runs.error(capfd, command, *SMALL, "--out", experiment[0], *options)
-
-
-def test_more_epochs_continue_the_runs(experiment, tmp_path):
-    folder = shutil.copytree(experiment[0] / FOLDERS[0], tmp_path / "run")
-    options = {"impl": "scratch", "gpus": 1, "dataset": "synthetic", "limit": 1200, "device": "cpu", "seed": 1}
-    first, epochs = read(LessonConfig, folder).position.history, []
-    more = lecture.finish("a run", folder, {**options, "epochs": 3}, epochs.append).position.history
-    assert len(more) == 3 and more[:2] == first and sum(epochs) == 3

@@ -10,7 +10,6 @@ from gluon_mgpu.runtime.errors import UsageError
 
 CORES = len(os.sched_getaffinity(0))
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
-BULK = "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
 STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
 CONVOLUTION = program("""
     from mxnet import autograd, nd
@@ -67,33 +66,28 @@ def test_no_setting_binds_the_workers_of_all_contexts_to_one_core(setting):
 
 
 @pytest.mark.parametrize(
-    "contexts, workers, setting, expected",
+    "contexts, processes, setting, expected",
     [
-        (2, 1, {}, "1 64 None None"),
-        (None, 1, {}, "1 64 None None"),
-        (2, 1, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None None"),
-        (1, 1, {}, f"{CORES} None 20000 None"),
-        (1, 1, {"OMP_NUM_THREADS": "7"}, "7 None 20000 None"),
-        (1, 1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None None"),
-        (1, 1, {"GOMP_SPINCOUNT": "5"}, f"{CORES} None 5 None"),
-        (1, 1, {"OMP_WAIT_POLICY": "active"}, f"{CORES} None None None"),
-        # With several workers, the operators of a backward pass run one by one.
-        (1, 2, {}, f"{max(1, CORES // 2)} None 20000 1"),
-        (1, 2, {BULK: "9"}, f"{max(1, CORES // 2)} None 20000 9"),
-        (None, 2, {}, "1 64 None 1"),
+        (2, 1, {}, "1 64 None"),
+        (None, 1, {}, "1 64 None"),
+        (2, 1, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None"),
+        (1, 1, {}, f"{CORES} None 20000"),
+        (1, 1, {"OMP_NUM_THREADS": "7"}, "7 None 20000"),
+        (1, 1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None"),
+        (1, 1, {"GOMP_SPINCOUNT": "5"}, f"{CORES} None 5"),
+        (1, 1, {"OMP_WAIT_POLICY": "active"}, f"{CORES} None None"),
+        (1, 2, {}, f"{max(1, CORES // 2)} None 20000"),
     ],
 )
-def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(contexts, workers, setting, expected):
-    names = ["OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT", BULK]
+def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(contexts, processes, setting, expected):
     code = program(f"""
         import os, gluon_mgpu
         from gluon_mgpu.runtime import engine
-        engine.plan(processes={workers})
+        engine.plan(processes={processes})
         {f"gluon_mgpu.configure({contexts})" if contexts else "import mxnet"}
-        print(*map(os.environ.get, {names}))
+        print(*map(os.environ.get, ["OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT"]))
     """)
-    started = {"PMI_RANK": "0", "PMI_SIZE": f"{workers}"} if workers > 1 else {}
-    assert python(code, **setting, **started).stdout.strip() == expected
+    assert python(code, **setting).stdout.strip() == expected
 
 
 @pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "true"}], ids=str)
@@ -120,25 +114,6 @@ def test_backward_passes_of_two_contexts_overlap_but_not_with_stock_temporary_sp
     assert overlap(step, ["ImperativeBulk"], tmp_path, MXNET_CPU_TEMP_COPY="4") == 0
 
 
-def test_a_configured_allocator_maps_only_arrays_above_32_mib():
-    code = program("""
-        import ctypes, gluon_mgpu
-        class Info(ctypes.Structure):  # glibc's struct mallinfo; hblks counts the mapped arrays
-            _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks a b c d e f".split()]
-        libc = ctypes.CDLL(None)
-        libc.malloc.restype, libc.malloc.argtypes, libc.mallinfo.restype = ctypes.c_void_p, [ctypes.c_size_t], Info
-        def mapped(size):
-            before = libc.mallinfo().hblks
-            libc.malloc(size << 20)
-            return libc.mallinfo().hblks - before
-        first = mapped(30)
-        gluon_mgpu.configure(2)
-        print(first, mapped(30), mapped(200))
-    """)
-    assert python(code).stdout == "1 0 1\n"
-    assert python(code, MALLOC_MMAP_THRESHOLD_="131072").stdout == "1 1 1\n"  # the user's setting is kept
-
-
 BAD = ["CPU_WORKER_NTHREADS=0", "CPU_PRIORITY_NTHREADS=-1", "CPU_TEMP_COPY=x", "ENGINE_TYPE=", "USE_FUSION=-1"]
 BAD += ["MKLDNN_ENABLED=2", "OMP_MAX_THREADS=x", "EXEC_BULK_EXEC_MAX_NODE_TRAIN=true", "CPU_PARALLEL_SIZE=٣"]
 BAD += ["OMP_STACKSIZE=64K"]
@@ -163,7 +138,8 @@ def test_an_interrupt_that_arrives_while_an_array_is_freed_stops_the_program():
         array = nd.ones(1)
         try:
             del array
-            time.sleep(30)
+            for _ in range(300):  # an interrupt that Python repeats does not end a sleep
+                time.sleep(0.1)
             print("ignored")
         except KeyboardInterrupt:
             print("stopped")

@@ -69,10 +69,8 @@ def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_
         (1, "gluon_mgpu: notice\nerror: no space\n", Error, "x: no space"),
         (2, "error: lr=0: must be above 0\n", UsageError, "x: lr=0: must be above 0"),
         (1, "Traceback:\ngluon_mgpu.runtime.errors.UsageError: no\n", UsageError, "x: no"),
-        (1, "error: no space\nlauncher: worker 1 ended\n", Error, "x: no space"),
         (7, "something\nlast line\n", Error, "last line"),
         (-9, "", Error, "SIGKILL"),
-        (-signal.SIGRTMIN - 1, "", Error, f"signal {signal.SIGRTMIN + 1}"),
         (None, "error: too early\n", Error, "fewer steps"),
     ],
 )

@@ -23,10 +23,10 @@ import runs
 from mxnet import nd
 from runs import finished, python
 
-from gluon_mgpu import networks, scratch
+from gluon_mgpu import networks
 from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
-from gluon_mgpu.data import batches, datasets
+from gluon_mgpu.data import batches
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, interrupt, recipes
@@ -62,12 +62,6 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
     assert tuple(arrays) == networks.LENET and arrays["W3"].shape == (128, 800)
     assert (facts["config"], len(facts["history"]), facts["steps"]) == (config, 2, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
-
-
-def test_it_trains_if_a_standard_stream_is_closed():
-    for closed in ("0<&-", "2>&-"):
-        done = finished("sh", "-c", f'exec "$@" {closed}', "sh", *runs.TRAIN, *SYNTHETIC, "--limit", 300, "--epochs", 1)
-        assert done.returncode == 0 and done.stdout.startswith("running on")
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["output read", "nobody reads"])
@@ -110,38 +104,14 @@ def test_a_recipe_runs_with_its_options_and_those_on_the_command_line_override_i
     assert expected.items() <= config.items() and len(config["devices"]) == 4
 
 
-def test_each_epoch_trains_on_every_example_once_in_another_order_with_the_given_learning_rate(monkeypatch):
-    monkeypatch.delattr(nd, "from_numpy")  # an engine thread would free its memory through Python: docs/engine.md
-    seen, rates = [], set()
-
-    def train_batch(X, y, device_params, ctx, lr):
-        assert X.dtype == y.dtype == np.float32
-        seen.append((X.asnumpy(), y.asnumpy()))
-        rates.add(lr)
-        return [y]
-
-    monkeypatch.setattr(scratch, "train_batch", train_batch)
-    train(batch_size=96, lr=0.3, epochs=2, limit=1000, seed=4)
-    assert [len(y) for _, y in seen] == 2 * (10 * [96] + [40]) and rates == {0.3}
-    data = datasets.synthetic(1000, 166, seed=4)
-    label_of = dict(zip(map(bytes, (data.train_images / 255).astype(np.float32)), data.train_labels))
-    epochs = [[(bytes(image), label) for X, y in half for image, label in zip(X, y)] for half in (seen[:11], seen[11:])]
-    for epoch in epochs:
-        assert len(epoch) == 1000 and dict(epoch) == label_of
-    in_the_file, first, second = [[image for image, _ in order] for order in (label_of.items(), *epochs)]
-    assert in_the_file != first != second != in_the_file
-
-
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("sent", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]], ids=["one", "passed on twice"])
 def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if_one_was_saved(kept, sent, tmp_path):
     with interrupts.at_step(2, *[(which, 0) for which in sent]) as caught:
         train(batch_size=10, out=tmp_path if kept else None)
     line = str(caught.value)
-    assert issubclass(caught.type, KeyboardInterrupt) and "2 steps" in line and "\n" not in line and "--" not in line
-    assert ("checkpoint" in line) == (str(tmp_path) in line) == kept
+    assert "\n" not in line and "--" not in line and ("checkpoint" in line) == (str(tmp_path) in line) == kept
     assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {line}"]  # what Jupyter shows
-    assert not kept or eval(f"dict({line.split('continue with ')[1]})") == {"resume": str(tmp_path)}
     assert not kept or checkpoint.load(tmp_path / "checkpoint.npz")[1]["steps"] == 2
 
 
@@ -157,12 +127,10 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-WRONG = [{"model": "resnet18"}, {"out": ""}]
-WRONG += [{"resume": "", "out": None}, {"impl": "highlevel", "model": "none"}]
-WRONG += [{"shares": (80, 20), "gpus": 1}, {"shares": (80, 20, 1)}]
+WRONG = [{"model": "resnet18"}, {"resume": "", "out": None}, {"impl": "highlevel", "model": "none"}]
 WRONG += [{"impl": impl} for impl in ("torch", "nowhere.py", ".", "", None)]  # not a lesson
 OF_OTHER_LESSONS = [{"weight_decay": 0.1}, {"max_grad_norm": 1.0}, {"model": "resnet18"}]
-WRONG += [{"zero": 1}, *({**setting, "impl": "sharded"} for setting in OF_OTHER_LESSONS)]
+WRONG += [{**setting, "impl": "sharded"} for setting in OF_OTHER_LESSONS]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
@@ -193,15 +161,6 @@ def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_th
         assert all(works(int(size), examples, need) for size in offered), (examples, devices, batch_size)
 
 
-@pytest.mark.parametrize("options", [{}, {"impl": "highlevel"}, {"impl": "sharded"}, {"grad_accum_steps": 2}], ids=str)
-def test_an_epochs_small_last_batch_is_refused_before_training_and_the_offered_sizes_train(options, tmp_path, capsys):
-    with pytest.raises(UsageError) as caught:
-        train(gpus=3, batch_size=33, out=tmp_path / "run", **options)
-    assert caught.value.name == "batch_size" and capsys.readouterr().out == "" and not (tmp_path / "run").exists()
-    for size in re.findall(r"\d+", str(caught.value).split("; use ")[1]):
-        assert len(train(gpus=3, batch_size=int(size), **options)) == 1
-
-
 @pytest.mark.parametrize("folder", ["/proc", "/proc/run", "x" * 300])
 def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_usage(folder, capsys):
     with pytest.raises(Error) as caught:
@@ -209,19 +168,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_
     assert folder in str(caught.value) and caught.type is Error and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(impl, tmp_path, capsys):
-    with pytest.raises(Error):
-        train(impl, lr=1e37, limit=5000, epochs=3, out=tmp_path)
-    assert "epoch 1" not in capsys.readouterr().out and not list(tmp_path.iterdir())
-    train(impl, out=tmp_path)
+def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
+    with pytest.raises(Error, match="epoch 1"):
+        train(lr=1e37, limit=5000, epochs=3, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+    train(out=tmp_path)
 
 
-def test_a_loss_of_nan_is_reported_with_its_epoch_and_step(monkeypatch):
-    losses = iter([1.0, 2.0, 2.0, 1.0, 2.0, float("nan")])
-    monkeypatch.setattr(scratch, "train_batch", lambda *_, **__: [nd.full(50, next(losses))])
-    with pytest.raises(Error, match="epoch 2, step 3"):
-        train(limit=150, epochs=2)
+def test_mxnet_owns_the_memory_of_a_batch(monkeypatch):
+    monkeypatch.delattr(nd, "from_numpy")  # an engine thread would free its memory through Python: docs/engine.md
+    assert len(train()) == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 17, 100])
@@ -313,21 +269,12 @@ def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
 
 
 def test_numpys_numbers_and_paths_are_accepted_like_pythons(tmp_path):
-    numpys = {"gpus": np.int64(2), "batch_size": np.int64(64), "lr": np.float64(0.5), "momentum": np.float32(0.5)}
+    numpys = {"gpus": np.int64(2), "seed": np.int32(1), "epochs": np.uint8(3), "lr": np.float64(0.5)}
     numpys |= {"shares": np.array([3, 1]), "milestones": np.array([1, 2]), "schedule": "step", "out": tmp_path}
-    config = LessonConfig(**numpys)
-    expected = {
-        "gpus": (0, 1),
-        "batch_size": 64,
-        "lr": 0.5,
-        "momentum": 0.5,
-        "shares": (3.0, 1.0),
-        "milestones": (1, 2),
-    }
-    assert expected.items() <= vars(config).items()
-    train(**{**numpys, "seed": np.int32(1), "epochs": np.uint8(3)})
+    train(**numpys)
     recorded = json.loads((tmp_path / "config.json").read_text())
-    assert [recorded[name] for name in ("seed", "epochs", "lr", "shares", "milestones")] == [1, 3, 0.5, [3, 1], [1, 2]]
+    expected = {"seed": 1, "epochs": 3, "lr": 0.5, "shares": [3, 1], "milestones": [1, 2]}
+    assert expected.items() <= recorded.items() and len(recorded["devices"]) == 2
 
 
 def test_train_has_the_settings_as_arguments_and_rejects_others_as_every_function_does():

@@ -93,16 +93,6 @@ def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expe
         assert isinstance(model.trainer, tuning.Trainer) == tune
 
 
-def test_an_unused_parameter_is_an_error_as_in_gluons_trainer():
-    net = dense([mx.cpu(0), mx.cpu(1)])
-    trainer = tuning.Trainer([*net.collect_params().values()], {"momentum": 0.0})
-    with autograd.record():
-        loss = net(nd.ones((4, 5), ctx=mx.cpu(0))).sum()
-    loss.backward()  # not on the second context
-    with pytest.raises(UserWarning):
-        trainer.step(4)
-
-
 def dense(ctx):
     net = nn.Dense(6, in_units=5)
     net.initialize(ctx=ctx)
