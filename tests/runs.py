@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gluon_mgpu.runtime import engine
@@ -111,6 +113,15 @@ def error(capture, command, *words, status=2):
     assert (found, out, err.count("\n")) == (status, "", 1), err
     assert err.startswith("error: ")
     return err.removeprefix("error: ")
+
+
+def arrays(text):
+    """[(array, context)] of the NDArrays printed in a text."""
+    found = []
+    for numbers, shape, context in re.findall(r"(^\[[^<]*)<NDArray ([\dx]+) @(\w+\(\d+\))>", text, re.M):
+        values = np.array(re.sub(r"[\[\]]", " ", numbers).split(), float)
+        found.append((values.reshape([int(n) for n in shape.split("x")]), context))
+    return found
 
 
 # Runs with several workers

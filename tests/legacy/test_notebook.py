@@ -1,13 +1,21 @@
 """Notebooks run with `run` and with the kernel, and keep their outputs, whatever happens."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import lenet64
+import numpy as np
 import pytest
 import runs
+import tiny
+from parity import examples
+from runs import arrays
 
+from gluon_mgpu.data import datasets
 from gluon_mgpu.legacy import notebook
 from gluon_mgpu.runtime import engine
 
@@ -15,6 +23,7 @@ pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
 import jupyter_client  # noqa: E402
 import nbformat  # noqa: E402
 
+SHARED = Path(__file__).parents[3] / "shared"  # has the original notebooks and their data
 CELLS = ["import mxnet as mx, numpy as np", "print(mx.gpu(1), np.zeros(1, np.float).dtype)"]
 
 
@@ -134,3 +143,93 @@ def test_an_interrupt_stops_the_cell_and_the_next_cell_runs(tmp_path, environmen
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def original(tmp_path, environment, install):
+    """original(name, gpus, data, n) runs an original notebook with the kernel on n training and n // 4 test examples.
+
+    last: a cell to run after the notebook's own. Returns what the notebook printed.
+    """
+
+    def run(name, gpus, data, n, last=""):
+        _, images, labels, test_images, test_labels, _ = datasets.load(data, SHARED / "data")
+        subset = datasets.Dataset(data, images[:n], labels[:n], test_images[: n // 4], test_labels[: n // 4], source="")
+        hashes = {data: tiny.write(tmp_path / data, subset)}
+        # Jupyter runs this file before the first cell.
+        start = tmp_path / "ipython" / "profile_default" / "startup" / "start.py"
+        start.parent.mkdir(parents=True)
+        start.write_text(f"from gluon_mgpu.data import datasets\ndatasets.SHA256 = {hashes}\n")
+        install("--gpus", gpus, "--data-dir", tmp_path)
+        path, contents = tmp_path / name, nbformat.read(SHARED / "originals" / name, as_version=4)
+        contents.cells.append(nbformat.v4.new_code_cell(last))
+        nbformat.write(contents, path)
+        execute(path, {**environment, "HOME": str(tmp_path)})  # FashionMNIST writes into the home
+        return "".join(outputs(path))
+
+    return run
+
+
+GLUONBOOK = """  # what the original imports from the package of this name
+from mxnet.gluon.data import DataLoader
+from mxnet.gluon.data.vision import FashionMNIST, transforms
+
+def load_data_fashion_mnist(batch_size):
+    data = (FashionMNIST(train=train).transform_first(transforms.ToTensor()) for train in (True, False))
+    return [DataLoader(dataset, batch_size) for dataset in data]
+
+def sgd(params, lr, batch_size):
+    for param in params:
+        param[:] = param - lr * param.grad / batch_size
+
+def evaluate_accuracy(data_iter, net, ctx):
+    right = count = 0
+    for X, y in data_iter:
+        classes = net(X.as_in_context(ctx)).argmax(axis=1).asnumpy()
+        right, count = right + (classes == y.asnumpy()).sum(), count + len(y)
+    return right / count
+"""
+needs_originals = pytest.mark.skipif(not SHARED.exists(), reason="needs the original notebooks")
+
+
+STEP = """
+import numpy as np
+X, y = nd.random.uniform(shape=(20, 1, 28, 28)), nd.arange(20) % 3
+gpu_params = [get_params(params, c) for c in ctx]
+train_batch(X, y, gpu_params, ctx, lr=20)
+np.savez("step", *[array.asnumpy() for arrays in [params, *gpu_params, [X, y]] for array in arrays])
+"""
+
+
+@needs_originals
+def test_the_original_from_scratch_prints_the_books_values_and_its_step_is_numpys(original, tmp_path):
+    (tmp_path / "gluonbook.py").write_text(GLUONBOOK)
+    text = original("multiple-gpus.ipynb", 2, "fashion-mnist", 512, STEP)
+    bias, grad, *reduced, batch, half, other_half = arrays(text)
+    for array, context in (bias, grad):
+        assert (array.tolist(), context) == (examples.COPIED_BIAS, "cpu(0)")
+    sums = [*examples.ALLREDUCE["before"], *examples.ALLREDUCE["after"]]
+    assert [(array.tolist(), context) for array, context in reduced] == list(zip(sums, ["cpu(0)", "cpu(1)"] * 2))
+    for (array, context), device in ((half, 0), (other_half, 1)):
+        np.testing.assert_array_equal(array, batch[0][examples.SPLIT["rows"][device]])
+        assert context == f"cpu({device})"
+    assert len(re.findall(r"^epoch \d, time: .* sec, test acc: 0\.\d\d$", text, re.M)) == 8
+    *saved, X, y = np.load(tmp_path / "step.npz").values()
+    before, *after = ([p.T if p.ndim == 2 else p for p in saved[i : i + 8]] for i in (0, 8, 16))
+    _, grads = lenet64.losses_and_gradients([p.astype(np.float64) for p in before], X, y.astype(int))
+    for params in after:  # lr is the batch size, so the sum of the gradients is subtracted
+        for old, new, grad in zip(before, params, grads):
+            lenet64.assert_close(old - new, grad, lenet64.additions(20))
+
+
+@needs_originals
+def test_the_original_with_gluon_has_equal_replicas_and_learns_with_the_kernel(original):
+    text = original("multiple-gpus-gluon.ipynb", 4, "mnist", 4096)
+    scores, weights, grads = (arrays(text)[i : i + 4] for i in (0, 4, 8))
+    for printed in (scores, weights, grads):
+        assert [context for _, context in printed] == [f"cpu({i})" for i in range(4)]
+    for (weight, _), (grad, _) in zip(weights[1:], grads[1:]):
+        np.testing.assert_array_equal(weight, weights[0][0])
+        assert np.abs(grad - grads[0][0]).max() > 0
+    accuracies = [float(accuracy) for accuracy in re.findall(r"accuracy = (\S+)", text)]
+    assert len(accuracies) == 10 and min(accuracies[4::5]) > 0.8, text  # 0.1 before training
