@@ -81,7 +81,7 @@ def convert(
     """
     given = (*sources, prefix)
     parameters = [name for name in given if name.endswith(".params")]
-    if parameters and not any(name.endswith("-symbol.json") for name in given):
+    if parameters and len(sources) < 2:
         advice = "has no network; build it with its code, then load_parameters, hybridize, call it once, and export"
         raise UsageError(None, parameters[0], f"{advice} (docs/convert.md)")
     if to is None:
