@@ -137,14 +137,14 @@ def _split(model: Model, n: int) -> str:
     if not hasattr(model.lesson, "split_and_load"):
         return ""
     shards = model.lesson.split_and_load(nd.arange(n), model.ctx)
-    found = [shard.asnumpy().astype(int).tolist() for shard in shards]
-    examples = sorted(example for shard in found for example in shard)
+    indices = [shard.asnumpy().astype(int).tolist() for shard in shards]
+    examples = sorted(example for shard in indices for example in shard)
     if examples == list(range(n)):
         return ""
     k = len(model.ctx)
-    if all(sorted(shard) == list(range(n)) for shard in found):
+    if all(sorted(shard) == list(range(n)) for shard in indices):
         return f"split_and_load gives the whole batch to each of {k} devices; give each a different part"
-    if len(found) > 1 and all(shard == found[0] for shard in found):
+    if len(indices) > 1 and all(shard == indices[0] for shard in indices):
         return f"split_and_load gives the same shard to each of {k} devices; give each a different part"
     missing = sorted(set(range(n)) - set(examples))
     if missing:

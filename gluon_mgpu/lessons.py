@@ -22,7 +22,7 @@ from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training.config import Config, Integer, declare
 
-NETWORKS = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
+NETWORK_NAMES = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
 # {lesson: the settings without a meaning in it, or in a copy of it}
 UNSUPPORTED: dict[str, frozenset[str]] = {
     "scratch": frozenset({"model", "hybridize", "tune", "zero"}),
@@ -64,10 +64,10 @@ class LessonConfig(Config):
     )
     model: str = declare(
         "lenet",
-        Word(NETWORKS),
+        Word(NETWORK_NAMES),
         "With highlevel: the network. lenet-max uses max pooling.",
         "Network and data",
-        "|".join(NETWORKS),
+        "|".join(NETWORK_NAMES),
     )
     hybridize: bool = declare(
         True,

@@ -229,21 +229,21 @@ class ShardedModel(Model):
         return scratch.evaluate_accuracy(data_iter, self.predict, self.ctx)
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        arrays = dict(zip(networks.LENET, self._params(device)))
+        arrays = dict(zip(networks.LENET_NAMES, self._params(device)))
         if self.config.momentum:
             velocities = sharded.collect(sharded.LENET, self.state[1], self.config.zero > 0)
-            arrays.update({VELOCITY + name: v for name, v in zip(networks.LENET, velocities)})
+            arrays.update({VELOCITY + name: v for name, v in zip(networks.LENET_NAMES, velocities)})
         return arrays
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         self._check_match(arrays)
-        params = [nd.array(arrays[name]) for name in networks.LENET]
+        params = [nd.array(arrays[name]) for name in networks.LENET_NAMES]
         zeros = [np.zeros(p.shape, np.float32) for p in params]
-        velocities = [nd.array(arrays.get(VELOCITY + name, zero)) for name, zero in zip(networks.LENET, zeros)]
+        velocities = [nd.array(arrays.get(VELOCITY + name, zero)) for name, zero in zip(networks.LENET_NAMES, zeros)]
         self._place(params, velocities)
 
     def export(self, prefix: str) -> None:
-        _export(prefix, scratch.lenet, dict(zip(networks.LENET, self._params(0))), self.image_shape)
+        _export(prefix, scratch.lenet, dict(zip(networks.LENET_NAMES, self._params(0))), self.image_shape)
 
 
 def _unfit(config: LessonConfig, why: str) -> UsageError:
@@ -331,7 +331,7 @@ def _not_called(model: Model, workers: int) -> list[str]:
 
 def _array_names(count: int) -> Sequence[str]:
     """The checkpoint names of the arrays in a lesson's own network, in the order of the layers."""
-    return networks.LENET if count == len(networks.LENET) else [f"p{i}" for i in range(count)]
+    return networks.LENET_NAMES if count == len(networks.LENET_NAMES) else [f"p{i}" for i in range(count)]
 
 
 def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Sequence[int]) -> None:
@@ -349,8 +349,8 @@ def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Se
     names = {autograd.get_symbol(r).list_arguments()[0]: name for name, r in recorded.items()}
     graph, counts = json.loads(autograd.get_symbol(scores).tojson()), Counter[str]()
     for node in graph["nodes"]:
-        kind = {"Convolution": "conv", "FullyConnected": "dense"}.get(node["op"], node["op"].strip("_").lower())
-        node["name"] = names.get(node["name"], f"{kind}{counts[kind]}")  # such as conv0, as in Gluon
-        counts[kind] += 1
+        op = {"Convolution": "conv", "FullyConnected": "dense"}.get(node["op"], node["op"].strip("_").lower())
+        node["name"] = names.get(node["name"], f"{op}{counts[op]}")  # such as conv0, as in Gluon
+        counts[op] += 1
     Path(f"{prefix}-symbol.json").write_text(json.dumps(graph))
     nd.save(f"{prefix}-0000.params", {f"arg:{name}": inputs[name] for name in arrays})

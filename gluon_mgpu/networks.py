@@ -17,7 +17,7 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import UsageError
 
-LENET = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
+LENET_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 
 
 class Network(NamedTuple):
@@ -95,5 +95,5 @@ def lenet_max() -> nn.HybridSequential:
     return net
 
 
-register("lenet-max", lenet_max, mx.init.Uniform(0.07), LENET)
+register("lenet-max", lenet_max, mx.init.Uniform(0.07), LENET_NAMES)
 register("resnet18", resnet18)

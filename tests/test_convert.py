@@ -22,7 +22,7 @@ from gluon_mgpu import convert, evaluate
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import network, operators
 from gluon_mgpu.data import datasets
-from gluon_mgpu.networks import LENET
+from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
@@ -50,7 +50,7 @@ def test_a_converted_run_gives_the_scores_of_the_run(run, to, runs, tmp_path, ca
     arrays, _ = checkpoint.load(runs / run / "checkpoint.npz")
     if run == "lenet":
         images = datasets.synthetic(600, 100, 0).test_images / 255
-        expected = lenet64.scores([arrays[name].astype(np.float64) for name in LENET], images)
+        expected = lenet64.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
         lenet64.assert_close(found, expected, lenet64.additions(1))
     else:
         assert max(np.abs(array).max() for name, array in arrays.items() if "running_mean" in name) > 0.1

@@ -12,7 +12,7 @@ from runs import call
 from gluon_mgpu import evaluate
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.data import datasets
-from gluon_mgpu.networks import LENET
+from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
@@ -46,7 +46,7 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(r
     assert 0.2 < expected < 1, f"{expected}: a network that knows nothing or everything tests little"
     assert int(right) / int(total) == expected and accuracy == f"{expected:.4f}"
     rows = [line.split() for line in text.splitlines() if re.match(r"\d ", line)]
-    params = [arrays[name].astype(np.float64) for name in LENET]
+    params = [arrays[name].astype(np.float64) for name in LENET_NAMES]
     predicted = lenet64.scores(params, data.test_images / 255).argmax(1)
     for i, (name, *counts, recall) in enumerate(rows):
         found = predicted[data.test_labels == i]

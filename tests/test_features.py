@@ -311,11 +311,11 @@ class Reference:
             net = highlevel.lenet()
             highlevel.initialize(net, [mx.cpu()])
             net(nd.zeros((1, 1, 28, 28))).wait_to_read()
-            self.params = dict(zip(networks.LENET, [p.data().asnumpy() for p in net.collect_params().values()]))
+            self.params = dict(zip(networks.LENET_NAMES, [p.data().asnumpy() for p in net.collect_params().values()]))
         else:
             lesson = lessons.load(runs.settings(row)["impl"]) if row.is_own else scratch
             arrays = [p.asnumpy() for p in lesson.init_params()]
-            self.params = dict(zip(networks.LENET if len(arrays) == 8 else ("p0", "p1"), arrays))
+            self.params = dict(zip(networks.LENET_NAMES if len(arrays) == 8 else ("p0", "p1"), arrays))
         if not self.net:
             self.params = {name: array.astype(np.float64) for name, array in self.params.items()}
         self.start = {name: array.copy() for name, array in self.params.items()}
@@ -389,7 +389,7 @@ def scores(row, runs, folder, images):
     if reference.net:
         reference.set({name: array for name, array in arrays.items() if not name.startswith(VELOCITY)})
         return reference.net(nd.array(images)).asnumpy()
-    return lenet64.scores([arrays[name] for name in networks.LENET], images)
+    return lenet64.scores([arrays[name] for name in networks.LENET_NAMES], images)
 
 
 def assert_same_training(folder, reference):

@@ -21,7 +21,7 @@ from gluon_mgpu import highlevel, lessons, models, networks, scratch, sharded
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.networks import LENET
+from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training.model import state_dict
@@ -36,7 +36,7 @@ MODULES = [scratch, highlevel]
 @pytest.fixture
 def start():
     """LeNet's parameters by name."""
-    return {name: p.asnumpy() for name, p in zip(LENET, parameters())}
+    return {name: p.asnumpy() for name, p in zip(LENET_NAMES, parameters())}
 
 
 def build(module, devices, start=None, **options):

@@ -49,12 +49,12 @@ def expected(data):
 )  # fmt: skip
 def test_twenty_steps_on_two_devices_end_where_float64_ends(options, data, expected):
     model = models.build(options["impl"], [mx.cpu(0), mx.cpu(1)], LessonConfig(batch_size=BATCH, lr=LR, **options))
-    model.load(dict(zip(networks.LENET, start())))
+    model.load(dict(zip(networks.LENET_NAMES, start())))
     for i in range(0, STEPS * BATCH, BATCH):
         X = nd.array(data.train_images[i : i + BATCH], dtype="float32") / 255
         model.step(X, nd.array(data.train_labels[i : i + BATCH], dtype="float32"), LR)
     arrays = model.arrays(1)
-    ends = np.concatenate([arrays[name].asnumpy().ravel() for name in networks.LENET])
+    ends = np.concatenate([arrays[name].asnumpy().ravel() for name in networks.LENET_NAMES])
     first, right = (np.concatenate([p.ravel() for p in params]) for params in (start(), expected))
     moved, error = np.linalg.norm(right - first), np.linalg.norm(ends - right)
     print(f"error {error / moved:.1e} of the path's length {moved:.2f}")

@@ -115,7 +115,7 @@ def _trial() -> Finding:
     finished = subprocesses.run(command, env=environment, seconds=SECONDS)
     try:
         advice = f"run `{errors.command(MAIN_JOB)}` to see where it hangs"
-        subprocesses.check(f"a trial of {MAIN_JOB}", finished, advice)
+        subprocesses.raise_for_status(f"a trial of {MAIN_JOB}", finished, advice)
     except Error as error:  # a UsageError means that a setting is wrong, not a package
         repair = "; if a package is broken, try `pip install --force-reinstall`"
         return "problem", f"{error}{'' if isinstance(error, UsageError) or '`' in str(error) else repair}"

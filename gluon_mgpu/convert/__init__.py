@@ -18,12 +18,12 @@ from types import ModuleType
 import mxnet as mx
 import numpy as np
 
-from gluon_mgpu.convert import gluon, onnx, pytorch
+from gluon_mgpu.convert import to_gluon, to_onnx, to_pytorch
 from gluon_mgpu.convert.network import Network, from_files, from_run, last_line
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
-TARGETS = {"gluon": gluon, "pytorch": pytorch, "onnx": onnx}
+TARGETS = {"gluon": to_gluon, "pytorch": to_pytorch, "onnx": to_onnx}
 TOLERANCE = 1e-4  # largest relative error of an example's scores; rounding alone can cause 1e-5
 
 

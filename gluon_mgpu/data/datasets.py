@@ -344,7 +344,7 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
     apt = ["apt-get", "-qq", *(f"-o{setting}" for setting in settings)]
 
     def run(*command: str) -> None:
-        subprocesses.check(command[0], subprocesses.run(command, seconds=APT_SECONDS, folder=temp))
+        subprocesses.raise_for_status(command[0], subprocesses.run(command, seconds=APT_SECONDS, folder=temp))
 
     with suppress(Error):  # `update` fails if any apt source fails; `download` fails only if its own source failed
         run(*apt, "update")

@@ -31,8 +31,8 @@ def read(folder: str | Path) -> Arrays:
         if len(archives) == 1:
             return checked(*_read_npz(archives[0]))
         if archives or not idx:
-            found = f"contains {len(archives)} .npz files" if archives else "does not contain your data"
-            raise UsageError("data_dir", folder, f"{found}: it needs {NEEDED}")
+            problem = f"contains {len(archives)} .npz files" if archives else "does not contain your data"
+            raise UsageError("data_dir", folder, f"{problem}: it needs {NEEDED}")
         return checked(*(_read_idx(_file(folder, idx, part)) for part in PARTS))
     except UsageError as error:
         raise UsageError("data_dir", folder, str(error)) if error.name in PARTS else error from None
@@ -101,11 +101,11 @@ def _read_npz(path: Path) -> list[np.ndarray]:
 def _file(folder: Path, candidates: list[Path], part: str) -> Path:
     """The IDX file with this part of the data, such as train-images-idx3-ubyte.gz."""
     half, what = part.split("_")
-    found = [file for file in candidates if what in file.name and ("train" in file.name) == (half == "train")]
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
+    matches = [file for file in candidates if what in file.name and ("train" in file.name) == (half == "train")]
+    if len(matches) != 1:
+        names = ", ".join(file.name for file in matches) or "none"
         raise UsageError("data_dir", folder, f"must contain one IDX file with the {half} {what}, found {names}")
-    return found[0]
+    return matches[0]
 
 
 def parse_idx(content: bytes) -> np.ndarray:

@@ -161,7 +161,7 @@ def _run(path: str, seconds: float, show: Callable[..., object]) -> tuple[Mistak
     if finished.status is None:
         return Mistake("time-limit", f"no result after {seconds:g} seconds"), None
     if not results:
-        subprocesses.check(path, finished)
+        subprocesses.raise_for_status(path, finished)
     mistake, numbers = results[-1]
     return mistake and Mistake(*mistake), numbers
 

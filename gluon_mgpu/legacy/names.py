@@ -27,7 +27,7 @@ from gluon_mgpu.legacy import arrays
 STANDARD = Path(collections.__file__).parents[1]  # the standard library's folder
 # Modules that Python has removed: {name: file that replaces the module}.
 MODULES = {
-    "imp": Path(__file__).with_name("imp.py"),
+    "imp": Path(__file__).with_name("old_imp.py"),
     "pipes": STANDARD / "shlex.py",  # contains the `quote` for which programs imported pipes
     "xml.etree.cElementTree": STANDARD / "xml/etree/ElementTree.py",
 }

@@ -84,7 +84,7 @@ def run(
     return Finished(status, "".join(out), "".join(err))
 
 
-def check(name: str, finished: Finished, advice: str = "") -> None:
+def raise_for_status(name: str, finished: Finished, advice: str = "") -> None:
     """Raise Error or UsageError unless the program succeeded; the message is the program's own error message, if any.
 
     name: the program's name in the message. advice: what to do if the program timed out.
@@ -94,9 +94,9 @@ def check(name: str, finished: Finished, advice: str = "") -> None:
     if finished.status is None:
         raise Error(f"{name} did not finish in time{advice and f': {advice}'}")
     lines = finished.err.strip().splitlines()
-    own = [found for line in lines if (found := re.match(r"(?:error|[\w.]+\.(Error|UsageError)): (.*)", line))]
-    if own:  # the error is usually the last line, but a launcher may have added lines
-        kind, message = own[-1][1], f"{name}: {own[-1][2]}"
+    errors = [match for line in lines if (match := re.match(r"(?:error|[\w.]+\.(Error|UsageError)): (.*)", line))]
+    if errors:  # the error is usually the last line, but a launcher may have added lines
+        kind, message = errors[-1][1], f"{name}: {errors[-1][2]}"
     else:
         kind, message = None, f"{name} {how_it_ended(finished.status)}: {lines[-1] if lines else 'no message'}"
     raise UsageError(None, None, message) if finished.status == 2 or kind == "UsageError" else Error(message)

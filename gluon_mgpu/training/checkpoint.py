@@ -17,14 +17,14 @@ import numpy as np
 from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import Error
 
-FACTS = "facts.json"
+METADATA = "facts.json"
 DIGEST = 64  # length of a SHA-256 in hexadecimal
 
 
-def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
-    """Write a checkpoint. facts: the metadata, a dict that JSON can represent."""
+def save(path: str | Path, arrays: dict[str, np.ndarray], metadata: dict[str, Any]) -> None:
+    """Write a checkpoint. metadata: a dict that JSON can represent."""
     packed = io.BytesIO()
-    members: dict[str, Any] = {**arrays, FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+    members: dict[str, Any] = {**arrays, METADATA: np.frombuffer(json.dumps(metadata).encode(), np.uint8)}
     np.savez(packed, **members)
     with zipfile.ZipFile(packed, "a") as archive:
         archive.comment = bytes(DIGEST)
@@ -34,7 +34,7 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], facts: dict[str, Any])
 
 
 def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a checkpoint. Returns (arrays, facts). Raises Error if the file is missing or damaged, or cannot be read."""
+    """Read a checkpoint. Returns (arrays, metadata). Raises Error if the file is missing, damaged or unreadable."""
     try:
         content = files.read(path)
         if hashlib.sha256(content[:-DIGEST]).hexdigest().encode() != content[-DIGEST:]:
@@ -45,7 +45,7 @@ def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             arrays = {name: archive[name] for name in archive.files}
         if any(array.dtype.kind not in "biuf" for array in arrays.values()):
             raise ValueError("contains arrays other than numbers")
-        return arrays, json.loads(arrays.pop(FACTS).tobytes())
+        return arrays, json.loads(arrays.pop(METADATA).tobytes())
     except FileNotFoundError:
         raise Error(f"{path} does not exist") from None
     except OSError as error:

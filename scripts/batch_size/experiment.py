@@ -112,7 +112,7 @@ def finish(
     except KeyboardInterrupt:
         log.say("run the same command again to continue")
         raise
-    subprocesses.check(name, finished)
+    subprocesses.raise_for_status(name, finished)
     return runs.read(LessonConfig, folder)
 
 

@@ -78,7 +78,7 @@ def start(name: str, job: Job) -> dict[str, Any]:
     """
     command = [*job.launcher, sys.executable, "-m", "bench", job.module, json.dumps(job.arguments)]
     finished = subprocesses.run(command, env=job.env or environment(), seconds=job.seconds)
-    subprocesses.check(name, finished, job.advice)
+    subprocesses.raise_for_status(name, finished, job.advice)
     last = finished.out.strip().rpartition("\n")[2]
     try:
         return json.loads(last)

@@ -20,7 +20,7 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.models import Model, build
-from gluon_mgpu.networks import LENET
+from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.recipes import RECIPES
@@ -59,20 +59,20 @@ class Notebook:
         self.ctx, self.dtype = ctx, dtype
 
     def load(self, state: State) -> None:
-        params = [nd.array(_transposed(state[name]), dtype=self.dtype) for name in LENET]
+        params = [nd.array(_transposed(state[name]), dtype=self.dtype) for name in LENET_NAMES]
         self.gpu_params = [notebook.get_params(params, c) for c in self.ctx]
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> None:
         notebook.train_batch(X.astype(self.dtype), y.astype(self.dtype), self.gpu_params, self.ctx, lr)
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        return {name: _transposed(p) for name, p in zip(LENET, self.gpu_params[device])}
+        return {name: _transposed(p) for name, p in zip(LENET_NAMES, self.gpu_params[device])}
 
 
 def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
     """Train the reference and return its path."""
     mx.random.seed(SEED)
-    path = [{name: _transposed(p.asnumpy()) for name, p in zip(LENET, notebook.init_params())}]
+    path = [{name: _transposed(p.asnumpy()) for name, p in zip(LENET_NAMES, notebook.init_params())}]
     exact = Notebook(ctx, "float64")
     for X, y in _batches(data, steps, "in float64"):
         exact.load(path[-1])

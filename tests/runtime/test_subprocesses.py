@@ -76,9 +76,9 @@ def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_
 )
 def test_a_failure_becomes_an_error_in_the_programs_own_words(status, err, kind, text):
     with pytest.raises(Error) as caught:
-        subprocesses.check("x", Finished(status, "", err), advice="use fewer steps")
+        subprocesses.raise_for_status("x", Finished(status, "", err), advice="use fewer steps")
     assert type(caught.value) is kind and text in str(caught.value)
-    subprocesses.check("x", Finished(0, "", "error: none"))
+    subprocesses.raise_for_status("x", Finished(0, "", "error: none"))
 
 
 WORKERS = [({}, None, 1), *(({name: str(rank)}, rank, rank == 0) for name in log.RANKS for rank in (0, 1))]

@@ -59,7 +59,7 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
     assert {"impl": impl, "batch_size": 256, "limit": 1001, "seed": 5, "lr": 0.2}.items() <= config.items()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
-    assert tuple(arrays) == networks.LENET and arrays["W3"].shape == (128, 800)
+    assert tuple(arrays) == networks.LENET_NAMES and arrays["W3"].shape == (128, 800)
     assert (facts["config"], len(facts["history"]), facts["steps"]) == (config, 2, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 

@@ -330,7 +330,7 @@ def load_and_run(network: Network, base: str, program: str) -> None:
     """Run a program in a new process, after the written files have been loaded."""
     inputs = {f"{i} {k}": X for i, sample in enumerate(network.samples) for k, X in enumerate(sample.inputs)}
     np.savez(f"{base}.npz", **inputs)
-    subprocesses.check("PyTorch", subprocesses.run([sys.executable, "-c", LOAD + program, base]))
+    subprocesses.raise_for_status("PyTorch", subprocesses.run([sys.executable, "-c", LOAD + program, base]))
 
 
 def outputs(network: Network, base: str) -> list[list[np.ndarray]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from gluon_mgpu.convert.network import Network
-from gluon_mgpu.convert.pytorch import PACKAGES as PYTORCH
-from gluon_mgpu.convert.pytorch import load_and_run
-from gluon_mgpu.convert.pytorch import write as write_module
+from gluon_mgpu.convert.to_pytorch import PACKAGES as PYTORCH
+from gluon_mgpu.convert.to_pytorch import load_and_run
+from gluon_mgpu.convert.to_pytorch import write as write_module
 
 SUFFIXES = (".onnx",)
 PACKAGES = ("onnx", "onnxruntime", *PYTORCH)
