@@ -7,6 +7,7 @@ the likeliest reason if it does not hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple
@@ -42,14 +43,16 @@ def compare(
 ) -> list[Claim]:
     """Take steps with a lesson's `train_batch` on ctx and on ctx[0]. Returns one `Claim` for each property of a step.
 
-    ctx: at least two devices. config: only its network is used. image_shape, classes: see `models.build`.
+    ctx: at least two devices. config: only its network, and how the network is computed, are used. image_shape,
+    classes: see `models.build`.
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
-    plain = LessonConfig(impl=lessons.name_of(lesson), model=config.model if config else "lenet")
-    zero = LessonConfig(**{**vars(plain), "zero": config.zero}) if config else plain
+    config = config or LessonConfig()
+    plain = LessonConfig(impl=lessons.name_of(lesson), model=config.model)
+    same = replace(plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
     one = models.build(lesson, ctx[:1], plain, image_shape, classes)
-    several = models.build(lesson, ctx, zero, image_shape, classes)
+    several = models.build(lesson, ctx, same, image_shape, classes)
     rng, k = np.random.default_rng(0), len(ctx)
     start = _spread(state_dict(one), rng)
     reasons: dict[str, str] = {}

@@ -92,7 +92,8 @@ class LessonConfig(Config):
     check: bool = declare(
         False,
         click.BOOL,
-        "Before training, compare a step with the same step on one device. This is always done for your own lesson.",
+        "Before training, compare a step with the same step on one device. With several devices, this is always done "
+        "for your own lesson.",
         "Network and data",
     )
 
@@ -144,7 +145,11 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     lesson = importlib.util.module_from_spec(spec)
     errors.user_files.add(str(spec.origin))
     sys.modules[name] = lesson  # as an import would do; dataclasses need it
-    spec.loader.exec_module(lesson)
+    try:
+        spec.loader.exec_module(lesson)
+    except BaseException:
+        del sys.modules[name]
+        raise
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")

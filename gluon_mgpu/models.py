@@ -231,7 +231,11 @@ class ShardedModel(Model):
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         arrays = dict(zip(networks.LENET_NAMES, self._params(device)))
         if self.config.momentum:
-            velocities = sharded.collect(sharded.LENET, self.state[1], self.config.zero > 0)
+            if self.config.zero:
+                velocities = sharded.collect(sharded.LENET, self.state[1], sharded=True)
+            else:
+                layers = zip(sharded.LENET, self.state[1])
+                velocities = [v for (_, shapes), b in layers for v in sharded.unbucket(b[device], shapes)]
             arrays.update({VELOCITY + name: v for name, v in zip(networks.LENET_NAMES, velocities)})
         return arrays
 

@@ -111,7 +111,9 @@ def _doubt(lesson: ModuleType, ctx: list[Context], config: LessonConfig, data: D
 
     verdict = equivalence.verdict(equivalence.compare(lesson, ctx, config, data.image_shape, data.classes))
     if verdict or config.check:
-        log.say(f"{name_of(lesson)} {verdict or 'takes the same step as on one device'}")
+        omitted = config.changed(("momentum", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares"))
+        without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
+        log.say(f"{name_of(lesson)} {verdict or 'takes the same step as on one device'}{without}")
     return verdict and f"{name_of(lesson)} {verdict}"
 
 

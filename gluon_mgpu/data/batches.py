@@ -32,7 +32,7 @@ def batches(
     order: np.ndarray | None = None,
     part: Callable[[int], np.ndarray] | None = None,
 ) -> Iterator[Batch]:
-    """Yields batches in host memory: X float32 (n, 1, 28, 28) in [0, 1], y float32 (n,). The last batch may be smaller.
+    """Yields batches in host memory: X float32 (n, *image_shape), y float32 (n,). The last batch may be smaller.
 
     images: uint8, which is divided by 255, or float32. labels: class numbers. order: indices of the examples to use, in
     this order; None: all examples, in order.

@@ -24,6 +24,8 @@ DIGEST = 64  # length of a SHA-256 in hexadecimal
 def save(path: str | Path, arrays: dict[str, np.ndarray], metadata: dict[str, Any]) -> None:
     """Write a checkpoint. metadata: a dict that JSON can represent."""
     packed = io.BytesIO()
+    if "file" in arrays:  # an argument of np.savez
+        raise Error(f"{path}: a network's array cannot be called 'file'; give it another name")
     members: dict[str, Any] = {**arrays, METADATA: np.frombuffer(json.dumps(metadata).encode(), np.uint8)}
     np.savez(packed, **members)
     with zipfile.ZipFile(packed, "a") as archive:

@@ -53,7 +53,7 @@ def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list
             position.loss_sum += losses.finish()
             nd.waitall()
             position.seconds = time.perf_counter() - start
-            _check_replicas(model, f"epoch {number}")
+            arrays = _check_replicas(model, f"epoch {number}")
             accuracy = None if stopped else _evaluate(model, data, config.batch_size, group, ctrl_c)
             if accuracy is None:
                 raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, model))
@@ -62,7 +62,7 @@ def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list
             if not group.rank:
                 print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
             _say_if_guessing(epoch, data.classes, number * steps_per_epoch)
-            run.save(state_dict(model))
+            run.save(arrays)
     run.end()
     return position.history
 
@@ -117,8 +117,8 @@ def _evaluate(model: Model, data: Dataset, batch_size: int, group: Group, ctrl_c
     return None if group.any(stopped) else correct / len(data.test_labels)
 
 
-def _check_replicas(model: Model, title: str) -> None:
-    """Raise Error if a parameter is not finite. Print a notice if the replicas differ."""
+def _check_replicas(model: Model, title: str) -> dict[str, np.ndarray]:
+    """Raise Error if a parameter is not finite. Print a notice if the replicas differ. Returns the first one."""
     first = state_dict(model)
     # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
     broken = [name for name, values in first.items() if not np.isfinite(values).all()]
@@ -132,6 +132,7 @@ def _check_replicas(model: Model, title: str) -> None:
             f"the replicas differ after {title} ({', '.join(differ)}): the devices now train different networks; after "
             "a correct allreduce, every device has the same gradients"
         )
+    return first
 
 
 def _say_if_guessing(epoch: Epoch, classes: int, steps: int) -> None:

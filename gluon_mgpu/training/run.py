@@ -261,8 +261,9 @@ def _resume(run: Run, given: dict[str, Any]) -> None:
 
 
 def read(config_type: type[Config], folder: str | Path, lock: bool = False) -> Run:
-    """Read the run in a folder. kind: Config, or a class derived from it. lock: lock the folder first, to resume it.
+    """Read the run in a folder.
 
+    config_type: Config, or a class derived from it. lock: lock the folder first, to resume it.
     Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
     """
     folder = Path(folder)

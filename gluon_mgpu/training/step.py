@@ -71,8 +71,10 @@ def _sum_over_workers(grads: list[dict[str, NDArray]], group: Group) -> None:
 
 def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
     """Scale one device's gradients so that their global norm is at most max_norm."""
-    norm = nd.sqrt(nd.sum(nd.stack(*[nd.sum(nd.square(grad)) for grad in grads])))
-    scale = nd.minimum(max_norm / (norm + 1e-8), 1)
+    largest = nd.max(nd.stack(*[nd.max(nd.abs(grad)) for grad in grads]))  # the squares could overflow
+    largest = nd.maximum(largest, 1e-30)
+    norm = nd.sqrt(nd.sum(nd.stack(*[nd.sum(nd.square(nd.broadcast_div(g.reshape(-1), largest))) for g in grads])))
+    scale = nd.minimum(max_norm / largest / nd.maximum(norm, 1e-30), 1)
     for grad in grads:
         grad[:] = nd.broadcast_mul(grad, scale.reshape((1,) * grad.ndim))
 
