@@ -403,7 +403,7 @@ def read_checkpoint(folder):
     """What `evaluate` and `train --resume` do with the facts of a checkpoint."""
     run = evaluate.read(table.LessonConfig, folder)
     assert "\x1b" not in str(run.position)
-    run.config.resumed({}, 1).learning_rate(run.position.steps, 10)
+    run.config.resumed({}).learning_rate(run.position.steps, 10)
     evaluate.scaled(evaluate.Trained(run, None, ""), np.zeros((1, *run.facts["image_shape"][:0])))
     run.folder = None
     run.begin({"devices": ["cpu(0)"], "workers": 2, "threads": 1, "running_stats": True}, {})

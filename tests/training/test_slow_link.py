@@ -66,6 +66,7 @@ def test_gradients_cross_a_slow_link_and_train_as_in_one_process(machines, tmp_p
         **engine.users_environment(),
         "MPIR_CVAR_CH4_NETMOD": "ofi",
         "FI_PROVIDER": "tcp",
+        "FI_TCP_IFACE": "eth0",
         "OMP_NUM_THREADS": "1",
     }
     run = ["ip", "netns", "exec", machines[0], program, *hosts, *launcher, *words]
