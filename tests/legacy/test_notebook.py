@@ -23,7 +23,10 @@ pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
 import jupyter_client  # noqa: E402
 import nbformat  # noqa: E402
 
-SHARED = Path(__file__).parents[3] / "shared"  # has the original notebooks and their data
+# The original notebooks and real data, if folders beside the checkout have them
+BESIDE = Path(__file__).parents[3]
+ORIGINALS = next(BESIDE.glob("*/originals/multiple-gpus.ipynb"), None)
+MNIST = next(BESIDE.glob("*/*/mnist/train-images-idx3-ubyte.gz"), None)
 CELLS = ["import mxnet as mx, numpy as np", "print(mx.gpu(1), np.zeros(1, np.float).dtype)"]
 
 
@@ -153,7 +156,7 @@ def original(tmp_path, environment, install):
     """
 
     def run(name, gpus, data, n, last=""):
-        _, images, labels, test_images, test_labels, _ = datasets.load(data, SHARED / "data")
+        _, images, labels, test_images, test_labels, _ = datasets.load(data, MNIST.parents[1])
         subset = datasets.Dataset(data, images[:n], labels[:n], test_images[: n // 4], test_labels[: n // 4], source="")
         hashes = {data: tiny.write(tmp_path / data, subset)}
         # Jupyter runs this file before the first cell.
@@ -161,7 +164,7 @@ def original(tmp_path, environment, install):
         start.parent.mkdir(parents=True)
         start.write_text(f"from gluon_mgpu.data import datasets\ndatasets.SHA256 = {hashes}\n")
         install("--gpus", gpus, "--data-dir", tmp_path)
-        path, contents = tmp_path / name, nbformat.read(SHARED / "originals" / name, as_version=4)
+        path, contents = tmp_path / name, nbformat.read(ORIGINALS.with_name(name), as_version=4)
         contents.cells.append(nbformat.v4.new_code_cell(last))
         nbformat.write(contents, path)
         execute(path, {**environment, "HOME": str(tmp_path)})  # FashionMNIST writes into the home
@@ -189,7 +192,7 @@ def evaluate_accuracy(data_iter, net, ctx):
         right, count = right + (classes == y.asnumpy()).sum(), count + len(y)
     return right / count
 """
-needs_originals = pytest.mark.skipif(not SHARED.exists(), reason="needs the original notebooks")
+needs_originals = pytest.mark.skipif(not (ORIGINALS and MNIST), reason="needs the original notebooks")
 
 
 STEP = """
