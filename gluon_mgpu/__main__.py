@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 
-from gluon_mgpu.runtime import errors, mpi
+from gluon_mgpu.runtime import errors, log, mpi
 
 
 def main(program: str = "gluon-mgpu") -> None:
@@ -25,7 +25,9 @@ def run(module: str, command: str, program: str | None = None) -> None:
     try:
         function = getattr(importlib.import_module(module), command)
     except KeyboardInterrupt:
-        sys.exit(130)
+        if log.rank() is None:
+            sys.exit(130)
+        mpi.fail("interrupted", 130)
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()

@@ -103,6 +103,8 @@ class Option(click.Option):
 def _report(error: BaseException) -> NoReturn:
     """Print one line on standard error, and exit with the matching status."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        if not str(error) and log.rank() is not None:  # the other workers have not stopped at the same step
+            mpi.fail("interrupted", 130)
         new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C on this line
         log.say(str(error) or "interrupted", prefix=new_line)
         sys.exit(130)

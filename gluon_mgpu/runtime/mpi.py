@@ -20,7 +20,7 @@ from gluon_mgpu.runtime.errors import Error
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SECONDS_TO_START = 300  # for all processes; MPI would wait forever for one that has failed before
+SECONDS_TO_START = 120  # for all processes; MPI would wait forever for one that has failed before
 SECONDS_FOR_WORKER_0 = 1.0
 SECONDS_TO_READ = 2.0  # for mpiexec to read the error
 
