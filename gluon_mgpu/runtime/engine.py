@@ -237,7 +237,7 @@ def _check_threads(contexts: int) -> None:
     if contexts > 1 and openmp_threads() > 1:
         if _prepared and _prepared.contexts == 1:
             advice = f"call gluon_mgpu.configure({contexts}) first, or start a new process"
-            raise Error(f"this process was prepared for 1 context, and {contexts} can hang: {advice}")
+            raise Error(f"{contexts} CPU contexts can hang: this process was prepared for 1; {advice}")
         loaded = f"OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu could limit them to 1"
         raise Error(f"{contexts} CPU contexts can hang: {loaded}; import gluon_mgpu first, or set OMP_NUM_THREADS=1")
 
