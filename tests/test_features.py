@@ -591,28 +591,6 @@ def picture(folder):
     return folder / "image.png"
 
 
-def without_init(net, ctx):
-    """highlevel.initialize before it had an argument init."""
-    highlevel.initialize(net, ctx)
-
-
-@pytest.mark.parametrize(
-    "named, settings",
-    [
-        ("shares", {"gpus": 3, "shares": (80, 20)}),
-        ("batch_size", {"gpus": 3, "limit": 26}),
-        ("gpus", {"impl": "sharded", "gpus": 221, "limit": 500, "batch_size": 250}),
-        ("model", {"impl": lessons.load("highlevel", initialize=without_init), "model": "resnet18 xavier"}),
-        ("weight_decay", {"impl": "sharded", "zero": 3, "weight_decay": 0.1}),
-        ("zero", {"impl": "highlevel", "zero": 1}),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused_in_one_line(named, settings):
-    with pytest.raises(UsageError) as refused:
-        train(**{**COMMON, "impl": "scratch", "dataset": "synthetic", "limit": 30, **settings})
-    assert refused.value.name == named and "\n" not in str(refused.value)
-
-
 def write_npz(folder):
     with zipfile.ZipFile(folder / "data.npz", "w") as archive:
         for name in ("train_images", "train_labels", "test_images", "test_labels"):

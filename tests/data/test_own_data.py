@@ -136,14 +136,3 @@ def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_tr
     networks.register("mlp", lambda: mlp(1))
     (epoch,) = train(dataset=data, limit=60002, epochs=1, batch_size=1000)
     assert epoch.test_accuracy == 1
-
-
-def test_a_network_for_other_images_or_classes_is_refused_before_training(tmp_path):
-    with pytest.raises(UsageError) as caught:
-        training.train("scratch", 2, dataset=datasets.own(*ARRAYS), **OPTIONS)
-    assert caught.value.name == "impl"
-    for scores, data in ((CLASSES - 1, datasets.own(*ARRAYS)), (11, datasets.synthetic(600, 100))):
-        networks.register("mlp", lambda scores=scores: mlp(scores))
-        with pytest.raises(UsageError) as caught:
-            train(dataset=data, epochs=1, out=tmp_path / "run")
-        assert caught.value.name == "model" and not (tmp_path / "run").exists()

@@ -13,7 +13,6 @@ from small_networks import softmax_regression
 
 from gluon_mgpu import evaluate, highlevel, lessons, models, scratch
 from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read
@@ -106,13 +105,6 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
             np.testing.assert_allclose(found[f"velocity/{name}"], velocities[name], rtol=0, atol=atol)
     assert len(found) == len(START) * (1 + ("momentum" in settings))
     np.testing.assert_equal([state_dict(model, device) for device in range(devices)], [found] * devices)
-
-
-@pytest.mark.parametrize("shares, devices", [((80, 20), 1), ((80, 20), 3)])
-def test_shares_for_another_number_of_devices_are_refused_where_the_model_is_built(shares, devices):
-    with pytest.raises(UsageError) as caught:
-        models.build("scratch", [mx.cpu(i) for i in range(devices)], LessonConfig(shares=shares))
-    assert caught.value.name == "shares"
 
 
 def normalized(devices, seed=0, **settings):

@@ -127,20 +127,6 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-WRONG = [{"model": "resnet18"}, {"resume": "", "out": None}, {"impl": "highlevel", "model": "none"}]
-WRONG += [{"impl": impl} for impl in ("torch", "nowhere.py", ".", "", None)]  # not a lesson
-OF_OTHER_LESSONS = [{"weight_decay": 0.1}, {"max_grad_norm": 1.0}, {"model": "resnet18"}]
-WRONG += [{**setting, "impl": "sharded"} for setting in OF_OTHER_LESSONS]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_what_cannot_be_trained_is_a_usage_error_before_anything_is_printed_or_written(wrong, tmp_path, capsys):
-    with pytest.raises(UsageError) as caught:
-        train(**{"out": tmp_path / "run", **wrong})
-    assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
-    assert not (tmp_path / "run").exists()
-
-
 def works(batch_size, examples, need):
     """Whether each step of an epoch has enough examples."""
     return all(min(batch_size, examples - start) >= need for start in range(0, examples, batch_size))
