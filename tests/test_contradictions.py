@@ -4,7 +4,6 @@ import importlib.util
 import shutil
 
 import mxnet as mx
-import numpy as np
 import pytest
 from mxnet.gluon import nn
 
@@ -94,20 +93,6 @@ def test_a_resumed_run_keeps_its_shares_with_the_same_number_of_devices():
 
 def test_empty_shares_are_no_shares():
     assert LessonConfig(shares=()).shares is None
-
-
-def test_running_statistics_are_averaged_whatever_their_names_in_checkpoints():
-    def build():
-        net = nn.HybridSequential()
-        net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.GlobalAvgPool2D(), nn.Dense(10))
-        return net
-
-    networks.register("named", build, names=("w", "b", "gamma", "beta", "mean", "var", "v", "c"))
-    model = models.build("highlevel", CPUS, LessonConfig(impl="highlevel", model="named"))
-    model.step(mx.nd.random.uniform(shape=(8, 1, 28, 28)), mx.nd.zeros(8), 0.1)
-    first, second = (state_dict(model, device) for device in range(2))
-    assert model.running_stats == ["mean", "var"] and np.any(first["mean"])
-    assert all((first[name] == second[name]).all() for name in first)
 
 
 def test_a_parameter_that_two_layers_share_is_trained_once():

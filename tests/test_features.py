@@ -6,13 +6,11 @@ uninterrupted run of one process, bit for bit.
 """
 
 import gc
-import importlib.util
 import json
 import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +18,10 @@ import lenet64
 import mxnet as mx
 import numpy as np
 import pytest
+from conversions import ONNX, PYTORCH
 from mxnet import autograd, gluon, nd
 from PIL import Image
+from runs import needs_mpi
 
 from gluon_mgpu import convert, evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.data import datasets
@@ -484,13 +484,6 @@ def converted(to, row, runs, folder):
     return folder / "net", images, scores(row, runs, runs.strong(row), images)
 
 
-def needs(to):
-    return pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, convert.TARGETS[to].PACKAGES)),
-        reason=f"waits for pip install {' '.join(convert.TARGETS[to].PACKAGES)}",
-    )
-
-
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("row", rows("gluon"))
 def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
@@ -499,7 +492,7 @@ def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, run
     assert_same_scores(net(nd.array(images)).asnumpy(), expected)
 
 
-PYTORCH = """
+SCORES = """
 import numpy as np, torch
 from safetensors.torch import load_model
 from net import Net
@@ -510,15 +503,15 @@ np.save("scores.npy", net(torch.from_numpy(np.load("images.npy"))).detach().nump
 """
 
 
-@pytest.mark.parametrize("row", rows("pytorch", needs("pytorch")))
+@pytest.mark.parametrize("row", rows("pytorch", *PYTORCH.marks))
 def test_pytorch_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
     _, images, expected = converted("pytorch", row, runs, tmp_path)
     np.save(tmp_path / "images.npy", images)
-    subprocess.run([sys.executable, "-c", PYTORCH], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", SCORES], cwd=tmp_path, check=True)
     assert_same_scores(np.load(tmp_path / "scores.npy"), expected)
 
 
-@pytest.mark.parametrize("row", rows("onnx", needs("onnx")))
+@pytest.mark.parametrize("row", rows("onnx", *ONNX.marks))
 def test_onnx_runtime_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
     import onnxruntime
 
@@ -534,7 +527,6 @@ from gluon_mgpu.train import train
 for options in json.loads(sys.argv[1]):
     train(**options)
 """
-NEEDS_MPI = pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="waits for pip install mpi4py mpich")
 
 
 @pytest.fixture(scope="module")
@@ -550,13 +542,13 @@ def by_workers(runs):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@NEEDS_MPI
+@needs_mpi
 @pytest.mark.parametrize("row", rows("workers"))
 def test_two_workers_have_the_bits_of_one_process_with_two_contexts(row, runs, by_workers):
     assert_same_bits(runs.path(row, "workers"), runs.whole(row))
 
 
-@NEEDS_MPI
+@needs_mpi
 @pytest.mark.parametrize("row", rows("workers", cell="about"))
 def test_two_workers_train_like_a_plain_loop(row, runs, by_workers):
     assert_same_training(runs.path(row, "workers"), Reference(row, runs).train(lambda step: 2))
@@ -574,8 +566,8 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
         if operation == "train":
             train(**settings)
         elif operation == "image":
-            image = evaluate.read_image(picture(runs.folder), runs.data(row)[0].shape[1:])
-            evaluate.classify(loaded(row, runs), ["image.png"], [image])
+            black = np.zeros(runs.data(row)[0].shape[1:], np.uint8)
+            evaluate.classify(loaded(row, runs), ["image.png"], [black])
         else:  # what a worker does
             config = LessonConfig(**{**settings, "gpus": 1, "kvstore": "mpi"})
             models.build(config.impl, [mx.cpu()], config)
@@ -586,37 +578,12 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
         assert refused.value.name == named
 
 
-def picture(folder):
-    Image.new("L", (28, 28)).save(folder / "image.png")
-    return folder / "image.png"
-
-
-def write_npz(folder):
-    with zipfile.ZipFile(folder / "data.npz", "w") as archive:
-        for name in ("train_images", "train_labels", "test_images", "test_labels"):
-            archive.writestr(f"{name}.npy", b"\x93NUMPY\x01\0\x10\0" + b"(" * 16)
-    datasets.load("own", folder)
-
-
-def write_params(folder):
+def test_a_file_with_a_damaged_name_of_a_parameter_is_refused_by_name(tmp_path):
     graph = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    graph.save(str(folder / "net-symbol.json"))
-    nd.save(str(folder / "net.params"), {"arg:fc_weight": nd.ones((2, 3)), "arg:fc_bias": nd.ones(2)})
-    content = (folder / "net.params").read_bytes()
-    (folder / "net.params").write_bytes(content.replace(b"fc_bias", b"fc_\xff\xffas"))
-    convert.from_files(folder / "net-symbol.json", folder / "net.params", (3,))
-
-
-def write_range(folder):
-    train(**COMMON, impl="scratch", dataset="synthetic", limit=30, out=folder)
-    arrays, facts = checkpoint.load(folder / "checkpoint.npz")
-    facts["config"]["image_range"] = None
-    checkpoint.save(folder / "checkpoint.npz", arrays, facts)
-    evaluate.load(folder)
-
-
-@pytest.mark.parametrize("write", [write_npz, write_params, write_range])
-def test_a_file_with_a_damaged_header_name_or_fact_is_refused_by_name(write, tmp_path):
-    with pytest.raises(Error, match=str(tmp_path)) as refused:
-        write(tmp_path)
+    symbol, params = tmp_path / "net-symbol.json", tmp_path / "net.params"
+    graph.save(str(symbol))
+    nd.save(str(params), {"arg:fc_weight": nd.ones((2, 3)), "arg:fc_bias": nd.ones(2)})
+    params.write_bytes(params.read_bytes().replace(b"fc_bias", b"fc_\xff\xffas"))
+    with pytest.raises(Error, match=str(params)) as refused:
+        convert.from_files(symbol, params, (3,))
     assert "\n" not in str(refused.value)

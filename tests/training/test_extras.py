@@ -7,11 +7,11 @@ only by rounding. A registered network with batch normalization and a frozen arr
 import mxnet as mx
 import numpy as np
 import pytest
-import small_networks  # noqa: F401 (registers the network "normalized")
+import small_networks
 from mxnet import nd
 from small_networks import softmax_regression
 
-from gluon_mgpu import evaluate, highlevel, lessons, models, scratch
+from gluon_mgpu import evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.train import train
 from gluon_mgpu.training.model import state_dict
@@ -107,15 +107,18 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
     np.testing.assert_equal([state_dict(model, device) for device in range(devices)], [found] * devices)
 
 
-def normalized(devices, seed=0, **settings):
+networks.register("other names", small_networks.normalized, mx.init.Xavier(), names="abcdefghijkl")
+
+
+def normalized(devices, seed=0, model="normalized", **settings):
     mx.random.seed(seed)
     ctx = [mx.cpu(i) for i in range(devices)]
-    return models.build("highlevel", ctx, LessonConfig(impl="highlevel", model="normalized", **settings))
+    return models.build("highlevel", ctx, LessonConfig(impl="highlevel", model=model, **settings))
 
 
-@pytest.mark.parametrize("hybridize", [True, False])
-def test_replicas_with_batch_normalization_stay_equal(hybridize):
-    model = normalized(2, shares=(3, 1), hybridize=hybridize)
+@pytest.mark.parametrize("model, hybridize", [("normalized", True), ("normalized", False), ("other names", True)])
+def test_replicas_with_batch_normalization_stay_equal(model, hybridize):
+    model = normalized(2, model=model, shares=(3, 1), hybridize=hybridize)
     step = extended(model, Group())
     for X, y in batches([8, 5, 2, 8]):
         step(X, y, 0.1)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import runs
 from mxnet import nd
-from runs import finished, python
+from runs import finished
 
 from gluon_mgpu import networks
 from gluon_mgpu import train as training
@@ -95,10 +95,10 @@ def test_a_terminal_shows_a_bar_with_examples_and_loss():
     assert re.search(rb"epoch 1: +\d+%.*/5\.00k .*examples/s, loss \d\.\d{3}", shown), shown
 
 
-def test_a_recipe_runs_with_its_options_and_those_on_the_command_line_override_it(tmp_path):
+def test_a_recipe_runs_with_its_options_and_those_on_the_command_line_override_it(tmp_path, capfd):
     options = ("--limit", 600, "--epochs", 1, "--out", tmp_path)
-    done = finished(*runs.TRAIN, "--recipe", "gluon-lenet-mnist-4gpu", *SYNTHETIC, *options)
-    assert done.returncode == 0, done.stderr
+    status, _, err = runs.call(capfd, train_command, "--recipe", "gluon-lenet-mnist-4gpu", *SYNTHETIC, *options)
+    assert status == 0, err
     config = json.loads((tmp_path / "config.json").read_text())
     expected = {"impl": "highlevel", "model": "lenet-max", "lr": 0.3, "dataset": "synthetic", "epochs": 1}
     assert expected.items() <= config.items() and len(config["devices"]) == 4
@@ -177,40 +177,6 @@ def test_results_are_read_in_order_and_none_is_lost_while_later_steps_are_issued
     read += pending.rest()
     np.testing.assert_array_equal(np.concatenate([[], *read]), np.repeat(np.arange(steps), 3))
     assert steps < 100 or max(ahead) >= 8
-
-
-TRAIN = """
-    import sys
-    import gluon_mgpu
-    gluon_mgpu.configure(2)
-    import mxnet as mx
-    from gluon_mgpu.legacy import contexts
-    from gluon_mgpu.runtime import devices
-    from gluon_mgpu.train import train
-
-    device = sys.argv[2]
-    if device == "gpu":
-        contexts.replace(mx, gpus=2, map_gpus=True)
-        create, real = mx.Context.__init__, mx.Context.device_type
-        def named(context, device_type, device_id=0):
-            create(context, device_type, device_id)
-            context.named = device_type
-        mx.Context.__init__ = named
-        mx.Context.device_type = property(lambda context: getattr(context, "named", None) or real.fget(context))
-        mx.Context.__str__ = lambda context: f"{real.fget(context)}({context.device_id})"  # MXNet's library reads it
-        devices.driver_gpus = lambda: [("a GPU", 7, 0)] * 2
-    data = {"dataset": "synthetic", "limit": 512, "epochs": 2, "seed": 1}
-    epochs = train(sys.argv[1], 2, 64, 0.2, device=device, **data)
-    print([epoch.train_loss for epoch in epochs])
-"""
-
-
-@pytest.mark.parametrize("lesson", IMPLS)
-def test_training_on_gpus_is_training_on_cpu_contexts(lesson):
-    on_gpus, on_cpu = (python(TRAIN, lesson, device) for device in ("gpu", "cpu"))
-    assert on_gpus.returncode == 0, on_gpus.stderr
-    assert on_gpus.stdout.splitlines()[-1] == on_cpu.stdout.splitlines()[-1]
-    assert "CPU context" not in on_gpus.stderr.replace("mx.gpu(i) is CPU context i", "")
 
 
 def rates(settings, steps_per_epoch=10):
