@@ -211,7 +211,9 @@ INITIAL = {  # {network: the distribution function of its initial weights}
 @pytest.mark.parametrize("module, model", [(scratch, "lenet"), (highlevel, "lenet"), (highlevel, "lenet-max")])
 def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(module, model):
     mx.random.seed(1)
-    for name, array in state_dict(build(module, 1, model=model)).items():
+    arrays = state_dict(build(module, 1, model=model))
+    assert [array.shape for array in arrays.values()][::2] == scratch.SHAPES
+    for name, array in arrays.items():
         if name[0] == "b":
             assert not array.any()
             continue
