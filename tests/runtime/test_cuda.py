@@ -151,13 +151,6 @@ int cuGetProcAddress(const char *name, void **function, int version, unsigned lo
 """
 
 
-def library(folder, name, source):
-    """Compile a shared library with this name."""
-    folder.mkdir(exist_ok=True)
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / name), f"-Wl,-soname,{name}"]
-    subprocess.run(command, input=source, text=True, check=True)
-
-
 @pytest.fixture(scope="module")
 def installed(wheel):
     """run(*command) in an environment with the wheels and a driver."""
@@ -167,7 +160,9 @@ def installed(wheel):
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, env=clean)
         pip = [folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir"]
         subprocess.run([*pip, f"{wheel}[cu112]"], check=True, env=clean)
-        library(folder / "driver", "libcuda.so.1", DRIVER_SOURCE)
+        (folder / "driver").mkdir()
+        cc = "cc -shared -fPIC -x c - -o driver/libcuda.so.1 -Wl,-soname,libcuda.so.1"
+        subprocess.run(cc.split(), input=DRIVER_SOURCE, text=True, check=True, cwd=folder)
 
         def run(*command):
             environment = {**clean, "LD_LIBRARY_PATH": str(folder / "driver")}
