@@ -188,7 +188,6 @@ def test_the_step_schedule_is_that_of_mxnets_scheduler():
     # MXNet counts updates from 1, and changes the rate after the given update.
     mxnets = mx.lr_scheduler.MultiFactorScheduler(step=[20, 30, 50], factor=0.5, base_lr=0.4)
     assert own == pytest.approx([mxnets(update + 1) for update in range(60)])
-    assert [own[i] for i in (19, 20, 29, 30, 50)] == pytest.approx([0.4, 0.2, 0.2, 0.1, 0.05])
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1.5])
