@@ -15,7 +15,7 @@ from gluon_mgpu.data import datasets, own_data
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 CLASSES, SHAPE = 3, (2, 5, 6)
-OPTIONS = {"lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}
+OPTIONS = {"model": "mlp", "lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}
 
 
 def examples(n, seed=0, classes=CLASSES, shape=SHAPE):
@@ -35,14 +35,12 @@ def mlp(classes=CLASSES):
     return net
 
 
-@pytest.fixture(autouse=True)
-def register(monkeypatch):
-    monkeypatch.setattr(networks, "NETWORKS", dict(networks.NETWORKS))
-    networks.register("mlp", mlp, mx.init.Xavier())
+networks.register("mlp", mlp, mx.init.Xavier())
+networks.register("mlp for one class", lambda: mlp(1))
 
 
 def train(**options):
-    return training.train("highlevel", 2, model="mlp", **{**OPTIONS, **options})
+    return training.train("highlevel", 2, **{**OPTIONS, **options})
 
 
 def test_evaluate_refuses_other_data_and_labels_that_the_network_has_no_score_for(tmp_path):
@@ -142,6 +140,5 @@ def test_an_array_that_does_not_fit_is_a_usage_error_that_names_it(name, wrong):
 def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_trained_with():
     images, labels = np.zeros((60002, 1, 1), np.uint8), np.zeros(60002, np.uint8)
     data = datasets.own(images, labels, images[:5], labels[:5])
-    networks.register("mlp", lambda: mlp(1))
-    (epoch,) = train(dataset=data, limit=60002, epochs=1, batch_size=1000)
+    (epoch,) = train(model="mlp for one class", dataset=data, limit=60002, epochs=1, batch_size=1000)
     assert epoch.test_accuracy == 1

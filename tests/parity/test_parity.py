@@ -22,6 +22,7 @@ from gluon_mgpu.training.recipes import RECIPES
 from gluon_mgpu.training.run import Epoch
 
 CTX = [mx.cpu(i) for i in range(4)]
+DATA = datasets.synthetic(6000, 1000)
 STEPS = 2  # enough for every fault; parity itself takes more
 
 
@@ -30,23 +31,18 @@ def failed(findings):
 
 
 @pytest.fixture(scope="module")
-def made():
-    return datasets.synthetic(6000, 1000)
+def reference():
+    return drift.reference(CTX[:2], DATA, STEPS)
 
 
-@pytest.fixture(scope="module")
-def reference(made):
-    return drift.reference(CTX[:2], made, STEPS)
-
-
-def check(made, reference):
+def check(reference):
     """The findings of the checks that compare each implementation with the notebooks, on a small synthetic data set."""
     mx.random.seed(1)
-    return [*examples.check(CTX, made), *drift.check(drift.measure(CTX[:2], made, reference))]
+    return [*examples.check(CTX, DATA), *drift.check(drift.measure(CTX[:2], DATA, reference))]
 
 
-def test_nothing_fails_without_a_fault(made, reference):
-    findings = [*check(made, reference), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
+def test_nothing_fails_without_a_fault(reference):
+    findings = [*check(reference), *claims.shared_unevenly(CTX[:2], DATA), *claims.placed(CTX[:2])]
     print(*findings, sep="\n")
     assert len(findings) > 25 and failed(findings) == set()
 
@@ -113,9 +109,9 @@ CAUGHT = {
 
 
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_a_planted_fault_is_caught_in_each_implementation(fault, made, reference, monkeypatch):
+def test_a_planted_fault_is_caught_in_each_implementation(fault, reference, monkeypatch):
     fault(monkeypatch.setattr)
-    findings = check(made, reference)
+    findings = check(reference)
     for impl in examples.MODELS:
         of_impl = [f for f in findings if f.claim.startswith(impl)]
         print(*of_impl, sep="\n")
@@ -147,8 +143,8 @@ def times(folder):
 
 
 @pytest.mark.slow
-def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, monkeypatch, capsys):
-    monkeypatch.setattr(datasets, "load", lambda *_: made)
+def test_parity_trains_once_and_reports_what_it_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets, "load", lambda *_: DATA)
     monkeypatch.setattr(drift, "STEPS", STEPS)
     monkeypatch.setattr(whole, "QUICK", ("small",))
     monkeypatch.setattr(whole, "QUICK_SEEDS", (1, 2))
