@@ -475,22 +475,37 @@ def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, run
 
 
 SCORES = """
+import sys
 import numpy as np, torch
 from safetensors.torch import load_model
-from net import Net
-net = Net()
-load_model(net, "net.safetensors")
-net.eval()
-np.save("scores.npy", net(torch.from_numpy(np.load("images.npy"))).detach().numpy())
+for folder in sys.argv[1:]:
+    sys.path[0] = folder
+    sys.modules.pop("net", None)
+    from net import Net
+    net = Net()
+    load_model(net, f"{folder}/net.safetensors")
+    net.eval()
+    np.save(f"{folder}/scores.npy", net(torch.from_numpy(np.load(f"{folder}/images.npy"))).detach().numpy())
 """
 
 
+@pytest.fixture(scope="module")
+def by_pytorch(runs):
+    """Converts the networks of all rows, and computes their scores with PyTorch. Returns {row: expected scores}."""
+    expected = {}
+    for row in ROWS:
+        if row.pytorch == "yes":
+            runs.path(row, "pytorch").mkdir()
+            _, images, expected[row] = converted("pytorch", row, runs, runs.path(row, "pytorch"))
+            np.save(runs.path(row, "pytorch") / "images.npy", images)
+    folders = [str(runs.path(row, "pytorch")) for row in expected]
+    subprocess.run([sys.executable, "-c", SCORES, *folders], check=True)
+    return expected
+
+
 @pytest.mark.parametrize("row", rows("pytorch", *PYTORCH.marks))
-def test_pytorch_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
-    _, images, expected = converted("pytorch", row, runs, tmp_path)
-    np.save(tmp_path / "images.npy", images)
-    subprocess.run([sys.executable, "-c", SCORES], cwd=tmp_path, check=True)
-    assert_same_scores(np.load(tmp_path / "scores.npy"), expected)
+def test_pytorch_loads_the_converted_network_and_computes_the_same_scores(row, runs, by_pytorch):
+    assert_same_scores(np.load(runs.path(row, "pytorch") / "scores.npy"), by_pytorch[row])
 
 
 @pytest.mark.parametrize("row", rows("onnx", *ONNX.marks))
