@@ -32,7 +32,7 @@ BROKEN = {
 def test_a_command_that_breaks_a_promise_is_noticed_and_its_processes_are_ended(line, box, monkeypatch):
     monkeypatch.setattr(torture, "SECONDS_TO_END", 0.5)
     with pytest.raises(AssertionError, match=line):
-        box.run([sys.executable, "-c", BROKEN[line]], seconds=2 if "in time" in line else 60)
+        box.run([sys.executable, "-c", BROKEN[line]], seconds=1 if "in time" in line else 60)
     assert not torture.processes(box.folder)
 
 
