@@ -218,9 +218,9 @@ def _update(
 
     if is_like(expected, factor):
         advice = "use the same learning rate and divisor for any number of devices"
-        if round(factor, 4) == k:
+        if is_like(expected, k):
             advice = "add the gradients once, and divide by the size of the batch, not of a shard"
-        elif round(factor * k, 4) == 1:
+        elif is_like(expected, 1 / k):
             advice = "add the gradients, and divide only by the size of the batch"
         return f"the update is {factor:.4g} times that of one device; {advice}"
     for c, part in zip(ctx, parts):
