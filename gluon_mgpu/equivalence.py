@@ -175,8 +175,9 @@ def _split(lesson: ModuleType, ctx: list[Context], n: int) -> str:
 
 def _alike(losses: np.ndarray, expected: np.ndarray, terms: int) -> bool:
     """Whether the losses are the same, in any order."""
-    tolerance = {"rtol": ROUNDING * terms, "atol": ROUNDING * terms}
-    return losses.shape == expected.shape and np.allclose(np.sort(losses), np.sort(expected), **tolerance)
+    if losses.shape != expected.shape:
+        return False
+    return np.allclose(np.sort(losses), np.sort(expected), rtol=ROUNDING * terms, atol=ROUNDING * terms)
 
 
 def _sum(lesson: ModuleType, ctx: list[Context]) -> str:
