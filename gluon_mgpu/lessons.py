@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
@@ -161,7 +163,8 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
 
 def fresh(lesson: ModuleType) -> ModuleType:
     """A lesson that `load` returned, loaded again, without the values that it has kept since; others as they are."""
-    return getattr(lesson, "__reload__", lambda: lesson)()
+    with redirect_stdout(io.StringIO()):  # what a file prints when it is loaded has been printed
+        return getattr(lesson, "__reload__", lambda: lesson)()
 
 
 def kind(lesson: ModuleType) -> str:
