@@ -99,13 +99,25 @@ def line_of(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Describe why an error happened: what is missing and what to do, or else the last line of the error's message."""
-    if isinstance(error, Error):
-        return str(error)
+    """Describe why an error happened: where, if a user's file raised it, and what is missing and what to do, or else
+    the last line of the error's message."""
+    return str(error) if isinstance(error, Error) else f"{_where(error)}{_why(error)}"
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's own files that led to the error, as "FILE, line N: "; empty if there is none."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    lines = [f"{name}, line {number}: " for name, number in places if name in user_files]
+    return lines[-1] if lines else ""
+
+
+def _why(error: BaseException) -> str:
     if isinstance(error, ImportError):
         while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
             error = error.__context__
-    message = str(error).strip()
+    message = str(error.msg if isinstance(error, SyntaxError) else error).strip()
     module = re.search(r"No module named '(\w+)'", message)
     if module:
         pip = f"`pip install {PACKAGES.get(module[1], module[1])}`"
@@ -114,6 +126,4 @@ def reason(error: BaseException) -> str:
     if library:
         apt = f"MXNet needs `apt install {LIBRARIES}` on Debian or Ubuntu"
         return f"{library[1]} is missing on this machine: install the package that contains it; {apt}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
-    where = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
-    return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
+    return f"{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
