@@ -5,6 +5,7 @@ This module imports no mxnet, so that the command line can show its options at o
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -35,6 +36,7 @@ LESSONS = tuple(UNSUPPORTED)
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
+RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
 
 
 class Word(click.types.StringParamType):
@@ -155,7 +157,23 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
             raise UsageError(function, None, f"{impl} has no function with this name")
     vars(lesson).update(functions)
     _check_functions(lesson)
+    for function in RETURNING & {*vars(lesson)}:
+        setattr(lesson, function, _returning(lesson, function))
     return lesson
+
+
+def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
+    """A lesson's function, which raises UsageError if it returns nothing."""
+    function = getattr(lesson, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        if result is None:
+            raise UsageError("impl", name_of(lesson), f"{name} returned None; add its return statement")
+        return result
+
+    return call
 
 
 def kind(lesson: ModuleType) -> str:

@@ -94,7 +94,8 @@ def shown(value: object) -> str:
 
 def line_of(error: BaseException) -> str:
     """Describe an unexpected error in one line: the reason, and how to find out more."""
-    doctor = f"`{command('doctor')}` may say what to do; " if isinstance(error, ImportError) else ""
+    is_ours = isinstance(error, ImportError) and not _where(error)
+    doctor = f"`{command('doctor')}` may say what to do; " if is_ours else ""
     return f"{reason(error)} ({doctor}--debug shows the traceback)"
 
 
