@@ -194,7 +194,7 @@ CLASS = {
     "ada/old.py": (exercises.skeleton("split"), [(None, "split", "unfinished")]),
     "ada/.ipynb_checkpoints/old.py": (SUM, []),
     "ada/notes.txt": ("", []),
-    "bob/bom.py": (f"\ufeff# Bob\n\n{NO_COPY}", [(None, "allreduce", "no-broadcast")]),
+    "bob/bom.py": (f"\ufeff# Bob\nimport mxnet\n\n{NO_COPY}", [(None, "allreduce", "no-broadcast")]),
     "bob/broken.py": (f"{SUM}\n  return (", [(None, "allreduce", "error")]),
     "bob/lab.ipynb": (notebook("# Lab", "x = 1", SUM, SPLIT), [(3, "allreduce", None), (4, "split", None)]),
     "cy/binary.py": (b"\x89PNG\xff", [(None, None, "no-answer")]),

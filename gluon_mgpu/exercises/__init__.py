@@ -117,7 +117,7 @@ def answers(path: str) -> list[Answer]:
             return [Answer(path, problem="not a notebook")]
     found = []
     for number, code in cells:
-        first = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', code)
+        first = re.search(r'^"""Exercise (\w+):', code, re.MULTILINE)  # perhaps after comments or imports
         if first:
             known = first[1] in NAMES
             problem = "" if known else f"{first[1]} is not an exercise; {_how_to_begin()}"
