@@ -188,7 +188,7 @@ def _sum(model: Model) -> str:
     if all(part.any() and not part.all() for part in right):
         return f"allreduce sums only a part of the array: {right[0].sum()} of {right[0].size} elements"
     wrong = [str(c) for c, part in zip(model.ctx, right) if not part.all()]
-    return f"after allreduce, {', '.join(wrong)} does not have the sum"
+    return f"after allreduce, the sum is not on {', '.join(wrong)}"
 
 
 def _replicas(changes: list[Arrays]) -> str:
