@@ -132,7 +132,7 @@ def _how_to_begin() -> str:
 def find(paths: Sequence[str]) -> list[Answer]:
     """The answers in files, and in all Python files and notebooks in folders, with their subfolders. Raises UsageError
     if a path does not exist, or if a folder contains no such file."""
-    found = []
+    found: list[str] = []
     for path in paths:
         if not Path(path).exists():
             raise UsageError(None, path, "does not exist")
