@@ -185,4 +185,4 @@ def main(path: str, cell: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:-1], key=sys.argv.pop())
+    main(sys.argv[1], sys.argv[2], sys.argv.pop())

@@ -1,6 +1,7 @@
 """Your own data and network are trained, resumed, evaluated and converted, or refused before training."""
 
 import gzip
+import zipfile
 
 import mxnet as mx
 import numpy as np
@@ -92,6 +93,12 @@ def change(path, to):
     path.write_bytes(to(path.read_bytes()))
 
 
+def zipped(path, names, content):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name + ".npy", content)
+
+
 @pytest.mark.parametrize(
     "write, error",
     [
@@ -102,8 +109,9 @@ def change(path, to):
         (lambda folder: [npz(folder), change(folder / "data.npz", lambda content: content[:-500])], Error),
         (lambda folder: [idx(folder), change(folder / tiny.NAMES[0], lambda content: content[:-1])], Error),
         (lambda folder: np.savez(folder / "data.npz", **dict.fromkeys(own_data.PARTS, np.array([None]))), Error),
+        (lambda folder: zipped(folder / "data.npz", own_data.PARTS, b"not an array"), Error),
     ],
-    ids=["nothing", "other names", "two archives", "a file is missing", "damaged", "too short", "pickled"],
+    ids=["nothing", "other names", "two archives", "a file is missing", "damaged", "too short", "pickled", "text"],
 )
 def test_a_folder_without_valid_data_is_refused(write, error, tmp_path):
     write(tmp_path)

@@ -348,3 +348,20 @@ def test_a_finished_run_that_two_workers_resume_ends_with_status_0(two, busy, tm
         done = resume(folder, 1, 1)
         assert done.returncode == 0, done.stderr
     assert bits(folder) == before
+
+
+@pytest.mark.skipif(engine.cores() < 2, reason="needs 2 cores")
+@pytest.mark.parametrize("own_cores", [True, False])
+def test_workers_share_the_threads_of_the_cores_that_they_share(own_cores):
+    code = f"""
+import os
+from mpi4py import MPI
+if {own_cores}:  # as srun may start them
+    os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[MPI.COMM_WORLD.rank]])
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.training.workers import join
+with join("mpi"):
+    assert engine._plan.processes == {1 if own_cores else 2}
+"""
+    done = runs.finished(*runs.mpiexec((2, sys.executable, "-c", code)))
+    assert done.returncode == 0, done.stderr
