@@ -100,9 +100,24 @@ def line_of(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Describe why an error happened: where, if a user's file raised it, and what is missing and what to do, or else
-    the last line of the error's message."""
-    return str(error) if isinstance(error, Error) else f"{_where(error)}{_why(error)}"
+    """Describe why an error happened: in a user's file, the line and the message; elsewhere, what is missing and what
+    to do, or else the last line of the error's message."""
+    if isinstance(error, Error):
+        return str(error)
+    where = _where(error)
+    if isinstance(error, ImportError) and not where:
+        while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
+            error = error.__context__
+    message = str(error.msg if isinstance(error, SyntaxError) else error).strip()
+    module = re.search(r"No module named '(\w+)'", message)
+    if module and not where:
+        pip = f"`pip install {PACKAGES.get(module[1], module[1])}`"
+        return f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which has it, or run {pip}"
+    library = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
+    if library and not where:
+        apt = f"MXNet needs `apt install {LIBRARIES}` on Debian or Ubuntu"
+        return f"{library[1]} is missing on this machine: install the package that contains it; {apt}"
+    return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
 
 
 def _where(error: BaseException) -> str:
@@ -112,19 +127,3 @@ def _where(error: BaseException) -> str:
         places.append((error.filename or "", error.lineno))
     lines = [f"{name}, line {number}: " for name, number in places if name in user_files]
     return lines[-1] if lines else ""
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, ImportError):
-        while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
-            error = error.__context__
-    message = str(error.msg if isinstance(error, SyntaxError) else error).strip()
-    module = re.search(r"No module named '(\w+)'", message)
-    if module:
-        pip = f"`pip install {PACKAGES.get(module[1], module[1])}`"
-        return f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which has it, or run {pip}"
-    library = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
-    if library:
-        apt = f"MXNet needs `apt install {LIBRARIES}` on Debian or Ubuntu"
-        return f"{library[1]} is missing on this machine: install the package that contains it; {apt}"
-    return f"{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
