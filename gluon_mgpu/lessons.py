@@ -163,7 +163,7 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
 
 
 def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
-    """A lesson's function, which raises UsageError if it returns nothing."""
+    """A lesson's function, which raises UsageError if it returns nothing, or a list of something else than arrays."""
     function = getattr(lesson, name)
 
     @functools.wraps(function)
@@ -171,6 +171,10 @@ def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
         result = function(*args, **options)
         if result is None:
             raise UsageError("impl", name_of(lesson), f"{name} returned None; add its return statement")
+        if isinstance(result, (list, tuple)) and not all(hasattr(array, "asnumpy") for array in result):
+            raise UsageError(
+                "impl", name_of(lesson), f"{name} returned {result!r:.60}; it must return a list of arrays"
+            )
         return result
 
     return call
