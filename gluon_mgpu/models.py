@@ -140,7 +140,7 @@ class GluonModel(Model):
             with redirect_stdout(io.StringIO()):  # if shapes do not fit, MXNet prints its arguments
                 for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
                     net(nd.zeros((1, *self.image_shape), ctx=c))
-        except (mx.MXNetError, ValueError) as error:
+        except (mx.MXNetError, RuntimeError, ValueError) as error:
             raise _unfit(self.config, f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         return net
 

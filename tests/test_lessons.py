@@ -21,6 +21,7 @@ from gluon_mgpu import highlevel, lessons, models, networks, scratch, sharded
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
+from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training.model import state_dict
@@ -187,6 +188,46 @@ def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(capsys):
     assert capsys.readouterr().err.count("the replicas differ") == 2
     train("scratch", 2, 64, LR, **OPTIONS)
     assert "differ" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("import mxnet as mx", "import mxnett as mx"),
+        ("import mxnet as mx", "from gluon_mgpu.scratch import allreduse"),
+        ("import mxnet as mx", "import mxnet as mx import"),
+        ("h2 = nd.flatten(h2)", "h2 = nd.flaten(h2)"),
+        ("shard_loss.backward()", "shard_los.backward()"),
+        ("data[0].copyto(data[i])", "data[0].copyto(data[len(data)])"),
+    ],
+)
+def test_a_typo_is_reported_with_its_file_and_line(old, new, tmp_path):
+    path = tmp_path / "my_scratch.py"
+    code = Path(scratch.__file__).read_text().replace(old, new, 1)
+    path.write_text(code)
+    with pytest.raises(Exception) as raised:  # noqa: B017  # each typo has its own
+        build(lessons.load(str(path)), 2).step(*batch(8), LR)
+    line = code[: code.index(new)].count("\n") + 1
+    assert errors.line_of(raised.value).startswith(f"{path}, line {line}: ")
+
+
+@pytest.mark.parametrize(
+    "impl, old, new",
+    [
+        ("scratch", "    return new_params\n", ""),
+        ("scratch", "    return shards\n", ""),
+        ("scratch", "    return correct / examples\n", ""),
+        ("scratch", "    return losses\n", "    return [float(shard.mean().asscalar()) for shard in losses]\n"),
+        ("highlevel", "    return net\n", ""),
+        ("highlevel", "    return losses\n", ""),
+    ],
+)
+def test_a_function_that_returns_nothing_or_no_arrays_is_named(impl, old, new, tmp_path):
+    path = tmp_path / "own.py"
+    before, after = Path(lessons.load(impl).__file__).read_text().split(old, 1)
+    path.write_text(before + new + after)
+    with pytest.raises(UsageError, match=re.findall(r"^def (\w+)", before, re.MULTILINE)[-1]):
+        train(lessons.load(str(path)), 2, 64, LR, **OPTIONS)
 
 
 def test_an_own_initialize_without_init_also_initializes_resnet18():

@@ -23,7 +23,7 @@ import runs
 from mxnet import nd
 from runs import finished
 
-from gluon_mgpu import networks
+from gluon_mgpu import lessons, networks, scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import batches
@@ -251,3 +251,14 @@ def test_a_recipe_is_a_valid_run_with_an_accuracy_per_epoch_or_none(name):
     assert options.pop("impl") == ("highlevel" if options["model"] != "lenet" else "scratch")
     assert str(options["gpus"]) in name
     assert len(recipes.RECIPES[name].test_accuracy) in (0, LessonConfig(**options).epochs)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_loss_like_that_of_guessing_is_a_plateau_only_if_the_scores_tell_classes_apart(is_reversed, capsys):
+    def train_batch(X, y, *others):
+        return scratch.train_batch(X, y[::-1] if is_reversed else y, *others)
+
+    lesson = lessons.load("scratch", train_batch=train_batch)
+    train(lesson, batch_size=16, lr=0.1, epochs=1, dataset="synthetic", limit=1600, seed=1, device="cpu")
+    [said] = [line for line in capsys.readouterr().err.splitlines() if "guessing" in line]
+    assert ("plateau" in said) != is_reversed
