@@ -17,6 +17,9 @@ def add_to_mxnet(mx: ModuleType) -> None:
     names.restore(mx.optimizer, vars(mx.optimizer.optimizer))  # was a module, with the functions that it imports
     if mx.__version__ >= "2":
         vars(mx)["__getattr__"] = names.attribute_of_mxnet_2
+    else:
+        metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
+        metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
     # Let NumPy convert arrays. Otherwise, it takes them for sequences of objects, which it, or a current Matplotlib,
     # refuses. Their dtype is a class, from which NumPy 2.4 and later make no np.dtype.
     mx.nd.NDArray.__array__ = lambda self, dtype=None, copy=None: np.asarray(self.asnumpy(), dtype)
@@ -27,8 +30,6 @@ def add_to_mxnet(mx: ModuleType) -> None:
     mx.gluon.utils.split_data = lambda data, num_slice, batch_axis=0, even_split=True: split(
         data, num_slice if even_split else min(num_slice, data.shape[batch_axis]), batch_axis, even_split
     )
-    metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
-    metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
     mx.init.Constant.dumps = lambda self: json.dumps(["constant", {"value": np.asarray(self.value).tolist()}])
 
 
