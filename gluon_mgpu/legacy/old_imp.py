@@ -11,13 +11,6 @@ reload = importlib.reload
 new_module = ModuleType
 
 
-def acquire_lock() -> None:
-    """Do nothing; Python itself protects imports in different threads from each other."""
-
-
-release_lock = acquire_lock
-
-
 def load_source(name: str, pathname: str, file: object = None) -> ModuleType:
     """Import a file as a module with the given name."""
     spec = importlib.util.spec_from_file_location(name, pathname)

@@ -204,7 +204,7 @@ TRAIN = """
 
     device = sys.argv[2]
     if device == "gpu":
-        contexts.replace(mx, gpus=2, map_gpus=True)
+        contexts.replace(mx, gpus=2)
         create, real = mx.Context.__init__, mx.Context.device_type
         def named(context, device_type, device_id=0):
             create(context, device_type, device_id)
