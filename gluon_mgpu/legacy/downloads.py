@@ -1,5 +1,4 @@
-"""Answers requests for known files with verified files from `datasets`, because MXNet 1.9.1's URLs may be dead: those
-of MXNet's functions, and the program's own by urllib or requests.
+"""Answers requests for known files with verified files from `datasets`, because MXNet 1.9.1's URLs may be dead.
 
 Any other download with MXNet's functions is attempted only once. If it fails, the error gives the URL, and the path
 where the program expects the file. data_dir: see `datasets.load`.
@@ -7,7 +6,6 @@ where the program expects the file. data_dir: see `datasets.load`.
 
 from __future__ import annotations
 
-import email.message
 import functools
 import gzip
 import inspect
@@ -17,7 +15,6 @@ import re
 import shutil
 import sys
 import threading
-import urllib.response
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -109,42 +106,6 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
     except FAILURES as error:
         reason = "no connection" if isinstance(error, requests.ConnectionError) else type(error).__name__
         raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
-
-
-def replace_urlopen(request: ModuleType, data_dir: str | None) -> None:
-    """Change urllib.request.urlopen, which urlretrieve also calls."""
-    original = request.urlopen
-
-    def urlopen(url: Any, *args: Any, **options: Any) -> Any:
-        address = getattr(url, "full_url", url)
-        found = content(address, data_dir)
-        if found is None:
-            return original(url, *args, **options)
-        headers = email.message.Message()
-        headers["Content-Length"] = str(len(found))
-        return urllib.response.addinfourl(io.BytesIO(found), headers, address, 200)
-
-    request.urlopen = urlopen  # type: ignore[attr-defined]
-
-
-def replace_send(requests: ModuleType, data_dir: str | None) -> None:
-    """Change how requests sends a request."""
-    original = requests.adapters.HTTPAdapter.send
-
-    def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        found = content(request.url, data_dir)
-        if found is None:
-            return original(self, request, *args, **options)
-        response = requests.Response()
-        response.status_code, response.request, response.url = 200, request, request.url
-        response.headers["Content-Length"] = str(len(found))
-        response.raw = io.BytesIO(found)
-        return response
-
-    requests.adapters.HTTPAdapter.send = send
-
-
-REPLACE = {"requests": replace_send, "urllib.request": replace_urlopen}
 
 
 def content(url: str, data_dir: str | None) -> bytes | None:

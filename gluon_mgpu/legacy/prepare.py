@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from gluon_mgpu.legacy import arrays, contexts, kvstore, names, third_party
+from gluon_mgpu.legacy import arrays, contexts, kvstore, names, third_party, web
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -56,7 +56,8 @@ def prepare() -> None:
     after = {**third_party.RESTORE, "numpy": arrays.add_to_numpy}
     for module, restored in names.STANDARD_NAMES.items():
         after[module] = functools.partial(names.restore, names=restored)
-    after["urllib.request"] = after["requests"] = functools.partial(_prepare_requests, data_dir=settings.data_dir)
+    after["urllib.request"] = functools.partial(web.replace_urlopen, data_dir=settings.data_dir)
+    after["requests"] = functools.partial(web.replace_send, data_dir=settings.data_dir)
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
@@ -64,12 +65,6 @@ def prepare() -> None:
     engine.plan(contexts=settings.gpus or 1)
     if settings.launched:
         kvstore.prepare_process()
-
-
-def _prepare_requests(module: ModuleType, data_dir: str | None) -> None:
-    from gluon_mgpu.legacy import downloads  # imports NumPy, which a program may not need
-
-    downloads.REPLACE[module.__name__](module, data_dir)
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:

@@ -33,6 +33,7 @@ AS_PYTHON = {
                 with multiprocessing.get_context(method).Pool(1) as pool:
                     print(pool.map(double, [1, 2]))
         """,
+    "requests": "import urllib.request, requests; print(requests.get.__name__)",
     "no mxnet": "import os, sys; print({'mxnet', 'numpy'} & sys.modules.keys(), os.environ.get('OMP_NUM_THREADS'))",
 }
 
