@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -153,9 +156,15 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")
-    vars(lesson).update(functions)
+    vars(lesson).update(functions, __reload__=partial(load, impl, **functions))
     _check_functions(lesson)
     return lesson
+
+
+def fresh(lesson: ModuleType) -> ModuleType:
+    """A lesson that `load` returned, loaded again, without the values that it has kept since; others as they are."""
+    with redirect_stdout(io.StringIO()):  # what a file prints when it is loaded has been printed
+        return getattr(lesson, "__reload__", lambda: lesson)()
 
 
 def kind(lesson: ModuleType) -> str:
