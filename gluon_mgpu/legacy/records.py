@@ -84,18 +84,7 @@ def _find(data: mmap.mmap | bytes, start: int, end: int, kinds: int = 8) -> int:
 
 def read(data: mmap.mmap | bytes, start: int) -> tuple[int, int, np.ndarray, bytes]:
     """Returns the end, the ID, the labels and the image of the record at start. Raises ValueError if it is damaged."""
-    content, end = _content(data, start)
-    count, label, number, _ = HEADER.unpack_from(content.ljust(HEADER.size, b"\xff"))
-    image = HEADER.size + 4 * count
-    if len(content) < image:
-        raise ValueError("too short for its header or labels")
-    labels = np.frombuffer(content, "<f4", count, HEADER.size) if count else np.array([label], np.float32)
-    return end, number, labels, content[image:]
-
-
-def _content(data: mmap.mmap | bytes, end: int) -> tuple[bytes, int]:
-    """Returns the content of the record that begins at `end`, and its end. Raises ValueError if it is damaged."""
-    parts, kind = list[bytes](), FIRST
+    parts, kind, end = list[bytes](), FIRST, start
     while kind in (FIRST, MIDDLE):
         start = end + 8
         if data[end : end + 4] != MAGIC or start > len(data):
@@ -108,6 +97,10 @@ def _content(data: mmap.mmap | bytes, end: int) -> tuple[bytes, int]:
         if any(data[start + length : end]) or _find(data, start, end) < end:
             raise ValueError("its length is wrong")
         parts.append(data[start : start + length])
-    if not MAGIC.startswith(data[end : end + 4]):  # the file may end here
-        raise ValueError("no record follows it")
-    return MAGIC.join(parts), end
+    content = MAGIC.join(parts)
+    count, label, number, _ = HEADER.unpack_from(content.ljust(HEADER.size, b"\xff"))
+    image = HEADER.size + 4 * count
+    if len(content) < image or not MAGIC.startswith(data[end : end + 4]):  # the file may end here
+        raise ValueError("its header is wrong, or no record follows it")
+    labels = np.frombuffer(content, "<f4", count, HEADER.size) if count else np.array([label], np.float32)
+    return end, number, labels, content[image:]
