@@ -75,7 +75,8 @@ def convert(
     tolerance: float,
     **options: Any,
 ) -> None:
-    """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote.
+    """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote; or unpack
+    the images and labels of a record file.
 
     RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
     scores for the run's test images, or for random inputs, must match MXNet's scores.
