@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda test-packages torture parity \
+.PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda torture parity \
     docs lint audit install dev torch old-books clean help
 .DELETE_ON_ERROR:
 
@@ -51,9 +51,6 @@ test-platforms:  ## test Python 3.14 and 3.15, and aarch64 under qemu, in new ro
 
 test-cuda: dev  ## test mxnet-cu112 with NVIDIA's wheels in a separate environment (2.1 GB to download)
 	$(BIN)/python -m pytest -m cuda_wheels
-
-test-packages: dev  ## run one program for each of several packages that need MXNet 1.x (500 MB to download)
-	$(BIN)/python tests/legacy/packages.py
 
 MINUTES := 30
 SEED := 1

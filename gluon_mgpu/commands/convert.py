@@ -27,15 +27,16 @@ def parse_shape(value: str) -> tuple[str, tuple[int | str, ...]]:
         gluon-mgpu convert runs/first --to pytorch lenet
         gluon-mgpu convert runs/first --to onnx lenet
         gluon-mgpu convert net-symbol.json net-0000.params --input 3,224,224 --to pytorch net
+        gluon-mgpu convert data.rec --to folder out/
     """,
 )
-@click.argument("sources", nargs=-1, type=common.FILE, metavar="RUN | NET-symbol.json NET-0000.params")
+@click.argument("sources", nargs=-1, type=common.FILE, metavar="RUN | NET-symbol.json NET-0000.params | FILE.rec")
 @click.argument("prefix", type=common.FILE)
 @common.option(
     "--to",
-    type=click.Choice(["gluon", "pytorch", "onnx"]),
+    type=click.Choice(["gluon", "pytorch", "onnx", "folder"]),
     help="gluon writes PREFIX-symbol.json and PREFIX-0000.params, pytorch writes PREFIX.py and PREFIX.safetensors, and "
-    "onnx writes PREFIX.onnx.",
+    "onnx writes PREFIX.onnx. folder writes the images of FILE.rec, and labels.csv, into the folder PREFIX.",
 )
 @common.option(
     "--input",
@@ -74,7 +75,8 @@ def convert(
     tolerance: float,
     **options: Any,
 ) -> None:
-    """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote.
+    """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote; or unpack
+    the images and labels of a record file.
 
     RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
     scores for the run's test images, or for random inputs, must match MXNet's scores.
@@ -85,7 +87,9 @@ def convert(
         advice = "has no network; build it with its code, then load_parameters, hybridize, call it once, and export"
         raise UsageError(None, parameters[0], f"{advice} (docs/convert.md)")
     if to is None:
-        raise UsageError("to", None, "must be one of gluon, pytorch, onnx")
+        raise UsageError("to", None, "must be one of gluon, pytorch, onnx, folder")
+    if (to == "folder") != (len(sources) == 1 and sources[0].endswith(".rec")):
+        raise UsageError("to", to, "folder is for one FILE.rec, and the others for a RUN or a NET")
     if len(sources) not in (1, 2):
         raise UsageError(None, None, "convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != bool(input):
@@ -97,6 +101,10 @@ def convert(
         raise UsageError("input", None, "give each input's name once, or no names")
     if len(sources) == 2 and options["impl"] is not None:
         raise UsageError("impl", options["impl"], "only for a RUN; omit it")
+    if to == "folder":
+        from gluon_mgpu.legacy import records
+
+        return click.echo(records.extract(sources[0], prefix))
     engine.configure(1)  # before `convert` imports mxnet
     from gluon_mgpu import convert as conversion
 

@@ -12,15 +12,9 @@ from gluon_mgpu.commands.run import preparation, settings_of
 from gluon_mgpu.legacy import notebook
 
 
-@click.group(
-    cls=common.Group,
-    examples="""
-        gluon-mgpu kernel install --gpus 2
-        gluon-mgpu kernel uninstall
-    """,
-)
+@click.group(cls=common.Group, examples="gluon-mgpu kernel install --gpus 2")
 def kernel() -> None:
-    """Install or remove the Jupyter kernel "MXNet (gluon_mgpu)", which runs old MXNet notebooks unchanged."""
+    """Install the Jupyter kernel "MXNet (gluon_mgpu)", which runs old MXNet notebooks unchanged."""
 
 
 @kernel.command(examples="gluon-mgpu kernel install --gpus 2")
@@ -29,10 +23,5 @@ def kernel() -> None:
 def install(sys_prefix: bool, **options: Any) -> None:
     """Install the kernel. The options apply to all notebooks that use it."""
     folder = notebook.install_kernel(settings_of(**options), sys.prefix if sys_prefix else None)
-    click.echo(f"installed {folder}: choose the kernel {notebook.TITLE} in Jupyter")
-
-
-@kernel.command(examples="gluon-mgpu kernel uninstall")
-def uninstall() -> None:
-    """Remove the kernel."""
-    click.echo(f"removed {notebook.uninstall_kernel()}")
+    remove = f"`jupyter kernelspec uninstall {notebook.KERNEL}` removes it"
+    click.echo(f"installed {folder}: choose the kernel {notebook.TITLE} in Jupyter; {remove}")

@@ -24,14 +24,6 @@ OPTIONS = (
         help="If there is no GPU, let the program use N CPU contexts as N GPUs. Without this option, "
         "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",
     ),
-    common.option(
-        "--map/--no-map",
-        "map_gpus",
-        default=True,
-        help="If there is no GPU, use CPU context i wherever the program asks for mx.gpu(i); with --no-map, fail "
-        "instead.",
-    ),
-    common.option("--strict-numpy", is_flag=True, help="Do not restore names that NumPy has removed."),
     common.settings("data_dir"),
 )
 
@@ -43,10 +35,10 @@ def preparation(command: Any) -> Any:
     return command
 
 
-def settings_of(strict_numpy: bool, **options: Any) -> prepare.Preparation:
+def settings_of(**options: Any) -> prepare.Preparation:
     if options["data_dir"]:  # a notebook runs in its own folder
         options["data_dir"] = os.path.abspath(options["data_dir"])
-    return prepare.Preparation(numpy_names=not strict_numpy, **options)
+    return prepare.Preparation(**options)
 
 
 @common.command(

@@ -22,8 +22,8 @@ SYNC_TEMP_COPIES = "999"  # the most; ResNet-101 needs more than 256
 SECONDS = 20  # without any computation, until a program with SyncBatchNorm is said to hang
 
 
-def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
-    """Change how the imported mxnet creates contexts. gpus, map_gpus: see `prepare.Preparation`."""
+def replace(mx: ModuleType, gpus: int | None) -> None:
+    """Change how the imported mxnet creates contexts. gpus: see `prepare.Preparation`."""
     Context = mx.context.Context
     original = Context.__init__
     there_are_gpus = mx.context.num_gpus() > 0
@@ -32,8 +32,6 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
 
     def create(context: Any, device_type: Any, device_id: int = 0) -> None:
         if device_type == "gpu" and not there_are_gpus:
-            if not map_gpus:
-                raise mx.MXNetError(f"gpu({device_id}): no GPU is available; omit --no-map to use CPU contexts")
             if gpus is not None and not 0 <= device_id < gpus:
                 raise mx.MXNetError(f"gpu({device_id}): the program was started with --gpus {gpus}; increase it")
             say_once("no GPU is available: mx.gpu(i) is CPU context i")
@@ -49,8 +47,6 @@ def replace(mx: ModuleType, gpus: int | None, map_gpus: bool) -> None:
     if there_are_gpus:
         return
     keep_sync_batch_norm_from_hanging(mx)
-    if not map_gpus:
-        return
     Context.devstr2type = {**Context.devstr2type, "gpu": CPU}
 
     def restore(context: Any, state: dict[str, Any]) -> None:

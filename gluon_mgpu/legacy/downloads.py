@@ -1,13 +1,14 @@
-"""Replaces MXNet's own downloads with verified files from `datasets`, because MXNet 1.9.1's URLs may be dead.
+"""Answers requests for known files with verified files from `datasets`, because MXNet 1.9.1's URLs may be dead.
 
-Any other download is attempted only once. If it fails, the error gives the URL, and the path where the program
-expects the file.
+Any other download with MXNet's functions is attempted only once. If it fails, the error gives the URL, and the path
+where the program expects the file. data_dir: see `datasets.load`.
 """
 
 from __future__ import annotations
 
 import functools
 import gzip
+import inspect
 import io
 import os
 import re
@@ -38,38 +39,14 @@ downloading = threading.local()  # has an attribute while `datasets` itself down
 
 
 def replace(mx: ModuleType, data_dir: str | None) -> None:
-    """Replace the download functions of the imported mxnet. data_dir: see `datasets.load`."""
+    """Replace the download functions of the imported mxnet."""
     import mxnet.test_utils  # `import mxnet` does not import this module
 
-    gluon_download, old_download = mx.gluon.utils.download, mxnet.test_utils.download
-
-    # These have MXNet's signatures, because programs also pass `retries` by position.
-    def download(
-        url: str,
-        path: str | None = None,
-        overwrite: bool = False,
-        sha1_hash: str | None = None,
-        retries: int = 5,
-        verify_ssl: bool = True,
-    ) -> str:
-        name = os.path.basename(url)
-        path = os.path.expanduser(path or name)
-        target = Path(path, name) if os.path.isdir(path) else Path(path)
-        once = functools.partial(gluon_download, url, path, overwrite, sha1_hash, 1, verify_ssl)
-        return provide(url, target, data_dir, once)
-
-    def download_to(
-        url: str, fname: str | None = None, dirname: str | None = None, overwrite: bool = False, retries: int = 5
-    ) -> str:
-        target = Path(dirname or "", fname or os.path.basename(url))
-        if target.exists() and not overwrite:
-            return str(target)
-        return provide(url, target, data_dir, functools.partial(old_download, url, fname, dirname, overwrite, 1))
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mxnet") and vars(module).get("download") is gluon_download:
-            module.download = download  # type: ignore[attr-defined]
-    mxnet.test_utils.download = download_to
+    for original in (mx.gluon.utils.download, mxnet.test_utils.download):
+        replacement = _replacement(original, data_dir)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("mxnet") and vars(module).get("download") is original:
+                module.download = replacement  # type: ignore[attr-defined]
     limited = SimpleNamespace(get=functools.partial(requests.get, timeout=SECONDS))  # MXNet sets no timeout
     mx.gluon.utils.requests = mxnet.test_utils.requests = limited
 
@@ -84,6 +61,27 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
         return iterate(*args, **options)
 
     mx.io.MNISTIter = mx.io.io.MNISTIter = MNISTIter
+
+
+def _replacement(original: Callable[..., str], data_dir: str | None) -> Callable[..., str]:
+    """One of MXNet's two download functions, which makes a single attempt, and answers with known files."""
+    signature = inspect.signature(original)
+
+    def download(*args: Any, **options: Any) -> str:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        words = {**given.arguments, "retries": 1}
+        name = os.path.basename(words["url"])
+        if "path" in words:
+            path = os.path.expanduser(words["path"] or name)
+            target = Path(path, name) if os.path.isdir(path) else Path(path)
+        else:
+            target = Path(words["dirname"] or "", words["fname"] or name)
+            if target.exists() and not words["overwrite"]:
+                return str(target)
+        return provide(words["url"], target, data_dir, functools.partial(original, **words))
+
+    return download
 
 
 def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:

@@ -18,9 +18,7 @@ def prepare_process() -> None:
     log.muted = not (is_worker and os.environ["DMLC_TASK_ID"] == "0")
 
     def report(ignored: sys.UnraisableHookArgs) -> None:
-        if "ctypes" not in (
-            ignored.err_msg or ""
-        ):  # the only Python code that a server runs is called by MXNet's library
+        if "ctypes" not in (ignored.err_msg or ""):  # MXNet's library calls a server's only Python code
             return sys.__unraisablehook__(ignored)
         advice = "use one of MXNet's optimizers, or define yours in a module of its own"
         log.error(f"a server cannot use the program's optimizer ({ignored.exc_value}): {advice}")

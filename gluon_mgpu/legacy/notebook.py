@@ -17,7 +17,7 @@ from typing import Any
 
 from gluon_mgpu.legacy import prepare
 from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import Error, UsageError, command
+from gluon_mgpu.runtime.errors import Error, UsageError
 
 KERNEL = "gluon_mgpu"
 TITLE = "MXNet (gluon_mgpu)"
@@ -104,18 +104,6 @@ def install_kernel(settings: prepare.Preparation, prefix: str | None = None) -> 
             return str(KernelSpecManager().install_kernel_spec(folder, KERNEL, user=prefix is None, prefix=prefix))
         except OSError as error:
             raise Error(f"cannot install the kernel in {error.filename} ({error.strerror})") from None
-
-
-def uninstall_kernel() -> str:
-    """Remove the kernel. Returns its folder. Raises UsageError if it is not installed."""
-    _require("jupyter_client")
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
-
-    try:
-        return str(KernelSpecManager().remove_kernel_spec(KERNEL))
-    except (KeyError, NoSuchKernel):
-        advice = f"the kernel is not installed; `{command('kernel install')}` installs it"
-        raise UsageError(None, None, advice) from None
 
 
 def _require(*packages: str) -> None:

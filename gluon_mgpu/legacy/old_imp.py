@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
 
 reload = importlib.reload
 new_module = ModuleType
-
-
-def acquire_lock() -> None:
-    """Do nothing; Python itself protects imports in different threads from each other."""
-
-
-release_lock = acquire_lock
 
 
 def load_source(name: str, pathname: str, file: object = None) -> ModuleType:
@@ -29,19 +21,3 @@ def load_source(name: str, pathname: str, file: object = None) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def load_module(name: str, file: object, pathname: str, description: object) -> ModuleType:
-    """Import the module that `find_module` found."""
-    return load_source(name, pathname)
-
-
-def find_module(name: str, path: list[str] | None = None) -> tuple[None, str, tuple[str, str, int]]:
-    """Find a module. Returns the last three arguments of `load_module`.
-
-    Raises ImportError if the module does not exist.
-    """
-    spec = importlib.machinery.PathFinder.find_spec(name, path)
-    if spec is None:
-        raise ImportError(f"No module named {name!r}", name=name)
-    return None, spec.origin or "", (".py", "r", 1)

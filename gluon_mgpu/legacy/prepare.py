@@ -6,6 +6,7 @@ first line runs (see `startup`).
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from gluon_mgpu.legacy import contexts, kvstore, names, third_party, web
+from gluon_mgpu.legacy import arrays, contexts, kvstore, names, third_party, web
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -27,13 +28,10 @@ MOST_GPUS = 64
 @dataclass(frozen=True)
 class Preparation:
     """gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
-    mx.context.num_gpus() returns 0. map_gpus: use CPU context i for mx.gpu(i) if there is no GPU. numpy_names: restore
-    the names that NumPy has removed. data_dir: see `datasets.load`. launched: this is one of several processes that
+    mx.context.num_gpus() returns 0. data_dir: see `datasets.load`. launched: this is one of several processes that
     `launch` has started."""
 
     gpus: int | None = None
-    map_gpus: bool = True
-    numpy_names: bool = True
     data_dir: str | None = None
     launched: bool = False
 
@@ -55,12 +53,12 @@ def prepare() -> None:
     except (ValueError, TypeError) as error:
         print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
         os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
-    after = {**names.RESTORE, **third_party.RESTORE, "IPython.display": names.add_to_ipython}
-    after["urllib.request"] = lambda request: web.replace_urlopen(request, settings.data_dir)
-    after["requests"] = lambda requests: web.replace_send(requests, settings.data_dir)
+    after = {**third_party.RESTORE, "numpy": arrays.add_to_numpy}
+    for module, restored in names.STANDARD_NAMES.items():
+        after[module] = functools.partial(names.restore, names=restored)
+    after["urllib.request"] = functools.partial(web.replace_urlopen, data_dir=settings.data_dir)
+    after["requests"] = functools.partial(web.replace_send, data_dir=settings.data_dir)
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
-    if settings.numpy_names:
-        after["numpy"] = names.add_to_numpy
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
@@ -70,13 +68,13 @@ def prepare() -> None:
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.legacy import downloads, onednn
+    from gluon_mgpu.legacy import downloads, early_mxnet, onednn
 
     downloads.replace(mx, settings.data_dir)
-    contexts.replace(mx, settings.gpus, settings.map_gpus)
+    contexts.replace(mx, settings.gpus)
     if mx.__version__ < "2":
         onednn.replace(mx)
-    names.add_to_mxnet(mx)
+    early_mxnet.add_to_mxnet(mx)
     if settings.launched:
         kvstore.prepare_worker(mx)
 
@@ -101,7 +99,7 @@ class AfterImport:
         spec = next(filter(None, found), None)
         if spec is None or spec.loader is None:
             return None
-        if name in names.RESTORE and not (spec.origin or "").startswith(os.path.dirname(os.__file__)):
+        if name in names.STANDARD_NAMES and not (spec.origin or "").startswith(os.path.dirname(os.__file__)):
             return spec  # the program has its own module with this name
         execute, action = spec.loader.exec_module, self.actions[name]
 

@@ -1,4 +1,4 @@
-"""Restores names that pandas, Pillow and SciPy have removed. As in `names`, what still exists is left as it is."""
+"""Restores names that pandas, Pillow, SciPy and IPython have removed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from gluon_mgpu.legacy.names import add
+from gluon_mgpu.legacy.names import restore
 
 
 def _pandas(pd: ModuleType) -> None:
@@ -17,10 +17,11 @@ def _pandas(pd: ModuleType) -> None:
         others = other if isinstance(other, list) else [other]
         return pd.concat([self, *others], ignore_index=ignore_index)
 
+    def as_matrix(self: Any, columns: Any = None) -> Any:
+        return (self if columns is None else self[columns]).to_numpy()
+
     for owner in (pd.DataFrame, pd.Series):
-        add(owner, "as_matrix", lambda self, columns=None: (self if columns is None else self[columns]).to_numpy())
-        add(owner, "append", append)
-        add(owner, "iteritems", owner.items)
+        restore(owner, {"as_matrix": as_matrix, "append": append, "iteritems": "items"})
         if "method" not in inspect.signature(owner.fillna).parameters:
             _restore_method_of_fillna(owner)
 
@@ -34,11 +35,6 @@ def _restore_method_of_fillna(owner: Any) -> None:
         return (self.ffill if method in ("ffill", "pad") else self.bfill)(**options)
 
     owner.fillna = fillna
-
-
-def _pillow(image: ModuleType) -> None:
-    for old, new in (("ANTIALIAS", "LANCZOS"), ("LINEAR", "BILINEAR"), ("CUBIC", "BICUBIC")):
-        add(image, old, getattr(image, new))
 
 
 def _scipy_misc(misc: ModuleType) -> None:
@@ -67,13 +63,24 @@ def _scipy_misc(misc: ModuleType) -> None:
         mode = "F" if flatten else mode
         return np.array(image.convert(mode) if mode else image)
 
-    add(misc, "imread", imread)
-    add(misc, "imresize", imresize)
-    add(misc, "imsave", lambda name, arr, format=None: picture(arr).save(name, format))
+    def imsave(name: Any, arr: Any, format: str | None = None) -> None:
+        picture(arr).save(name, format)
+
+    restore(misc, {"imread": imread, "imresize": imresize, "imsave": imsave})
+
+
+def _display(display: ModuleType) -> None:
+    def set_matplotlib_formats(*formats: str, **options: Any) -> None:
+        from matplotlib_inline import backend_inline  # imports IPython, so it cannot be imported earlier
+
+        backend_inline.set_matplotlib_formats(*formats, **options)
+
+    restore(display, {"set_matplotlib_formats": set_matplotlib_formats})
 
 
 RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "pandas": _pandas,
-    "PIL.Image": _pillow,
+    "PIL.Image": lambda image: restore(image, {"ANTIALIAS": "LANCZOS", "LINEAR": "BILINEAR", "CUBIC": "BICUBIC"}),
     "scipy.misc": _scipy_misc,
+    "IPython.display": _display,
 }

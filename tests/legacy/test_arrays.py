@@ -43,7 +43,7 @@ def test_rows_of_different_lengths_become_an_array_of_objects(program):
 def test_an_mxnet_array_names_a_dtype_and_a_constant_may_be_a_list(program):
     run = program("""
         import mxnet as mx, numpy as np
-        assert mx.gluon.autograd.record  # the name in early versions
+        assert (mx.gluon.autograd.record, mx.optimizer.sgd_mom_update)  # the names in early versions
         half = mx.nd.zeros(2, dtype="float16")
         print(np.dtype(half), mx.nd.ones(2).astype(half, copy=False).dtype.__name__)
         constant = mx.init.Constant([[0, 1], [1, 0]])

@@ -1,0 +1,39 @@
+"""`gluon-mgpu run` restores names of pandas, Pillow and SciPy."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gluon_mgpu.legacy import third_party
+
+
+def test_scipys_functions_read_resize_and_save_images(tmp_path):
+    misc, path = SimpleNamespace(), tmp_path / "image.png"
+    third_party.RESTORE["scipy.misc"](misc)
+    misc.imsave(path, np.arange(12).reshape(3, 4))  # stretched from 0 to 255
+    image = misc.imread(path)
+    assert (image.dtype, image.min(), image.max(), image.shape) == (np.uint8, 0, 255, (3, 4))
+    assert misc.imread(path, mode="RGB").shape == (3, 4, 3)
+    assert misc.imresize(image, (6, 2)).shape == (6, 2) and misc.imresize(image, 50).shape == (1, 2)
+    assert misc.imresize(np.stack([image] * 3, 2), 2.0, "nearest")[4, 6].tolist() == [image[2, 3]] * 3
+
+
+def test_pillows_filters_have_their_former_names():
+    third_party.RESTORE["PIL.Image"](Image)
+    assert (Image.ANTIALIAS, Image.CUBIC) == (Image.LANCZOS, Image.BICUBIC)
+
+
+def test_pandas_appends_converts_and_fills():
+    pd = pytest.importorskip("pandas")
+    third_party.RESTORE["pandas"](pd)
+    frame = pd.DataFrame({"a": [1], "b": ["x"]})
+    assert frame.append({"a": 2, "b": "y"}, ignore_index=True).values.tolist() == [[1, "x"], [2, "y"]]
+    assert frame.append(frame).shape == (2, 2) and frame.a.append(frame.a).tolist() == [1, 1]
+    assert frame.as_matrix(["a"]).tolist() == [[1]] and [name for name, _ in frame.iteritems()] == ["a", "b"]
+    gap = pd.Series([1, None, 3])
+    assert gap.fillna(method="ffill").tolist() == [1, 1, 3] and gap.fillna(method="bfill").tolist() == [1, 3, 3]
+    assert gap.fillna(0).tolist() == [1, 0, 3]
+    gap.fillna(method="pad", inplace=True)
+    assert gap.tolist() == [1, 1, 3]
