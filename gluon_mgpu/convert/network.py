@@ -32,11 +32,11 @@ BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 TRUE = ("True", "true", "1")  # how the graph file represents true
 FLOATS = ("float16", "float32", "float64")
-# Training layers, whose second input is the labels, and what each layer computes from its first input
-LOSSES: dict[str, tuple[str, dict[str, str]]] = {
-    "SoftmaxOutput": ("SoftmaxActivation", {"mode": "instance"}),
-    "LogisticRegressionOutput": ("sigmoid", {}),
-    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy", {})),
+# Training layers, whose second input is the labels, and the operators that compute their outputs from the first input
+LOSSES = {
+    "SoftmaxOutput": ("Flatten", "softmax", "reshape_like"),
+    "LogisticRegressionOutput": ("sigmoid",),
+    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy",)),
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
@@ -331,15 +331,26 @@ def _ending_with(symbol: mx.sym.Symbol, outputs: Sequence[str]) -> mx.sym.Symbol
 
 def _without_losses(graph: Graph) -> Graph:
     """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
+    nodes, moved = list[dict[str, Any]](), list[int]()  # moved: the new index of each node
     for node in graph["nodes"]:
+        inputs = [[moved[i], output, *version] for i, output, *version in node["inputs"]]
         if node["op"] in LOSSES:
-            attrs = node.get("attrs", {})
-            op, new_attrs = LOSSES[node["op"]]
-            if attrs.get("preserve_shape") in TRUE:
-                op, new_attrs = "softmax", {"axis": "-1"}
-            elif attrs.get("multi_output") in TRUE:
-                new_attrs = {"mode": "channel"}
-            node.update(op=op, attrs=new_attrs, inputs=node["inputs"][:1])
+            attrs, first = node.get("attrs", {}), inputs[0]
+            ops, axis = LOSSES[node["op"]], None
+            if attrs.get("multi_output") in TRUE or attrs.get("preserve_shape") in TRUE:
+                ops, axis = ("softmax",), "-1" if attrs.get("preserve_shape") in TRUE else "1"
+            for op in ops:
+                name = node["name"] if op == ops[-1] else f"{node['name']}_{op.lower()}"
+                nodes.append({"op": op, "name": name, "attrs": {"axis": axis} if axis else {}, "inputs": [first]})
+                first = [len(nodes) - 1, 0, 0]
+            if len(ops) > 1:
+                nodes[-1]["inputs"].append(inputs[0])  # the shape
+        else:
+            nodes.append({**node, "inputs": inputs})
+        moved.append(len(nodes) - 1)
+    heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
+    graph = {**graph, "nodes": nodes, "heads": heads, "arg_nodes": arguments}
+    graph.pop("node_row_ptr", None)
     return json.loads(mx.sym.load_json(json.dumps(graph)).tojson())  # without nodes that are no longer used
 
 
@@ -364,24 +375,20 @@ def _integers(network: Network, shapes: list[list[Shape]]) -> dict[str, tuple[in
 
 def _grown(network: Network, shapes: list[Shape]) -> list[Shape]:
     """Larger images or longer sequences, if the network accepts them. shapes: of the inputs, with the batch."""
-    batch = [network.batch_axes.get(name, 0) for name in network.inputs]
-
-    def grow(axes: Iterable[int]) -> list[Shape]:
-        grown = []
-        for shape, at in zip(shapes, batch):
-            free = [axis for axis in range(len(shape)) if axis != at][len(shape) > 3 :]  # the channels stay
-            by = {axis: 32 * max(axis - 1, 1) for axis in free if axis in axes}
-            grown.append(tuple(size + by.get(axis, 0) for axis, size in enumerate(shape)))
-        return grown
-
-    def accepted(axes: Iterable[int]) -> bool:
-        try:
-            return grow(axes) != shapes and bool(network.shapes(grow(axes)))
-        except (mx.MXNetError, ValueError):
-            return False
-
-    axes = [axis for axis in range(max(map(len, shapes), default=0)) if accepted([axis])]
-    return grow(axes if accepted(axes) else [])
+    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}  # axes that have the same place and size in some inputs
+    for k, (name, shape) in enumerate(zip(network.inputs, shapes)):
+        axes = [axis for axis in range(len(shape)) if axis != network.batch_axes.get(name, 0)]
+        for place, axis in list(enumerate(axes))[len(shape) > 3 :]:  # the channels stay
+            alike.setdefault((place, shape[axis]), []).append((k, axis))
+    for (place, size), axes in alike.items():
+        larger = [list(shape) for shape in shapes]
+        for k, axis in axes:
+            larger[k][axis] += min(size, 32) * max(place, 1)
+        grown = [tuple(shape) for shape in larger]
+        with contextlib.suppress(mx.MXNetError, ValueError):
+            network.shapes(grown)
+            shapes = grown
+    return shapes
 
 
 def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:

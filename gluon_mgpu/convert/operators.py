@@ -542,6 +542,15 @@ def smooth_l1(node: Node, x: str) -> str:
     return f"torch.where({x}.abs() > {bend!r}, {x}.abs() - {bend / 2!r}, {0.5 / bend!r} * {x}.square())"
 
 
+def dropout(node: Node, x: str) -> str:
+    node.word("mode", "training")
+    shared = node["axes"] or ()  # along these axes, all elements are dropped together
+    if not shared:
+        return call("F.dropout", x, node["p"], "self.training")
+    ones = f"torch.ones_like({x + index(*((0, 1) if axis in shared else () for axis in range(node.rank)))})"
+    return f"{x} * {call('F.dropout', ones, node['p'], 'self.training')}"
+
+
 def l2_normalization(node: Node, x: str) -> str:
     first, end = {"instance": (1, node.rank), "channel": (1, 2), "spatial": (2, node.rank)}[node["mode"]]
     total = call(f"{x}.square().sum", _short(tuple(range(first, end))), keepdim=True)
@@ -629,6 +638,22 @@ def grid(node: Node, x: str, *loc: str) -> str:
     return call("F.grid_sample", x, call("affine_grid", *loc, *node["target_shape"]), align_corners=True)
 
 
+def box_nms(node: Node, x: str) -> str:
+    if node["in_format"] != node["out_format"]:
+        raise Unsupported(f"out_format={node['out_format']!r} is not supported")
+    options = {key: node[key] for key in ("overlap_thresh", "valid_thresh", "topk", "coord_start", "score_index")}
+    options |= {key: node[key] for key in ("id_index", "background_id", "force_suppress")}
+    return call("box_nms", x, *options.values(), node["in_format"] == "center")
+
+
+def multi_box_detection(node: Node, *inputs: str) -> str:
+    if not 0 < node["nms_threshold"] <= 1:
+        raise Unsupported(f"nms_threshold={node['nms_threshold']!r} is not supported")
+    node.read.add("background_id")  # MXNet ignores it
+    options = (node[key] for key in ("variances", "clip", "threshold", "nms_threshold", "force_suppress", "nms_topk"))
+    return call("multi_box_detection", *inputs, *options)
+
+
 LAYERS: dict[str, Callable[..., str]] = {
     **dict.fromkeys(("Convolution", "Deconvolution"), convolution),
     "FullyConnected": fully_connected,
@@ -682,6 +707,8 @@ REDUCTIONS = {
     **dict(sum="sum", mean="mean", max="amax", min="amin", prod="prod", std="std", var="var", nansum="nansum"),
     "norm": "linalg.vector_norm",
 }
+FLATTEN = "{0}.flatten(1)"
+RESHAPES = (FLATTEN, expand, reshape, squeeze)  # nothing to do if the output has the input's shape
 PREFIXES = ("", "_", "broadcast_", "elemwise_", "_np_", "_npi_", "_npx_")
 BINARY = {
     **{f"{prefix}{name}": code for prefix in PREFIXES for name, code in ARITHMETIC.items()},
@@ -727,7 +754,7 @@ RULES: dict[str, str | Callable[..., str]] = {
     "Crop": crop,
     "LRN": "F.local_response_norm({0}, {nsize}, {alpha}, {beta}, {knorm})",
     "L2Normalization": l2_normalization,
-    "Dropout": lambda node, x: node.word("mode", "training") and f"F.dropout({x}, {node['p']!r}, self.training)",
+    "Dropout": dropout,
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "SoftmaxActivation"), softmax),
     **dict.fromkeys(("dot", "batch_dot", "_linalg_gemm2", "_npi_matmul", "_np_dot"), matrix_product),
     **dict.fromkeys(("argmax", "argmin", "argmax_channel", "_npi_argmax", "_npi_argmin"), arg_reduction),
@@ -737,7 +764,7 @@ RULES: dict[str, str | Callable[..., str]] = {
     "_np_cumsum": "{0}.cumsum({axis})",
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Pad": pad,
-    "Flatten": "{0}.flatten(1)",
+    "Flatten": FLATTEN,
     **dict.fromkeys(("Reshape", "_np_reshape", "_npi_reshape", "_npx_reshape", "reshape_like"), reshape),
     "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": "{0}.unsqueeze({axis})",
@@ -768,6 +795,8 @@ RULES: dict[str, str | Callable[..., str]] = {
         for name in ("qk", "valatt")
     },
     **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),
+    "_contrib_box_nms": box_nms,
+    "_contrib_MultiBoxDetection": multi_box_detection,
 }
 OPERATORS = {name: rule for name, rule in RULES.items() if name in all_operators()}
 # Why operators are left out
@@ -777,8 +806,8 @@ REASONS = {
     **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels; --output names an output before it"),
     "_contrib_MultiBoxPrior": "it is only supported for images of one size",
     **dict.fromkeys(
-        ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
-        "suppressing boxes one after the other is not supported; --output names an output before it",
+        ("_contrib_Proposal", "_contrib_MultiProposal"),
+        "proposals of regions are not supported; --output names an output before it",
     ),
     **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
 }

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from gluon_mgpu import __version__
 from gluon_mgpu.convert.network import Network, Unsupported, as_arrays
-from gluon_mgpu.convert.operators import LAYERS, OPERATORS, Node, reason
+from gluon_mgpu.convert.operators import LAYERS, OPERATORS, RESHAPES, Node, reason
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -165,10 +166,17 @@ class _Module:
 
     def _source(self, entry: Entry) -> Entry:
         """The entry that has the same value before operators that only copy it."""
-        while OPERATORS.get(self.nodes[entry[0]]["op"]) == "{0}":
-            j, output, *_ = self.nodes[entry[0]]["inputs"][0]
+        while True:
+            node = self.nodes[entry[0]]
+            rule = OPERATORS.get(node["op"])
+            if rule != "{0}" and (rule not in RESHAPES or self._differ(entry, node["inputs"][0])):
+                return entry
+            j, output, *_ = node["inputs"][0]
             entry = j, output
-        return entry
+
+    def _differ(self, entry: Entry, other: Sequence[int]) -> bool:
+        """Whether two entries have different shapes."""
+        return any(shapes[entry[0]][entry[1]] != shapes[other[0]][other[1]] for shapes in self.shapes)
 
     def _steps(self, heads: list[Entry]) -> tuple[list[int], dict[Entry, list[int]]]:
         """The nodes that the outputs need, in order; and for each entry, the positions in this list of those that use
