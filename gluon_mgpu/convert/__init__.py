@@ -76,13 +76,13 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
             file.unlink(missing_ok=True)
         reason = getattr(failure, "strerror", None) or last_line(failure)
         raise Error(f"{prefix}: cannot be written ({reason})") from None
-    count = sum(X[0].shape[network.batch_axes.get(network.inputs[0], 0)] for X, _ in network.samples)
-    report = (
-        f"wrote {' and '.join(map(str, files))}; on {count} inputs, scores differ from MXNet's by at most {error:.1e} "
-        f"(relative error)\n"
-    )
+    batches = [X[0].shape[network.batch_axes.get(network.inputs[0], 0)] for X, _ in network.samples]
+    difference = f"scores differ from MXNet's by at most {error:.1e} (relative error)"
+    report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"
+    if {*batches} == {1}:
+        report += "the files accept only one example at a time\n"
     if constant := network.nearly_constant():
         report += f"the check says little about {', '.join(constant)}: almost the same for all inputs\n"
     return report + target.USAGE.format(prefix=prefix, inputs=network.inputs)

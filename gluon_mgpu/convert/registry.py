@@ -23,6 +23,11 @@ def all_operators() -> set[str]:
     return {array[i].decode() for i in range(size.value)}
 
 
+def simple(op: str) -> str:
+    """An operator's name without capitals, underscores and prefixes: reshape for Reshape and _np_reshape."""
+    return re.sub(r"^_?(contrib_|npi_|npx_|np_)?(broadcast_|elemwise_)?|_", "", op).lower()
+
+
 @functools.cache
 def attributes(op: str) -> dict[str, tuple[str, str]]:
     """{name: (type, default)} of an operator's attributes, as text. The default is "" if there is none.

@@ -53,7 +53,8 @@ def write(network: Network, base: str) -> None:
     axes = {
         name: {k: size for k, size in enumerate(network.axes(name)) if isinstance(size, str)} for name in network.inputs
     }
-    axes |= {name: {network.batch_axes.get(network.inputs[0], 0): "n"} for name in network.outputs}
+    batch = {axis: size for axis, size in axes[network.inputs[0]].items() if size == "n"}
+    axes |= dict.fromkeys(network.outputs, batch)
     options = {"input_names": network.inputs, "output_names": network.outputs, "dynamic_axes": axes}
     load_and_run(network, base, f"options = {{**{options!r}, 'opset_version': {OPSET}}}\n{EXPORT}")
 

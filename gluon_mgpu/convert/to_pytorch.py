@@ -18,7 +18,7 @@ import numpy as np
 
 from gluon_mgpu import __version__
 from gluon_mgpu.convert.network import Network, Unsupported, as_arrays
-from gluon_mgpu.convert.operators import LAYERS, OPERATORS, RESHAPES, Node, reason
+from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, OPERATORS, RESHAPES, Node, reason, rnn
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -82,7 +82,14 @@ np.savez(base + ".npz", **results)
 # Attributes of nn.Module that a layer must not replace
 TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
     parameters state_dict to train training type zero_grad""".split()
-SOURCES = ("arange", "eye", "full", "ones", "zeros")  # operators without inputs, such as _zeros and _npi_zeros
+SOURCES = (
+    "arange",
+    "eye",
+    "full",
+    "identity",
+    "ones",
+    "zeros",
+)  # operators without inputs, such as _zeros and _npi_zeros
 FUNCTIONS = {
     node.name: node
     for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
@@ -158,10 +165,13 @@ class _Module:
         entries = [self._source((j, output)) for j, output, *_ in node["inputs"]]
         if not entries and (i, 0) not in self.constants:  # zeros whose shape depends on the inputs
             return [(self.first_input, 0)], []
-        if node["op"] == "RNN":  # without states that are zero, which is the default
+        if OPERATORS.get(node["op"]) is rnn:  # without states that are zero, which is the default
             states = [entry for entry in entries[2:] if not self.nodes[entry[0]]["op"].endswith("zeros")]
             return [entries[0], *states], entries[1:2]
-        is_layer = node["op"] in LAYERS or node.get("attrs", {}).get("sample_type") == "bilinear"
+        rule = OPERATORS.get(node["op"])
+        is_layer = rule in LAYERS or node.get("attrs", {}).get("sample_type") == "bilinear"
+        if rule in FUNCTIONAL and not self.constants.keys() >= {*entries[1:]}:
+            is_layer = False
         return (entries[:1], entries[1:]) if is_layer else (entries, [])
 
     def _source(self, entry: Entry) -> Entry:

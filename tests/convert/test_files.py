@@ -163,6 +163,32 @@ def test_all_operators_that_cannot_be_converted_are_listed_with_a_reason_before_
     assert all(word in str(error.value) for word in ("waves", "back", "known")) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+def test_a_network_for_one_example_is_converted_and_the_report_says_so(to, tmp_path):
+    x = s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4)
+    given = convert.from_files(*files(tmp_path, x, data=(1, 6)), (6,))
+    assert "one example" in convert.save(given, to, str(tmp_path / "net"))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1), (3, 4), (3, 4, 2)])
+def test_softmax_output_divides_by_all_classes_of_an_example(shape, tmp_path):
+    given = convert.from_files(*files(tmp_path, s.SoftmaxOutput(X, name="classes"), data=(2, *shape)), shape).compute()
+    for [inputs], [found] in given.samples:
+        powers = np.exp(inputs.astype(np.float64) - inputs.max())
+        total = powers.sum(axis=tuple(range(1, powers.ndim)), keepdims=True)
+        np.testing.assert_allclose(found, powers / total, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+def test_inputs_of_different_ranks_grow_together_where_the_network_needs_it(to, tmp_path):
+    x = s.broadcast_mul(
+        s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4), dim1=0, dim2=1), s.expand_dims(s.var("mask"), 2)
+    )
+    given = convert.from_files(*files(tmp_path, x, data=(2, 7), mask=(7, 2)), inputs={"data": (7,), "mask": (7, "n")})
+    assert {array.shape for array in given.samples[-1].inputs} == {(2, 14), (14, 2)}
+    convert.save(given, to, str(tmp_path / "net"))
+
+
 def unit(x, name):
     y = s.BatchNorm(s.Convolution(x, kernel=(3, 3), pad=(1, 1), num_filter=4, name=f"{name}_conv"), name=f"{name}_bn")
     return s.elemwise_add(x, s.Activation(y, act_type="relu"), name=f"{name}_plus")

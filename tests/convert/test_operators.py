@@ -11,6 +11,7 @@ from gluon_mgpu import convert
 from gluon_mgpu.convert.network import Network, Sample
 
 N = 4  # batch size
+
 HALVES = np.arange(-3, 3.5, 0.5)
 # For each input of the network below: a function that draws it, and its shape without the batch
 INPUTS = {
@@ -28,7 +29,9 @@ INPUTS = {
 }
 
 
-def cases(x, ties, other, unit, positive, index, which, image, other_image, words, length):
+def cases(
+    x, ties, other, unit, positive, index, which, image, other_image, words, length, labels, corners, probabilities
+):
     """Outputs (n, ...) by name."""
     table = s.reshape(s.arange(24), (8, 3))
     for name in "abs ceil exp expm1 fix floor negative relu rint round sigmoid sign softsign square trunc".split():
@@ -144,6 +147,11 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         "MultiBoxPrior",
         s.broadcast_add(s.reshape(s.mean(x, axis=1), (-1, 1, 1)), s.contrib.MultiBoxPrior(other_image)),
     )
+    yield "Dropout of whole rows", s.Dropout(image, axes=(1, 2))
+    weight = s.reshape(s.slice_axis(image, axis=0, begin=0, end=1), (9, 4, 3, 3))
+    yield "Convolution with a computed weight", s.Convolution(image, weight, no_bias=True, kernel=(3, 3), num_filter=9)
+    weight = s.reshape(s.slice_axis(image, axis=0, begin=0, end=1), (54, 6))
+    yield "FullyConnected with a computed weight", s.FullyConnected(x, weight, no_bias=True, num_hidden=54)
 
 
 @pytest.fixture(scope="module")
