@@ -168,6 +168,12 @@ class Network:
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
+    def rounding_error(self) -> float:
+        """The relative error of MXNet's own outputs if the inputs are rounded up."""
+        given = replace(self, samples=[Sample(X, self.predict(X)) for X, _ in self.samples])
+        rounded = (tuple(np.where(x == np.floor(x), x, np.nextafter(x, np.inf)) for x in X) for X, _ in self.samples)
+        return given.relative_error([self.predict(X) for X in rounded])
+
     def nearly_constant(self) -> list[str]:
         """The outputs that hardly depend on the inputs, so that comparing them says little."""
         names = []
@@ -374,8 +380,8 @@ def _grown(network: Network, shapes: list[Shape]) -> list[Shape]:
     """Larger images or longer sequences, if the network accepts them. shapes: of the inputs, with the batch."""
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}  # axes that have the same place and size in some inputs
     for k, (name, shape) in enumerate(zip(network.inputs, shapes)):
-        axes = [axis for axis in range(len(shape)) if axis != network.batch_axes.get(name, 0)]
-        for place, axis in list(enumerate(axes))[len(shape) > 3 :]:  # the channels stay
+        free = [axis for axis in range(len(shape)) if axis != network.batch_axes.get(name, 0)]
+        for place, axis in list(enumerate(free))[len(shape) > 3 :]:  # the channels stay
             alike.setdefault((place, shape[axis]), []).append((k, axis))
     for (place, size), axes in alike.items():
         larger = [list(shape) for shape in shapes]

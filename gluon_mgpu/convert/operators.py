@@ -517,6 +517,11 @@ def sort(node: Node, x: str) -> str:
     return node.to_dtype(call(f"{x}.argsort", node["axis"], descending=_unless(False, not node["is_ascend"])))
 
 
+def smooth_l1(node: Node, x: str) -> str:
+    bend = node["scalar"] ** -2
+    return f"torch.where({x}.abs() > {bend!r}, {x}.abs() - {bend / 2!r}, {0.5 / bend!r} * {x}.square())"
+
+
 def dropout(node: Node, x: str) -> str:
     node.word("mode", "training")
     shared = node["axes"] or ()  # along these axes, all elements are dropped together
@@ -683,7 +688,6 @@ RULES: dict[str, str | Callable[..., str]] = {
     "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": "{0}.unsqueeze({axis})",
     "SwapAxis": "{0}.transpose({dim1}, {dim2})",
-    "smooth_l1": "F.smooth_l1_loss({0}, torch.zeros_like({0}), reduction='none', beta={scalar} ** -2)",
     "tile": "torch.tile({0}, {reps})",
     "transpose": lambda node, x: call(f"{x}.permute", *(node["axes"] or range(node.rank)[::-1])),
     "slice_axis": lambda node, x: x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"])),
@@ -698,7 +702,7 @@ RULES: dict[str, str | Callable[..., str]] = {
         rule.__name__: rule
         for rule in (
             *(*LAYERS, activation, arange_like, crop, depth_to_space, dropout, l2_normalization),
-            *(one_hot, pad, pick, pooling, repeat, reshape, slice_like, softmax),
+            *(one_hot, pad, pick, pooling, repeat, reshape, slice_like, smooth_l1, softmax),
             *(sort, squeeze, take, topk, upsampling, where),
         )
     },

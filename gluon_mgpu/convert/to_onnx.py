@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from gluon_mgpu.convert.network import Network
+from gluon_mgpu.convert.network import Network, last_line
 from gluon_mgpu.convert.to_pytorch import PACKAGES as PYTORCH
 from gluon_mgpu.convert.to_pytorch import load_and_run
 from gluon_mgpu.convert.to_pytorch import write as write_module
+from gluon_mgpu.runtime.errors import Error
 
 SUFFIXES = (".onnx",)
 PACKAGES = ("onnx", "onnxruntime", *PYTORCH)
@@ -63,5 +64,8 @@ def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
     """Load BASE.onnx in ONNX Runtime, and compute the outputs for each sample."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(f"{base}.onnx", providers=["CPUExecutionProvider"])
-    return [session.run(None, dict(zip(network.inputs, sample.inputs))) for sample in network.samples]
+    try:
+        session = onnxruntime.InferenceSession(f"{base}.onnx", providers=["CPUExecutionProvider"])
+        return [session.run(None, dict(zip(network.inputs, sample.inputs))) for sample in network.samples]
+    except Exception as error:  # ONNX Runtime raises many exception types
+        raise Error(f"ONNX Runtime: {last_line(error)}") from None

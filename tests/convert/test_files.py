@@ -52,6 +52,18 @@ def test_a_larger_tolerance_accepts_larger_differences(tmp_path, capfd):
     convert.save(given, "pytorch", str(tmp_path / "net"), tolerance=0.01)
 
 
+@needs("pytorch")
+def test_differences_of_the_size_of_rounding_are_accepted_up_to_ten_times_the_tolerance(tmp_path):
+    given = convert.from_files(*files(tmp_path, s.sin(s.broadcast_mul(X, s.var("scale")))), (6,))
+    given.params["scale"] = nd.array([3000.0])  # rounding the inputs changes the angles by 0.0002 and more
+    given.compute()
+    given.samples = [network.Sample(inputs, [Y + 3e-4]) for inputs, [Y] in given.samples]
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    given.samples = [network.Sample(inputs, [Y + 3e-3]) for inputs, [Y] in given.samples]
+    with pytest.raises(Error):
+        convert.save(given, "pytorch", str(tmp_path / "other"))
+
+
 @pytest.mark.parametrize("to", [PYTORCH, ONNX])
 def test_attributes_without_effect_and_written_defaults_are_accepted(to, tmp_path):
     x = s.LeakyReLU(s.Convolution(X, kernel=(3, 3), num_filter=2, name="conv"), act_type="prelu")

@@ -29,9 +29,7 @@ INPUTS = {
 }
 
 
-def cases(
-    x, ties, other, unit, positive, index, which, image, other_image, words, length, labels, corners, probabilities
-):
+def cases(x, ties, other, unit, positive, index, which, image, other_image, words, length):
     """Outputs (n, ...) by name."""
     table = s.reshape(s.arange(24), (8, 3))
     for name in "abs ceil exp expm1 fix floor negative relu rint round sigmoid sign softsign square trunc".split():
