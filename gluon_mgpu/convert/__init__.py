@@ -97,7 +97,7 @@ def _written(network: Network, target: ModuleType, base: str) -> tuple[Network, 
     try:
         target.write(network, base)
         return network.compute(), target.outputs(network, base)
-    except Error as failure:
+    except (Error, mx.MXNetError) as failure:
         single = network.of_one_size()
         if len(single.samples) == len(network.samples) or not getattr(failure, "fixed_size", True):
             raise

@@ -605,7 +605,10 @@ def attention(node: Node, x: str, y: str = "") -> str:
     scores = (
         f"{call('head', queries[0], heads, *queries[1:])} @ {call('head', keys[0], heads, *keys[1:])}.transpose(1, 2)"
     )
-    return f"{scores} / {math.sqrt(node.inputs[0][0][2] / heads / queries[2])!r}"
+    size = node.size(x, 2)
+    if isinstance(size, str):
+        raise Unsupported("the number of its features varies", fixed_size=True)
+    return f"{scores} / {math.sqrt(size / heads / queries[2])!r}"
 
 
 def grid(node: Node, x: str, *loc: str) -> str:
@@ -688,7 +691,8 @@ RULES: dict[str, str | Callable[..., str]] = {
     "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": "{0}.unsqueeze({axis})",
     "SwapAxis": "{0}.transpose({dim1}, {dim2})",
-    "tile": "torch.tile({0}, {reps})",
+    # PyTorch's exporter would count the axes wrongly if there were fewer than in reps
+    "tile": lambda node, x: call("torch.tile", x + ".unsqueeze(0)" * (len(node["reps"]) - node.rank), node["reps"]),
     "transpose": lambda node, x: call(f"{x}.permute", *(node["axes"] or range(node.rank)[::-1])),
     "slice_axis": lambda node, x: x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"])),
     "moments": lambda node, x: (

@@ -54,8 +54,8 @@ def test_a_larger_tolerance_accepts_larger_differences(tmp_path, capfd):
 
 @needs("pytorch")
 def test_differences_of_the_size_of_rounding_are_accepted_up_to_ten_times_the_tolerance(tmp_path):
-    given = convert.from_files(*files(tmp_path, s.sin(s.broadcast_mul(X, s.var("scale")))), (6,))
-    given.params["scale"] = nd.array([3000.0])  # rounding the inputs changes the angles by 0.0002 and more
+    given = convert.from_files(*files(tmp_path, s.sin(s.broadcast_mul(X, s.var("scale", shape=(1, 1))))), (6,))
+    given.params["scale"] = nd.array([[3000.0]])  # rounding the inputs changes the angles by 0.0002 and more
     given.compute()
     given.samples = [network.Sample(inputs, [Y + 3e-4]) for inputs, [Y] in given.samples]
     convert.save(given, "pytorch", str(tmp_path / "net"))

@@ -77,6 +77,10 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     yield "Embedding", s.Embedding(index, table, 8, 3)
     yield "one_hot", s.one_hot(index, 7, on_value=-1, off_value=3)
     yield "where", s.where(ties, ties, x)
+    yield (
+        "tile",
+        s.transpose(s.concat(s.tile(x, (3, 1, 1)), s.tile(s.expand_dims(ties, 0), (3, 1, 1)), dim=-1), (1, 0, 2)),
+    )
     yield "clip", s.clip(ties, -1.5, 2)
     yield "cast", s.cast(s.cast(x, "int32"), "float32")
     yield "argmax", s.argmax(ties, axis=1)
