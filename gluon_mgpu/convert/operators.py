@@ -114,7 +114,7 @@ class Node:
         """Whether the operator has this attribute."""
         return key in attributes(self.op)
 
-    def word(self, key: str, *words: str) -> str:
+    def word(self, key: str, *words: str | None) -> Any:
         """An attribute's value, which must be one of these words."""
         if self[key] not in words:
             raise Unsupported(f"{key}={self[key]!r} is not supported")
@@ -178,8 +178,7 @@ class Node:
 def convolution(node: Node, x: str, *weights: str) -> str:
     """weights: the code of the weight and the bias if they are computed from the network's input."""
     n, groups, transposed = len(node["kernel"]), node["num_group"], node.op == "Deconvolution"
-    if node["layout"] not in (None, *LAYOUTS):
-        raise Unsupported(f"layout={node['layout']!r} is not supported")
+    node.word("layout", None, *LAYOUTS)
     if transposed and any(node["target_shape"]):
         raise Unsupported("target_shape is not supported")
     options = {
@@ -297,8 +296,7 @@ def activation(node: Node, x: str) -> str:
 
 def pooling(node: Node, x: str) -> str:
     n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum")
-    if node["layout"] not in (None, *LAYOUTS):
-        raise Unsupported(f"layout={node['layout']!r} is not supported")
+    node.word("layout", None, *LAYOUTS)
     if node["global_pool"] and kind != "sum":
         node.read |= set(node.attrs)
         return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
@@ -429,6 +427,8 @@ def concat(node: Node, *inputs: str) -> str:
         axis = parse("int", node.attrs.get("axis", "0"))
     else:
         axis = node["dim" if "dim" in node else "axis"]
+    # PyTorch's exporter sometimes counts axes from the end wrongly
+    axis %= len(node.outputs[0][0])
     return call("torch.stack" if "stack" in node.op else "torch.cat", f"[{', '.join(inputs)}]", dim=axis)
 
 
@@ -689,10 +689,9 @@ RULES: dict[str, str | Callable[..., str]] = {
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
     "shape_array": "torch._shape_as_tensor({0})",
-    "expand_dims": "{0}.unsqueeze({axis})",
+    "expand_dims": lambda node, x: call(f"{x}.unsqueeze", node["axis"] % (node.rank + 1)),
     "SwapAxis": "{0}.transpose({dim1}, {dim2})",
-    # PyTorch's exporter would count the axes wrongly if there were fewer than in reps
-    "tile": lambda node, x: call("torch.tile", x + ".unsqueeze(0)" * (len(node["reps"]) - node.rank), node["reps"]),
+    "tile": "torch.tile({0}, {reps})",
     "transpose": lambda node, x: call(f"{x}.permute", *(node["axes"] or range(node.rank)[::-1])),
     "slice_axis": lambda node, x: x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"])),
     "moments": lambda node, x: (

@@ -1,11 +1,10 @@
 """Graph files of other people: names of inputs and outputs, old attributes, tolerance, messages, and the code."""
 
-import json
 import runpy
 
 import numpy as np
 import pytest
-from conversions import ONNX, PYTORCH, TARGETS, needs
+from conversions import ONNX, PYTORCH, TARGETS, files, needs
 from mxnet import gluon, nd
 from mxnet import symbol as s
 from runs import call
@@ -16,21 +15,6 @@ from gluon_mgpu.convert import network
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 X = s.var("data")
-
-
-def files(folder, symbol, attrs=None, **shapes):
-    """The files of a network with random parameters. shapes: of its inputs. attrs: {operator: more attributes}"""
-    shapes = shapes or {"data": (2, 6)}
-    sizes, _, running = symbol.infer_shape(**shapes)
-    random = np.random.default_rng(0)
-    arrays = {f"arg:{k}": random.normal(0, 0.3, v) for k, v in zip(symbol.list_arguments(), sizes) if k not in shapes}
-    arrays |= {f"aux:{k}": random.uniform(0.5, 1, v) for k, v in zip(symbol.list_auxiliary_states(), running)}
-    nd.save(str(folder / "n-0000.params"), {name: nd.array(array) for name, array in arrays.items()})
-    graph = json.loads(symbol.tojson())
-    for node in graph["nodes"]:
-        node.setdefault("attrs", {}).update((attrs or {}).get(node["op"], {}))
-    (folder / "n-symbol.json").write_text(json.dumps(graph))
-    return folder / "n-symbol.json", folder / "n-0000.params"
 
 
 def test_an_output_near_zero_may_differ_by_the_rounding_of_typical_outputs():
