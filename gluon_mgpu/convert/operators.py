@@ -64,6 +64,10 @@ class Node:
     read: set[str] = field(default_factory=set)  # the attributes that were used
 
     @property
+    def kind(self) -> str:
+        return simple(self.op)
+
+    @property
     def rank(self) -> int:
         return len(self.inputs[0][0])
 
@@ -177,7 +181,7 @@ class Node:
 
 def convolution(node: Node, x: str, *weights: str) -> str:
     """weights: the code of the weight and the bias if they are computed from the network's input."""
-    n, groups, transposed = len(node["kernel"]), node["num_group"], node.op == "Deconvolution"
+    n, groups, transposed = len(node["kernel"]), node["num_group"], node.kind == "deconvolution"
     node.word("layout", None, *LAYOUTS)
     if transposed and any(node["target_shape"]):
         raise Unsupported("target_shape is not supported")
@@ -450,7 +454,7 @@ def expand(node: Node, x: str, *like: str) -> str:
 
 def depth_to_space(node: Node, x: str) -> str:
     b, (n, c, h, w) = node["block_size"], (f"{x}.shape[{i}]" for i in range(4))
-    if node.op == "depth_to_space":
+    if node.kind == "depthtospace":
         blocks = f"{call(f'{x}.reshape', n, b, b, -1, h, w)}.permute(0, 3, 4, 1, 5, 2)"
         return call(f"{blocks}.reshape", n, -1, f"{h} * {b}", f"{w} * {b}")
     blocks = f"{call(f'{x}.reshape', n, c, f'{h} // {b}', b, f'{w} // {b}', b)}.permute(0, 3, 5, 1, 2, 4)"
@@ -458,18 +462,18 @@ def depth_to_space(node: Node, x: str) -> str:
 
 
 def softmax(node: Node, x: str, *lengths: str) -> str:
-    if node.op == "SoftmaxActivation":
+    if node.kind == "softmaxactivation":
         return call("F.softmax", x, dim=1 if node["mode"] == "channel" else -1)
     node.read.add("dtype")
     temperature, axis = node["temperature"] or 1.0, node["axis"]
     source = x if temperature == 1 else f"{x} / {temperature!r}"
-    if node.op == "softmin":
+    if node.kind == "softmin":
         source = f"-{x}" if temperature == 1 else f"-{x} / {temperature!r}"
-    if lengths and node.op == "softmax":
+    if lengths and node.kind == "softmax":
         return call("softmax_of_lengths", source, *lengths, axis)
     if lengths:
         raise Unsupported("use_length='True' is not supported")
-    return call("F.log_softmax" if node.op == "log_softmax" else "F.softmax", source, dim=axis)
+    return call("F.log_softmax" if node.kind == "logsoftmax" else "F.softmax", source, dim=axis)
 
 
 def reduction(function: str) -> Callable[..., str]:
@@ -495,7 +499,7 @@ def reduction(function: str) -> Callable[..., str]:
 
 def arg_reduction(node: Node, x: str) -> str:
     function = "argmin" if "argmin" in node.op else "argmax"
-    if node.op == "argmax_channel":
+    if node.kind == "argmaxchannel":
         return f"{x}.argmax(1).float()"
     code = call(f"{x}.{function}", node["axis"], keepdim=_unless(False, node["keepdims"]))
     return code if node.op.startswith("_npi") else f"{code}.to({x}.dtype)"
@@ -512,7 +516,7 @@ def topk(node: Node, x: str) -> str:
 
 
 def sort(node: Node, x: str) -> str:
-    if node.op == "sort":
+    if node.kind == "sort":
         return f"{call(f'{x}.sort', node['axis'], descending=_unless(False, not node['is_ascend']))}[0]"
     return node.to_dtype(call(f"{x}.argsort", node["axis"], descending=_unless(False, not node["is_ascend"])))
 
@@ -586,7 +590,7 @@ def arange_like(node: Node, x: str) -> str:
 
 
 def sequence(node: Node, x: str, *lengths: str) -> str:
-    axis, kind = node["axis"], node.op.removeprefix("Sequence").lower()
+    axis, kind = node["axis"], node.kind.removeprefix("sequence")
     if not lengths:
         node.read.add("value")
         return {"mask": x, "last": f"{x}.select({axis}, -1)", "reverse": f"{x}.flip({axis})"}[kind]

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +81,7 @@ np.savez(base + ".npz", **results)
 # Attributes of nn.Module that a layer must not replace
 TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
     parameters state_dict to train training type zero_grad""".split()
-SOURCES = (
-    "arange",
-    "eye",
-    "full",
-    "identity",
-    "ones",
-    "zeros",
-)  # operators without inputs, such as _zeros and _npi_zeros
+SOURCES = "arange eye full identity ones zeros".split()  # operators without inputs, such as _zeros and _npi_zeros
 FUNCTIONS = {
     node.name: node
     for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
@@ -176,17 +168,12 @@ class _Module:
 
     def _source(self, entry: Entry) -> Entry:
         """The entry that has the same value before operators that only copy it."""
-        while True:
-            node = self.nodes[entry[0]]
-            rule = OPERATORS.get(node["op"])
-            if rule != "{0}" and (rule not in RESHAPES or self._differ(entry, node["inputs"][0])):
-                return entry
-            j, output, *_ = node["inputs"][0]
-            entry = j, output
-
-    def _differ(self, entry: Entry, other: Sequence[int]) -> bool:
-        """Whether two entries have different shapes."""
-        return any(shapes[entry[0]][entry[1]] != shapes[other[0]][other[1]] for shapes in self.shapes)
+        while (rule := OPERATORS.get(self.nodes[entry[0]]["op"])) == "{0}" or rule in RESHAPES:
+            i, output, *_ = self.nodes[entry[0]]["inputs"][0]
+            if any(shapes[i][output] != shapes[entry[0]][entry[1]] for shapes in self.shapes):
+                break
+            entry = i, output
+        return entry
 
     def _steps(self, heads: list[Entry]) -> tuple[list[int], dict[Entry, list[int]]]:
         """The nodes that the outputs need, in order; and for each entry, the positions in this list of those that use
