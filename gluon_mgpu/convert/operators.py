@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
 from gluon_mgpu.convert.network import Shape, Unsupported
-from gluon_mgpu.convert.registry import all_operators, attributes, parse, simple
+from gluon_mgpu.convert.registry import attributes, parse, simple
 
+Rule = Union[str, Callable[..., str]]
 LOWEST = float(np.finfo(np.float32).min)
 # Attributes that do not change what an operator computes, or that the shapes of its inputs and outputs imply
 HARMLESS = """cudnn_off cudnn_tune ctx grad_scale height indices indices_or_sections input_dim is_int k key keep_highest
@@ -77,7 +78,9 @@ class Node:
         Raises Unsupported if the operator cannot be converted.
         """
         try:
-            rule = OPERATORS[self.op]
+            rule = find_rule(self.op)
+            if rule is None:
+                raise Unsupported(reason(self.op), fixed_size=self.op == "_contrib_MultiBoxPrior")
             if isinstance(rule, str):  # {0} is the first input, and {axis} an attribute
                 code = rule.format(*inputs, **{key: repr(self[key]) for key in re.findall(r"{([a-z]\w*)}", rule)})
             else:
@@ -668,7 +671,7 @@ FLATTEN = "{0}.flatten(1)"
 RESHAPES = (FLATTEN, expand, reshape, squeeze)  # nothing to do if the output has the input's shape
 
 # The code for each operator: a template, or a function that returns the code
-RULES: dict[str, str | Callable[..., str]] = {
+RULES: dict[str, Rule] = {
     **{name: f"{code}({{0}})" for name, code in UNARY.items()},
     **BINARY,
     **{f"{name}_scalar": code.format("{0}", "{scalar}") for name, code in BINARY.items()},
@@ -733,7 +736,6 @@ RULES: dict[str, str | Callable[..., str]] = {
     **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),
 }
 SIMPLE_RULES = {simple(name): rule for name, rule in RULES.items() if not name.startswith("_npi_")}
-OPERATORS = {op: rule for op in all_operators() if (rule := RULES.get(op) or SIMPLE_RULES.get(simple(op)))}
 # Why operators are left out
 REASONS = {
     "Custom": "the graph does not contain its code",
@@ -746,6 +748,11 @@ REASONS = {
     ),
     **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
 }
+
+
+def find_rule(op: str) -> Rule | None:
+    """The rule for an operator, if it can be converted."""
+    return RULES.get(op) or SIMPLE_RULES.get(simple(op))
 
 
 def reason(op: str) -> str:
