@@ -101,6 +101,17 @@ def test_outputs_have_mxnets_names_in_onnx(tmp_path):
     assert names[:2] == ["cls_output", "box_output"] and len(set(names)) == 3
 
 
+@needs("onnx")
+def test_a_failure_of_onnx_runtime_gets_one_line_and_leaves_no_file(tmp_path, monkeypatch):
+    import onnxruntime
+
+    given = convert.from_files(*files(tmp_path, s.FullyConnected(X, num_hidden=2)), (6,))
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: 1 / 0)
+    with pytest.raises(Error) as error:
+        convert.save(given, "onnx", str(tmp_path / "net"))
+    assert "\n" not in str(error.value) and not (tmp_path / "net.onnx").exists()
+
+
 def lstm():
     states = {"state": s.var("h"), "state_cell": s.var("c"), "parameters": s.var("rnn_parameters")}
     return s.RNN(X, mode="lstm", state_size=4, num_layers=1, **states)
