@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
-from conversions import ONNX, PYTORCH, TARGETS, needs
+from conversions import TARGETS, files, needs
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
@@ -133,20 +132,9 @@ def layers(x):
     return s.log_softmax(y) - s.softmax(s.BatchNorm(y, name="class"), axis=1)
 
 
-def exported(symbol, folder):
-    """The files of a network with random parameters and input data (n, 4, 9, 9)."""
-    shapes, _, running = symbol.infer_shape(data=(1, 4, 9, 9))
-    arrays = {f"arg:{name}": shape for name, shape in zip(symbol.list_arguments(), shapes) if name != "data"}
-    arrays |= {f"aux:{name}": shape for name, shape in zip(symbol.list_auxiliary_states(), running)}
-    random = np.random.default_rng(1)
-    nd.save(str(folder / "n-0000.params"), {k: nd.array(random.random(shape) + 0.1) for k, shape in arrays.items()})
-    symbol.save(str(folder / "n-symbol.json"))
-    return folder / "n-symbol.json", folder / "n-0000.params"
-
-
 @needs("pytorch")
 def test_every_layer_is_converted_and_no_text_of_the_graph_gets_into_the_code(tmp_path):
-    given = convert.from_files(*exported(layers(mx.sym.var("data")), tmp_path), (4, 9, 9))
+    given = convert.from_files(*files(tmp_path, layers(mx.sym.var("data")), data=(1, 4, 9, 9)), (4, 9, 9))
     convert.save(given, "pytorch", str(tmp_path / "net"))  # compares the scores
     tree = ast.parse((tmp_path / "net.py").read_text())
     assert {node.name for node in ast.walk(tree) if isinstance(node, ast.alias)} == {"torch", "nn", "functional"}
@@ -315,7 +303,7 @@ def test_pooling_that_rounds_up_gives_mxnets_shape_for_every_image_size(kind, tm
     x = s.Convolution(s.var("data"), kernel=(1, 1), num_filter=2)
     y = s.Pooling(x, kernel=(2, 3), stride=(2, 2), pad=(1, 1), **options)
     x = s.Group([s.Pooling(x, kernel=(2, 2), stride=(3, 3), **options), y])
-    given = convert.from_files(*exported(x, tmp_path), (4, 9, 9))
+    given = convert.from_files(*files(tmp_path, x, data=(1, 4, 9, 9)), (4, 9, 9))
     for height in range(8, 14):
         X = (np.random.default_rng(0).random((3, 4, height, height + 1), np.float32),)
         given.samples.append(network.Sample(X, given.predict(X)))
@@ -329,7 +317,7 @@ def test_onnx_accepts_other_batch_and_image_sizes_if_the_network_does(tmp_path):
     s = mx.sym
     x = s.LeakyReLU(s.Deconvolution(s.var("data"), kernel=(2, 3), num_filter=6, no_bias=False), act_type="prelu")
     x = s.Convolution(s.Reshape(x, shape=(0, 0, -1)), kernel=(5,), num_filter=3, layout="NCW")
-    given = convert.from_files(*exported(x, tmp_path), (4, 9, 9))
+    given = convert.from_files(*files(tmp_path, x, data=(1, 4, 9, 9)), (4, 9, 9))
     convert.save(given, "onnx", str(tmp_path / "net"))
     session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
     for shape in ((5, 4, 9, 9), (2, 4, 12, 31)):
@@ -337,21 +325,11 @@ def test_onnx_accepts_other_batch_and_image_sizes_if_the_network_does(tmp_path):
         np.testing.assert_allclose(session.run(None, {"data": X})[0], given.predict([X])[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_a_layer_without_equivalent_is_refused_by_name(to, tmp_path):
-    x = mx.sym.contrib.fft(mx.sym.Reshape(mx.sym.var("data"), shape=(0, -1)), name="waves")
-    given = convert.from_files(*exported(mx.sym.var("data") * 2, tmp_path), (4, 9, 9))
-    given.graph = json.loads(x.tojson())
-    given.samples = [network.Sample(X, []) for X, _ in given.samples]
-    with pytest.raises(UsageError, match="^'_contrib_fft' layer 'waves' "):
-        convert.save(given, to, str(tmp_path / "net"))
-
-
 @pytest.mark.parametrize("shape", [(2, 324), (2, 162, 2)])
 def test_a_network_with_a_fixed_batch_size_is_refused(shape, tmp_path):
-    files = exported(mx.sym.Dropout(mx.sym.Reshape(mx.sym.var("data"), shape=shape)), tmp_path)
+    x = mx.sym.Dropout(mx.sym.Reshape(mx.sym.var("data"), shape=shape))
     with pytest.raises(UsageError, match="batch of .*eshape layer"):
-        convert.from_files(*files, (4, 9, 9))
+        convert.from_files(*files(tmp_path, x, data=(2, 4, 9, 9)), (4, 9, 9))
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -372,7 +350,7 @@ def test_other_scores_leave_no_file_and_existing_files_stay(to, runs, tmp_path):
 
 
 def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
-    symbol, params = exported(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2), tmp_path)
+    symbol, params = files(tmp_path, mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2), data=(1, 4, 9, 9))
     (tmp_path / "text").write_text("text")
     out = ("--to", "gluon", tmp_path / "net")
     given = ("--input", "4,9,9", *out)

@@ -24,33 +24,32 @@ from mxnet.ndarray import NDArray
 from mxnet.util import np_shape
 
 from gluon_mgpu import evaluate
+from gluon_mgpu.convert.registry import TRUE, simple
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
-TRUE = ("True", "true", "1")  # how the graph file represents true
 FLOATS = ("float16", "float32", "float64")
-# Training layers, whose second input is the labels, and what each layer computes from its first input
-LOSSES: dict[str, tuple[str, dict[str, str]]] = {
-    "SoftmaxOutput": ("SoftmaxActivation", {"mode": "instance"}),
-    "LogisticRegressionOutput": ("sigmoid", {}),
-    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy", {})),
+# Training layers, whose second input is the labels, and the operators that compute their outputs from the first input
+LOSSES = {
+    "SoftmaxOutput": ("Flatten", "softmax", "reshape_like"),
+    "LogisticRegressionOutput": ("sigmoid",),
+    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy",)),
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
-# the size of an axis of the first input, or "length"}
+# the size of an axis of the first input, or "length"}. Operators have their simple names.
 INDICES: dict[str, dict[int, str]] = {
-    "Embedding": {0: "input_dim"},
-    "one_hot": {0: "depth"},
-    **dict.fromkeys(("take", "pick", "gather_nd"), {1: "size"}),
-    **dict.fromkeys(("SequenceMask", "SequenceLast", "SequenceReverse", "softmax"), {1: "length"}),
+    "embedding": {0: "input_dim"},
+    "onehot": {0: "depth"},
+    **dict.fromkeys(("take", "pick", "gathernd"), {1: "size"}),
+    **dict.fromkeys(("sequencemask", "sequencelast", "sequencereverse", "softmax"), {1: "length"}),
 }
 # Operators whose output contains numbers of their first input
-MOVES = """Reshape _npx_reshape _np_reshape transpose SwapAxis expand_dims squeeze slice slice_axis slice_like
-    SliceChannel _split_v2 Concat stack Flatten Cast amp_cast _copy BlockGrad tile repeat reverse clip broadcast_to
-    broadcast_axis broadcast_like""".split()
+MOVES = """reshape transpose swapaxis expanddims squeeze slice sliceaxis slicelike slicechannel split splitv2 concat
+    concatenate stack flatten cast ampcast copy blockgrad tile repeat reverse flip clip to axis like""".split()
 
 Shape = tuple[int, ...]
 Given = tuple[Union[int, str], ...]  # a shape whose batch is written as "n"
@@ -169,14 +168,22 @@ class Network:
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
+    def rounding_error(self) -> float:
+        """The relative error of MXNet's own outputs if the inputs are rounded up."""
+        given = replace(self, samples=[Sample(X, self.predict(X)) for X, _ in self.samples])
+        rounded = (tuple(np.where(x == np.floor(x), x, np.nextafter(x, np.inf)) for x in X) for X, _ in self.samples)
+        return given.relative_error([self.predict(X) for X in rounded])
+
     def nearly_constant(self) -> list[str]:
         """The outputs that hardly depend on the inputs, so that comparing them says little."""
         names = []
         for k, name in enumerate(self.outputs):
-            arrays = [sample.outputs[k] for sample in self.samples if sample.outputs[k].size]
-            spreads = [float(np.ptp(Y, axis=0).max()) for Y in arrays if Y.ndim]
-            largest = max((float(np.abs(Y).max()) for Y in arrays), default=0.0)
-            if not max(spreads, default=0.0) > 1e-3 * largest:
+            alike: dict[Shape, list[np.ndarray]] = {}
+            for _, outputs in self.samples:
+                if outputs[k].ndim and outputs[k].size:
+                    alike.setdefault(outputs[k].shape[1:], []).append(outputs[k])
+            arrays = [np.concatenate(parts) for parts in alike.values()]
+            if not any(np.ptp(Y, axis=0).max() > 1e-3 * np.abs(Y).max() for Y in arrays):
                 names.append(name)
         return names
 
@@ -232,28 +239,24 @@ def from_files(
         names = ", ".join(map(repr, network.inputs[:5])) + ", ..." * (len(network.inputs) > 5)
         advice = f"give one shape for each array of the graph that is not in {params_file}: {names}"
         raise UsageError("input", text or None, advice)
-    try:
-        network.batch_axes = {name: shape.index("n") for name, shape in given.items() if "n" in shape[1:]}
-        try:
-            _draw(network, given)
-        except (mx.MXNetError, ValueError):
-            if network.batch_axes or not any(len(shape) > 1 for shape in given.values()):
-                raise
-            network.batch_axes = {name: 1 for name, shape in given.items() if shape}  # as in a recurrent network
+    candidates = [{name: shape.index("n") for name, shape in given.items() if "n" in shape[1:]}]
+    if not candidates[0] and any(len(shape) > 1 for shape in given.values()):
+        candidates.append({name: 1 for name, shape in given.items() if shape})  # as in a recurrent network
+    errors = list[Exception]()
+    for counts in (RANDOM_BATCHES, (1, 1, 1)):  # some networks accept only one example
+        for network.batch_axes in candidates:
             try:
-                _draw(network, given)
-            except (mx.MXNetError, ValueError):
-                network.batch_axes = {}
-                _draw(network, given)
-    except (mx.MXNetError, ValueError) as error:
-        advice = f"{symbol_file} does not accept a batch of inputs of this shape ({last_line(error)})"
-        if isinstance(error, mx.MXNetError):
-            advice += "; if the batch is not the first axis, write n for it, such as 35,n,200"
-        raise UsageError("input", text, advice) from None
-    return network
+                _draw(network, given, counts)
+                return network
+            except (mx.MXNetError, ValueError) as error:
+                errors.append(error)
+    advice = f"{symbol_file} does not accept a batch of inputs of this shape ({last_line(errors[0])})"
+    if isinstance(errors[0], mx.MXNetError):
+        advice += "; if the batch is not the first axis, write n for it, such as 35,n,200"
+    raise UsageError("input", text, advice)
 
 
-def _draw(network: Network, given: dict[str, Given]) -> None:
+def _draw(network: Network, given: dict[str, Given], counts: Iterable[int]) -> None:
     """Draw the network's samples. Raises ValueError or MXNetError if it does not accept inputs of these shapes."""
     random, network.samples = np.random.default_rng(0), []
     draws: tuple[Callable[[Shape], np.ndarray], ...] = (
@@ -261,7 +264,7 @@ def _draw(network: Network, given: dict[str, Given]) -> None:
         random.standard_normal,
         lambda size: 255 * random.random(size),
     )
-    for n, draw in zip(RANDOM_BATCHES, draws):
+    for n, draw in zip(counts, draws):
         sizes = []
         for name in network.inputs:
             fixed = [int(size) for size in given[name] if size != "n"]
@@ -305,7 +308,7 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         attrs = node.get("attrs", {})
         attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
         attrs.pop("__dtype__", None)
-        if node["op"] == "BatchNorm" and attrs.get("fix_gamma", "True") in TRUE:
+        if simple(node["op"]) == "batchnorm" and attrs.get("fix_gamma", "True") in TRUE:
             gamma = params.get(nodes[node["inputs"][1][0]]["name"])
             if gamma is not None:
                 gamma[:] = 1  # MXNet ignores the file's value
@@ -331,15 +334,26 @@ def _ending_with(symbol: mx.sym.Symbol, outputs: Sequence[str]) -> mx.sym.Symbol
 
 def _without_losses(graph: Graph) -> Graph:
     """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
+    nodes, moved = list[dict[str, Any]](), list[int]()  # moved: the new index of each node
     for node in graph["nodes"]:
+        inputs = [[moved[i], output, *version] for i, output, *version in node["inputs"]]
         if node["op"] in LOSSES:
-            attrs = node.get("attrs", {})
-            op, new_attrs = LOSSES[node["op"]]
-            if attrs.get("preserve_shape") in TRUE:
-                op, new_attrs = "softmax", {"axis": "-1"}
-            elif attrs.get("multi_output") in TRUE:
-                new_attrs = {"mode": "channel"}
-            node.update(op=op, attrs=new_attrs, inputs=node["inputs"][:1])
+            attrs, first = node.get("attrs", {}), inputs[0]
+            ops, axis = LOSSES[node["op"]], None
+            if attrs.get("multi_output") in TRUE or attrs.get("preserve_shape") in TRUE:
+                ops, axis = ("softmax",), "-1" if attrs.get("preserve_shape") in TRUE else "1"
+            for op in ops:
+                name = node["name"] if op == ops[-1] else f"{node['name']}_{op.lower()}"
+                nodes.append({"op": op, "name": name, "attrs": {"axis": axis} if axis else {}, "inputs": [first]})
+                first = [len(nodes) - 1, 0, 0]
+            if len(ops) > 1:
+                nodes[-1]["inputs"].append(inputs[0])  # the shape
+        else:
+            nodes.append({**node, "inputs": inputs})
+        moved.append(len(nodes) - 1)
+    heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
+    graph = {**graph, "nodes": nodes, "heads": heads, "arg_nodes": arguments}
+    graph.pop("node_row_ptr", None)
     return json.loads(mx.sym.load_json(json.dumps(graph)).tojson())  # without nodes that are no longer used
 
 
@@ -348,40 +362,36 @@ def _integers(network: Network, shapes: list[list[Shape]]) -> dict[str, tuple[in
     nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
-        for position, sizes in INDICES.get(node["op"], {}).items():
+        for position, sizes in INDICES.get(simple(node["op"]), {}).items():
             if position >= len(inputs):  # no lengths
                 continue
             count = int(attrs[sizes]) if sizes in attrs else inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1
             low, high = (1, count + 1) if sizes == "length" else (0, count)
             source = node["inputs"][position][0]
-            while nodes[source]["op"] in MOVES:
+            while simple(nodes[source]["op"]) in MOVES:
                 source = nodes[source]["inputs"][0][0]
             name = nodes[source]["name"]
             _, other, _ = found.get(name, (0, high, ""))
-            found[name] = low, min(high, other), "int32" if node["op"] == "softmax" else "float32"
+            found[name] = low, min(high, other), "int32" if simple(node["op"]) == "softmax" else "float32"
     return found
 
 
 def _grown(network: Network, shapes: list[Shape]) -> list[Shape]:
     """Larger images or longer sequences, if the network accepts them. shapes: of the inputs, with the batch."""
-    batch = [network.batch_axes.get(name, 0) for name in network.inputs]
-
-    def grow(axes: Iterable[int]) -> list[Shape]:
-        grown = []
-        for shape, at in zip(shapes, batch):
-            free = [axis for axis in range(len(shape)) if axis != at][len(shape) > 3 :]  # the channels stay
-            by = {axis: 32 * max(axis - 1, 1) for axis in free if axis in axes}
-            grown.append(tuple(size + by.get(axis, 0) for axis, size in enumerate(shape)))
-        return grown
-
-    def accepted(axes: Iterable[int]) -> bool:
-        try:
-            return grow(axes) != shapes and bool(network.shapes(grow(axes)))
-        except (mx.MXNetError, ValueError):
-            return False
-
-    axes = [axis for axis in range(max(map(len, shapes), default=0)) if accepted([axis])]
-    return grow(axes if accepted(axes) else [])
+    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}  # axes that have the same place and size in some inputs
+    for k, (name, shape) in enumerate(zip(network.inputs, shapes)):
+        free = [axis for axis in range(len(shape)) if axis != network.batch_axes.get(name, 0)]
+        for place, axis in list(enumerate(free))[len(shape) > 3 :]:  # the channels stay
+            alike.setdefault((place, shape[axis]), []).append((k, axis))
+    for (place, size), axes in alike.items():
+        larger = [list(shape) for shape in shapes]
+        for k, axis in axes:
+            larger[k][axis] += min(size, 32) * max(place, 1)
+        grown = [tuple(shape) for shape in larger]
+        with contextlib.suppress(mx.MXNetError, ValueError):
+            network.shapes(grown)
+            shapes = grown
+    return shapes
 
 
 def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:

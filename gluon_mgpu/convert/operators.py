@@ -8,21 +8,24 @@ identifiers or come from this package.
 from __future__ import annotations
 
 import math
-import string
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
 from gluon_mgpu.convert.network import Shape, Unsupported
-from gluon_mgpu.convert.registry import all_operators, attributes, parse
+from gluon_mgpu.convert.registry import attributes, parse, simple
 
+Rule = Union[str, Callable[..., str]]
 LOWEST = float(np.finfo(np.float32).min)
 # Attributes that do not change what an operator computes, or that the shapes of its inputs and outputs imply
-HARMLESS = """cudnn_off cudnn_tune ctx grad_scale input_dim is_int key keep_highest lower_bound max_calib_range
-    min_calib_range ndev no_bias normalization num_args num_filter num_hidden output_dim sparse_grad state_outputs
-    target_shape upper_bound valid_thresh workspace""".split()
+HARMLESS = """cudnn_off cudnn_tune ctx grad_scale height indices indices_or_sections input_dim is_int k key keep_highest
+    lhs_axes lhs_begin lhs_end lower_bound max_calib_range min_calib_range ndev newshape no_bias normalization num_args
+    num_filter num_hidden num_outputs order output_dim reverse rhs_axes rhs_begin rhs_end scale_height scale_width
+    sections shape size sparse_grad state_outputs target_shape upper_bound use_length use_sequence_length valid_thresh
+    width workspace""".split()
 LAYOUTS = ("NCW", "NCHW", "NCDHW")
 
 
@@ -62,6 +65,10 @@ class Node:
     read: set[str] = field(default_factory=set)  # the attributes that were used
 
     @property
+    def kind(self) -> str:
+        return simple(self.op)
+
+    @property
     def rank(self) -> int:
         return len(self.inputs[0][0])
 
@@ -71,8 +78,13 @@ class Node:
         Raises Unsupported if the operator cannot be converted.
         """
         try:
-            rule = OPERATORS[self.op]
-            code = rule(self, *inputs) if callable(rule) else _Template(self).format(rule, *inputs)
+            rule = find_rule(self.op)
+            if rule is None:
+                raise Unsupported(reason(self.op), fixed_size=self.op == "_contrib_MultiBoxPrior")
+            if isinstance(rule, str):  # {0} is the first input, and {axis} an attribute
+                code = rule.format(*inputs, **{key: repr(self[key]) for key in re.findall(r"{([a-z]\w*)}", rule)})
+            else:
+                code = rule(self, *inputs)
             known = attributes(self.op)
             for key, text in self.attrs.items():
                 if key in known and key not in self.read and key not in HARMLESS:
@@ -109,7 +121,7 @@ class Node:
         """Whether the operator has this attribute."""
         return key in attributes(self.op)
 
-    def word(self, key: str, *words: str) -> str:
+    def word(self, key: str, *words: str | None) -> Any:
         """An attribute's value, which must be one of these words."""
         if self[key] not in words:
             raise Unsupported(f"{key}={self[key]!r} is not supported")
@@ -167,46 +179,42 @@ class Node:
         return result
 
 
-class _Template(string.Formatter):
-    """Replaces {0} by the first input, and {axis} by an attribute."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-
-    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
-        return args[key] if isinstance(key, int) else repr(self.node[key])
-
-
 # Layers: operators with parameters
 
 
-def convolution(node: Node, x: str) -> str:
-    n, groups, transposed = len(node["kernel"]), node["num_group"], node.op == "Deconvolution"
-    if node["layout"] not in (None, *LAYOUTS):
-        raise Unsupported(f"layout={node['layout']!r} is not supported")
-    stride, pads, dilate = node.sizes("stride", 1), node.sizes("pad", 0), node.sizes("dilate", 1)
-    adj = node.sizes("adj", 0) if transposed else (0,) * n
+def convolution(node: Node, x: str, *weights: str) -> str:
+    """weights: the code of the weight and the bias if they are computed from the network's input."""
+    n, groups, transposed = len(node["kernel"]), node["num_group"], node.kind == "deconvolution"
+    node.word("layout", None, *LAYOUTS)
     if transposed and any(node["target_shape"]):
         raise Unsupported("target_shape is not supported")
+    options = {
+        "stride": _unless(1, _short(node.sizes("stride", 1))),
+        "padding": _unless(0, _short(node.sizes("pad", 0))),
+        "output_padding": _unless(0, _short(node.sizes("adj", 0))) if transposed else None,
+        "dilation": _unless(1, _short(node.sizes("dilate", 1))),
+        "groups": _unless(1, groups),
+    }
+    if weights:
+        return call(f"F.conv{'_transpose' * transposed}{n}d", x, *weights, **options)
     channels = node.arrays[0].shape[0], node.arrays[0].shape[1] * groups
     layer = call(
         f"nn.Conv{'Transpose' * transposed}{n}d",
         *(channels if transposed else channels[::-1]),
         kernel_size=_short(node["kernel"]),
-        stride=_unless(1, _short(stride)),
-        padding=_unless(0, _short(pads)),
-        output_padding=_unless(0, _short(adj)),
-        dilation=_unless(1, _short(dilate)),
-        groups=_unless(1, groups),
+        **options,
         bias=_unless(True, len(node.arrays) == 2),
     )
     return call(node.create(layer, "weight", "bias"), x)
 
 
-def fully_connected(node: Node, x: str) -> str:
+def fully_connected(node: Node, x: str, *weights: str) -> str:
+    rows = f"{x}.flatten(1)" if node["flatten"] and node.rank > 2 else x
+    if weights:
+        return call("F.linear", rows, *weights)
     units, inputs = node.arrays[0].shape
     layer = node.create(call("nn.Linear", inputs, units, bias=_unless(True, len(node.arrays) == 2)), "weight", "bias")
-    return call(layer, f"{x}.flatten(1)" if node["flatten"] and node.rank > 2 else x)
+    return call(layer, rows)
 
 
 def batch_norm(node: Node, x: str) -> str:
@@ -295,8 +303,7 @@ def activation(node: Node, x: str) -> str:
 
 def pooling(node: Node, x: str) -> str:
     n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum")
-    if node["layout"] not in (None, *LAYOUTS):
-        raise Unsupported(f"layout={node['layout']!r} is not supported")
+    node.word("layout", None, *LAYOUTS)
     if node["global_pool"] and kind != "sum":
         node.read |= set(node.attrs)
         return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
@@ -332,7 +339,7 @@ def interpolate(node: Node, x: str, shape: list[int | str], **options: Any) -> s
 
 
 def resize(node: Node, x: str, *like: str) -> str:
-    node.read |= {"height", "width", "scale_height", "scale_width", "mode"}
+    node.read.add("mode")
     return interpolate(node, x, node.shape(x, *like), mode="'bilinear'", align_corners=node["align_corners"])
 
 
@@ -370,7 +377,6 @@ def pad(node: Node, x: str) -> str:
 
 
 def reshape(node: Node, x: str, *like: str) -> str:
-    node.read |= {"shape", "newshape", "reverse", "order", "lhs_begin", "lhs_end", "rhs_begin", "rhs_end"}
     sizes = node.shape(x, *like)
     computed = [size for size in sizes if isinstance(size, str)]
     if sizes.count(-1) > 1:
@@ -378,16 +384,6 @@ def reshape(node: Node, x: str, *like: str) -> str:
     if computed and -1 not in sizes and (len(computed) == 1 or "*" in computed[-1]):
         sizes[sizes.index(computed[-1])] = -1
     return call(f"{x}.reshape", *sizes)
-
-
-def filled(node: Node, x: str) -> str:
-    """zeros and ones whose shape depends on the network's input."""
-    node.read.add("shape")
-    return node.to_dtype(call(f"{x}.new_{'ones' if 'ones' in node.op else 'zeros'}", *node.shape(x)))
-
-
-def transpose(node: Node, x: str) -> str:
-    return call(f"{x}.permute", *(node["axes"] or tuple(range(node.rank))[::-1]))
 
 
 def index(*parts: Iterable[int | str | None]) -> str:
@@ -415,10 +411,6 @@ def slices(node: Node, x: str) -> str:
     return (call(f"{x}.flip", *flipped) if flipped else x) + index(*parts)
 
 
-def slice_axis(node: Node, x: str) -> str:
-    return x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"]))
-
-
 def slice_like(node: Node, x: str, like: str) -> str:
     axes = [axis % node.rank for axis in node["axes"] or range(node.rank)]
     return x + index(*((0, f"{like}.shape[{i}]") if i in axes else () for i in range(max(axes) + 1)))
@@ -426,7 +418,6 @@ def slice_like(node: Node, x: str, like: str) -> str:
 
 def split(node: Node, x: str) -> str:
     axis = node["axis"] % node.rank
-    node.read |= {"num_outputs", "sections", "indices", "indices_or_sections"}
     squeezed = "squeeze_axis" in node and node["squeeze_axis"]
     if len(node.outputs) == 1:
         return call(f"{x}.squeeze", axis) if squeezed else x
@@ -442,7 +433,9 @@ def concat(node: Node, *inputs: str) -> str:
     if node.op == "_npi_concatenate":  # the registry describes Concat's attributes instead
         axis = parse("int", node.attrs.get("axis", "0"))
     else:
-        axis = node["dim"] if node.op == "Concat" else node["axis"]
+        axis = node["dim" if "dim" in node else "axis"]
+    # PyTorch's exporter sometimes counts axes from the end wrongly
+    axis %= len(node.outputs[0][0])
     return call("torch.stack" if "stack" in node.op else "torch.cat", f"[{', '.join(inputs)}]", dim=axis)
 
 
@@ -458,13 +451,13 @@ def repeat(node: Node, x: str) -> str:
 
 
 def expand(node: Node, x: str, *like: str) -> str:
-    node.read |= {"shape", "axis", "size", "lhs_axes", "rhs_axes"}
+    node.read.add("axis")
     return call(f"{x}.expand", *node.shape(x, *like))
 
 
 def depth_to_space(node: Node, x: str) -> str:
     b, (n, c, h, w) = node["block_size"], (f"{x}.shape[{i}]" for i in range(4))
-    if node.op == "depth_to_space":
+    if node.kind == "depthtospace":
         blocks = f"{call(f'{x}.reshape', n, b, b, -1, h, w)}.permute(0, 3, 4, 1, 5, 2)"
         return call(f"{blocks}.reshape", n, -1, f"{h} * {b}", f"{w} * {b}")
     blocks = f"{call(f'{x}.reshape', n, c, f'{h} // {b}', b, f'{w} // {b}', b)}.permute(0, 3, 5, 1, 2, 4)"
@@ -472,18 +465,18 @@ def depth_to_space(node: Node, x: str) -> str:
 
 
 def softmax(node: Node, x: str, *lengths: str) -> str:
-    if node.op == "SoftmaxActivation":
+    if node.kind == "softmaxactivation":
         return call("F.softmax", x, dim=1 if node["mode"] == "channel" else -1)
-    node.read |= {"dtype", "use_length"}
+    node.read.add("dtype")
     temperature, axis = node["temperature"] or 1.0, node["axis"]
     source = x if temperature == 1 else f"{x} / {temperature!r}"
-    if node.op == "softmin":
+    if node.kind == "softmin":
         source = f"-{x}" if temperature == 1 else f"-{x} / {temperature!r}"
-    if lengths and node.op == "softmax":
+    if lengths and node.kind == "softmax":
         return call("softmax_of_lengths", source, *lengths, axis)
     if lengths:
         raise Unsupported("use_length='True' is not supported")
-    return call("F.log_softmax" if node.op == "log_softmax" else "F.softmax", source, dim=axis)
+    return call("F.log_softmax" if node.kind == "logsoftmax" else "F.softmax", source, dim=axis)
 
 
 def reduction(function: str) -> Callable[..., str]:
@@ -507,14 +500,9 @@ def reduction(function: str) -> Callable[..., str]:
     return rule
 
 
-def moments(node: Node, x: str) -> str:
-    axes, keep = _short(node.axes("axes")), _unless(False, node["keepdims"])
-    return f"{call('torch.var_mean', x, dim=axes, correction=0, keepdim=keep)}[::-1]"
-
-
 def arg_reduction(node: Node, x: str) -> str:
     function = "argmin" if "argmin" in node.op else "argmax"
-    if node.op == "argmax_channel":
+    if node.kind == "argmaxchannel":
         return f"{x}.argmax(1).float()"
     code = call(f"{x}.{function}", node["axis"], keepdim=_unless(False, node["keepdims"]))
     return code if node.op.startswith("_npi") else f"{code}.to({x}.dtype)"
@@ -522,7 +510,6 @@ def arg_reduction(node: Node, x: str) -> str:
 
 def topk(node: Node, x: str) -> str:
     kind = node.word("ret_typ", "indices", "value", "both")
-    node.read.add("k")
     size = node.outputs[0][0][node["axis"]]
     code = call(f"{x}.topk", size, node["axis"], largest=_unless(True, not node["is_ascend"]))
     if kind == "value":
@@ -532,7 +519,7 @@ def topk(node: Node, x: str) -> str:
 
 
 def sort(node: Node, x: str) -> str:
-    if node.op == "sort":
+    if node.kind == "sort":
         return f"{call(f'{x}.sort', node['axis'], descending=_unless(False, not node['is_ascend']))}[0]"
     return node.to_dtype(call(f"{x}.argsort", node["axis"], descending=_unless(False, not node["is_ascend"])))
 
@@ -540,6 +527,15 @@ def sort(node: Node, x: str) -> str:
 def smooth_l1(node: Node, x: str) -> str:
     bend = node["scalar"] ** -2
     return f"torch.where({x}.abs() > {bend!r}, {x}.abs() - {bend / 2!r}, {0.5 / bend!r} * {x}.square())"
+
+
+def dropout(node: Node, x: str) -> str:
+    node.word("mode", "training")
+    shared = node["axes"] or ()  # along these axes, all elements are dropped together
+    if not shared:
+        return call("F.dropout", x, node["p"], "self.training")
+    ones = f"torch.ones_like({x + index(*((0, 1) if axis in shared else () for axis in range(node.rank)))})"
+    return f"{x} * {call('F.dropout', ones, node['p'], 'self.training')}"
 
 
 def l2_normalization(node: Node, x: str) -> str:
@@ -597,9 +593,9 @@ def arange_like(node: Node, x: str) -> str:
 
 
 def sequence(node: Node, x: str, *lengths: str) -> str:
-    axis, kind = node["axis"], node.op.removeprefix("Sequence").lower()
-    node.read |= {"use_sequence_length", "value"}
+    axis, kind = node["axis"], node.kind.removeprefix("sequence")
     if not lengths:
+        node.read.add("value")
         return {"mask": x, "last": f"{x}.select({axis}, -1)", "reverse": f"{x}.flip({axis})"}[kind]
     value = (node["value"],) if kind == "mask" else ()
     return call(f"sequence_{kind}", x, *lengths, *([axis] if kind != "reverse" else []), *value)
@@ -616,7 +612,10 @@ def attention(node: Node, x: str, y: str = "") -> str:
     scores = (
         f"{call('head', queries[0], heads, *queries[1:])} @ {call('head', keys[0], heads, *keys[1:])}.transpose(1, 2)"
     )
-    return f"{scores} / {math.sqrt(node.inputs[0][0][2] / heads / queries[2])!r}"
+    size = node.size(x, 2)
+    if isinstance(size, str):
+        raise Unsupported("the number of its features varies", fixed_size=True)
+    return f"{scores} / {math.sqrt(size / heads / queries[2])!r}"
 
 
 def grid(node: Node, x: str, *loc: str) -> str:
@@ -629,38 +628,20 @@ def grid(node: Node, x: str, *loc: str) -> str:
     return call("F.grid_sample", x, call("affine_grid", *loc, *node["target_shape"]), align_corners=True)
 
 
-LAYERS: dict[str, Callable[..., str]] = {
-    **dict.fromkeys(("Convolution", "Deconvolution"), convolution),
-    "FullyConnected": fully_connected,
-    **dict.fromkeys(("BatchNorm", "_contrib_SyncBatchNorm"), batch_norm),
-    "LayerNorm": layer_norm,
-    "InstanceNorm": instance_norm,
-    "GroupNorm": group_norm,
-    "Embedding": embedding,
-    "LeakyReLU": leaky_relu,
-    "RNN": rnn,
-}
-
+LAYERS = (convolution, fully_connected, batch_norm, layer_norm, instance_norm, group_norm, embedding, leaky_relu, rnn)
+FUNCTIONAL = (convolution, fully_connected)  # they accept weights that are computed from the network's input
 UNARY = {
     **{
         name: f"torch.{name}"
-        for name in """abs ceil cos cosh erf erfinv exp expm1 floor log log10 log1p log2
-        reciprocal relu rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc""".split()
+        for name in """abs ceil cos cosh erf erfinv exp expm1 floor log log10 log1p log2 reciprocal relu rsqrt sigmoid
+            sign sin sinh sqrt square tan tanh trunc zeros_like ones_like""".split()
     },
     **{f"arc{name}": f"torch.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh")},
-    **dict.fromkeys(("absolute",), "torch.abs"),
-    "degrees": "torch.rad2deg",
-    "fix": "torch.trunc",
-    "gammaln": "torch.lgamma",
-    "negative": "torch.neg",
-    "radians": "torch.deg2rad",
-    "softsign": "F.softsign",
-    "zeros_like": "torch.zeros_like",
-    "ones_like": "torch.ones_like",
-    "around": "torch.round",
+    **dict(absolute="torch.abs", around="torch.round", degrees="torch.rad2deg", fix="torch.trunc"),
+    **dict(gammaln="torch.lgamma", negative="torch.neg", radians="torch.deg2rad", softsign="F.softsign"),
 }
 ARITHMETIC = {
-    **dict.fromkeys(("add", "plus", "_grad_add"), "{0} + {1}"),
+    **dict.fromkeys(("add", "plus", "grad_add"), "{0} + {1}"),
     **dict.fromkeys(("sub", "minus", "subtract"), "{0} - {1}"),
     **dict.fromkeys(("mul", "multiply"), "{0} * {1}"),
     **dict.fromkeys(("div", "true_divide"), "{0} / {1}"),
@@ -671,105 +652,90 @@ ARITHMETIC = {
     "hypot": "({0} * {0} + {1} * {1}).sqrt()",
 }
 COMPARISONS = {
-    "equal": "==",
-    "not_equal": "!=",
-    "greater": ">",
-    "greater_equal": ">=",
-    **dict.fromkeys(("lesser", "less"), "<"),
-    **dict.fromkeys(("lesser_equal", "less_equal"), "<="),
+    **{"equal": "==", "not_equal": "!=", "greater": ">", "greater_equal": ">="},
+    **{"less": "<", "less_equal": "<=", "lesser": "<", "lesser_equal": "<="},
+}
+LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}
+BINARY = {
+    **ARITHMETIC,
+    # Outside mx.np, the result of a comparison has the type of its first input.
+    **{name: f"({{0}} {sign} {{1}}).to({{0}}.dtype)" for name, sign in COMPARISONS.items()},
+    **{name: f"(({{0}} != 0) {sign} ({{1}} != 0)).to({{0}}.dtype)" for name, sign in LOGICAL.items()},
+    **{f"_npi_{name}": f"{{0}} {sign} {{1}}" for name, sign in COMPARISONS.items()},
 }
 REDUCTIONS = {
     **dict(sum="sum", mean="mean", max="amax", min="amin", prod="prod", std="std", var="var", nansum="nansum"),
     "norm": "linalg.vector_norm",
 }
-PREFIXES = ("", "_", "broadcast_", "elemwise_", "_np_", "_npi_", "_npx_")
-BINARY = {
-    **{f"{prefix}{name}": code for prefix in PREFIXES for name, code in ARITHMETIC.items()},
-    # Outside mx.np, the result of a comparison has the type of its first input.
-    **{f"{p}{name}": f"({{0}} {sign} {{1}}).to({{0}}.dtype)" for p in PREFIXES for name, sign in COMPARISONS.items()},
-    **{f"_npi_{name}": f"{{0}} {sign} {{1}}" for name, sign in COMPARISONS.items()},
-}
-SCALAR = {
-    **{f"{name}_scalar": code.format("{0}", "{scalar}") for name, code in BINARY.items()},
-    **{f"{p}r{name}_scalar": code.format("{scalar}", "{0}") for p in PREFIXES for name, code in ARITHMETIC.items()},
-    **dict.fromkeys(("_maximum_scalar", "_npi_maximum_scalar"), "{0}.clamp(min={scalar})"),
-    **dict.fromkeys(("_minimum_scalar", "_npi_minimum_scalar"), "{0}.clamp(max={scalar})"),
-    **dict.fromkeys(("_mod_scalar", "_npi_mod_scalar"), "{0} % {scalar}"),
-    **dict.fromkeys(("_rpower_scalar", "_npi_rpower_scalar"), "torch.pow({scalar}, {0})"),  # -2.0 ** x is -(2.0 ** x)
-}
+FLATTEN = "{0}.flatten(1)"
+RESHAPES = (FLATTEN, expand, reshape, squeeze)  # nothing to do if the output has the input's shape
 
-RULES: dict[str, str | Callable[..., str]] = {
-    **LAYERS,
-    **{f"{prefix}{name}": f"{code}({{0}})" for prefix in PREFIXES for name, code in UNARY.items()},
+# The code for each operator: a template, or a function that returns the code
+RULES: dict[str, Rule] = {
+    **{name: f"{code}({{0}})" for name, code in UNARY.items()},
     **BINARY,
-    **SCALAR,
-    **{f"{prefix}{name}": reduction(code) for prefix in PREFIXES for name, code in REDUCTIONS.items()},
-    **dict.fromkeys(("_copy", "_np_copy", "BlockGrad", "MakeLoss", "make_loss", "identity"), "{0}"),
+    **{f"{name}_scalar": code.format("{0}", "{scalar}") for name, code in BINARY.items()},
+    **{f"r{name}_scalar": code.format("{scalar}", "{0}") for name, code in ARITHMETIC.items()},
+    "maximum_scalar": "{0}.clamp(min={scalar})",
+    "minimum_scalar": "{0}.clamp(max={scalar})",
+    "mod_scalar": "{0} % {scalar}",
+    "rpower_scalar": "torch.pow({scalar}, {0})",  # -2.0 ** x is -(2.0 ** x)
+    **{name: reduction(code) for name, code in REDUCTIONS.items()},
+    **dict.fromkeys(("copy", "BlockGrad", "MakeLoss"), "{0}"),
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
-    **dict.fromkeys(("rint", "_npi_rint"), "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())"),
+    "rint": "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())",
     "hard_sigmoid": "({0} * {alpha} + {beta}).clamp(0, 1)",
-    "smooth_l1": smooth_l1,
-    "_contrib_div_sqrt_dim": "{0} / {0}.shape[-1] ** 0.5",
+    "div_sqrt_dim": "{0} / {0}.shape[-1] ** 0.5",
     "logical_not": "({0} == 0).to({0}.dtype)",
-    "broadcast_logical_and": "(({0} != 0) & ({1} != 0)).to({0}.dtype)",
-    "broadcast_logical_or": "(({0} != 0) | ({1} != 0)).to({0}.dtype)",
-    "broadcast_logical_xor": "(({0} != 0) ^ ({1} != 0)).to({0}.dtype)",
-    **dict.fromkeys(("clip", "_npi_clip"), "{0}.clamp({a_min}, {a_max})"),
-    **dict.fromkeys(("where", "_npi_where"), where),
-    "Activation": activation,
-    "Pooling": pooling,
-    "_contrib_AdaptiveAvgPooling2D": lambda node, x: (
-        f"F.adaptive_avg_pool2d({x}, {_short(node['output_size'] or (1,))})"
-    ),
-    "_contrib_BilinearResize2D": resize,
-    "UpSampling": upsampling,
-    "Crop": crop,
+    "clip": "{0}.clamp({a_min}, {a_max})",
     "LRN": "F.local_response_norm({0}, {nsize}, {alpha}, {beta}, {knorm})",
-    "L2Normalization": l2_normalization,
-    "Dropout": lambda node, x: node.word("mode", "training") and f"F.dropout({x}, {node['p']!r}, self.training)",
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "SoftmaxActivation"), softmax),
-    **dict.fromkeys(("dot", "batch_dot", "_linalg_gemm2", "_npi_matmul", "_np_dot"), matrix_product),
-    **dict.fromkeys(("argmax", "argmin", "argmax_channel", "_npi_argmax", "_npi_argmin"), arg_reduction),
-    "topk": topk,
-    **dict.fromkeys(("sort", "argsort"), sort),
-    "moments": moments,
-    "_np_cumsum": "{0}.cumsum({axis})",
+    "AdaptiveAvgPooling2D": lambda node, x: call("F.adaptive_avg_pool2d", x, _short(node["output_size"] or (1,))),
+    "BilinearResize2D": resize,
+    "cumsum": "{0}.cumsum({axis})",
     "add_n": lambda node, *inputs: " + ".join(inputs),
-    "Pad": pad,
-    "Flatten": "{0}.flatten(1)",
-    **dict.fromkeys(("Reshape", "_np_reshape", "_npi_reshape", "_npx_reshape", "reshape_like"), reshape),
+    "Flatten": FLATTEN,
     "shape_array": "torch._shape_as_tensor({0})",
-    "expand_dims": "{0}.unsqueeze({axis})",
-    **dict.fromkeys(("squeeze", "_np_squeeze"), squeeze),
-    **dict.fromkeys(("transpose", "_np_transpose"), transpose),
+    "expand_dims": lambda node, x: call(f"{x}.unsqueeze", node["axis"] % (node.rank + 1)),
     "SwapAxis": "{0}.transpose({dim1}, {dim2})",
-    **dict.fromkeys(("slice", "_npi_slice"), slices),
-    "slice_axis": slice_axis,
-    "slice_like": slice_like,
-    **dict.fromkeys(("SliceChannel", "_split_v2", "_npi_split"), split),
-    **dict.fromkeys(("Concat", "_npi_concatenate", "stack", "_npi_stack"), concat),
-    **dict.fromkeys(("tile", "_npi_tile"), "torch.tile({0}, {reps})"),
-    **dict.fromkeys(("repeat", "_np_repeat"), repeat),
-    **dict.fromkeys(("reverse", "_npi_flip"), "{0}.flip({axis})"),
-    **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis", "_npi_broadcast_to"), expand),
-    **dict.fromkeys(("depth_to_space", "space_to_depth"), depth_to_space),
-    **dict.fromkeys(("_zeros", "_ones", "_npi_zeros", "_npi_ones"), filled),
-    **dict.fromkeys(("Cast", "_npi_cast", "amp_cast"), lambda node, x: f"{x}.to(torch.{node['dtype']})"),
-    **dict.fromkeys(("take", "_npi_take"), take),
-    "pick": pick,
+    "tile": "torch.tile({0}, {reps})",
+    "transpose": lambda node, x: call(f"{x}.permute", *(node["axes"] or range(node.rank)[::-1])),
+    "slice_axis": lambda node, x: x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"])),
+    "moments": lambda node, x: (
+        f"{call('torch.var_mean', x, dim=_short(node.axes('axes')), correction=0, keepdim=node['keepdims'])}[::-1]"
+    ),
+    **dict.fromkeys(("reverse", "flip"), "{0}.flip({axis})"),
+    **dict.fromkeys(("Cast", "amp_cast"), lambda node, x: f"{x}.to(torch.{node['dtype']})"),
     "gather_nd": "{0}[tuple(i % size for i, size in zip({1}.long(), {0}.shape))]",
-    "one_hot": one_hot,
-    "_contrib_arange_like": arange_like,
-    **dict.fromkeys(("SequenceMask", "SequenceLast", "SequenceReverse"), sequence),
+    # Rules with the operator's name, and with other names
     **{
-        f"_contrib_interleaved_matmul_{kind}{name}": attention
-        for kind in ("selfatt_", "encdec_")
-        for name in ("qk", "valatt")
+        rule.__name__: rule
+        for rule in (
+            *(*LAYERS, activation, arange_like, crop, depth_to_space, dropout, l2_normalization),
+            *(one_hot, pad, pick, pooling, repeat, reshape, slice_like, smooth_l1, softmax),
+            *(sort, squeeze, take, topk, upsampling, where),
+        )
     },
+    "Deconvolution": convolution,
+    "SyncBatchNorm": batch_norm,
+    "argsort": sort,
+    "reshape_like": reshape,
+    "slice": slices,
+    "space_to_depth": depth_to_space,
+    **dict.fromkeys(("log_softmax", "softmin", "SoftmaxActivation"), softmax),
+    **dict.fromkeys(("dot", "batch_dot", "linalg_gemm2", "matmul"), matrix_product),
+    **dict.fromkeys(("argmax", "argmin", "argmax_channel"), arg_reduction),
+    **dict.fromkeys(("SliceChannel", "split_v2", "split"), split),
+    **dict.fromkeys(("Concat", "concatenate", "stack"), concat),
+    **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis"), expand),
+    # Their shapes depend on the network's input
+    "zeros": lambda node, x: node.to_dtype(call(f"{x}.new_zeros", *node.shape(x))),
+    "ones": lambda node, x: node.to_dtype(call(f"{x}.new_ones", *node.shape(x))),
+    **dict.fromkeys(("SequenceMask", "SequenceLast", "SequenceReverse"), sequence),
+    **{f"interleaved_matmul_{kind}_{name}": attention for kind in ("selfatt", "encdec") for name in ("qk", "valatt")},
     **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),
 }
-OPERATORS = {name: rule for name, rule in RULES.items() if name in all_operators()}
+SIMPLE_RULES = {simple(name): rule for name, rule in RULES.items() if not name.startswith("_npi_")}
 # Why operators are left out
 REASONS = {
     "Custom": "the graph does not contain its code",
@@ -778,10 +744,15 @@ REASONS = {
     "_contrib_MultiBoxPrior": "it is only supported for images of one size",
     **dict.fromkeys(
         ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
-        "suppressing boxes one after the other is not supported; --output names an output before it",
+        "which boxes it keeps depends on rounding, so it cannot be checked; --output names an output before it",
     ),
     **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
 }
+
+
+def find_rule(op: str) -> Rule | None:
+    """The rule for an operator, if it can be converted."""
+    return RULES.get(op) or SIMPLE_RULES.get(simple(op))
 
 
 def reason(op: str) -> str:

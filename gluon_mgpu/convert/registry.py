@@ -15,12 +15,9 @@ from mxnet.base import _LIB, check_call
 TRUE, FALSE = ("True", "true", "1"), ("False", "false", "0")  # how graph files represent them
 
 
-@functools.cache
-def all_operators() -> set[str]:
-    """The names of all operators."""
-    size, array = ctypes.c_uint(), ctypes.POINTER(ctypes.c_char_p)()
-    check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(array)))
-    return {array[i].decode() for i in range(size.value)}
+def simple(op: str) -> str:
+    """An operator's name without capitals, underscores and prefixes: reshape for Reshape and _np_reshape."""
+    return re.sub(r"^_?(contrib_|npi_|npx_|np_)?(broadcast_|elemwise_)?|_", "", op).lower()
 
 
 @functools.cache

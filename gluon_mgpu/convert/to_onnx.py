@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from gluon_mgpu.convert.network import Network
+from gluon_mgpu.convert.network import Network, last_line
 from gluon_mgpu.convert.to_pytorch import PACKAGES as PYTORCH
 from gluon_mgpu.convert.to_pytorch import load_and_run
 from gluon_mgpu.convert.to_pytorch import write as write_module
+from gluon_mgpu.runtime.errors import Error
 
 SUFFIXES = (".onnx",)
 PACKAGES = ("onnx", "onnxruntime", *PYTORCH)
@@ -53,7 +54,8 @@ def write(network: Network, base: str) -> None:
     axes = {
         name: {k: size for k, size in enumerate(network.axes(name)) if isinstance(size, str)} for name in network.inputs
     }
-    axes |= {name: {network.batch_axes.get(network.inputs[0], 0): "n"} for name in network.outputs}
+    batch = {axis: size for axis, size in axes[network.inputs[0]].items() if size == "n"}
+    axes |= dict.fromkeys(network.outputs, batch)
     options = {"input_names": network.inputs, "output_names": network.outputs, "dynamic_axes": axes}
     load_and_run(network, base, f"options = {{**{options!r}, 'opset_version': {OPSET}}}\n{EXPORT}")
 
@@ -62,5 +64,8 @@ def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
     """Load BASE.onnx in ONNX Runtime, and compute the outputs for each sample."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(f"{base}.onnx", providers=["CPUExecutionProvider"])
-    return [session.run(None, dict(zip(network.inputs, sample.inputs))) for sample in network.samples]
+    try:
+        session = onnxruntime.InferenceSession(f"{base}.onnx", providers=["CPUExecutionProvider"])
+        return [session.run(None, dict(zip(network.inputs, sample.inputs))) for sample in network.samples]
+    except Exception as error:  # ONNX Runtime raises many exception types
+        raise Error(f"ONNX Runtime: {last_line(error)}") from None

@@ -17,7 +17,7 @@ import numpy as np
 
 from gluon_mgpu import __version__
 from gluon_mgpu.convert.network import Network, Unsupported, as_arrays
-from gluon_mgpu.convert.operators import LAYERS, OPERATORS, Node, reason
+from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, rnn
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -81,7 +81,7 @@ np.savez(base + ".npz", **results)
 # Attributes of nn.Module that a layer must not replace
 TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
     parameters state_dict to train training type zero_grad""".split()
-SOURCES = ("arange", "eye", "full", "ones", "zeros")  # operators without inputs, such as _zeros and _npi_zeros
+SOURCES = "arange eye full identity ones zeros".split()  # operators without inputs, such as _zeros and _npi_zeros
 FUNCTIONS = {
     node.name: node
     for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
@@ -157,17 +157,22 @@ class _Module:
         entries = [self._source((j, output)) for j, output, *_ in node["inputs"]]
         if not entries and (i, 0) not in self.constants:  # zeros whose shape depends on the inputs
             return [(self.first_input, 0)], []
-        if node["op"] == "RNN":  # without states that are zero, which is the default
+        if find_rule(node["op"]) is rnn:  # without states that are zero, which is the default
             states = [entry for entry in entries[2:] if not self.nodes[entry[0]]["op"].endswith("zeros")]
             return [entries[0], *states], entries[1:2]
-        is_layer = node["op"] in LAYERS or node.get("attrs", {}).get("sample_type") == "bilinear"
+        rule = find_rule(node["op"])
+        is_layer = rule in LAYERS or node.get("attrs", {}).get("sample_type") == "bilinear"
+        if rule in FUNCTIONAL and not self.constants.keys() >= {*entries[1:]}:
+            is_layer = False
         return (entries[:1], entries[1:]) if is_layer else (entries, [])
 
     def _source(self, entry: Entry) -> Entry:
         """The entry that has the same value before operators that only copy it."""
-        while OPERATORS.get(self.nodes[entry[0]]["op"]) == "{0}":
-            j, output, *_ = self.nodes[entry[0]]["inputs"][0]
-            entry = j, output
+        while (rule := find_rule(self.nodes[entry[0]]["op"])) == "{0}" or rule in RESHAPES:
+            i, output, *_ = self.nodes[entry[0]]["inputs"][0]
+            if any(shapes[i][output] != shapes[entry[0]][entry[1]] for shapes in self.shapes):
+                break
+            entry = i, output
         return entry
 
     def _steps(self, heads: list[Entry]) -> tuple[list[int], dict[Entry, list[int]]]:
@@ -225,8 +230,6 @@ class _Module:
 
     def _node(self, i: int, operands: list[Entry], params: list[Entry]) -> Node:
         node, layer = self.nodes[i], ""
-        if node["op"] not in OPERATORS:
-            raise Unsupported(reason(node["op"]), fixed_size=node["op"] == "_contrib_MultiBoxPrior")
         if not all(entry in self.constants for entry in params):
             raise Unsupported("its parameters are computed from the network's input")
         inputs = [[shapes[j][output] for shapes in self.shapes] for j, output in operands]

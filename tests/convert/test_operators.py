@@ -11,6 +11,7 @@ from gluon_mgpu import convert
 from gluon_mgpu.convert.network import Network, Sample
 
 N = 4  # batch size
+
 HALVES = np.arange(-3, 3.5, 0.5)
 # For each input of the network below: a function that draws it, and its shape without the batch
 INPUTS = {
@@ -76,6 +77,10 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     yield "Embedding", s.Embedding(index, table, 8, 3)
     yield "one_hot", s.one_hot(index, 7, on_value=-1, off_value=3)
     yield "where", s.where(ties, ties, x)
+    yield (
+        "tile",
+        s.transpose(s.concat(s.tile(x, (3, 1, 1)), s.tile(s.expand_dims(ties, 0), (3, 1, 1)), dim=-1), (1, 0, 2)),
+    )
     yield "clip", s.clip(ties, -1.5, 2)
     yield "cast", s.cast(s.cast(x, "int32"), "float32")
     yield "argmax", s.argmax(ties, axis=1)
@@ -144,6 +149,11 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         "MultiBoxPrior",
         s.broadcast_add(s.reshape(s.mean(x, axis=1), (-1, 1, 1)), s.contrib.MultiBoxPrior(other_image)),
     )
+    yield "Dropout of whole rows", s.Dropout(image, axes=(1, 2))
+    weight = s.reshape(s.slice_axis(image, axis=0, begin=0, end=1), (9, 4, 3, 3))
+    yield "Convolution with a computed weight", s.Convolution(image, weight, no_bias=True, kernel=(3, 3), num_filter=9)
+    weight = s.reshape(s.slice_axis(image, axis=0, begin=0, end=1), (54, 6))
+    yield "FullyConnected with a computed weight", s.FullyConnected(x, weight, no_bias=True, num_hidden=54)
 
 
 @pytest.fixture(scope="module")
