@@ -138,7 +138,7 @@ def test_start_edit_check_and_correct(tmp_path):
     assert checked.stdout.startswith("here\n") and "Mistake: no-broadcast" in checked.stdout
     assert checked.stdout.endswith(exercises.solution("allreduce"))
 
-    file.write_text(exercises.solution("allreduce"))
+    file.write_text(exercises.solution("allreduce"), encoding="utf-8-sig")  # as some editors save it
     checked = run("check", "allreduce.py", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "") and "start step" in checked.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["allreduce.py"]

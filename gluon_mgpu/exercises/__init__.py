@@ -19,10 +19,13 @@ from gluon_mgpu.runtime.errors import UsageError, command
 LESSONS = {
     "from-scratch": ("split", "allreduce", "step", "predict", "accumulate"),
     "gluon": ("replicas", "stats", "seeds"),
+    "second-device": ("speedup",),
+    "pytorch": ("process",),
     "asynchrony": ("timing", "overlap"),
     "batch-size": ("rate",),
     "rings": ("tree", "ring", "reduce_scatter", "all_gather", "buckets"),
     "zero": ("zero1",),
+    "partition": ("block",),
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)
@@ -64,7 +67,7 @@ def name_of(path: str) -> str:
     """The name of the exercise that a learner's file solves. Raises UsageError if the file is unreadable or does not
     name an exercise."""
     try:
-        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', files.read(path).decode())
+        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', files.read(path).decode("utf-8-sig"))
     except OSError as error:
         raise UsageError(None, path, f"cannot be read ({error.strerror})") from None
     except ValueError:
