@@ -78,7 +78,7 @@ def listed(found: Any, ctx: Sequence[Context] = (), shape: tuple[int, ...] = ())
         raise Mistake("wrong-type", f"the function returned {_type_of(found)}; expected a list of NDArrays")
     devices = [array.context for array in found]
     if ctx and len(found) != len(ctx):
-        raise Mistake("wrong-size", f"expected {len(ctx)} arrays, one per device; found {len(found)}")
+        raise Mistake("wrong-number", f"expected {len(ctx)} arrays, one per device; found {len(found)}")
     if ctx and devices != [*ctx]:
         raise Mistake("wrong-device", f"expected an array on each of {ctx}; found {devices}")
     if shape and any(array.shape != shape for array in found):

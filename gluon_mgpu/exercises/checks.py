@@ -97,6 +97,7 @@ def step(answer: Answer) -> None:
             and any(cases.same(computed[:1], [gradient / size]) for size in (1, n)),
             "same-shard": (by_backward and equal) or results["same-shard"],
             "idle-devices": by_backward and not all(map(np.any, computed)),
+            "no-backward": not passes and cases.same(found, [w] * k),
             "gradients-reset": by_backward and not np.any(sums) and cases.same(found, [w] * k),
             "sums-twice": any(np.allclose(x, gradient * k**i, rtol=1e-4) for x in sums for i in range(1, k + 1)),
             **{name: arrays for name, arrays in results.items() if name != "same-shard"},
@@ -135,7 +136,7 @@ def accumulate(answer: Answer) -> None:
         with recording() as events:
             answer([(nd.array(X), nd.array(y)) for X, y in parts], [[p] for p in params], contexts(k), lr)
         first, second, last = gradients = [cases.gradient_of(X, y, w) for X, y in parts]
-        gradient = np.sum(gradients, axis=0)
+        gradient, own = np.sum(gradients, axis=0), np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0)
         wrong: dict[str, list[Any]] = {
             "not-in-place": [0 * w],
             "one-replica": [[gradient / n, 0 * w]],
@@ -145,7 +146,8 @@ def accumulate(answer: Answer) -> None:
             "number-of-parts": [gradient / len(sizes)],
             "mean-of-means": [sum(g / size for g, size in zip(gradients, sizes)) / len(sizes)],
             "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)],
-            "no-allreduce": [np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0) / n],
+            "no-allreduce": [own / n],
+            "one-shard": [g / n for g in own],
         }
         mistakes: dict[str, list[Any]] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         mistakes["step-per-part"] = []
@@ -264,6 +266,8 @@ def seeds(answer: Answer) -> str:
     ctx, drawn = contexts(K), []
     for seed in (1, 1, *range(2, SEEDS)):
         result = answer(ctx, seed) or (None, None)
+        if isinstance(result, (list, tuple)) and len(result) != 2:
+            raise Mistake("wrong-number", f"expected two lists; the function returned a list of {len(result)}")
         weights, masks = (values(cases.listed(arrays, ctx, shape)) for arrays, shape in zip(result, SHAPES))
         case = f"seed {seed}, {K} devices; the first 3 weights and 6 elements of the mask on each device:"
         case = f"{case}\n{shown([w[:3] for w in weights])}\n{shown([m[:6] for m in masks])}"

@@ -96,10 +96,12 @@ def speedup(answer: Answer) -> None:
             "at-least-1": [np.array([max(1, right)])],
             "seconds": [np.array([x]) for x in (here + ring, one - here - ring)],
             "per-device": [np.array([right / k])],
+            "ideal": [np.array([k])],
         }
         measurements = " and ".join(f"{seconds:g} s for {examples} examples" for examples, seconds in measured)
         case = (
-            f"one device: {measurements}\n{n} examples on {k} device{'s'[: k > 1]}; {size:g} bytes, {latency:g} s per "
-            f"round, {bandwidth:g} bytes/s; times as fast:"
+            f"one device: {measurements}, so {example:g} s per example and {fixed:g} s of fixed time\n"
+            f"{n} examples on {k} device{'s'[: k > 1]}: {shard} in the largest shard\n{size:g} bytes, {latency:g} s "
+            f"per round, {bandwidth:g} bytes/s: {rounds} rounds of {latency + send:g} s\ntimes as fast:"
         )
         compare(case, [np.array([found])], np.array([right]), mistakes)

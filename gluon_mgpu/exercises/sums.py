@@ -14,7 +14,7 @@ from mxnet import Context, nd
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Answer, Copy, Known, Numbers, compare, contexts, recording, shown, values
 
-SIZES = ((4, 8), (2, 4), (3, 6), (3, 7))  # numbers of devices, lengths of vectors
+SIZES = ((4, 8), (2, 4), (3, 6), (3, 8))  # numbers of devices, lengths of vectors
 SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
 
 
@@ -171,7 +171,7 @@ def all_gather(answer: Answer) -> None:
 
 
 def zero1(answer: Answer) -> None:
-    lr, momentum, batch_size = 0.25, 0.9, 4
+    lr, momentum, batch_size = 0.25, 0.9, 5
     for k, n in ((2, 4), (3, 7)):
         random = np.random.RandomState(k)
         w, v = random.randint(-5, 5, n).astype(float), np.zeros(n)
