@@ -33,6 +33,7 @@ def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list
         "mean": [total / k],
         "no-broadcast": [[total, *before[1:]]],
         "not-a-sum": cases.operations(before),
+        "over-elements": [np.full(n, np.sum(before)), [np.full(n, x.sum()) for x in before]],
     }
     return f"{k} device{'s'[: k > 1]} with {shown(before)}", before, found, events, mistakes
 
@@ -199,6 +200,7 @@ def zero1(answer: Answer) -> None:
             mistakes = {
                 "not-in-place": [w],
                 "idle-devices": not unchanged[0] and all(unchanged[1:]) and [np.concatenate([after[0], *before[1:]])],
+                "gathers-velocities": [new],
                 "no-gather": [
                     [np.concatenate([*before[:i], after[i], *before[i + 1 :]]) for i in range(k)],
                     np.concatenate([after[0], *before[1:]]),
@@ -284,6 +286,9 @@ def block(answer: Answer) -> None:
             "mean": [sum(parts) / k + b2, right / k],
         }
         mistakes: dict[str, Any] = {name: [x.ravel() for x in results] for name, results in wrong.items()}
+        mistakes["no-broadcast"] = [
+            [right.ravel(), *[(part + extra).ravel() for part in parts[1:]]] for extra in (0, b2)
+        ]
         mistakes["no-sum"] = [[(part + extra).ravel() for part in parts] for extra in (0, b2)]
         case = f"{n} examples, {d} inputs, {h} hidden values, {m} outputs, {k} device{'s'[: k > 1]}"
         compare(f"{case}; the outputs on each device:", found, right.ravel(), mistakes)
