@@ -30,6 +30,8 @@ def split(answer: Answer) -> None:
     for n, k in ((6, 2), (7, 3), (10, 4), (3, 3)):
         data, ctx = nd.arange(2 * n).reshape((n, 2)), contexts(k)
         shards = cases.listed(answer(data, ctx))
+        if len(shards) != k:
+            raise Mistake("wrong-number", f"{n} examples on {k} devices: {len(shards)} shards")
         if any(shard.shape[1:] != (2,) for shard in shards):
             case = f"a batch of shape {data.shape} on {k} devices: shards of shape {[shard.shape for shard in shards]}"
             raise Mistake("wrong-shape", case)
@@ -101,6 +103,7 @@ def step(answer: Answer) -> None:
             "gradients-reset": by_backward and not np.any(sums) and cases.same(found, [w] * k),
             "sums-twice": any(np.allclose(x, gradient * k**i, rtol=1e-4) for x in sums for i in range(1, k + 1)),
             **{name: arrays for name, arrays in results.items() if name != "same-shard"},
+            "wrong-sum": not (averaged or cases.same(sums, computed) or cases.same(sums, [total] * k)),
             "wrong-gradients": by_backward and not averaged and not cases.same([total], [factor * gradient]),
         }
         case = f"a step of {n} examples on {k} devices with lr {lr}, from w = {shown([w])}"

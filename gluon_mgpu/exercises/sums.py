@@ -149,7 +149,7 @@ def reduce_scatter(answer: Answer) -> None:
         own, right = _chunks(before), _chunks([total] * k)
         mistakes = {
             "not-scattered": [total],
-            "no-sum": [before, own],
+            "no-sum": [before, own, *(_chunks([x] * k) for x in before)],
             "mean": [[x / k for x in right]],
             "sums-twice": [[x + y for x, y in zip(right, own)]],
             "own-chunks": [[sum(_chunks([x] * k)) for x in before]] if n % k == 0 else [],
@@ -198,6 +198,7 @@ def zero1(answer: Answer) -> None:
             }
             unchanged = [np.array_equal(x, y) for x, y in zip(values(velocities), _chunks([v] * k))]
             mistakes = {
+                "nothing-new": all(unchanged) and [w],
                 "not-in-place": [w],
                 "idle-devices": not unchanged[0] and all(unchanged[1:]) and [np.concatenate([after[0], *before[1:]])],
                 "gathers-velocities": [new],
@@ -278,7 +279,7 @@ def block(answer: Answer) -> None:
         used = np.arange(h - h % k)
         wrong = {
             "bias-on-each": [right + (k - 1) * b2],
-            "no-bias": [right - b2, np.maximum(X @ W1.T, 0) @ W2.T + b2],
+            "no-bias": [right - b2, *((np.maximum(X @ W1.T, 0) + late) @ W2.T + b2 for late in (0, b1))],
             "no-relu": [before @ W2.T + b2, before @ W2.T + k * b2],
             "relu-of-sum": [np.maximum(right, 0), np.maximum(before @ W2.T + b2, 0)],
             "relu-of-parts": [partial @ W2.T + b2, sum(np.maximum(part, 0) for part in parts) + b2],
