@@ -36,7 +36,7 @@ HINTS = {  # {part of an error message: what to do}
     "not in a computational graph": "compute the loss inside `with autograd.record():`",
     "Cannot find argument 'dim'": "PyTorch's dim is axis in MXNet",
     "Assigning to NDArrays that are already in a": "only the forward pass belongs inside `with autograd.record():`",
-    "The any container is empty": "copy arrays to the devices before `with autograd.record():`, not inside",
+    "The any container is empty": "copy shards to the devices before `with autograd.record():`, not inside",
     "could not be broadcast": "the shapes differ; an allreduce, for example, adds arrays of one shape, one per device",
     "Shape inconsistent": "the shapes of the arrays do not fit each other; print them",
     "for Parameter num_args": "an operator was called without arrays; perhaps a list, such as a bucket, is empty",

@@ -1,6 +1,6 @@
 """Exercise block: split two layers so that one sum is enough.
 
-A block has two layers: hidden = relu(X W1ᵀ + b1), then output = hidden W2ᵀ + b2. A device that holds some rows of W1
+A block has two layers: hidden = relu(X W1.T + b1), then output = hidden W2.T + b2. A device that holds some rows of W1
 and b1 computes some of the hidden values. If it also holds the columns of W2 that belong to these values, it can go on
 without the other devices: nothing is copied between the layers. What it computes is a part of a sum, so the devices add
 their parts, once. The hidden values cannot always be divided evenly.
@@ -14,7 +14,7 @@ from gluon_mgpu.scratch import allreduce, split_and_load
 
 
 def dense(X, W):
-    """Returns X Wᵀ (n, m), for X (n, d) and W (m, d) on the same device."""
+    """Returns X W.T (n, m), for X (n, d) and W (m, d) on the same device."""
     return nd.FullyConnected(X, W, no_bias=True, num_hidden=W.shape[0])
 
 
