@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import ModuleType
-from typing import NamedTuple
 
 import numpy as np
-from mxnet import Context, autograd, nd
+from mxnet import Context, nd
 
 from gluon_mgpu import lessons, models
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
@@ -24,14 +23,11 @@ from gluon_mgpu.training.model import Model, state_dict
 
 EXAMPLES = (4, 3, 5)  # per device, in each of the three batches; the second one has one more example, so it is uneven
 ROUNDING = 2.0**-24  # largest relative error of one float32 operation
+LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
+EQUALLY = "add the gradients of all examples, and divide by the size of the batch"
 Arrays = dict[str, np.ndarray]
-
-
-class Claim(NamedTuple):
-    """reason: what is wrong; empty if the claim holds."""
-
-    name: str
-    reason: str
+Step = tuple[np.ndarray, list[Arrays]]  # all losses, and the changes of the arrays on each device
+Claims = dict[str, str]  # {claim: what is wrong; empty if the claim holds}
 
 
 def compare(
@@ -40,8 +36,8 @@ def compare(
     config: LessonConfig | None = None,
     image_shape: Sequence[int] = IMAGE_SHAPE,
     classes: int = 10,
-) -> list[Claim]:
-    """Take steps with a lesson's `train_batch` on ctx and on ctx[0]. Returns one `Claim` for each property of a step.
+) -> Claims:
+    """Take steps with a lesson's `train_batch` on ctx and on ctx[0], and check what a step must do.
 
     ctx: at least two devices. config: only its network, and how the network is computed, are used. image_shape,
     classes: see `models.build`.
@@ -51,165 +47,185 @@ def compare(
     config = config or LessonConfig()
     plain = LessonConfig(impl=lessons.name_of(lesson), model=config.model)
     same = replace(plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
-    one = models.build(lesson, ctx[:1], plain, image_shape, classes)
-    several = models.build(lesson, ctx, same, image_shape, classes)
+    # Each model has its own copy of the lesson, because a lesson may keep values between steps, such as velocities.
+    several, one, aside = (
+        models.build(lessons.fresh(lesson), c, settings, image_shape, classes)
+        for c, settings in ((ctx, same), (ctx[:1], plain), (ctx[:1], plain))
+    )
     rng, k = np.random.default_rng(0), len(ctx)
-    start = _spread(state_dict(one), rng)
-    reasons: dict[str, str] = {}
+    start = {  # larger than a lesson's parameters, so that each example has its own loss and gradient
+        name: rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape).astype(np.float32) if a.ndim > 1 else a
+        for name, a in state_dict(one).items()
+    }
+    differ = _differ(_replicas(several))
+    first = f"the devices start with different parameters ({differ}); give each a copy of the same" if differ else ""
+    claims = {"start": first, "split": "", "sum": _sum(aside.lesson, ctx)}
+    updates, moves = [], False
     for i, per_device in enumerate(EXAMPLES):
         n = k * per_device + (i == 1)
-        X, y = nd.array(rng.random((n, *image_shape))), nd.array(rng.integers(0, classes, n))
-        if i == 0 and (_step(one, start, X, y)[0] != _step(one, start, X, y)[0]).any():
-            return [Claim("repeatable", "a step uses random numbers, such as dropout, so two steps cannot be compared")]
-        for name, reason in _compare_step(one, several, start, X, y).items():
-            reasons.setdefault(name, reason)
-            reasons[name] = reasons[name] or reason
-    return [Claim(name, reason) for name, reason in reasons.items()]
+        X, y = rng.random((n, *image_shape)), rng.integers(0, classes, n)
+        taken, whole, again = (_step(model, start, X, y) for model in (several, one, aside))
+        if i == 0 and (whole[0] != again[0]).any():
+            return {"repeatable": "a step uses random numbers, such as dropout; check it without them"}
+        found = _compare_step(several, one, aside, start, X, y, taken, whole)
+        found["split"] = _split(aside.lesson, ctx, n)
+        claims |= {name: claims.get(name) or reason for name, reason in found.items()}
+        updates.append(found["update"])
+        moves |= any(change.any() for change in whole[1][0].values())
+    if not (moves or any(updates)):
+        claims["update"] = "the steps do not change the parameters; assign in place, as in p[:] = p - lr * p.grad"
+    elif updates[2] and not updates[0]:
+        claims["update"] = f"only the first update is that of one device; {LEFT}"
+    elif updates[1] and not updates[0]:
+        claims["update"] = f"the update is wrong where shards have different sizes; {EQUALLY}"
+    if any(claims[name] for name in ("start", "losses", "replicas", "update")):
+        return claims
+    return {name: reason for name, reason in claims.items() if not reason}  # an unusual split or sum may be right
 
 
-def verdict(claims: list[Claim]) -> str:
+def verdict(claims: Claims) -> str:
     """What to tell the user: empty if the step on several devices is the step on one, else the likeliest reason."""
-    reasons = {claim.name: claim.reason for claim in claims if claim.reason}
-    if "repeatable" in reasons:
-        return f"cannot be compared with one device: {reasons['repeatable']}"
-    if not reasons.keys() & {"losses", "replicas", "update"}:
-        return ""
-    return f"does not take the same step as on one device: {next(iter(reasons.values()))}"
+    for claim, reason in claims.items():
+        if reason:
+            differs = "cannot be compared with" if claim == "repeatable" else "does not take the same step as on"
+            return f"{differs} one device: {reason}"
+    return ""
 
 
-def _spread(arrays: Arrays, rng: np.random.Generator) -> Arrays:
-    """Larger parameters than a lesson starts with, so that each example has its own loss and gradient."""
-    start = {}
-    for name, array in arrays.items():
-        if array.ndim > 1:
-            scale = (2 / np.prod(array.shape[1:])) ** 0.5
-            array = rng.normal(0, scale, array.shape).astype(np.float32)
-        start[name] = array
-    return start
-
-
-def _step(model: Model, start: Arrays, X: nd.NDArray, y: nd.NDArray) -> tuple[np.ndarray, list[Arrays]]:
-    """Take one step from `start`. Returns all losses, and the changes of the arrays on each device."""
+def _step(model: Model, start: Arrays, X: np.ndarray, y: np.ndarray, lr: float = 1.0) -> Step:
+    """Take one step from the parameters `start`."""
     model.load(start)
-    losses = model.step(X, y, 1.0)
-    after = [state_dict(model, device) for device in range(len(model.ctx))]
-    changes = [
-        {name: array.astype(np.float64) - start[name] for name, array in of_device.items()} for of_device in after
-    ]
+    losses = model.step(nd.array(X), nd.array(y), lr)
+    changes = [{name: a.astype(np.float64) - start[name] for name, a in arrays.items()} for arrays in _replicas(model)]
     return np.concatenate([shard.asnumpy().reshape(-1) for shard in losses]), changes
 
 
-def _compare_step(one: Model, several: Model, start: Arrays, X: nd.NDArray, y: nd.NDArray) -> dict[str, str]:
-    """{claim: reason} for one batch."""
-    n, k = X.shape[0], len(several.ctx)
-    expected_losses, [expected] = _step(one, start, X, y)
+def _replicas(model: Model) -> list[Arrays]:
+    return [state_dict(model, device) for device in range(len(model.ctx))]
+
+
+def _compare_step(
+    several: Model, one: Model, aside: Model, start: Arrays, X: np.ndarray, y: np.ndarray, taken: Step, whole: Step
+) -> Claims:
+    """The claims for one batch. taken, whole: the step on several devices and on one. aside: for further steps."""
+    n, sizes = len(X), shard_sizes(len(X), len(several.ctx))
     terms = n * int(np.prod(X.shape[2:]))  # of the longest sum in a gradient
-    mislabeled = _losses(expected_losses, _losses_of(one, start, X, y), terms)
-    sizes = shard_sizes(n, k)
     shards = [
-        _step(one, start, X[end - size : end], y[end - size : end]) for size, end in zip(sizes, accumulate(sizes))
+        _step(aside, start, X[end - size : end], y[end - size : end]) for size, end in zip(sizes, accumulate(sizes))
     ]
+    parts = [{name: c * size / n for name, c in changes.items()} for size, (_, [changes]) in zip(sizes, shards)]
+    losses, [expected] = whole
     if one.running_stats:  # batch normalization sees only a shard, so a whole batch gives another result
-        expected_losses = np.concatenate([losses for losses, _ in shards])
-        expected = {name: sum(c[name] * s / n for s, (_, [c]) in zip(sizes, shards)) for name in expected}
-    losses, changes = _step(several, start, X, y)
+        losses = np.concatenate([losses for losses, _ in shards])
+        expected = {name: np.sum([part[name] for part in parts], axis=0) for name in expected}
     tolerance = {}
     for name in expected:
-        size = sum(np.linalg.norm(c[name]) * s / n for s, (_, [c]) in zip(sizes, shards))
-        tolerance[name] = ROUNDING * (terms * size + 4 * np.linalg.norm(start[name]))
-    reasons = {"split": _split(several, n), "sum": _sum(several)}
-    reasons["losses"] = mislabeled or _losses(losses, expected_losses, terms)
-    reasons["replicas"] = _replicas(changes)
-    reasons["update"] = ""
-    differ = [name for name in expected if np.linalg.norm(changes[0][name] - expected[name]) > tolerance[name]]
-    if differ:
-        first = {name: change * sizes[0] / n for name, change in shards[0][1][0].items()}
-        reasons["update"] = _update(changes[0], expected, first, tolerance, differ, k)
-    return reasons
+        size = sum(np.linalg.norm(part[name]) for part in parts)
+        tolerance[name] = float(ROUNDING * (terms * size + 4 * np.linalg.norm(start[name])))
+    order = np.random.default_rng(1).permutation(n)
+    moved, _ = _step(aside, start, X[order], y[order])
+    reason = ""
+    if len(taken[0]) != n:
+        reason = f"the losses of a step on {n} examples are {len(taken[0])}; return one for each example"
+    elif not (_alike(taken[0], losses, terms) and _alike(moved, whole[0], terms)):
+        reason = "the losses are not those of the batch; leave each image as it is, with its own label"
+        still = [_step(m, start, X[o], y[o], 0.0)[0] for m in (one, several) for o in (np.arange(n), order)]
+        if all(_alike(other, still[0], terms) for other in still):
+            reason = "a loss is computed with parameters that this step has changed; update after all backward passes"
+    update = _update(several.ctx, taken[1][0], expected, parts, tolerance)
+    return {"losses": reason, "replicas": _equal(several, taken[1]), "update": update}
 
 
-def _losses_of(model: Model, start: Arrays, X: nd.NDArray, y: nd.NDArray) -> np.ndarray:
-    """The losses of the batch, computed with the lesson's network and loss instead of its step."""
-    model.load(start)
-    with autograd.train_mode():
-        return models.loss_of(model.lesson)(model.predict(X), y).asnumpy().reshape(-1)
+def _equal(model: Model, changes: list[Arrays]) -> str:
+    """Whether the replicas are equal after a step."""
+    differ = _differ(changes)
+    if not differ:
+        return ""
+    grads = [{name: g.asnumpy() for name, g in model.grads(device).items()} for device in range(len(model.ctx))]
+    of_grads = "and different" if _differ(grads) else "but equal"
+    advice = "leave the sum on each device" if _differ(grads) else "update each replica in the same way"
+    return f"after a step, the devices have different parameters ({differ}), {of_grads} gradients; {advice}"
 
 
-def _split(model: Model, n: int) -> str:
+def _differ(devices: list[Arrays]) -> str:
+    """The first names of arrays that are not the same on all devices."""
+    first, *others = devices
+    return ", ".join([name for name in first if any((first[name] != other[name]).any() for other in others)][:4])
+
+
+def _split(lesson: ModuleType, ctx: list[Context], n: int) -> str:
     """Whether `split_and_load` puts each example on exactly one device."""
-    if not hasattr(model.lesson, "split_and_load"):
+    if not hasattr(lesson, "split_and_load"):
         return ""
-    shards = model.lesson.split_and_load(nd.arange(n), model.ctx)
-    indices = [shard.asnumpy().astype(int).tolist() for shard in shards]
-    examples = sorted(example for shard in indices for example in shard)
-    if examples == list(range(n)):
+    for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
+        shards = lesson.split_and_load(nd.arange(first, first + n), ctx)
+    indices = [(shard.asnumpy() - first).astype(int).tolist() for shard in shards]
+    found, batch = sorted(sum(indices, [])), list(range(n))
+    if found == batch:
         return ""
-    k = len(model.ctx)
-    if all(sorted(shard) == list(range(n)) for shard in indices):
-        return f"split_and_load gives the whole batch to each of {k} devices; give each a different part"
+    if not {*found} <= {*batch}:
+        return "split_and_load returns examples of an earlier batch; copy each batch anew"
     if len(indices) > 1 and all(shard == indices[0] for shard in indices):
-        return f"split_and_load gives the same shard to each of {k} devices; give each a different part"
-    missing = sorted(set(range(n)) - set(examples))
-    if missing:
-        lost = f"{len(missing)} of {n} examples"
-        return f"split_and_load drops {lost}; with a remainder, some shards need one more example"
+        part = "whole batch" if len(indices[0]) == n else "same shard"
+        return f"split_and_load gives the {part} to each of {len(ctx)} devices; give each a different part"
+    if missing := n - len({*found}):
+        return f"split_and_load drops {missing} of {n} examples; with a remainder, some shards need one more example"
     return f"split_and_load gives some of {n} examples to several devices"
 
 
-def _losses(losses: np.ndarray, expected: np.ndarray, terms: int) -> str:
-    """Whether the losses are those of the batch's examples, in any order."""
-    n = len(expected)
-    if len(losses) != n:
-        return f"a step on {n} examples returns {len(losses)} losses; return one loss for each example"
-    close = np.allclose(np.sort(losses), np.sort(expected), rtol=ROUNDING * terms, atol=ROUNDING * terms)
-    return "" if close else "the losses are not those of the batch; each image must stay with its own label"
+def _alike(losses: np.ndarray, expected: np.ndarray, terms: int) -> bool:
+    """Whether the losses are the same, in any order."""
+    if losses.shape != expected.shape:
+        return False
+    return np.allclose(np.sort(losses), np.sort(expected), rtol=ROUNDING * terms, atol=ROUNDING * terms)
 
 
-def _sum(model: Model) -> str:
+def _sum(lesson: ModuleType, ctx: list[Context]) -> str:
     """Whether `allreduce` leaves the sum on each device."""
-    if not hasattr(model.lesson, "allreduce"):
+    if not hasattr(lesson, "allreduce"):
         return ""
-    k = len(model.ctx)
+    k = len(ctx)
     values = np.random.default_rng(1).normal(size=(k, 7, 3)).astype(np.float32)
-    data = [nd.array(value, ctx=c) for value, c in zip(values, model.ctx)]
-    model.lesson.allreduce(data)
-    results, total = [array.asnumpy() for array in data], values.sum(0)
-
-    def all_are(value: np.ndarray) -> bool:
-        return all(np.allclose(result, value, rtol=1e-5, atol=1e-5) for result in results)
-
-    if all_are(total):
+    data = [nd.array(value, ctx=c) for value, c in zip(values, ctx)]
+    lesson.allreduce(data)
+    results = np.stack([array.asnumpy() for array in data])
+    right, mean, first = (
+        np.isclose(results, value, rtol=1e-5, atol=1e-5) for value in (values.sum(0), values.mean(0), values[0])
+    )
+    if right.all():
         return ""
-    if all_are(total / k):
-        return f"allreduce divides the sum by {k}, the number of devices, and sgd divides by the batch size as well"
-    if all_are(values[0]):
+    if mean.all():
+        return f"allreduce divides the sum by {k}, the number of devices; divide once, by the size of the batch"
+    if first.all():
         return "allreduce copies the first device's array to the others, without adding theirs"
-    right = [np.isclose(result, total, rtol=1e-5, atol=1e-5) for result in results]
     if all(part.any() and not part.all() for part in right):
         return f"allreduce sums only a part of the array: {right[0].sum()} of {right[0].size} elements"
-    wrong = [str(c) for c, part in zip(model.ctx, right) if not part.all()]
-    return f"after allreduce, {', '.join(wrong)} does not have the sum"
-
-
-def _replicas(changes: list[Arrays]) -> str:
-    differ = [name for name in changes[0] if any((changes[0][name] != other[name]).any() for other in changes[1:])]
-    return f"after a step, the devices have different parameters ({', '.join(differ[:4])})" if differ else ""
+    return f"allreduce leaves no sum on {', '.join(str(c) for c, part in zip(ctx, right) if not part.all())}"
 
 
 def _update(
-    change: Arrays, expected: Arrays, first: Arrays, tolerance: dict[str, float], differ: list[str], k: int
+    ctx: list[Context], change: Arrays, expected: Arrays, parts: list[Arrays], tolerance: dict[str, float]
 ) -> str:
-    """What an update that differs from one device's update looks like."""
+    """Whether an update is that of one device, or what it looks like. parts: what each shard adds to the update."""
+    error = {name: np.linalg.norm(change[name] - value) for name, value in expected.items()}
+    differ = {n: error[n] / (np.linalg.norm(expected[n]) + 1e-30) for n in expected if error[n] > tolerance[n]}
+    if not differ:
+        return ""
+    k, worst = len(ctx), max(differ, key=lambda name: differ[name])
+    factor = np.vdot(change[worst], expected[worst]) / (np.vdot(expected[worst], expected[worst]) + 1e-30)
 
     def is_like(guess: Arrays, factor: float = 1) -> bool:
         return all(np.linalg.norm(change[n] - factor * guess[n]) <= k * tolerance[n] for n in differ)
 
-    if is_like(expected, k):
-        return f"the update is {k} times that of one device; divide by the size of the batch, not of a shard"
-    if is_like(expected, 1 / k):
-        return f"the update is 1/{k} of that of one device; add the gradients, and divide only by the batch size"
-    if is_like(first):
-        return "the update uses only the first device's gradients; add those of the others"
-    name = max(differ, key=lambda n: np.linalg.norm(change[n] - expected[n]) / (np.linalg.norm(expected[n]) + 1e-30))
-    off = np.linalg.norm(change[name] - expected[name]) / (np.linalg.norm(expected[name]) + 1e-30)
-    return f"the update of {', '.join(differ[:4])} differs from that of one device, by {off:.0%} for {name}"
+    if is_like(expected, factor):
+        advice = "use the same learning rate and divisor for any number of devices"
+        if is_like(expected, k):
+            advice = "add the gradients once, and divide by the size of the batch, not of a shard"
+        elif is_like(expected, 1 / k):
+            advice = "add the gradients, and divide only by the size of the batch"
+        return f"the update is {factor:.4g} times that of one device; {advice}"
+    for c, part in zip(ctx, parts):
+        if is_like(part):
+            return f"the update uses only the gradients of {c}; add those of the others"
+    advice = "if all else is right, look for clipping or weight decay before the sum"
+    return f"the update differs from that of one device, by {differ[worst]:.0%} for {worst}; {advice}"

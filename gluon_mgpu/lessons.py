@@ -5,13 +5,17 @@ This module imports no mxnet, so that the command line can show its options at o
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -35,6 +39,7 @@ LESSONS = tuple(UNSUPPORTED)
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
+RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
 
 
 class Word(click.types.StringParamType):
@@ -153,9 +158,35 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")
-    vars(lesson).update(functions)
+    vars(lesson).update(functions, __reload__=partial(load, impl, **functions))
     _check_functions(lesson)
+    for function in RETURNING & {*vars(lesson)}:
+        setattr(lesson, function, _returning(lesson, function))
     return lesson
+
+
+def fresh(lesson: ModuleType) -> ModuleType:
+    """A lesson that `load` returned, loaded again, without the values that it has kept since; others as they are."""
+    with redirect_stdout(io.StringIO()):  # what a file prints when it is loaded has been printed
+        return getattr(lesson, "__reload__", lambda: lesson)()
+
+
+def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
+    """A lesson's function, which raises UsageError if it returns nothing, or a list of something else than arrays."""
+    function = getattr(lesson, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        if result is None:
+            raise UsageError("impl", name_of(lesson), f"{name} returned None; add its return statement")
+        if isinstance(result, (list, tuple)) and not all(hasattr(array, "asnumpy") for array in result):
+            raise UsageError(
+                "impl", name_of(lesson), f"{name} returned {result!r:.60}; it must return a list of arrays"
+            )
+        return result
+
+    return call
 
 
 def kind(lesson: ModuleType) -> str:

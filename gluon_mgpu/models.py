@@ -22,7 +22,7 @@ import numpy as np
 from mxnet import Context, autograd, gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import lessons, networks, scratch, sharded
+from gluon_mgpu import highlevel, lessons, networks, scratch, sharded
 from gluon_mgpu.data.datasets import IMAGE_SHAPE, Dataset
 from gluon_mgpu.lessons import LessonConfig, name_of
 from gluon_mgpu.runtime import engine, log
@@ -110,6 +110,10 @@ class GluonModel(Model):
         rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
         if tune:
             self.trainer = tuning.Trainer([*trained.values()], rule)
+            if config.hybridize and self.lesson is highlevel:  # all models share its loss, so this one gets a copy
+                loss = type(highlevel.loss)()
+                loss.hybridize(static_alloc=True, static_shape=True)
+                self.lesson = lessons.load("highlevel", loss=loss)
         else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
             self.trainer = gluon.Trainer([*trained.values()], "sgd", rule, kvstore="device", update_on_kvstore=False)
         self._arrays = [{name: p.data(c) for name, p in self.parameters.items()} for c in ctx]
@@ -136,7 +140,7 @@ class GluonModel(Model):
             with redirect_stdout(io.StringIO()):  # if shapes do not fit, MXNet prints its arguments
                 for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
                     net(nd.zeros((1, *self.image_shape), ctx=c))
-        except (mx.MXNetError, ValueError) as error:
+        except (mx.MXNetError, RuntimeError, ValueError) as error:
             raise _unfit(self.config, f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         return net
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -174,14 +175,12 @@ def processes(mark):
 
 def alive(pids):
     """The processes that have not ended."""
-    return [pid for pid in pids if _state(pid) not in "ZX"]
-
-
-def _state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "X"
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+                found.append(pid)
+    return found
 
 
 def wait(done, seconds=HORIZON):

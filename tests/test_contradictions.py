@@ -4,11 +4,10 @@ import importlib.util
 import shutil
 
 import mxnet as mx
-import numpy as np
 import pytest
 from mxnet.gluon import nn
 
-from gluon_mgpu import UsageError, equivalence, evaluate, lessons, models, networks, scratch
+from gluon_mgpu import UsageError, evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.train import train
@@ -18,11 +17,46 @@ CPUS = [mx.cpu(0), mx.cpu(1)]
 OPTIONS = {"gpus": 2, "device": "cpu", "dataset": "synthetic", "limit": 100, "batch_size": 20, "seed": 1}
 
 
+networks.register("9 classes", lambda: nn.Dense(9))
+networks.register("11 classes", lambda: nn.Dense(11))
+networks.register("with init", networks.resnet18, mx.init.Xavier())
+WITHOUT_INIT = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
+
+
 def refused(name, **options):
     with pytest.raises(UsageError) as error:
         train(**options)
-    assert error.value.name == name
-    return error.value
+    assert error.value.name == name and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("gpus", {"gpus": 1, "check": True}),  # one device cannot be compared with itself
+        ("gpus", {"impl": "sharded", "gpus": 221, "limit": 500, "batch_size": 250}),
+        ("batch_size", {"gpus": 3, "limit": 22}),
+        ("shares", {"gpus": 3, "shares": (80, 20)}),
+        ("shares", {"gpus": 1, "shares": (80, 20)}),
+        ("data_dir", {"dataset": datasets.synthetic(100, 100), "data_dir": "elsewhere"}),
+        ("resume", {"resume": "", "out": None}),
+        ("model", {"model": "resnet18"}),
+        ("model", {"impl": "highlevel", "model": "none"}),
+        ("model", {"impl": "highlevel", "model": "9 classes"}),
+        ("model", {"impl": "highlevel", "model": "11 classes"}),
+        ("model", {"impl": WITHOUT_INIT, "model": "with init"}),
+        ("model", {"impl": "sharded", "model": "resnet18"}),
+        ("zero", {"impl": "highlevel", "zero": 1}),
+        ("weight_decay", {"impl": "sharded", "zero": 3, "weight_decay": 0.1}),
+        ("max_grad_norm", {"impl": "sharded", "max_grad_norm": 1.0}),
+        *(("impl", {"impl": impl}) for impl in ("torch", "nowhere.py", ".", "", None)),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_refused_before_anything_is_printed_or_written(
+    name, settings, tmp_path, capsys
+):
+    refused(name, **{**OPTIONS, "out": tmp_path / "run", **settings})
+    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
 
 
 def test_an_imported_copy_of_scratch_is_an_own_lesson(tmp_path):
@@ -43,10 +77,6 @@ def test_a_run_is_not_resumed_on_other_data_of_the_same_name(tmp_path):
     refused("data_dir", resume=tmp_path, epochs=2, dataset=datasets.synthetic(100, 100, seed=8))
 
 
-def test_arrays_and_a_folder_are_not_both_given():
-    refused("data_dir", **{**OPTIONS, "dataset": datasets.synthetic(100, 100)}, data_dir="elsewhere")
-
-
 def test_fewer_epochs_than_a_recorded_milestone_are_the_users_mistake():
     steps = {"schedule": "step", "milestones": (2, 3), "warmup_epochs": 0.5}
     recorded = LessonConfig(**OPTIONS, epochs=4, **steps)
@@ -63,26 +93,6 @@ def test_a_resumed_run_keeps_its_shares_with_the_same_number_of_devices():
 
 def test_empty_shares_are_no_shares():
     assert LessonConfig(shares=()).shares is None
-
-
-def test_one_device_cannot_be_compared_with_itself():
-    refused("gpus", **{**OPTIONS, "gpus": 1}, check=True, epochs=1)
-    with pytest.raises(UsageError):
-        equivalence.compare(scratch, CPUS[:1])
-
-
-def test_running_statistics_are_averaged_whatever_their_names_in_checkpoints():
-    def build():
-        net = nn.HybridSequential()
-        net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.GlobalAvgPool2D(), nn.Dense(10))
-        return net
-
-    networks.register("named", build, names=("w", "b", "gamma", "beta", "mean", "var", "v", "c"))
-    model = models.build("highlevel", CPUS, LessonConfig(impl="highlevel", model="named"))
-    model.step(mx.nd.random.uniform(shape=(8, 1, 28, 28)), mx.nd.zeros(8), 0.1)
-    first, second = (state_dict(model, device) for device in range(2))
-    assert model.running_stats == ["mean", "var"] and np.any(first["mean"])
-    assert all((first[name] == second[name]).all() for name in first)
 
 
 def test_a_parameter_that_two_layers_share_is_trained_once():

@@ -75,7 +75,7 @@ def test_the_messages_explained_are_messages_of_the_package():
     messages = [symptom.strip("` ") for symptom in symptoms if symptom.startswith("`")]
     values = r"…|gluon_mgpu: |error: |--[\w-]+( [a-z]+)?"  # the code has the argument's name there
     parts = {part.strip(" :;()") for message in messages for part in re.sub(values, "…", message).split("…")}
-    assert len(symptoms) >= 25 and len(messages) >= 20 and not [part for part in parts if part not in said]
+    assert len(symptoms) >= 15 and len(messages) >= 10 and not [part for part in parts if part not in said]
 
 
 def test_every_module_has_a_page_of_the_api():
@@ -91,22 +91,18 @@ def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
     assert rows and {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
 
 
-def test_no_page_has_more_than_1500_words_beside_its_code():
-    words = {
-        page: len(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).split())
-        for page, text in PAGES.items()
-    }
-    assert not {page: count for page, count in words.items() if count > 1500 and page != "CONTRIBUTING.md"}
-    assert sum(words.values()) < 20_000
+def test_no_page_has_more_than_1500_words_and_all_together_have_at_most_20000():
+    words = {path.name: len(path.read_text().split()) for path in (ROOT / "docs").glob("*.md")}
+    assert max(words.values()) <= 1500 and sum(words.values()) <= 20_000, words
 
 
 def functions(code):
-    """{name: syntax tree} of the functions and classes in a piece of code, without docstrings and type hints."""
+    """{name: syntax tree} of the functions and classes in some code, without docstrings, type hints and decorators."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     found = {node.name: node for node in ast.parse(code).body if isinstance(node, kinds)}
     for node in [part for tree in found.values() for part in ast.walk(tree)]:
         if isinstance(node, kinds):
-            node.body = node.body[bool(ast.get_docstring(node)) :]
+            node.body, node.decorator_list = node.body[bool(ast.get_docstring(node)) :], []
         if isinstance(node, ast.FunctionDef):
             node.returns = None
         elif isinstance(node, ast.arg):
@@ -136,17 +132,19 @@ def cells(page):
 
 # Functions that pages define for themselves.
 OWN = {"losses_of", "counted", "ring_allreduce", "milliseconds", "block", "new_state", "allocated"}
+# Functions that pages use without showing them.
+IMPORTED = {"BenchMark", "copy_to_cpu", "stages"}
 
 
 @pytest.mark.parametrize(
     "code, module, names",
     [
         ("\n".join(blocks("README.md")), scratch, ""),
-        (cells("from-scratch.md"), scratch, "train"),
+        (cells("from-scratch.md"), scratch, "init_params train_batch"),
         (cells("gluon.md"), highlevel, "initialize train_batch"),
         ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
-        (cells("partition.md"), partition, "partition_network train_batch_network partition_layers train_batch_layers"),
+        (cells("partition.md"), partition, "train_batch_network train_batch_layers"),
         (cells("rings.md"), sharded, "ddp"),
         (cells("rings.md") + "\n" + cells("zero.md"), sharded, "ddp zero1 zero3"),
     ],
@@ -154,19 +152,14 @@ OWN = {"losses_of", "counted", "ring_allreduce", "milliseconds", "block", "new_s
 def test_functions_on_the_pages_are_those_of_the_modules_and_a_lesson_shows_all_that_it_teaches(code, module, names):
     shown = {name: tree for name, tree in functions(code).items() if name not in OWN}
     assert shown and shown.items() <= of(module)
-    assert with_callees(module, {*names.split()}) - {"BenchMark"} <= functions(code).keys()
+    assert with_callees(module, {*names.split()}) - IMPORTED <= functions(code).keys()
 
 
 def test_all_lines_of_the_step_with_workers_that_scratch_lacks_are_marked_as_new():
-    old = [
-        line.strip()
-        for line in inspect.getsource(scratch.train_batch).partition('"""')[2].partition('"""')[2].split("\n")
-    ]
-    [step] = re.findall(
-        r"^def train_batch.*?^    return losses$", cells("several-machines.md"), re.DOTALL | re.MULTILINE
-    )
+    old = {line.strip() for line in inspect.getsource(scratch.train_batch).splitlines()}
+    [step] = re.findall(r"(?ms)^def train_batch.*?^    return losses$", cells("several-machines.md"))
     unmarked = [line.strip() for line in step.splitlines() if "# new" not in line]
-    assert len(unmarked) > 5 and set(unmarked) <= set(old)
+    assert len(unmarked) > 5 and {*unmarked} <= old
 
 
 def test_the_page_names_each_function_of_the_notebook_that_the_lesson_changes():
@@ -189,23 +182,8 @@ def test_the_lines_of_a_diff_on_a_page_are_in_the_code(page):
             assert f"\n{line[1:]}" in "\n" + (new if line[0] == "+" else old), line
 
 
-def without_docstring(code):
-    """{name: syntax tree} of the functions, without their decorators either: a page has room for the body."""
-    trees = {name: ast.parse(code) for name, code in code.items()}
-    found = {
-        name: next(node for node in tree.body if getattr(node, "name", "") == "train_batch")
-        for name, tree in trees.items()
-    }
-    for node in found.values():
-        node.decorator_list, node.returns = [], None
-        node.body = node.body[bool(ast.get_docstring(node)) :]
-        for arg in node.args.args:
-            arg.annotation = None
-    return {name: ast.dump(node) for name, node in found.items()}
-
-
 def test_the_four_steps_beside_each_other_are_those_of_the_programs():
     shown = {block.splitlines()[0][2:]: block for block in blocks("pytorch.md") if block.startswith("# ")}
     assert len(shown) == 4
-    programs = {path: (ROOT / path).read_text() for path in shown}
-    assert without_docstring(shown) == without_docstring(programs)
+    for path, block in shown.items():
+        assert functions(block)["train_batch"] == functions((ROOT / path).read_text())["train_batch"]

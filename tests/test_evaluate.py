@@ -17,26 +17,18 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
 
-LIMIT, TESTS = 600, 100
-COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "momentum": 0.5}
+DATA = datasets.synthetic(600, 100, seed=0)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A half-trained run, and one with another network."""
-    folder = tmp_path_factory.mktemp("runs")
-    train("scratch", 1, 16, 0.1, limit=LIMIT, epochs=7, out=folder / "scratch", **COMMON)
-    train("highlevel", 2, 40, 0.05, model="lenet-max", limit=100, epochs=1, out=folder / "max", **COMMON)
+def run(tmp_path_factory):
+    """The folder of a half-trained run."""
+    folder, options = tmp_path_factory.mktemp("run"), {"device": "cpu", "seed": 0, "momentum": 0.5}
+    train("scratch", 1, 16, 0.1, dataset="synthetic", limit=600, epochs=7, out=folder, **options)
     return folder
 
 
-@pytest.fixture(scope="module")
-def data():
-    return datasets.synthetic(LIMIT, TESTS, seed=0)
-
-
-def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(runs, data, capfd):
-    run = runs / "scratch"
+def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(run, capfd):
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()}
     status, text, err = call(capfd, command, run, "--gpus", 3, "--device", "cpu")
     assert (status, err) == (0, "")
@@ -47,24 +39,24 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(r
     assert int(right) / int(total) == expected and accuracy == f"{expected:.4f}"
     rows = [line.split() for line in text.splitlines() if re.match(r"\d ", line)]
     params = [arrays[name].astype(np.float64) for name in LENET_NAMES]
-    predicted = lenet64.scores(params, data.test_images / 255).argmax(1)
+    predicted = lenet64.scores(params, DATA.test_images / 255).argmax(1)
     for i, (name, *counts, recall) in enumerate(rows):
-        found = predicted[data.test_labels == i]
+        found = predicted[DATA.test_labels == i]
         assert [int(cell.replace(".", "0")) for cell in counts] == np.bincount(found, minlength=10).tolist()
         assert (name, float(recall)) == (str(i), round(np.mean(found == i), 3))
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()} == before
 
 
-def test_parameters_that_are_not_finite_are_noted_by_name(runs, tmp_path, capsys):
-    arrays, facts = checkpoint.load(runs / "scratch" / "checkpoint.npz")
+def test_parameters_that_are_not_finite_are_noted_by_name(run, tmp_path, capsys):
+    arrays, facts = checkpoint.load(run / "checkpoint.npz")
     checkpoint.save(tmp_path / "checkpoint.npz", {**arrays, "W3": arrays["W3"] + np.inf}, facts)
     evaluate.load(tmp_path, device="cpu")
     (notice,) = capsys.readouterr().err.splitlines()
     assert "W3" in notice and "W1" not in notice
 
 
-def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(runs, monkeypatch):
-    trained = evaluate.load(runs / "scratch", None, 1, "cpu")
+def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(run, monkeypatch):
+    trained = evaluate.load(run, device="cpu")
     trained.run.config = replace(trained.run.config, batch_size=10**9)
     images, sizes = np.zeros((2500, 1, 28, 28), np.uint8), []
     predict = trained.model.predict
@@ -77,8 +69,8 @@ def grey(image, tmp_path, **save):
     return evaluate.read_image(tmp_path / "image.png")[0]
 
 
-def test_images_of_every_kind_are_read_as_the_same_grey(data, tmp_path, capsys):
-    pixels = data.test_images[0, 0]
+def test_images_of_every_kind_are_read_as_the_same_grey(tmp_path, capsys):
+    pixels = DATA.test_images[0, 0]
     image, black, white = Image.fromarray(pixels), Image.new("L", (28, 28)), Image.new("L", (28, 28), 255)
     for same in (
         image,
@@ -111,7 +103,11 @@ def test_other_files_are_refused_by_name_and_nothing_is_executed(tmp_path):
         assert "\n" not in str(refused.value)
 
 
-def test_what_cannot_be_evaluated_is_refused(runs):
-    for options in (("none",), ("",), ("max", "scratch"), ("scratch", None, 0), ("scratch", None, 1, "gpu")):
+def test_what_cannot_be_evaluated_is_refused(run, tmp_path):
+    arrays, facts = checkpoint.load(run / "checkpoint.npz")
+    other = {**facts["config"], "impl": "highlevel", "model": "lenet-max"}  # scratch has no such network
+    checkpoint.save(tmp_path / "checkpoint.npz", arrays, {**facts, "config": other})
+    for options in ((run / "none",), (run.parent,), (tmp_path, "scratch"), (run, None, 0), (run, None, 1, "gpu")):
         with pytest.raises(UsageError):
-            evaluate.load(runs / options[0], *options[1:])
+            evaluate.load(*options)
+    evaluate.load(tmp_path)

@@ -1,6 +1,7 @@
 """The exercises: each planted wrong answer is diagnosed as its mistake, and correct answers pass."""
 
 import configparser
+import json
 import os
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ import mxnet as mx
 import pytest
 import runs
 
-from gluon_mgpu import UsageError, exercises
+from gluon_mgpu import exercises
 from gluon_mgpu.exercises import Mistake, cases, check
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
@@ -105,8 +106,9 @@ def said(tmp_path, capfd):
 
     def said(answer, **options):
         (tmp_path / "answer.py").write_text(answer)
-        assert not check.run(str(tmp_path / "answer.py"), **options)
-        return capfd.readouterr().out
+        [found] = exercises.answers(str(tmp_path / "answer.py"))
+        mistake = check.run(found, **options)
+        return f"{capfd.readouterr().out}{check.report(found.label, found.name, mistake)}"
 
     return said
 
@@ -122,7 +124,7 @@ def test_numbers_that_differ_between_processes_are_not_repeatable(said):
 
 
 def run(*words, folder):
-    done = runs.gluon_mgpu("exercise", *words, cwd=folder)
+    done = runs.gluon_mgpu("exercise", *words, cwd=folder, env={**os.environ, "XDG_CACHE_HOME": str(folder / ".cache")})
     done.stderr = re.sub(r"^\[.*/storage\.cc.*\n", "", done.stderr, flags=re.MULTILINE)  # a line of MXNet 2's log
     return done
 
@@ -140,10 +142,10 @@ def test_start_edit_check_and_correct(tmp_path):
     assert checked.stdout.startswith("here\n") and "Mistake: no-broadcast" in checked.stdout
     assert checked.stdout.endswith(exercises.solution("allreduce"))
 
-    file.write_text(exercises.solution("allreduce"), encoding="utf-8-sig")  # as some editors save it
+    file.write_text(exercises.solution("allreduce"))
     checked = run("check", "allreduce.py", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "") and "start step" in checked.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["allreduce.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"allreduce.py", ".cache"}
 
 
 def test_an_answer_that_hangs_is_ended_with_one_clear_line(said):
@@ -164,8 +166,7 @@ def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text):
 def test_an_answer_is_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):  # an endless file, a pipe that blocks, a folder
-        with pytest.raises(UsageError):
-            exercises.name_of(path)
+        assert exercises.answers(path)[0].problem
 
 
 def test_the_page_shows_what_check_prints():
@@ -174,3 +175,90 @@ def test_the_page_shows_what_check_prints():
         re.search(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1] for kind in ("python", "text")
     )
     assert check.report("allreduce.py", "allreduce", found("allreduce", attempt)) + "\n" == printed
+
+
+# A class
+
+
+def notebook(*cells):
+    """A notebook. cells: Markdown if they begin with #."""
+    kinds = {True: "markdown", False: "code"}
+    return json.dumps(
+        {"cells": [{"cell_type": kinds[cell[0] == "#"], "source": cell.splitlines(True)} for cell in cells]}
+    )
+
+
+SPLIT, SUM = exercises.solution("split"), exercises.solution("allreduce")
+NO_COPY = SUM.replace("        total.copyto(array)", "        pass")
+# {file: (its content, [(cell, exercise, mistake)])}
+CLASS = {
+    "ada/allreduce.py": (SUM, [(None, "allreduce", None)]),
+    "ada/old.py": (exercises.skeleton("split"), [(None, "split", "unfinished")]),
+    "ada/.ipynb_checkpoints/old.py": (SUM, []),
+    "ada/notes.txt": ("", []),
+    "bob/bom.py": (f"\ufeff# Bob\nimport mxnet\n\n{NO_COPY}", [(None, "allreduce", "no-broadcast")]),
+    "bob/broken.py": (f"{SUM}\n  return (", [(None, "allreduce", "error")]),
+    "bob/lab.ipynb": (notebook("# Lab", "x = 1", SUM, SPLIT), [(3, "allreduce", None), (4, "split", None)]),
+    "cy/binary.py": (b"\x89PNG\xff", [(None, None, "no-answer")]),
+    "cy/cut.ipynb": (notebook(SUM)[:-9], [(None, None, "no-answer")]),
+    "cy/empty.ipynb": (notebook("x = 1"), [(None, None, "no-answer")]),
+    "cy/empty.py": ("", [(None, None, "no-answer")]),
+    "cy/list.ipynb": ("[1]", [(None, None, "no-answer")]),
+    "cy/nul.py": (f"{SUM}\0", [(None, None, "no-answer")]),
+    "cy/swim.ipynb": (notebook('"""Exercise swim: x."""', SPLIT), [(1, None, "no-answer"), (2, "split", None)]),
+}
+
+
+def write_class(folder):
+    for name, (content, _) in CLASS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
+    write_class(tmp_path / "answers")
+    expected = [(f"answers/{name}", *row) for name, (_, rows) in CLASS.items() for row in rows]
+    checked = run("check", "answers", "--json", "results.json", folder=tmp_path)
+    assert (checked.returncode, checked.stderr) == (1, "")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(r["file"], r["cell"], r["exercise"], r["mistake"]) for r in results] == expected
+    assert all(r["correct"] == (r["mistake"] is None) and r["report"] for r in results)
+    _, *rows, summary, _ = checked.stdout.splitlines()
+    assert len(rows) == len(expected) and f"4 of {len(expected)}" in summary
+    for row, (file, cell, exercise, mistake) in zip(rows, expected):
+        assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row
+        assert mistake == "no-answer" or row.endswith(mistake or "correct")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a.py", "missing.py"],
+        ["a.py", "empty"],
+        ["a.py", "a.ipynb", "--solution"],
+        ["--json", "a.py", "a.ipynb"],  # must not overwrite an answer
+        ["a.py", "--json", "missing/results.json"],
+        ["--json", "results.json"],
+    ],
+)
+def test_a_wrong_command_for_a_class_is_refused_before_any_check(tmp_path, words):
+    (tmp_path / "empty").mkdir()
+    for name, content in (("a.py", SUM), ("a.ipynb", notebook(SUM))):
+        (tmp_path / name).write_text(content)
+    refused = run("check", *words, folder=tmp_path)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert (tmp_path / "a.py").read_text() == SUM and not (tmp_path / "results.json").exists()
+
+
+def test_the_list_says_what_is_solved_in_this_folder(tmp_path):
+    for name, content in (("a.py", SUM), ("b.ipynb", notebook(SPLIT)), ("c.py", exercises.skeleton("step"))):
+        (tmp_path / name).write_text(content)
+
+    def states():
+        return dict(re.findall(r"^ *\d+ +(\w+) +(solved|started)\b", run("list", folder=tmp_path).stdout, re.MULTILINE))
+
+    assert states() == {"split": "started", "allreduce": "started", "step": "started"}
+    run("check", "a.py", folder=tmp_path)
+    assert states() == {"split": "started", "allreduce": "solved", "step": "started"}
+    (tmp_path / "a.py").write_text(NO_COPY)  # another answer than the one that was checked
+    assert states()["allreduce"] == "started"

@@ -6,22 +6,24 @@ uninterrupted run of one process, bit for bit.
 """
 
 import gc
-import importlib.util
 import json
 import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+import interrupts
 import lenet64
 import mxnet as mx
 import numpy as np
 import pytest
+import regression64
+from conversions import ONNX, PYTORCH
 from mxnet import autograd, gluon, nd
 from PIL import Image
+from runs import needs_mpi
 
 from gluon_mgpu import convert, evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.data import datasets
@@ -30,7 +32,6 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way; the setting
@@ -103,10 +104,10 @@ networks.register("resnet18 xavier", networks.resnet18, mx.init.Xavier())
 """
 exec(REGISTER)
 OF_ANY_SIZE = ("resnet18", "layers.py")  # lessons whose network accepts images of any size
-EXAMPLES, BATCH, EPOCHS, SEED = 34, 12, 2, 3  # the last batch of an epoch has 10 examples
+EXAMPLES, BATCH, SEED = 34, 12, 3  # the last batch of an epoch has 10 examples
 STEPS = 3  # per epoch
 STOP = 4  # steps before the stop
-COMMON = {"gpus": 2, "device": "cpu", "batch_size": BATCH, "epochs": EPOCHS, "lr": 0.1, "seed": SEED}
+COMMON = {"gpus": 2, "device": "cpu", "batch_size": BATCH, "epochs": 2, "lr": 0.1, "seed": SEED}
 # {data: (shape, classes, smallest value, largest value, type)} of own data
 OWN = {
     "rgb": ((3, 8, 8), 4, 0, 255, np.uint8),
@@ -150,6 +151,8 @@ class Row(NamedTuple):
         settings |= NETWORKS.get(impl, {})
         if zero:
             settings["zero"] = int(zero)
+        if self.stop == ".":  # no run to stop in its second epoch
+            settings["epochs"] = 1
         if self.data == "synthetic":
             return {**settings, "dataset": "synthetic", "limit": EXAMPLES}
         return {**settings, "dataset": "own", "data_dir": str(folder / self.data_name)}
@@ -238,8 +241,7 @@ class Runs:
         """The folder of a run that was stopped and resumed."""
         stopped, folder = self.path(row, "stopped"), self.path(row, kind)
         if not stopped.exists():
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Config, "learning_rate", interrupting(Config.learning_rate))
+            with interrupts.at_step(STOP, (signal.SIGINT, 0)):
                 train(**self.settings(row), out=stopped)
         shutil.copytree(stopped, folder)
         data = {"data_dir": self.settings(row)["data_dir"]} if row.data in OWN else {}
@@ -257,17 +259,6 @@ class Runs:
         return [a / (255 if a.dtype == np.uint8 else 1) if a.ndim == 4 else a.astype(int) for a in arrays]
 
 
-def interrupting(learning_rate):
-    """Config.learning_rate, but with Ctrl-C in one step."""
-
-    def call(self, step, steps_per_epoch):
-        if step == STOP - 1:
-            signal.raise_signal(signal.SIGINT)
-        return learning_rate(self, step, steps_per_epoch)
-
-    return call
-
-
 @pytest.fixture(autouse=True)
 def collect(request):
     """Free the arrays of ResNet-18, which are large, and which cycles of references keep."""
@@ -282,15 +273,6 @@ def runs(tmp_path_factory):
 
 
 # Other code that trains and computes scores
-
-
-def regression(params, X, y):
-    """Losses of softmax regression, and the gradients of their sum."""
-    scores = X.reshape(len(X), -1) @ params[0].T + params[1]
-    powers = np.exp(scores - scores.max(1, keepdims=True))
-    p = powers / powers.sum(1, keepdims=True)
-    d = p - np.eye(p.shape[1])[y]
-    return -np.log(p[np.arange(len(y)), y]), [d.T @ X.reshape(len(X), -1), d.sum(0)]
 
 
 class Reference:
@@ -327,7 +309,7 @@ class Reference:
     def train(self, devices):
         """devices: maps the number of a step to the number of devices."""
         images, labels = self.data[:2]
-        for epoch in range(EPOCHS):
+        for epoch in range(self.options["epochs"]):
             order = np.random.default_rng([SEED, epoch + 1]).permutation(EXAMPLES)
             for i in range(STEPS):
                 batch = order[BATCH * i : BATCH * (i + 1)]
@@ -353,7 +335,7 @@ class Reference:
             p += v
 
     def _gradients(self, X, y):
-        compute = regression if len(self.params) == 2 else lenet64.losses_and_gradients
+        compute = (regression64 if len(self.params) == 2 else lenet64).losses_and_gradients
         return dict(zip(self.params, compute(list(self.params.values()), X, y)[1]))
 
     def _gluon_gradients(self, X, y, ends):
@@ -484,13 +466,6 @@ def converted(to, row, runs, folder):
     return folder / "net", images, scores(row, runs, runs.strong(row), images)
 
 
-def needs(to):
-    return pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, convert.TARGETS[to].PACKAGES)),
-        reason=f"waits for pip install {' '.join(convert.TARGETS[to].PACKAGES)}",
-    )
-
-
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("row", rows("gluon"))
 def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
@@ -499,26 +474,41 @@ def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, run
     assert_same_scores(net(nd.array(images)).asnumpy(), expected)
 
 
-PYTORCH = """
+SCORES = """
+import sys
 import numpy as np, torch
 from safetensors.torch import load_model
-from net import Net
-net = Net()
-load_model(net, "net.safetensors")
-net.eval()
-np.save("scores.npy", net(torch.from_numpy(np.load("images.npy"))).detach().numpy())
+for folder in sys.argv[1:]:
+    sys.path[0] = folder
+    sys.modules.pop("net", None)
+    from net import Net
+    net = Net()
+    load_model(net, f"{folder}/net.safetensors")
+    net.eval()
+    np.save(f"{folder}/scores.npy", net(torch.from_numpy(np.load(f"{folder}/images.npy"))).detach().numpy())
 """
 
 
-@pytest.mark.parametrize("row", rows("pytorch", needs("pytorch")))
-def test_pytorch_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
-    _, images, expected = converted("pytorch", row, runs, tmp_path)
-    np.save(tmp_path / "images.npy", images)
-    subprocess.run([sys.executable, "-c", PYTORCH], cwd=tmp_path, check=True)
-    assert_same_scores(np.load(tmp_path / "scores.npy"), expected)
+@pytest.fixture(scope="module")
+def by_pytorch(runs):
+    """Converts the networks of all rows, and computes their scores with PyTorch. Returns {row: expected scores}."""
+    expected = {}
+    for row in ROWS:
+        if row.pytorch == "yes":
+            runs.path(row, "pytorch").mkdir()
+            _, images, expected[row] = converted("pytorch", row, runs, runs.path(row, "pytorch"))
+            np.save(runs.path(row, "pytorch") / "images.npy", images)
+    folders = [str(runs.path(row, "pytorch")) for row in expected]
+    subprocess.run([sys.executable, "-c", SCORES, *folders], check=True)
+    return expected
 
 
-@pytest.mark.parametrize("row", rows("onnx", needs("onnx")))
+@pytest.mark.parametrize("row", rows("pytorch", *PYTORCH.marks))
+def test_pytorch_loads_the_converted_network_and_computes_the_same_scores(row, runs, by_pytorch):
+    assert_same_scores(np.load(runs.path(row, "pytorch") / "scores.npy"), by_pytorch[row])
+
+
+@pytest.mark.parametrize("row", rows("onnx", *ONNX.marks))
 def test_onnx_runtime_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
     import onnxruntime
 
@@ -534,7 +524,6 @@ from gluon_mgpu.train import train
 for options in json.loads(sys.argv[1]):
     train(**options)
 """
-NEEDS_MPI = pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="waits for pip install mpi4py mpich")
 
 
 @pytest.fixture(scope="module")
@@ -550,13 +539,13 @@ def by_workers(runs):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@NEEDS_MPI
+@needs_mpi
 @pytest.mark.parametrize("row", rows("workers"))
 def test_two_workers_have_the_bits_of_one_process_with_two_contexts(row, runs, by_workers):
     assert_same_bits(runs.path(row, "workers"), runs.whole(row))
 
 
-@NEEDS_MPI
+@needs_mpi
 @pytest.mark.parametrize("row", rows("workers", cell="about"))
 def test_two_workers_train_like_a_plain_loop(row, runs, by_workers):
     assert_same_training(runs.path(row, "workers"), Reference(row, runs).train(lambda step: 2))
@@ -574,8 +563,8 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
         if operation == "train":
             train(**settings)
         elif operation == "image":
-            image = evaluate.read_image(picture(runs.folder), runs.data(row)[0].shape[1:])
-            evaluate.classify(loaded(row, runs), ["image.png"], [image])
+            black = np.zeros(runs.data(row)[0].shape[1:], np.uint8)
+            evaluate.classify(loaded(row, runs), ["image.png"], [black])
         else:  # what a worker does
             config = LessonConfig(**{**settings, "gpus": 1, "kvstore": "mpi"})
             models.build(config.impl, [mx.cpu()], config)
@@ -586,59 +575,12 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
         assert refused.value.name == named
 
 
-def picture(folder):
-    Image.new("L", (28, 28)).save(folder / "image.png")
-    return folder / "image.png"
-
-
-def without_init(net, ctx):
-    """highlevel.initialize before it had an argument init."""
-    highlevel.initialize(net, ctx)
-
-
-@pytest.mark.parametrize(
-    "named, settings",
-    [
-        ("shares", {"gpus": 3, "shares": (80, 20)}),
-        ("batch_size", {"gpus": 3, "limit": 26}),
-        ("gpus", {"impl": "sharded", "gpus": 221, "limit": 500, "batch_size": 250}),
-        ("model", {"impl": lessons.load("highlevel", initialize=without_init), "model": "resnet18 xavier"}),
-        ("weight_decay", {"impl": "sharded", "zero": 3, "weight_decay": 0.1}),
-        ("zero", {"impl": "highlevel", "zero": 1}),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused_in_one_line(named, settings):
-    with pytest.raises(UsageError) as refused:
-        train(**{**COMMON, "impl": "scratch", "dataset": "synthetic", "limit": 30, **settings})
-    assert refused.value.name == named and "\n" not in str(refused.value)
-
-
-def write_npz(folder):
-    with zipfile.ZipFile(folder / "data.npz", "w") as archive:
-        for name in ("train_images", "train_labels", "test_images", "test_labels"):
-            archive.writestr(f"{name}.npy", b"\x93NUMPY\x01\0\x10\0" + b"(" * 16)
-    datasets.load("own", folder)
-
-
-def write_params(folder):
+def test_a_file_with_a_damaged_name_of_a_parameter_is_refused_by_name(tmp_path):
     graph = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    graph.save(str(folder / "net-symbol.json"))
-    nd.save(str(folder / "net.params"), {"arg:fc_weight": nd.ones((2, 3)), "arg:fc_bias": nd.ones(2)})
-    content = (folder / "net.params").read_bytes()
-    (folder / "net.params").write_bytes(content.replace(b"fc_bias", b"fc_\xff\xffas"))
-    convert.from_files(folder / "net-symbol.json", folder / "net.params", (3,))
-
-
-def write_range(folder):
-    train(**COMMON, impl="scratch", dataset="synthetic", limit=30, out=folder)
-    arrays, facts = checkpoint.load(folder / "checkpoint.npz")
-    facts["config"]["image_range"] = None
-    checkpoint.save(folder / "checkpoint.npz", arrays, facts)
-    evaluate.load(folder)
-
-
-@pytest.mark.parametrize("write", [write_npz, write_params, write_range])
-def test_a_file_with_a_damaged_header_name_or_fact_is_refused_by_name(write, tmp_path):
-    with pytest.raises(Error, match=str(tmp_path)) as refused:
-        write(tmp_path)
+    symbol, params = tmp_path / "net-symbol.json", tmp_path / "net.params"
+    graph.save(str(symbol))
+    nd.save(str(params), {"arg:fc_weight": nd.ones((2, 3)), "arg:fc_bias": nd.ones(2)})
+    params.write_bytes(params.read_bytes().replace(b"fc_bias", b"fc_\xff\xffas"))
+    with pytest.raises(Error, match=str(params)) as refused:
+        convert.from_files(symbol, params, (3,))
     assert "\n" not in str(refused.value)

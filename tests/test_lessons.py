@@ -15,13 +15,13 @@ import pytest
 import small_networks
 from mxnet import gluon, nd
 from runs import call
-from test_partition import batch, contexts, parameters
+from test_partition import batch, contexts
 
 from gluon_mgpu import highlevel, lessons, models, networks, scratch, sharded
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.networks import LENET_NAMES
+from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training.model import state_dict
@@ -33,39 +33,31 @@ OPTIONS = {"dataset": "synthetic", "limit": 300, "epochs": 1, "seed": 1, "device
 MODULES = [scratch, highlevel]
 
 
-@pytest.fixture
-def start():
-    """LeNet's parameters by name."""
-    return {name: p.asnumpy() for name, p in zip(LENET_NAMES, parameters())}
-
-
-def build(module, devices, start=None, **options):
+def build(module, devices, **options):
     config = LessonConfig(impl=lessons.name_of(module), batch_size=64, **options)
-    model = models.build(module, contexts(devices), config)
-    if start:
-        model.load(start)
-    return model
+    return models.build(module, contexts(devices), config)
 
 
-class TestSignatures:
-    COMMON = "split_and_load(data, ctx), evaluate_accuracy(data_iter, net, ctx), "
-    COMMON += "train(num_gpus, batch_size, lr, epochs, seed)"
-    NOTEBOOK = {  # signatures in the original cells
-        scratch: f"lenet(X, params), get_params(params, ctx), allreduce(data), {COMMON}, "
-        "train_batch(X, y, device_params, ctx, lr), sgd(params, lr, batch_size)",
-        highlevel: f"forward_backward(net, data, label), {COMMON}, train_batch(X, y, net, ctx, trainer)",
-    }
+COMMON = "split_and_load(data, ctx), evaluate_accuracy(data_iter, net, ctx), "
+COMMON += "train(num_gpus, batch_size, lr, epochs, seed)"
+NOTEBOOK = {  # signatures in the original cells
+    scratch: f"lenet(X, params), get_params(params, ctx), allreduce(data), {COMMON}, "
+    "train_batch(X, y, device_params, ctx, lr), sgd(params, lr, batch_size)",
+    highlevel: f"forward_backward(net, data, label), {COMMON}, train_batch(X, y, net, ctx, trainer)",
+}
 
-    @pytest.mark.parametrize("module", MODULES)
-    def test_functions_have_the_notebooks_arguments_and_no_others(self, module):
-        for name, arguments in re.findall(r"(\w+)\((.*?)\)", self.NOTEBOOK[module]):
-            assert ", ".join(inspect.signature(getattr(module, name)).parameters) == arguments
 
-    @pytest.mark.parametrize("module, most", [(scratch, 150), (highlevel, 110), (sharded, 200)])
-    def test_a_lesson_contains_only_functions_and_is_short(self, module, most):
-        code = Path(module.__file__).read_text()
-        assert len(code.splitlines()) <= most
-        assert not [node for node in ast.parse(code).body if isinstance(node, (ast.ClassDef, ast.If))]
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_have_the_notebooks_arguments_and_no_others(module):
+    for name, arguments in re.findall(r"(\w+)\((.*?)\)", NOTEBOOK[module]):
+        assert ", ".join(inspect.signature(getattr(module, name)).parameters) == arguments
+
+
+@pytest.mark.parametrize("module, most", [(scratch, 150), (highlevel, 110), (sharded, 200)])
+def test_a_lesson_contains_only_functions_and_is_short(module, most):
+    code = Path(module.__file__).read_text()
+    assert len(code.splitlines()) <= most
+    assert not [node for node in ast.parse(code).body if isinstance(node, (ast.ClassDef, ast.If))]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -95,129 +87,160 @@ def test_one_seed_draws_the_same_parameters_in_both_lessons_on_any_number_of_dev
     np.testing.assert_equal(drawn, drawn[:1] * 8)
 
 
-class TestWhatYouReadIsWhatRuns:
-    @pytest.mark.parametrize(
-        "module, own", [(scratch, ("get_params", "lenet", "loss", "allreduce", "sgd")), (highlevel, ("initialize",))]
-    )
-    def test_train_calls_every_function_of_the_lesson(self, module, own, monkeypatch):
-        names = (*own, "train_batch", "split_and_load", "forward_backward", "evaluate_accuracy")
-        for name in names:
-            monkeypatch.setattr(module, name, Mock(wraps=getattr(module, name)))
-        train(lessons.name_of(module), 2, 64, LR, **OPTIONS)
-        assert {name for name in names if getattr(module, name).called} == {*names}
+@pytest.mark.parametrize(
+    "module, own", [(scratch, ("get_params", "lenet", "loss", "allreduce", "sgd")), (highlevel, ("initialize",))]
+)
+def test_train_calls_every_function_of_the_lesson(module, own, monkeypatch):
+    names = (*own, "train_batch", "split_and_load", "forward_backward", "evaluate_accuracy")
+    for name in names:
+        monkeypatch.setattr(module, name, Mock(wraps=getattr(module, name)))
+    train(lessons.name_of(module), 2, 64, LR, **OPTIONS)
+    assert {name for name in names if getattr(module, name).called} == {*names}
 
-    @pytest.mark.parametrize(
-        "impl, changes, not_called",
-        [
-            ("scratch", {"momentum": 0.9}, ["sgd"]),
-            ("scratch", {"shares": (2, 1)}, ["split_and_load", "train_batch"]),
-            ("highlevel", {"grad_accum_steps": 2, "max_grad_norm": 1.0}, ["train_batch"]),
-            ("scratch", {}, []),
-        ],
-    )
-    def test_a_setting_that_replaces_a_function_of_a_changed_lesson_says_so(self, impl, changes, not_called, capsys):
-        original = lessons.load(impl).forward_backward
-        lesson = lessons.load(impl, forward_backward=lambda *args: original(*args))
-        train(lesson, 2, 64, LR, **changes, **OPTIONS)
-        build(lesson, 2, **changes)  # as in evaluate, where no step runs
-        said = [line for line in capsys.readouterr().err.splitlines() if "does not call your own" in line]
-        assert len(said) == bool(not_called) and all(name in said[0] for name in not_called)
 
-    def test_by_default_the_network_as_written_trains_with_mxnets_own_store(self):
-        model = build(highlevel, 2)
+@pytest.mark.parametrize(
+    "impl, changes, not_called",
+    [
+        ("scratch", {"momentum": 0.9}, ["sgd"]),
+        ("scratch", {"shares": (2, 1)}, ["split_and_load", "train_batch"]),
+        ("highlevel", {"grad_accum_steps": 2, "max_grad_norm": 1.0}, ["train_batch"]),
+        ("scratch", {}, []),
+    ],
+)
+def test_a_setting_that_replaces_a_function_of_a_changed_lesson_says_so(impl, changes, not_called, capsys):
+    original = lessons.load(impl).forward_backward
+    lesson = lessons.load(impl, forward_backward=lambda *args: original(*args))
+    train(lesson, 2, 64, LR, **changes, **OPTIONS)
+    build(lesson, 2, **changes)  # as in evaluate, where no step runs
+    said = [line for line in capsys.readouterr().err.splitlines() if "does not call your own" in line]
+    assert len(said) == bool(not_called) and all(name in said[0] for name in not_called)
+
+
+def test_by_default_the_network_as_written_trains_with_mxnets_own_store():
+    model = build(highlevel, 2)
+    model.step(*batch(8), LR)
+    assert type(model.net) is gluon.nn.HybridSequential and (MXNET_2 or model.net.prefix == "cnn_")
+    assert model.fast_net is model.net and type(model.trainer) is gluon.Trainer
+    assert isinstance(model.trainer._kvstore, mx.kvstore.KVStore) and model.trainer._kvstore.type == "device"
+
+
+def test_a_second_model_changes_nothing_in_the_first():
+    kinds = [{"tune": tune, "hybridize": hybridize} for tune in (False, True) for hybridize in (False, True)]
+    for first, second in itertools.permutations(kinds, 2):
+        model, loss_is_hybridized = build(highlevel, 2, **first), highlevel.loss._active
         model.step(*batch(8), LR)
-        assert type(model.net) is gluon.nn.HybridSequential and (MXNET_2 or model.net.prefix == "cnn_")
-        assert model.fast_net is model.net and type(model.trainer) is gluon.Trainer
-        assert isinstance(model.trainer._kvstore, mx.kvstore.KVStore) and model.trainer._kvstore.type == "device"
-
-    def test_a_second_model_changes_nothing_in_the_first(self, start):
-        kinds = [{"tune": tune, "hybridize": hybridize} for tune in (False, True) for hybridize in (False, True)]
-        for first, second in itertools.permutations(kinds, 2):
-            model, loss_is_hybridized = build(highlevel, 2, start, **first), highlevel.loss._active
-            model.step(*batch(8), LR)
-            before = state_dict(model)
-            build(highlevel, 2, **second).step(*batch(8, seed=2), LR)
-            assert (highlevel.loss._active, model.net._active) == (loss_is_hybridized, first["hybridize"])
-            np.testing.assert_equal(state_dict(model), before)
-
-    @pytest.mark.filterwarnings("ignore:Cannot decide type")
-    @pytest.mark.parametrize("impl", ["scratch", "highlevel", "sharded", "highlevel with an own network"])
-    def test_what_is_exported_does_not_depend_on_what_was_built_before(self, impl, tmp_path):
-        lesson = lessons.load(impl.split()[0], **({"lenet": small_networks.dense} if "own" in impl else {}))
-        graphs = []
-        for name in ("first", "second"):
-            model = build(lesson, 1)
-            model.step(*batch(8), LR)
-            model.export(str(tmp_path / name))
-            graphs.append((tmp_path / f"{name}-symbol.json").read_text())
-            build(highlevel, 1).step(*batch(8), LR)
-        if not MXNET_2:  # which numbers the nodes of all graphs
-            assert graphs[0] == graphs[1]
+        before = state_dict(model)
+        build(highlevel, 2, **second).step(*batch(8, seed=2), LR)
+        assert (highlevel.loss._active, model.net._active) == (loss_is_hybridized, first["hybridize"])
+        np.testing.assert_equal(state_dict(model), before)
 
 
-class TestTrain:
-    """The lessons' own `train`."""
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("impl", ["scratch", "highlevel", "sharded", "highlevel with an own network"])
+def test_what_is_exported_does_not_depend_on_what_was_built_before(impl, tmp_path):
+    lesson = lessons.load(impl.split()[0], **({"lenet": small_networks.dense} if "own" in impl else {}))
+    graphs = []
+    for name in ("first", "second"):
+        model = build(lesson, 1)
+        model.step(*batch(8), LR)
+        model.export(str(tmp_path / name))
+        graphs.append((tmp_path / f"{name}-symbol.json").read_text())
+        build(highlevel, 1).step(*batch(8), LR)
+    if not MXNET_2:  # which numbers the nodes of all graphs
+        assert graphs[0] == graphs[1]
 
-    @pytest.mark.parametrize("module", MODULES)
-    def test_after_20_steps_it_has_the_parameters_of_the_command_line_bit_for_bit(
-        self, module, monkeypatch, capsys, tmp_path
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_lessons_own_train_has_the_parameters_of_the_command_line(module, monkeypatch, capsys, tmp_path):
+    data = datasets.synthetic(20 * 64, 100, seed=3)  # 20 batches
+    monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
+    trained = module.train(2, 64, LR, epochs=1, seed=7)
+    printed = capsys.readouterr().out
+    words = [f"--impl={lessons.name_of(module)}", "--gpus=2", "--batch-size=64", f"--lr={LR}", "--epochs=1"]
+    words += ["--seed=7", f"--out={tmp_path}"]
+    without_time = partial(re.sub, r"time: \d+\.\d sec", "time")
+    assert without_time(call(capsys, train_command, *words)[1]) == without_time(printed)
+    found = trained[0] if module is scratch else [p.data(mx.cpu(0)) for p in trained.collect_params().values()]
+    recorded = read(LessonConfig, tmp_path).arrays
+    assert len(found) == 8
+    for array, expected in zip(found, recorded.values()):
+        np.testing.assert_array_equal(array.asnumpy(), expected)
+
+
+def test_a_missing_function_or_other_arguments_are_a_usage_error_that_names_the_function(tmp_path):
+    code, path = Path(scratch.__file__).read_text(), tmp_path / "my_scratch.py"
+    for name, old, new in (
+        ("allreduce", "def allreduce(data: list[NDArray])", "def allreduced(data)"),
+        ("sgd", "def sgd(params: Params, lr: float, batch_size: int)", "def sgd(params, lr)"),
+        ("init_params", "def init_params(", "def initial_params("),
     ):
-        data = datasets.synthetic(20 * 64, 100, seed=3)  # 20 batches
-        monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
-        trained = module.train(2, 64, LR, epochs=1, seed=7)
-        printed = capsys.readouterr().out
-        words = [f"--impl={lessons.name_of(module)}", "--gpus=2", "--batch-size=64", f"--lr={LR}", "--epochs=1"]
-        words += ["--seed=7", f"--out={tmp_path}"]
-        without_time = partial(re.sub, r"time: \d+\.\d sec", "time")
-        assert without_time(call(capsys, train_command, *words)[1]) == without_time(printed)
-        found = trained[0] if module is scratch else [p.data(mx.cpu(0)) for p in trained.collect_params().values()]
-        recorded = read(LessonConfig, tmp_path).arrays
-        assert len(found) == 8
-        for array, expected in zip(found, recorded.values()):
-            np.testing.assert_array_equal(array.asnumpy(), expected)
+        assert old in code
+        path.write_text(code.replace(old, new))
+        with pytest.raises(UsageError, match=name):
+            lessons.load(str(path))
+    with pytest.raises(UsageError, match="alreduce"):
+        lessons.load("scratch", alreduce=lambda data: None)
 
 
-class TestOwnLesson:
-    @pytest.fixture
-    def path(self, tmp_path):
-        """A copy of scratch.py."""
-        path = tmp_path / "my_scratch.py"
-        path.write_text(Path(scratch.__file__).read_text())
-        return path
-
-    def test_a_missing_function_or_other_arguments_are_a_usage_error_that_names_the_function(self, path):
-        code = path.read_text()
-        for name, old, new in (
-            ("allreduce", "def allreduce(data: list[NDArray])", "def allreduced(data)"),
-            ("sgd", "def sgd(params: Params, lr: float, batch_size: int)", "def sgd(params, lr)"),
-            ("init_params", "def init_params(", "def initial_params("),
-        ):
-            assert old in code
-            path.write_text(code.replace(old, new))
-            with pytest.raises(UsageError, match=name):
-                lessons.load(str(path))
-        with pytest.raises(UsageError, match="alreduce"):
-            lessons.load("scratch", alreduce=lambda data: None)
-
-    def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(self, capsys):
-        lesson = lessons.load("scratch", allreduce=lambda data: None)
-        train(lesson, 2, 64, LR, **{**OPTIONS, "epochs": 2})
-        assert capsys.readouterr().err.count("the replicas differ") == 2
-        train("scratch", 2, 64, LR, **OPTIONS)
-        assert "differ" not in capsys.readouterr().err
+def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(capsys):
+    lesson = lessons.load("scratch", allreduce=lambda data: None)
+    train(lesson, 2, 64, LR, **{**OPTIONS, "epochs": 2})
+    assert capsys.readouterr().err.count("the replicas differ") == 2
+    train("scratch", 2, 64, LR, **OPTIONS)
+    assert "differ" not in capsys.readouterr().err
 
 
-class TestOwnGluonLesson:
-    def test_an_own_initialize_without_init_also_initializes_resnet18(self):
-        lesson = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
-        assert state_dict(build(lesson, 2, model="resnet18"))
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("import mxnet as mx", "import mxnett as mx"),
+        ("import mxnet as mx", "from gluon_mgpu.scratch import allreduse"),
+        ("import mxnet as mx", "import mxnet as mx import"),
+        ("h2 = nd.flatten(h2)", "h2 = nd.flaten(h2)"),
+        ("shard_loss.backward()", "shard_los.backward()"),
+        ("data[0].copyto(data[i])", "data[0].copyto(data[len(data)])"),
+    ],
+)
+def test_a_typo_is_reported_with_its_file_and_line(old, new, tmp_path):
+    path = tmp_path / "my_scratch.py"
+    code = Path(scratch.__file__).read_text().replace(old, new, 1)
+    path.write_text(code)
+    with pytest.raises(Exception) as raised:  # noqa: B017  # each typo has its own
+        build(lessons.load(str(path)), 2).step(*batch(8), LR)
+    line = code[: code.index(new)].count("\n") + 1
+    assert errors.line_of(raised.value).startswith(f"{path}, line {line}: ")
 
-    def test_a_network_with_the_lessons_name_or_too_few_names_is_refused(self):
-        with pytest.raises(UsageError):
-            networks.register("lenet", small_networks.dense)
-        networks.register("two-names", small_networks.normalized, names=("a", "b"))
-        with pytest.raises(UsageError):
-            build(highlevel, 1, model="two-names")
+
+@pytest.mark.parametrize(
+    "impl, old, new",
+    [
+        ("scratch", "    return new_params\n", ""),
+        ("scratch", "    return shards\n", ""),
+        ("scratch", "    return correct / examples\n", ""),
+        ("scratch", "    return losses\n", "    return [float(shard.mean().asscalar()) for shard in losses]\n"),
+        ("highlevel", "    return net\n", ""),
+        ("highlevel", "    return losses\n", ""),
+    ],
+)
+def test_a_function_that_returns_nothing_or_no_arrays_is_named(impl, old, new, tmp_path):
+    path = tmp_path / "own.py"
+    before, after = Path(lessons.load(impl).__file__).read_text().split(old, 1)
+    path.write_text(before + new + after)
+    with pytest.raises(UsageError, match=re.findall(r"^def (\w+)", before, re.MULTILINE)[-1]):
+        train(lessons.load(str(path)), 2, 64, LR, **OPTIONS)
+
+
+def test_an_own_initialize_without_init_also_initializes_resnet18():
+    lesson = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
+    assert state_dict(build(lesson, 2, model="resnet18"))
+
+
+def test_a_network_with_the_lessons_name_or_too_few_names_is_refused():
+    with pytest.raises(UsageError):
+        networks.register("lenet", small_networks.dense)
+    networks.register("two-names", small_networks.normalized, names=("a", "b"))
+    with pytest.raises(UsageError):
+        build(highlevel, 1, model="two-names")
 
 
 INITIAL = {  # {network: the distribution function of its initial weights}
@@ -229,7 +252,9 @@ INITIAL = {  # {network: the distribution function of its initial weights}
 @pytest.mark.parametrize("module, model", [(scratch, "lenet"), (highlevel, "lenet"), (highlevel, "lenet-max")])
 def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(module, model):
     mx.random.seed(1)
-    for name, array in state_dict(build(module, 1, model=model)).items():
+    arrays = state_dict(build(module, 1, model=model))
+    assert [array.shape for array in arrays.values()][::2] == scratch.SHAPES
+    for name, array in arrays.items():
         if name[0] == "b":
             assert not array.any()
             continue

@@ -122,21 +122,21 @@ def run(folder, impl, devices, epochs=1, **options):
     return checkpoint.load(folder / "checkpoint.npz")[0]
 
 
-def test_the_engine_trains_and_resumes_with_every_stage_of_zero(tmp_path):
-    whole = run(tmp_path / "whole", "sharded", 3, epochs=2)
-    run(tmp_path / "parts", "sharded", 3, zero=3)
-    parts = run(tmp_path / "parts", "sharded", 3, epochs=2, zero=1)
-    assert whole.keys() == parts.keys() and any(name.startswith("velocity/") for name in whole)
-    for name, array in whole.items():
-        np.testing.assert_array_equal(parts[name], array)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("scratch") / "run", "scratch", 2, epochs=2)
 
 
-@pytest.mark.parametrize("first, then", [("scratch", "sharded"), ("sharded", "highlevel"), ("highlevel", "scratch")])
-def test_other_lessons_continue_a_sharded_run_and_the_other_way_round(first, then, tmp_path):
-    zero = {"scratch": {}, "highlevel": {}, "sharded": {"zero": 3}}
-    expected = run(tmp_path / "scratch", "scratch", 2, epochs=2)
-    run(tmp_path / "run", first, 2, **zero[first])
-    found = run(tmp_path / "run", then, 3, epochs=2, **zero[then])
+ZERO_1, ZERO_3 = ({"impl": "sharded", "zero": zero} for zero in (1, 3))
+SCRATCH, HIGHLEVEL = {"impl": "scratch"}, {"impl": "highlevel"}
+
+
+@pytest.mark.parametrize(
+    "first, then", [(SCRATCH, ZERO_3), (ZERO_3, ZERO_1), (ZERO_3, HIGHLEVEL), (HIGHLEVEL, SCRATCH)], ids=str
+)
+def test_another_lesson_or_stage_of_zero_continues_a_run(first, then, expected, tmp_path):
+    run(tmp_path / "run", devices=2, **first)
+    found = run(tmp_path / "run", devices=3, epochs=2, **then)
     for name, array in expected.items():
         assert_close(found[name], array, additions(32) ** 0.5 * 8)  # the random errors of 8 steps
 

@@ -14,6 +14,7 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.lessons import LessonConfig
 
 STEPS, BATCH, LR = 20, 64, 0.01
+DATA = datasets.synthetic(STEPS * BATCH, 100, seed=4)
 # Rounding moves a step by about 1e-4 of its length. Now and then, it also moves the input of a ReLU to the other side
 # of 0, which changes one of BATCH examples' gradients. Their directions differ, so each is about sqrt(BATCH) times as
 # long as their mean. Such flips are rare in 20 steps: allow for one.
@@ -28,15 +29,10 @@ def start():
 
 
 @pytest.fixture(scope="module")
-def data():
-    return datasets.synthetic(STEPS * BATCH, 100, seed=4)
-
-
-@pytest.fixture(scope="module")
-def expected(data):
+def expected():
     params = [p.astype(np.float64) for p in start()]
     for i in range(0, STEPS * BATCH, BATCH):
-        X, y = data.train_images[i : i + BATCH] / 255, data.train_labels[i : i + BATCH].astype(int)
+        X, y = DATA.train_images[i : i + BATCH] / 255, DATA.train_labels[i : i + BATCH].astype(int)
         _, gradients = lenet64.losses_and_gradients(params, X, y)
         params = [p - LR / BATCH * g for p, g in zip(params, gradients)]
     return params
@@ -47,12 +43,12 @@ def expected(data):
     + [{"impl": "sharded", "zero": zero} for zero in range(4)],
     ids=lambda options: "-".join(map(str, options.values())),
 )  # fmt: skip
-def test_twenty_steps_on_two_devices_end_where_float64_ends(options, data, expected):
+def test_twenty_steps_on_two_devices_end_where_float64_ends(options, expected):
     model = models.build(options["impl"], [mx.cpu(0), mx.cpu(1)], LessonConfig(batch_size=BATCH, lr=LR, **options))
     model.load(dict(zip(networks.LENET_NAMES, start())))
     for i in range(0, STEPS * BATCH, BATCH):
-        X = nd.array(data.train_images[i : i + BATCH], dtype="float32") / 255
-        model.step(X, nd.array(data.train_labels[i : i + BATCH], dtype="float32"), LR)
+        X = nd.array(DATA.train_images[i : i + BATCH], dtype="float32") / 255
+        model.step(X, nd.array(DATA.train_labels[i : i + BATCH], dtype="float32"), LR)
     arrays = model.arrays(1)
     ends = np.concatenate([arrays[name].asnumpy().ravel() for name in networks.LENET_NAMES])
     first, right = (np.concatenate([p.ravel() for p in params]) for params in (start(), expected))

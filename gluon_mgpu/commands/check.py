@@ -8,6 +8,7 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.runtime import devices, log
 
 CLAIMS = {
+    "start": "all devices start with the same parameters",
     "split": "split_and_load puts each example on exactly one device",
     "sum": "after allreduce, each device has the sum",
     "losses": "the losses are those of the batch's examples",
@@ -28,13 +29,14 @@ CLAIMS = {
 @click.pass_context
 def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: str, model: str) -> None:
     """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
-    changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ."""
+    changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ or cannot be compared."""
     ctx = devices.contexts(gpus, device)
     from gluon_mgpu import equivalence, lessons
 
     config = lessons.LessonConfig(impl=lesson, model=model)
     claims = equivalence.compare(lessons.load(lesson), ctx, config)
-    for line in log.table([["no" if c.reason else "yes", CLAIMS[c.name], c.reason] for c in claims], align="<"):
+    rows = [["no" if reason else "yes", CLAIMS[claim], reason] for claim, reason in claims.items()]
+    for line in log.table(rows, align="<"):
         click.echo(line)
     verdict = equivalence.verdict(claims)
     click.echo(f"{lesson} {verdict or 'takes the same step as on one device'}")

@@ -33,7 +33,7 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
     Raises UsageError if one of the files exists, if the prefix does not end with a valid name, if its folder does not
     exist, or if a required package is missing.
     """
-    path, packages = Path(prefix), TARGETS[to].PACKAGES
+    path, missing = Path(prefix), [name for name in TARGETS[to].PACKAGES if not importlib.util.find_spec(name)]
     if os.path.basename(prefix) in ("", ".", ".."):
         raise UsageError(None, prefix or repr(prefix), f"must end with a name, such as {path / 'lenet'}")
     if to == "pytorch" and (not path.name.isidentifier() or keyword.iskeyword(path.name)):
@@ -44,10 +44,9 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
     for file in files:
         if os.path.lexists(file):
             raise UsageError(None, prefix, f"{file} already exists; use another prefix")
-    if not all(map(importlib.util.find_spec, packages)):
-        raise UsageError(
-            "to", to, f"required packages are missing: {', '.join(packages)}; docs/convert.md shows how to install them"
-        )
+    if missing:
+        advice = f"required packages are missing: {', '.join(missing)}; docs/convert.md shows how to install them"
+        raise UsageError("to", to, advice)
     return files
 
 

@@ -91,7 +91,10 @@ def _read_npz(path: Path) -> list[np.ndarray]:
             if names is None:
                 advice = f"contains {', '.join(archive.files) or 'no arrays'}, but needs {', '.join(PARTS)}"
                 raise UsageError("data_dir", path, advice)
-            return [archive[name] for name in names]
+            arrays = [archive[name] for name in names]
+            if not all(isinstance(array, np.ndarray) for array in arrays):  # NumPy returns other members as bytes
+                raise ValueError("a member is not in NumPy's .npy format")
+            return arrays
     except UsageError:
         raise
     except Exception as error:  # zipfile and NumPy raise many exception types for damaged files

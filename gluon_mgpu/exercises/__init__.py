@@ -1,17 +1,25 @@
 """Exercises with automatic checks. `solutions` contains the tasks and our answers, and `checks` contains the hidden
 cases.
 
-A learner's file begins with the exercise's docstring, which names the exercise. A check calls the function in that file
-that has the same name as the solution's last function. The check recognizes known mistakes by what the function
-computes, not by reading the code.
+An answer, a Python file or a notebook's cell, begins with the exercise's docstring, which names the exercise. A check
+calls the answer's function that has the same name as the solution's last function. The check recognizes known mistakes
+by what the function computes, not by reading the code.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import platformdirs
+
+from gluon_mgpu import __version__
 from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import UsageError, command
 
@@ -29,6 +37,7 @@ LESSONS = {
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)
+SUFFIXES = (".py", ".ipynb")  # of files with answers
 
 
 class Mistake(Exception):
@@ -63,17 +72,79 @@ def skeleton(name: str) -> str:
     return "\n".join([*kept, '    raise NotImplementedError("write this function")', ""])
 
 
-def name_of(path: str) -> str:
-    """The name of the exercise that a learner's file solves. Raises UsageError if the file is unreadable or does not
-    name an exercise."""
+class Answer(NamedTuple):
+    """A learner's answer. label: what messages call it. problem: why it cannot be checked; then, it has no name."""
+
+    path: str
+    cell: int | None = None  # its number in a notebook, from 1
+    name: str = ""  # the exercise
+    code: str = ""
+    problem: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}, cell {self.cell}" if self.cell else self.path
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether a check on this machine has found exactly this code correct."""
+        return self._record().exists()
+
+    def record(self) -> None:
+        """Remember that this code is correct."""
+        with suppress(OSError):  # a read-only home folder
+            self._record().parent.mkdir(parents=True, exist_ok=True)
+            self._record().touch()
+
+    def _record(self) -> Path:
+        digest = hashlib.sha256(f"{__version__}\n{self.code}".encode()).hexdigest()
+        return platformdirs.user_cache_path("gluon_mgpu") / "solved" / digest
+
+
+def answers(path: str) -> list[Answer]:
+    """The answers in a Python file or a notebook, or one with a problem, if there are none."""
     try:
-        found = re.match(r'(?:\s|#.*\n)*"""Exercise (\w+):', files.read(path).decode("utf-8-sig"))
+        text = files.read(path).decode("utf-8-sig")
+        if "\0" in text:
+            raise ValueError
     except OSError as error:
-        raise UsageError(None, path, f"cannot be read ({error.strerror})") from None
+        return [Answer(path, problem=f"cannot be read ({error.strerror})")]
     except ValueError:
-        raise UsageError(None, path, "not a text file") from None
-    if not found or found[1] not in NAMES:
-        problem = f"{found[1]} is not an exercise" if found else "does not name an exercise"
-        first = f'the file must begin with """Exercise NAME:, as written by `{command("exercise start")}`'
-        raise UsageError(None, path, f"{problem}; {first}")
-    return found[1]
+        return [Answer(path, problem="not a text file")]
+    cells: list[tuple[int | None, str]] = [(None, text)]
+    if path.endswith(".ipynb"):
+        try:
+            numbered = enumerate(json.loads(text)["cells"], 1)
+            cells = [(number, "".join(cell["source"])) for number, cell in numbered if cell["cell_type"] == "code"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return [Answer(path, problem="not a notebook")]
+    found = []
+    for number, code in cells:
+        first = re.search(r'^"""Exercise (\w+):', code, re.MULTILINE)  # perhaps after comments or imports
+        if first:
+            known = first[1] in NAMES
+            problem = "" if known else f"{first[1]} is not an exercise; {_how_to_begin()}"
+            found.append(Answer(path, number, first[1] if known else "", code, problem))
+    return found or [Answer(path, problem=f"names no exercise; {_how_to_begin()}")]
+
+
+def _how_to_begin() -> str:
+    return f'an answer begins with """Exercise NAME:, as written by `{command("exercise start")}`'
+
+
+def find(paths: Sequence[str]) -> list[Answer]:
+    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. Raises UsageError
+    if a path does not exist, or if a folder contains no such file."""
+    found: list[str] = []
+    for path in paths:
+        if not Path(path).exists():
+            raise UsageError(None, path, "does not exist")
+        if Path(path).is_dir():
+            inside = sorted(file for file in Path(path).rglob("*") if file.suffix in SUFFIXES)
+            inside = [file for file in inside if not re.search(r"(^|/)\.", str(file.relative_to(path)))]
+            if not inside:
+                raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
+            found += map(str, inside)
+        else:
+            found.append(path)
+    return [answer for path in dict.fromkeys(found) for answer in answers(path)]

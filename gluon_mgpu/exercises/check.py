@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises import Mistake
+from gluon_mgpu.exercises import Answer, Mistake
 from gluon_mgpu.runtime import subprocesses
 
 SECONDS = 60  # time limit; a check takes 2 seconds, or longer on a busy machine
@@ -121,34 +121,35 @@ def _hint(message: str) -> str:
     return "".join(f"\n{hint}" for part, hint in HINTS.items() if part in message)
 
 
-def report(path: str, name: str, mistake: Mistake | None) -> str:
-    """Format the result of a check for the learner. path, name: the file and its exercise."""
+def report(label: str, name: str, mistake: Mistake | None) -> str:
+    """Format the result of a check for the learner. label, name: of the `Answer`."""
     if mistake is None:
-        return f"{path}: correct"
+        return f"{label}: correct"
     texts = configparser.ConfigParser(interpolation=None)
     texts.read(Path(__file__).with_name("mistakes.ini"))
     why = textwrap.fill(texts[name][mistake.name], WIDTH)
-    return f"{path}: not correct yet. Mistake: {mistake.name}\n{textwrap.indent(mistake.case, '  ')}\n{why}"
+    return f"{label}: not correct yet. Mistake: {mistake.name}\n{textwrap.indent(mistake.case, '  ')}\n{why}"
 
 
-def run(path: str, seconds: float = SECONDS) -> bool:
-    """Check a file and print the result. Returns whether it is correct.
+def run(answer: Answer, seconds: float = SECONDS, show: Callable[..., object] = print) -> Mistake | None:
+    """Check an answer in a new process. Returns its mistake, if any.
 
-    The file's own output is printed too. Raises Error if the check cannot start. Other exceptions: see
-    `exercises.name_of`.
+    show: prints the answer's own output. Raises Error if the check cannot start.
     """
-    name = exercises.name_of(path)
-    mistake, numbers = _run(path, seconds, print)
+    if answer.problem:
+        return Mistake("no-answer", answer.problem)
+    mistake, numbers = _run(answer, seconds, show)
     if numbers and not mistake:
-        mistake, again = _run(path, seconds, lambda *_, **__: None)
+        mistake, again = _run(answer, seconds, lambda *_, **__: None)
         if numbers != again and not mistake:
             mistake = Mistake("not-repeatable", f"seed 1, in one process: {numbers}\nseed 1, in another: {again}")
-    print(report(path, name, mistake))
-    return mistake is None
+    if not mistake:
+        answer.record()
+    return mistake
 
 
-def _run(path: str, seconds: float, show: Callable[..., object]) -> tuple[Mistake | None, str | None]:
-    """Check a file in a new process. Returns the mistake, if any, and what `check` returned. show: prints output."""
+def _run(answer: Answer, seconds: float, show: Callable[..., object]) -> tuple[Mistake | None, str | None]:
+    """Check an answer in a new process. Returns the mistake, if any, and what `check` returned."""
     key, results = secrets.token_hex(), []  # the process begins its results with the key; other output is the answer's
 
     def on_line(line: str) -> None:
@@ -158,7 +159,7 @@ def _run(path: str, seconds: float, show: Callable[..., object]) -> tuple[Mistak
         if found:
             results.append(json.loads(result))
 
-    command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", path, key]
+    command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", answer.path, str(answer.cell or ""), key]
     finished = subprocesses.run(command, seconds=seconds, on_line=on_line)
     for line in finished.err.splitlines():
         if not line.startswith("gluon_mgpu: "):  # notices have already been printed
@@ -166,12 +167,12 @@ def _run(path: str, seconds: float, show: Callable[..., object]) -> tuple[Mistak
     if finished.status is None:
         return Mistake("time-limit", f"no result after {seconds:g} seconds"), None
     if not results:
-        subprocesses.raise_for_status(path, finished)
+        subprocesses.raise_for_status(answer.label, finished)
     mistake, numbers = results[-1]
     return mistake and Mistake(*mistake), numbers
 
 
-def main(path: str, key: str) -> None:
+def main(path: str, cell: str, key: str) -> None:
     from gluon_mgpu.exercises import checks  # noqa: F401  # if MXNet cannot be imported, this fails before any result
 
     output = os.fdopen(os.dup(1), "w")  # the answer may close or replace sys.stdout
@@ -181,11 +182,12 @@ def main(path: str, key: str) -> None:
 
     send(("ended-early", "the process ended before all cases were checked"), None)  # holds unless a result follows
     try:
-        send(None, check(exercises.name_of(path), Path(path).read_text("utf-8-sig"), path))
+        [answer] = [answer for answer in exercises.answers(path) if str(answer.cell or "") == cell]
+        send(None, check(answer.name, answer.code, answer.label))
     except Mistake as mistake:
         send((mistake.name, mistake.case), None)
     os._exit(0)  # does not wait for operators that the answer left in the engine's queue
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv.pop())
+    main(sys.argv[1], sys.argv[2], sys.argv.pop())

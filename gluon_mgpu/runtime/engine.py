@@ -216,9 +216,13 @@ def users_environment() -> dict[str, str]:
     return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
 
 
+def affinity() -> set[int]:
+    """The cores that this process may use, by number."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(os.cpu_count() or 1)}
+
+
 def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(affinity())
 
 
 def openmp_threads() -> int:

@@ -94,26 +94,36 @@ def shown(value: object) -> str:
 
 def line_of(error: BaseException) -> str:
     """Describe an unexpected error in one line: the reason, and how to find out more."""
-    doctor = f"`{command('doctor')}` may say what to do; " if isinstance(error, ImportError) else ""
+    is_ours = isinstance(error, ImportError) and not _where(error)
+    doctor = f"`{command('doctor')}` may say what to do; " if is_ours else ""
     return f"{reason(error)} ({doctor}--debug shows the traceback)"
 
 
 def reason(error: BaseException) -> str:
-    """Describe why an error happened: what is missing and what to do, or else the last line of the error's message."""
+    """Describe why an error happened: in a user's file, the line and the message; elsewhere, what is missing and what
+    to do, or else the last line of the error's message."""
     if isinstance(error, Error):
         return str(error)
-    if isinstance(error, ImportError):
+    where = _where(error)
+    if isinstance(error, ImportError) and not where:
         while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
             error = error.__context__
-    message = str(error).strip()
+    message = str(error.msg if isinstance(error, SyntaxError) else error).strip()
     module = re.search(r"No module named '(\w+)'", message)
-    if module:
+    if module and not where:
         pip = f"`pip install {PACKAGES.get(module[1], module[1])}`"
         return f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which has it, or run {pip}"
     library = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
-    if library:
+    if library and not where:
         apt = f"MXNet needs `apt install {LIBRARIES}` on Debian or Ubuntu"
         return f"{library[1]} is missing on this machine: install the package that contains it; {apt}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
-    where = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
     return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's own files that led to the error, as "FILE, line N: "; empty if there is none."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    lines = [f"{name}, line {number}: " for name, number in places if name in user_files]
+    return lines[-1] if lines else ""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
+LINES = 100_000  # the last lines that are kept; a program may print without end
 END = "\0end of output\n"  # `run` itself writes this into a pipe that a process in another session may keep open
 
 
@@ -55,8 +57,8 @@ def run(
         start_new_session=True,  # Ctrl-C in the terminal reaches the program only through this process
     )
     assert process.stdout and process.stderr
-    out: list[str] = []
-    err: list[str] = []
+    out: deque[str] = deque(maxlen=LINES)
+    err: deque[str] = deque(maxlen=LINES)
     readers = [
         threading.Thread(target=_read, args=(process.stdout, out, on_line), daemon=True),
         threading.Thread(target=_read, args=(process.stderr, err, _pass_notice_on), daemon=True),
@@ -110,7 +112,7 @@ def how_it_ended(status: int) -> str:
     return f"was killed by {names.get(-status, f'signal {-status}')}"
 
 
-def _read(stream: IO[str], lines: list[str], on_line: Callable[[str], object] | None) -> None:
+def _read(stream: IO[str], lines: deque[str], on_line: Callable[[str], object] | None) -> None:
     for text in stream:
         line = text.removesuffix(END)
         if line:

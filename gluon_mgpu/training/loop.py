@@ -21,6 +21,7 @@ from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
 
 PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
+PLATEAU_IMAGES = 1000  # whose scores show whether the network leaves its plateau
 
 
 def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list[Epoch]:
@@ -61,7 +62,8 @@ def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list
             epoch = position.end_epoch(examples, accuracy, last_lr)
             if not group.rank:
                 print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
-            _say_if_guessing(epoch, data.classes, number * steps_per_epoch)
+            if not group.rank:
+                _say_if_guessing(epoch, model, data, number * steps_per_epoch)
             run.save(arrays)
     run.end()
     return position.history
@@ -135,13 +137,29 @@ def _check_replicas(model: Model, title: str) -> dict[str, np.ndarray]:
     return first
 
 
-def _say_if_guessing(epoch: Epoch, classes: int, steps: int) -> None:
-    guessing = math.log(classes)  # the loss if every class has the same probability
-    if abs(epoch.train_loss - guessing) < 0.01 * guessing and steps >= PLATEAU_STEPS:
-        log.say(
-            f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: this network starts on a plateau, and "
-            "leaves it after a few hundred steps"
+def _say_if_guessing(epoch: Epoch, model: Model, data: Dataset, steps: int) -> None:
+    guessing = math.log(data.classes)  # the loss if every class has the same probability
+    if abs(epoch.train_loss - guessing) >= 0.01 * guessing or steps < PLATEAU_STEPS:
+        return
+    if _tells_classes_apart(model, data):
+        meaning = "but the scores begin to tell classes apart: LeNet leaves this plateau after some hundred steps"
+    else:
+        meaning = (
+            f"and the scores do not tell classes apart: does each image keep its label? is {setting('lr')} too small?"
         )
+    log.say(f"a mean loss of {epoch.train_loss:.2f} is no better than guessing, {meaning}")
+
+
+def _tells_classes_apart(model: Model, data: Dataset) -> bool:
+    """Whether the scores name the right class 3 times as often as chance, if each class's scores are standardized.
+
+    With small weights, scores differ between classes much more than between images, so the accuracy itself is that of
+    chance at first. After 50 steps of LeNet, this one is 4 times that of chance; with wrong labels, at most 2 times.
+    """
+    X, y = next(batches(data.test_images, data.test_labels, PLATEAU_IMAGES))
+    scores = model.predict(X.as_in_context(model.ctx[0])).asnumpy()
+    scores = (scores - scores.mean(0)) / (scores.std(0) + np.finfo(np.float32).tiny)
+    return (scores.argmax(1) == y.asnumpy()).mean() > 3 / data.classes
 
 
 def _interrupted(run: Run, model: Model) -> str:

@@ -85,6 +85,18 @@ def _split(indices: np.ndarray, parts: int) -> list[np.ndarray]:
     return np.split(indices, np.cumsum(shard_sizes(len(indices), parts))[:-1])
 
 
+def _sharing_cores(comm: Any) -> int:
+    """The number of workers on this process's cores. comm: the workers on this machine.
+
+    srun may have given each worker cores of its own.
+    """
+    mine = np.zeros(8192, np.uint8)  # Linux's largest number of cores
+    mine[[*engine.affinity()]] = 1
+    cores = np.empty((comm.size, len(mine)), np.uint8)
+    comm.Allgather(mine, cores)
+    return int((cores & mine).any(axis=1).sum())
+
+
 @contextmanager
 def join(kvstore: str) -> Iterator[Group]:
     """Join the other processes of a run. kvstore: "local" for a single process, or "mpi".
@@ -108,8 +120,7 @@ def join(kvstore: str) -> Iterator[Group]:
         library = " ".join(MPI.Get_library_version().split("\n")[0].split())
         advice = f"{log.size()} processes were started, but not by the mpiexec of mpi4py's library, {library}"
         raise UsageError("kvstore", kvstore, advice)
-    sharing = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the workers on this machine, which share its cores
-    engine.plan(processes=sharing.size)
+    engine.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
     try:
         yield Group(comm)
     except Interrupted:  # raised by all workers at the same step

@@ -17,10 +17,6 @@ CONTEXT = click.Context(main)
 COMMANDS = {name: main.get_command(CONTEXT, name) for name in main.list_commands(CONTEXT)}
 
 
-def options(command):
-    return [param for param in command.params if isinstance(param, click.Option)]
-
-
 EXAMPLES = {line for shown in (main, *COMMANDS.values()) for line in shown.examples}
 
 
@@ -60,8 +56,8 @@ def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(cap
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_option_takes_the_next_option_for_its_value(capsys, name):
-    for param in options(COMMANDS[name]):
-        if not param.is_flag:
+    for param in COMMANDS[name].params:
+        if isinstance(param, click.Option) and not param.is_flag:
             said = error(capsys, main, name, param.opts[0], "--data-dir", "x")
             assert param.opts[0] in said and "extra argument" not in said
 

@@ -9,7 +9,7 @@ import runs
 from batch_size.cli import batch_size as command
 from runs import ROOT, finished
 
-SMALL = ("--dataset", "synthetic", "--limit", "1200", "--epochs", "2", "--device", "cpu")
+SMALL = ("--dataset", "synthetic", "--limit", "600", "--epochs", "2", "--device", "cpu")
 FOLDERS = (
     *("1-device-batch-256", "2-devices-batch-256"),
     *("1-device-batch-512", "2-devices-batch-512", "2-devices-batch-512-lr-scaled"),
@@ -36,7 +36,7 @@ def test_the_runs_are_those_of_the_lecture_with_one_seed(experiment):
     configs = [json.loads((experiment[0] / f / "config.json").read_text()) for f in FOLDERS]
     sizes = [(len(c["devices"]), c["batch_size"]) for c in configs]
     assert sizes == [(1, 256), (2, 256), (1, 512), (2, 512), (2, 512)]
-    assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 1200)] * 5
+    assert [(c["threads"], c["seed"], c["limit"]) for c in configs] == [(1, 1, 600)] * 5
     np.testing.assert_allclose(metrics(experiment[0])["learning_rate"], np.repeat([[0.2, 0.2, 0.2, 0.2, 0.4]], 2, 0).T)
 
 

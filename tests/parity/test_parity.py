@@ -1,25 +1,28 @@
 """Parity as a whole: what the checks report on this code, on the notebooks' recorded values and on planted faults."""
 
+import functools
 import itertools
 import json
 
-import faults
 import mxnet as mx
 import numpy as np
 import pytest
 from batch_size import experiment as lecture
+from mxnet.gluon import Trainer
 from parity import bands, claims, drift, examples
 from parity import run as whole
 from parity.cli import parity
 from parity.run import RECORDED
 from runs import call
 
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import recipes
+from gluon_mgpu.training import recipes, tuning
 from gluon_mgpu.training.recipes import RECIPES
 from gluon_mgpu.training.run import Epoch
 
 CTX = [mx.cpu(i) for i in range(4)]
+DATA = datasets.synthetic(6000, 1000)
 STEPS = 2  # enough for every fault; parity itself takes more
 
 
@@ -28,42 +31,87 @@ def failed(findings):
 
 
 @pytest.fixture(scope="module")
-def made():
-    return datasets.synthetic(6000, 1000)
+def reference():
+    return drift.reference(CTX[:2], DATA, STEPS)
 
 
-@pytest.fixture(scope="module")
-def reference(made):
-    return drift.reference(CTX[:2], made, STEPS)
-
-
-def check(made, reference):
+def check(reference):
     """The findings of the checks that compare each implementation with the notebooks, on a small synthetic data set."""
     mx.random.seed(1)
-    return [*examples.check(CTX, made), *drift.check(drift.measure(CTX[:2], made, reference))]
+    return [*examples.check(CTX, DATA), *drift.check(drift.measure(CTX[:2], DATA, reference))]
 
 
-def test_nothing_fails_without_a_fault(made, reference):
-    findings = [*check(made, reference), *claims.shared_unevenly(CTX[:2], made), *claims.placed(CTX[:2])]
+def test_nothing_fails_without_a_fault(reference):
+    findings = [*check(reference), *claims.shared_unevenly(CTX[:2], DATA), *claims.placed(CTX[:2])]
     print(*findings, sep="\n")
     assert len(findings) > 25 and failed(findings) == set()
+
+
+# Faults. Each is a function that breaks both implementations; `replace` is monkeypatch.setattr.
+
+TRAINERS = (Trainer, tuning.Trainer)
+
+
+def gradients_not_summed(replace):
+    replace(scratch, "allreduce", lambda data: None)
+    for kind in TRAINERS:
+        replace(kind, "_allreduce_grads", lambda trainer: None)
+
+
+def divided_by_the_shards_size(replace):
+    train_batch, step = scratch.train_batch, Trainer.step
+
+    def larger_lr(X, y, device_params, ctx, lr, **options):
+        return train_batch(X, y, device_params, ctx, lr * len(ctx), **options)
+
+    replace(scratch, "train_batch", larger_lr)
+    replace(Trainer, "step", lambda trainer, n: step(trainer, n / len(trainer._contexts)))
+
+
+def one_shard_for_all(replace):
+    for module in (scratch, highlevel):
+
+        def first_for_all(data, ctx, split_and_load=module.split_and_load):
+            shards = split_and_load(data, ctx)
+            return [shards[0].as_in_context(c) for c, _ in zip(ctx, shards)]
+
+        replace(module, "split_and_load", first_for_all)
+
+
+def learning_rate_a_tenth(replace):
+    sgd, set_learning_rate = scratch.sgd, Trainer.set_learning_rate
+    replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params, lr / 10, batch_size))
+    replace(Trainer, "set_learning_rate", lambda trainer, lr: set_learning_rate(trainer, lr / 10))
+
+
+def biases_not_updated(replace):
+    sgd, initialize = scratch.sgd, highlevel.initialize
+    replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params[::2], lr, batch_size))
+
+    @functools.wraps(initialize)  # keeps its arguments
+    def without_biases(net, *args, **options):
+        initialize(net, *args, **options)
+        for p in net.collect_params(".*bias").values():
+            p.lr_mult = 0
+
+    replace(highlevel, "initialize", without_biases)
 
 
 # {fault: the checks that catch it, in both implementations}.
 SUM, STEP = {examples.EXAMPLES, drift.CHECK}, {drift.CHECK}
 CAUGHT = {
-    "gradients_not_summed": SUM,
-    "divided_by_the_shards_size": STEP,
-    "one_shard_for_all": SUM,
-    "learning_rate_a_tenth": STEP,
-    "biases_not_updated": SUM,
+    gradients_not_summed: SUM,
+    divided_by_the_shards_size: STEP,
+    one_shard_for_all: SUM,
+    learning_rate_a_tenth: STEP,
+    biases_not_updated: SUM,
 }
 
 
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_a_planted_fault_is_caught_in_each_implementation(fault, made, reference, monkeypatch):
-    getattr(faults, fault)(monkeypatch.setattr)
-    findings = check(made, reference)
+def test_a_planted_fault_is_caught_in_each_implementation(fault, reference, monkeypatch):
+    fault(monkeypatch.setattr)
+    findings = check(reference)
     for impl in examples.MODELS:
         of_impl = [f for f in findings if f.claim.startswith(impl)]
         print(*of_impl, sep="\n")
@@ -95,8 +143,8 @@ def times(folder):
 
 
 @pytest.mark.slow
-def test_parity_trains_once_and_reports_what_it_found(tmp_path, made, monkeypatch, capsys):
-    monkeypatch.setattr(datasets, "load", lambda *_: made)
+def test_parity_trains_once_and_reports_what_it_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets, "load", lambda *_: DATA)
     monkeypatch.setattr(drift, "STEPS", STEPS)
     monkeypatch.setattr(whole, "QUICK", ("small",))
     monkeypatch.setattr(whole, "QUICK_SEEDS", (1, 2))

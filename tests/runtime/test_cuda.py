@@ -120,12 +120,11 @@ def test_missing_and_damaged_libraries_are_one_line_with_the_command_that_instal
     assert path.name in site.error() and "nvidia-cufft-cu11" in site.error()
 
 
-@pytest.mark.parametrize("missing, said", [("driver", "libcuda-missing.so.1"), ("clash", "pip uninstall -y")])
-def test_a_missing_driver_and_two_wheels_of_mxnet_are_errors(site, missing, said):
+def test_a_missing_driver_and_two_wheels_of_mxnet_are_errors(site):
     site.install_nvidia()
-    if missing == "clash":
-        site.install("mxnet-mkl")
-    assert said in site.error(driver="libcuda-missing.so.1" if missing == "driver" else DRIVER)
+    assert "libcuda-missing.so.1" in site.error(driver="libcuda-missing.so.1")
+    site.install("mxnet-mkl")
+    assert "pip uninstall -y" in site.error()
 
 
 def test_the_extra_installs_mxnet_cu112_and_the_wheels_of_all_libraries():
@@ -152,13 +151,6 @@ int cuGetProcAddress(const char *name, void **function, int version, unsigned lo
 """
 
 
-def library(folder, name, source):
-    """Compile a shared library with this name."""
-    folder.mkdir(exist_ok=True)
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / name), f"-Wl,-soname,{name}"]
-    subprocess.run(command, input=source, text=True, check=True)
-
-
 @pytest.fixture(scope="module")
 def installed(wheel):
     """run(*command) in an environment with the wheels and a driver."""
@@ -168,7 +160,9 @@ def installed(wheel):
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, env=clean)
         pip = [folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir"]
         subprocess.run([*pip, f"{wheel}[cu112]"], check=True, env=clean)
-        library(folder / "driver", "libcuda.so.1", DRIVER_SOURCE)
+        (folder / "driver").mkdir()
+        cc = "cc -shared -fPIC -x c - -o driver/libcuda.so.1 -Wl,-soname,libcuda.so.1"
+        subprocess.run(cc.split(), input=DRIVER_SOURCE, text=True, check=True, cwd=folder)
 
         def run(*command):
             environment = {**clean, "LD_LIBRARY_PATH": str(folder / "driver")}

@@ -32,15 +32,15 @@ BROKEN = {
 def test_a_command_that_breaks_a_promise_is_noticed_and_its_processes_are_ended(line, box, monkeypatch):
     monkeypatch.setattr(torture, "SECONDS_TO_END", 0.5)
     with pytest.raises(AssertionError, match=line):
-        box.run([sys.executable, "-c", BROKEN[line]], seconds=2 if "in time" in line else 60)
+        box.run([sys.executable, "-c", BROKEN[line]], seconds=1 if "in time" in line else 60)
     assert not torture.processes(box.folder)
 
 
 def test_a_run_killed_after_an_epoch_has_the_bits_of_a_whole_run_and_other_bits_are_noticed(box):
     plan = {"impl": "scratch", "dataset": "synthetic", "limit": 200, "gpus": 2, "momentum": 0.9, "seed": 2}
-    plan["epochs"] = 40
+    plan["epochs"] = 20
     kill = torture.Send(box.rng, box.uninterrupted(plan)[1])
-    kill.which, kill.moment, kill.delay = signal.SIGKILL, "epoch", 0.3
+    kill.which, kill.moment, kill.delay = signal.SIGKILL, "epoch", 0.1
     box.go_on(plan, faults=[kill])
     box.finish(plan)
     assert box.resumed == box.counts["compared"] == 1

@@ -7,13 +7,13 @@ only by rounding. A registered network with batch normalization and a frozen arr
 import mxnet as mx
 import numpy as np
 import pytest
-import small_networks  # noqa: F401 (registers the network "normalized")
+import regression64
+import small_networks
 from mxnet import nd
 from small_networks import softmax_regression
 
-from gluon_mgpu import evaluate, highlevel, lessons, models, scratch
+from gluon_mgpu import evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.lessons import LessonConfig
-from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read
@@ -67,12 +67,10 @@ def numpy_steps(momentum=0.0, weight_decay=0.0, max_grad_norm=None, **_):
     moved = {name: np.zeros_like(p) for name, p in params.items()}
     losses = []
     for X, y in batches(SIZES):
-        X, y = X.asnumpy().reshape(len(X), -1).astype(np.float64), y.asnumpy().astype(int)
-        scores = X @ params["p0"].T + params["p1"]
-        probabilities = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-        losses.append(-np.log(probabilities[np.arange(len(y)), y]))
-        delta = (probabilities - np.eye(10)[y]) / len(y)
-        grads = {"p0": delta.T @ X, "p1": delta.sum(0)}
+        X, y = X.asnumpy().astype(np.float64), y.asnumpy().astype(int)
+        of_step, sums = regression64.losses_and_gradients([*params.values()], X, y)
+        losses.append(of_step)
+        grads = {name: total / len(y) for name, total in zip(params, sums)}
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
         scale = min(1.0, max_grad_norm / norm) if max_grad_norm else 1.0
         for name, p in params.items():
@@ -108,22 +106,18 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
     np.testing.assert_equal([state_dict(model, device) for device in range(devices)], [found] * devices)
 
 
-@pytest.mark.parametrize("shares, devices", [((80, 20), 1), ((80, 20), 3)])
-def test_shares_for_another_number_of_devices_are_refused_where_the_model_is_built(shares, devices):
-    with pytest.raises(UsageError) as caught:
-        models.build("scratch", [mx.cpu(i) for i in range(devices)], LessonConfig(shares=shares))
-    assert caught.value.name == "shares"
+networks.register("other names", small_networks.normalized, mx.init.Xavier(), names="abcdefghijkl")
 
 
-def normalized(devices, seed=0, **settings):
+def normalized(devices, seed=0, model="normalized", **settings):
     mx.random.seed(seed)
     ctx = [mx.cpu(i) for i in range(devices)]
-    return models.build("highlevel", ctx, LessonConfig(impl="highlevel", model="normalized", **settings))
+    return models.build("highlevel", ctx, LessonConfig(impl="highlevel", model=model, **settings))
 
 
-@pytest.mark.parametrize("hybridize", [True, False])
-def test_replicas_with_batch_normalization_stay_equal(hybridize):
-    model = normalized(2, shares=(3, 1), hybridize=hybridize)
+@pytest.mark.parametrize("model, hybridize", [("normalized", True), ("normalized", False), ("other names", True)])
+def test_replicas_with_batch_normalization_stay_equal(model, hybridize):
+    model = normalized(2, model=model, shares=(3, 1), hybridize=hybridize)
     step = extended(model, Group())
     for X, y in batches([8, 5, 2, 8]):
         step(X, y, 0.1)

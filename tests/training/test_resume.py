@@ -20,7 +20,8 @@ from gluon_mgpu.training.workers import Group
 
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
-KINDS = {"plain": {}, "extras": EXTRAS}
+# {name: the lesson and the settings of a run}
+RUNS = {"scratch": ("scratch", {}), "extras": ("scratch", EXTRAS), "highlevel": ("highlevel", EXTRAS)}
 BATCH, LR = 32, 0.1
 SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
 
@@ -58,14 +59,13 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Results of runs that nothing interrupted: {(impl, "plain" or "extras"): results}."""
-    runs = {}
-    for impl in ("scratch", "highlevel"):
-        for kind, options in KINDS.items():
-            out = tmp_path_factory.mktemp("whole") / "run"
-            train(impl, out=out, **options)
-            runs[impl, kind] = results(out)
-    return runs
+    """Results of RUNS that nothing interrupted."""
+    found = {}
+    for name, (impl, options) in RUNS.items():
+        out = tmp_path_factory.mktemp("whole")
+        train(impl, out=out, **options)
+        found[name] = results(out)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,11 @@ def begun(two_epochs, tmp_path):
     return shutil.copytree(two_epochs, tmp_path / "run")
 
 
-@pytest.mark.parametrize("impl", ["scratch", "highlevel"])
-@pytest.mark.parametrize("kind, at_steps", [*(("extras", [n]) for n in (1, 10, 30)), *((k, [7, 6, 7]) for k in KINDS)])
-def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(impl, kind, at_steps, whole, tmp_path):
-    options, done = KINDS[kind], 0
+@pytest.mark.parametrize(
+    "name, at_steps", [*((name, [7, 6, 7]) for name in RUNS), *(("extras", [n]) for n in (1, 10, 30))]
+)
+def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(name, at_steps, whole, tmp_path):
+    (impl, options), done = RUNS[name], 0
     for at_step, by in zip(at_steps, (signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
         interrupted(impl, at_step, by, **{"resume" if done else "out": tmp_path}, **options)
         done += at_step
@@ -92,14 +93,14 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(i
         assert len(facts["history"]) * 10 + facts["steps"] == done
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(impl, resume=tmp_path, **options)
-    np.testing.assert_equal(results(tmp_path), whole[impl, kind])
+    np.testing.assert_equal(results(tmp_path), whole[name])
 
 
 def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     train(resume=begun, epochs=2)
     assert "epochs=3" in capsys.readouterr().err
     train(resume=begun)
-    np.testing.assert_equal(results(begun), whole["scratch", "plain"])
+    np.testing.assert_equal(results(begun), whole["scratch"])
     assert config(begun).epochs == 3
 
 
@@ -110,7 +111,7 @@ def test_a_run_that_was_recorded_before_mpi_is_resumed_with_the_same_bits(whole,
         del config[name]
     resave(tmp_path, config={**config, "kvstore": "dist_sync", "compress": None, "workers": 2, "version": "0.2.0"})
     train("highlevel", resume=tmp_path, **EXTRAS)
-    np.testing.assert_equal(results(tmp_path), whole["highlevel", "extras"])
+    np.testing.assert_equal(results(tmp_path), whole["highlevel"])
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_folder(whole, tmp_path):
@@ -119,7 +120,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_f
     with pytest.raises(UsageError):
         train(resume=tmp_path)
     train(out=tmp_path)
-    np.testing.assert_equal(results(tmp_path), whole["scratch", "plain"])
+    np.testing.assert_equal(results(tmp_path), whole["scratch"])
 
 
 def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, capsys):
@@ -223,10 +224,11 @@ def reconfigure(folder, **changed):
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
         lambda folder: reconfigure(folder, limit=5 * 10**9),
         lambda folder: reconfigure(folder, shares=[10**400]),
+        lambda folder: reconfigure(folder, image_range=None),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated version history text steps device limit shares shape W9".split(),
+    ids="truncated version history text steps device limit shares range shape W9".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)

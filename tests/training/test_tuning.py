@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-from gluon_mgpu import models, networks
+from gluon_mgpu import highlevel, models, networks
 from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.training import tuning
 
@@ -91,6 +91,7 @@ def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expe
         model = models.build("highlevel", [mx.cpu(0), mx.cpu(1)], LessonConfig(impl="highlevel", tune=tune))
         assert isinstance(model.fast_net, tuning.InPieces) == (tune and expected)
         assert isinstance(model.trainer, tuning.Trainer) == tune
+        assert (model.lesson.loss is highlevel.loss) != tune and not highlevel.loss._active
 
 
 def dense(ctx):

@@ -8,39 +8,26 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
 import runs
-from runs import ROOT, TRAIN
+from runs import TRAIN
 
-from gluon_mgpu import models
+from gluon_mgpu import models, scratch
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches, shuffled
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint, workers
-from gluon_mgpu.training.workers import Group
 
 pytestmark = runs.needs_mpi
 
 SYNTHETIC = {"dataset": "synthetic", "batch_size": 64, "lr": 0.2, "seed": 3, "epochs": 1, "device": "cpu"}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 0.5, "grad_accum_steps": 2}
-SCRATCH, HIGHLEVEL = ((ROOT / f"gluon_mgpu/{name}.py").read_text() for name in ("scratch", "highlevel"))
-# Copies of the lessons, with other networks: a smaller LeNet, and one with batch normalization.
-SMALL = SCRATCH.replace("(128, 800), (10, 128)", "(30, 800), (10, 30)").replace("num_hidden=128", "num_hidden=30")
-NORMALIZED = f"""{HIGHLEVEL}
-def lenet():
-    net = nn.HybridSequential(prefix="normalized_")
-    with net.name_scope():
-        net.add(nn.Conv2D(6, 3, strides=2, use_bias=False), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D())
-        net.add(nn.Dense(20, use_bias=False), nn.BatchNorm(scale=False), nn.Dense(10))
-    return net
-"""
-FILES = {"small.py": SMALL, "normalized.py": NORMALIZED}
-CASES = [(impl, extras) for impl in ("scratch", "highlevel", *FILES) for extras in ({}, EXTRAS)]
+CASES = [("scratch", {}), ("scratch", EXTRAS), ("highlevel", EXTRAS)]
 # A program of a user, which trains several times.
 PROGRAM = """
 import json, sys
@@ -77,25 +64,22 @@ def bits(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A folder with FILES, and with a run of two workers for each of CASES."""
+    """A folder with a run of two workers for each of CASES."""
     folder = tmp_path_factory.mktemp("two")
-    for name, code in FILES.items():
-        (folder / name).write_text(code)
-    done = train_together(2, [options(i, folder, folder / str(i)) for i in range(len(CASES))])
+    done = train_together(2, [options(i, folder / str(i)) for i in range(len(CASES))])
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def options(case, lessons, out):
+def options(case, out):
     """Of 4 steps, of which the last one has 57 examples."""
     impl, extras = CASES[case]
-    impl = str(lessons / impl) if impl in FILES else impl
     return {**SYNTHETIC, **extras, "impl": impl, "limit": 249, "out": str(out)}
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_two_workers_end_with_the_bits_of_two_contexts(case, two, tmp_path):
-    alone = train(**options(case, two, tmp_path), gpus=2)
+    alone = train(**options(case, tmp_path), gpus=2)
     assert bits(two / str(case)) == bits(tmp_path)
     metrics = json.loads((two / str(case) / "metrics.jsonl").read_text())
     assert metrics["test_accuracy"] == alone[0].test_accuracy
@@ -168,16 +152,9 @@ def test_the_last_layers_gradient_is_summed_before_the_first_layers_is_computed(
     assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "1", "True", "waited", "waited"]), done.stderr
 
 
-@pytest.mark.parametrize("size, gpus, parts", [(1, 1, 1), (2, 1, 3), (3, 2, 2), (7, 1, 1)])
-def test_every_example_of_a_batch_belongs_to_one_worker(size, gpus, parts):
-    for n in (1, 2, 5, 6, 7, 33, 256):
-        chosen = [Group(SimpleNamespace(rank=rank, size=size)).part(n, gpus, parts) for rank in range(size)]
-        assert sorted(np.concatenate(chosen)) == list(range(n))
-
-
 # Failures
 
-RAISES = f"""{SMALL}
+RAISES = f"""{Path(scratch.__file__).read_text()}
 import os
 calls, original = [], forward_backward
 
@@ -348,3 +325,20 @@ def test_a_finished_run_that_two_workers_resume_ends_with_status_0(two, busy, tm
         done = resume(folder, 1, 1)
         assert done.returncode == 0, done.stderr
     assert bits(folder) == before
+
+
+@pytest.mark.skipif(engine.cores() < 2, reason="needs 2 cores")
+@pytest.mark.parametrize("own_cores", [True, False])
+def test_workers_share_the_threads_of_the_cores_that_they_share(own_cores):
+    code = f"""
+import os
+from mpi4py import MPI
+if {own_cores}:  # as srun may start them
+    os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[MPI.COMM_WORLD.rank]])
+from gluon_mgpu.runtime import engine
+from gluon_mgpu.training.workers import join
+with join("mpi"):
+    assert engine._plan.processes == {1 if own_cores else 2}
+"""
+    done = runs.finished(*runs.mpiexec((2, sys.executable, "-c", code)))
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,105 @@
+"""The twins of scratch, programs for PyTorch and for JAX, train as scratch does; the pages show how they differ."""
+
+import ast
+import importlib.util
+import os
+import sys
+from functools import cache
+from itertools import combinations
+
+import mxnet as mx
+import numpy as np
+import pytest
+from lenet64 import EPSILON, additions
+from mxnet import nd
+from runs import ROOT, finished
+
+from gluon_mgpu import scratch
+from gluon_mgpu.data import batches, datasets
+from gluon_mgpu.runtime import engine
+
+SIZE, STEPS, LR = 256, 20, 0.02
+OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
+
+
+def initial():
+    """The parameters that the programs draw."""
+    rng, params = np.random.default_rng(1), []
+    for shape in [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]:
+        params += [rng.normal(0, 0.1, shape).astype(np.float32), np.zeros(shape[0], np.float32)]
+    return params
+
+
+@cache
+def trained_by_scratch():
+    """The parameters after 20 steps on two contexts, and the largest change of each array in each step."""
+    data, ctx = datasets.load("synthetic", limit=SIZE * STEPS), [mx.cpu(0), mx.cpu(1)]
+    replicas = [scratch.get_params([nd.array(p) for p in initial()], c) for c in ctx]
+    order = batches.shuffled(SIZE * STEPS, seed=1, epoch=1)
+    now, changes = initial(), []
+    for X, y in batches.batches(data.train_images, data.train_labels, SIZE, order):
+        scratch.train_batch(X, y, replicas, ctx, LR)
+        before, now = now, [p.asnumpy() for p in replicas[0]]
+        changes.append([np.abs(a - b).max() for a, b in zip(now, before)])
+    return now, np.array(changes)
+
+
+def assert_trained_as_scratch(file):
+    """Fail if the parameters in an .npz file differ from scratch's by more than rounding can explain."""
+    expected, changes = trained_by_scratch()
+    # As in lenet64.assert_close: a sum of n numbers has a relative error of at most n * EPSILON, in each step.
+    rounding = EPSILON * additions(SIZE) * changes.sum(0)
+    for a, b, most in zip(np.load(file).values(), expected, rounding):
+        assert np.abs(a - b).max() <= most
+
+
+def functions(path):
+    """{name: code} of the functions in a file."""
+    nodes = ast.parse((ROOT / path).read_text()).body
+    return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(command, program): run a twin without MXNet. Returns what it printed, once its parameters are checked."""
+    (tmp_path / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def run(command, program):
+        out, environment = tmp_path / "params.npz", {**engine.users_environment(), "PYTHONPATH": path}
+        done = finished(*command, ROOT / "docs" / program, *OPTIONS, "--out", out, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert_trained_as_scratch(out)
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+@pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
+def test_after_20_steps_a_program_for_pytorch_has_the_parameters_of_scratch(name, run):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run(torchrun, f"pytorch/{name}.py")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
+@pytest.mark.parametrize("name", ["scratch", "sharding"])
+def test_after_20_steps_a_program_for_jax_has_the_parameters_of_scratch(name, run):
+    printed = run([sys.executable], f"jax/{name}.py")
+    if name == "sharding":  # the compiler inserts sums of all gradients
+        lines = [line.split("all-reduce of ")[1] for line in printed.splitlines() if "all-reduce" in line]
+        shapes = [f"f32[{','.join(map(str, shape))}]" for weight in scratch.SHAPES for shape in (weight, weight[:1])]
+        assert sorted(" ".join(lines).split()) == sorted(shapes)
+
+
+def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_about():
+    codes = [functions(f"docs/pytorch/{name}.py") for name in ("scratch", "ddp", "fsdp")]
+    names = {name for code in codes for name in code}
+    differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)]
+    own = {"init_params", "lenet", "sgd", "train_batch", "train"}
+    assert differing == [own, own, {"train"}]
+
+
+def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_100_lines():
+    assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
+    assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 100
