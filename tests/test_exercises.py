@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises import Mistake, check
+from gluon_mgpu.exercises import Mistake, cases, check
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
 # replaces its function, or edits to our solution: lines "< OLD", then lines "> NEW".
@@ -66,6 +66,8 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     for name, mistakes in own.items():
         planted = {mistake for exercise, mistake, _ in PLANTED if exercise == name}
         assert mistakes <= planted <= mistakes | texts.defaults().keys()
+    shared = re.findall(r'"([a-z]+(?:-[a-z]+)+)"', Path(cases.__file__).read_text())
+    assert {*shared} <= texts.defaults().keys()
     everywhere = {mistake for _, mistake, _ in PLANTED}
     other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "changes-check"}
     assert texts.defaults().keys() - everywhere == other_tests

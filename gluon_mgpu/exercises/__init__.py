@@ -27,10 +27,13 @@ from gluon_mgpu.runtime.errors import UsageError, command
 LESSONS = {
     "from-scratch": ("split", "allreduce", "step", "predict", "accumulate"),
     "gluon": ("replicas", "stats", "seeds"),
+    "second-device": ("speedup",),
+    "pytorch": ("process",),
     "asynchrony": ("timing", "overlap"),
     "batch-size": ("rate",),
     "rings": ("tree", "ring", "reduce_scatter", "all_gather", "buckets"),
     "zero": ("zero1",),
+    "partition": ("block",),
 }
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)

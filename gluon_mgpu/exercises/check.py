@@ -35,7 +35,12 @@ TORCH = {  # {attribute of a PyTorch tensor that an NDArray x lacks: what to wri
 HINTS = {  # {part of an error message: what to do}
     "not in a computational graph": "compute the loss inside `with autograd.record():`",
     "Cannot find argument 'dim'": "PyTorch's dim is axis in MXNet",
-    "could not be broadcast": "the shapes differ: give both the same shape, for example with reshape",
+    "Assigning to NDArrays that are already in a": "only the forward pass belongs inside `with autograd.record():`",
+    "The any container is empty": "copy shards to the devices before `with autograd.record():`, not inside",
+    "could not be broadcast": "the shapes differ; an allreduce, for example, adds arrays of one shape, one per device",
+    "Shape inconsistent": "the shapes of the arrays do not fit each other; print them",
+    "for Parameter num_args": "an operator was called without arrays; perhaps a list, such as a bucket, is empty",
+    "'NoneType'": "perhaps a function that works in place, such as an allreduce, has returned None",
     "inferring shapes failed": "perhaps an array has no elements",
     "list index out of range": "with k elements, the last index is k - 1",
     "must have NDArray type": "pass the arrays one by one, as in nd.concat(*arrays, dim=0)",
@@ -49,9 +54,9 @@ def check(name: str, code: str, path: str) -> str | None:
     """
     import mxnet as mx
 
-    from gluon_mgpu.exercises import cases, checks, sums
+    from gluon_mgpu.exercises import cases, checks, processes, rates, sums
 
-    run_cases, ours = getattr(checks, name), (cases, checks, sums)
+    run_cases, ours = getattr(checks, name), (cases, checks, processes, rates, sums)
     unchanged = [{**vars(module)} for module in ours]
     module, wanted = ModuleType(name), exercises.answer_of(name).name
     call, returned = "", None

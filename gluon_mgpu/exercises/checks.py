@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections import Counter
 from typing import Any
 
 import numpy as np
-from mxnet import Context, gluon, nd
+from mxnet import Context, MXNetError, gluon, nd
 from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import Answer, Copy, Numbers, Wait, compare, contexts, recording, shown, values
-from gluon_mgpu.exercises.sums import all_gather, allreduce, buckets, reduce_scatter, ring, tree, zero1  # noqa: F401
+from gluon_mgpu.exercises.cases import Answer, Backward, Copy, Wait, compare, contexts, recording, shown, values
+from gluon_mgpu.exercises.processes import process  # noqa: F401
+from gluon_mgpu.exercises.rates import rate, speedup  # noqa: F401
+from gluon_mgpu.exercises.sums import all_gather, allreduce, block, buckets, reduce_scatter, ring, tree, zero1  # noqa: F401
 
 K = 3  # devices in the Gluon exercises
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
-N, FEATURES, CLASSES, BATCH, LR = 288, 8, 3, 16, 0.01  # for rate
 SEEDS, SHAPES = 60, ((4, 3), (100,))  # for seeds: number of calls, shapes of weights and masks
 
 
@@ -29,6 +30,11 @@ def split(answer: Answer) -> None:
     for n, k in ((6, 2), (7, 3), (10, 4), (3, 3)):
         data, ctx = nd.arange(2 * n).reshape((n, 2)), contexts(k)
         shards = cases.listed(answer(data, ctx))
+        if len(shards) != k:
+            raise Mistake("wrong-number", f"{n} examples on {k} devices: {len(shards)} shards")
+        if any(shard.shape[1:] != (2,) for shard in shards):
+            case = f"a batch of shape {data.shape} on {k} devices: shards of shape {[shard.shape for shard in shards]}"
+            raise Mistake("wrong-shape", case)
         sizes, devices = [len(shard) for shard in shards], [shard.context for shard in shards]
         known, found = data.asnumpy().tolist(), _rows(shards)
         missing = [i for i in range(n) if known[i] not in found]
@@ -36,6 +42,7 @@ def split(answer: Answer) -> None:
         mistakes = {
             "changes-examples": any(row not in known for row in found),
             "drops-examples": missing,
+            "mixed-up": devices != ctx and set(devices) == set(ctx),
             "wrong-device": devices != ctx,
             "repeats-examples": len(found) != n,
             "unbalanced": max(sizes) - min(sizes) > 1,
@@ -44,54 +51,69 @@ def split(answer: Answer) -> None:
         cases.first(case, mistakes)
 
 
-def _linear(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A batch for a linear model: X (n, 2), y (n,)."""
-    random = np.random.RandomState(seed)
-    return random.normal(size=(n, 2)), random.normal(size=n)
-
-
-def _gradient(X: np.ndarray, y: np.ndarray, w: np.ndarray) -> np.ndarray:
-    return ((X @ w - y)[:, None] * X).sum(axis=0)
-
-
-def _shards(X: np.ndarray, y: np.ndarray, w: np.ndarray, k: int) -> Numbers:
-    """The gradients of k shards of nearly equal size."""
-    return [_gradient(*shard, w) for shard in zip(np.array_split(X, k), np.array_split(y, k))]
-
-
 def step(answer: Answer) -> None:
     k, lr, w = 3, 0.1, np.array([1.0, -2.0])
     for n in (61, 60):
-        X, y = _linear(n)
+        X, y = cases.linear(n)
         params = cases.on_devices([w] * k)
         for p in params:
             p.attach_grad()
-        with recording() as events:
-            answer(nd.array(X), nd.array(y), [[p] for p in params], contexts(k), lr)
+        with recording(params=params) as events:
+            try:
+                answer(nd.array(X), nd.array(y), [[p] for p in params], contexts(k), lr)
+            except MXNetError as error:
+                shapes = re.search(r"shapes \[(20|21|61)\] \[(20|21|61)\]", str(error))
+                cases.first(f"{n} examples on {k} devices: {shapes and shapes[0]}", {"mixed-up": shapes})
+                raise
         found, sums = values(params), values([p.grad for p in params])
-        own, gradient, cut = _shards(X, y, w, k), _gradient(X, y, w), n - n % k
-        too_often = any(np.allclose(x, gradient * k**i, rtol=1e-4) for x in sums for i in range(1, k + 1))
+        own, gradient, cut = cases.gradients_of(X, y, w, k), cases.gradient_of(X, y, w), n - n % k
         sizes = [len(shard) for shard in np.array_split(X, k)]
-        means = [g / size for g, size in zip(own, sizes)]
+        means, zero = [g / size for g, size in zip(own, sizes)], 0 * w
+        passes = [i for i, event in enumerate(events) if isinstance(event, Backward)]
+        computed = [zero] * k  # by each device, before the allreduce
+        for i in passes:
+            computed = [new if new.any() else old for old, new in zip(computed, values(events[i].gradients))]
+        by_backward, total = np.any(computed), np.sum(computed, axis=0)
+        equal, averaged = cases.same(computed, computed[:1] * k), cases.same(computed, means)
+        factor = total @ gradient / (gradient @ gradient)
+        summed = (event for event in events[: passes[-1]] if isinstance(event, Copy)) if passes else ()
         wrong: dict[str, list[Any]] = {
-            "not-in-place": [0 * w],
+            "not-in-place": [zero],
             "mean-of-means": [sum(means) / k],
-            "mean-loss": [sum(means) / size for size in (1, n)],
+            "mean-loss": [sum(means) / size for size in (1, n)] if averaged else [],
             "no-division": [gradient],
             "same-shard": [g * k / n for g in own],
-            "drops-examples": [_gradient(X[:cut], y[:cut], w) / size for size in (n, cut) if cut < n],
-            "one-replica": [[gradient / n] + [0 * w] * (k - 1)],
+            "drops-examples": [cases.gradient_of(X[:cut], y[:cut], w) / size for size in (n, cut) if cut < n],
             "shard-size": [[gradient / size for size in sizes], gradient / cut * k, gradient / sizes[0] / k],
             "scaled-rate": [gradient / n * k],
             "no-allreduce": [[g / size for g in own] for size in (n, n // k, 1)] + [means],
+            "one-shard": [g / n for g in own],
             "sums-parameters": [gradient / n - (k - 1) * w / lr],
         }
         results = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
+        mistakes: dict[str, Any] = {
+            "allreduce-in-loop": any(copy.source != params[0].context for copy in summed),
+            "whole-batch": by_backward
+            and equal
+            and any(cases.same(computed[:1], [gradient / size]) for size in (1, n)),
+            "same-shard": (by_backward and equal) or results["same-shard"],
+            "idle-devices": by_backward and not all(map(np.any, computed)),
+            "one-replica": cases.same(found[1:], [w] * (k - 1)) and not cases.same(found[:1], [w]),
+            "no-backward": not passes and cases.same(found, [w] * k),
+            "gradients-reset": by_backward and not np.any(sums) and cases.same(found, [w] * k),
+            "sums-twice": any(np.allclose(x, gradient * k**i, rtol=1e-4) for x in sums for i in range(1, k + 1)),
+            **{name: arrays for name, arrays in results.items() if name != "same-shard"},
+            "wrong-sum": not (averaged or cases.same(sums, computed) or cases.same(sums, [total] * k)),
+            "wrong-gradients": by_backward and not averaged and not cases.same([total], [factor * gradient]),
+        }
         case = f"a step of {n} examples on {k} devices with lr {lr}, from w = {shown([w])}"
-        mistakes = {"sums-twice": too_often, **results}
-        compare(f"{case}; w on each device:", found, w - lr * gradient / n, mistakes, [w] * k)
-        if not any(isinstance(event, Wait) for event in events):  # arrays may also be copied through NumPy
+        if by_backward:
+            case = f"{case}\ngradients after backward:  {shown(computed)}\ngradients after the step:  {shown(sums)}"
+        compare(f"{case}\nw on each device:", found, w - lr * gradient / n, mistakes, [w] * k)
+        cases.first(case, {name: mistakes[name] for name in ("whole-batch", "idle-devices")})
+        if not any(isinstance(event, Wait) for event in events):
             _check_work(case, [event for event in events if isinstance(event, Copy)], contexts(k)[1:], n)
+        cases.only_queues(case, events)
 
 
 def _check_work(case: str, copies: list[Copy], devices: list[Context], n: int) -> None:
@@ -113,11 +135,11 @@ def accumulate(answer: Answer) -> None:
     for p in params:
         p.attach_grad("add")
     for round in (1, 2):
-        parts = [_linear(size, seed=round * size) for size in sizes]
+        parts = [cases.linear(size, seed=round * size) for size in sizes]
         with recording() as events:
             answer([(nd.array(X), nd.array(y)) for X, y in parts], [[p] for p in params], contexts(k), lr)
-        first, second, last = gradients = [_gradient(X, y, w) for X, y in parts]
-        gradient = np.sum(gradients, axis=0)
+        first, second, last = gradients = [cases.gradient_of(X, y, w) for X, y in parts]
+        gradient, own = np.sum(gradients, axis=0), np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0)
         wrong: dict[str, list[Any]] = {
             "not-in-place": [0 * w],
             "one-replica": [[gradient / n, 0 * w]],
@@ -127,20 +149,22 @@ def accumulate(answer: Answer) -> None:
             "number-of-parts": [gradient / len(sizes)],
             "mean-of-means": [sum(g / size for g, size in zip(gradients, sizes)) / len(sizes)],
             "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)],
-            "no-allreduce": [np.sum([_shards(X, y, w, k) for X, y in parts], axis=0) / n],
+            "no-allreduce": [own / n],
+            "one-shard": [g / n for g in own],
         }
         mistakes: dict[str, list[Any]] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         mistakes["step-per-part"] = []
         for divisors in (sizes, [n] * len(sizes)):
             p = w
             for (X, y), size in zip(parts, divisors):
-                p = p - lr * _gradient(X, y, p) / size
+                p = p - lr * cases.gradient_of(X, y, p) / size
             mistakes["step-per-part"].append(p)
         right = w - lr * gradient / n
         case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
         compare(f"{case}; w on each device:", values(params), right, mistakes, [w] * k)
-        passes = events.count("backward")
+        passes = sum(isinstance(event, Backward) for event in events)
         cases.first(f"{case}: {passes} backward passes", {"one-part": 0 < passes < len(sizes)})
+        cases.only_queues(case, events)
         w, earlier = right, gradient
 
 
@@ -165,7 +189,7 @@ def predict(answer: Answer) -> None:
             "drops-examples": computed < n,
         }
         cases.first(case, mistakes)
-        found, right = values(cases.listed([classes])), scores.argmax(axis=1).astype(float)
+        found, right = values([cases.array(classes)]), scores.argmax(axis=1).astype(float)
         in_order = Counter(found[0]) == Counter(right)
         compare(case, found, right, {"scores": [2.0 * scores.max(axis=1)], "wrong-order": in_order})
         cases.listed([classes], shape=(n,))
@@ -177,29 +201,35 @@ def predict(answer: Answer) -> None:
         cases.copies(case, events, elsewhere * (5 + 1), allow_numpy=True)  # copy 5 numbers there, and a class back
 
 
-def _numbers(net: gluon.Block, pattern: str = ".*") -> Numbers:
+def _numbers(net: gluon.Block, pattern: str = ".*") -> cases.Numbers:
     """For each device, all elements of its parameters."""
     return values([[p.data(c) for p in net.collect_params(pattern).values()] for c in contexts(K)])
 
 
 def replicas(answer: Answer) -> None:
-    net, limit = nn.Dense(1, in_units=3), 1.5
+    net, limit = nn.Dense(1, in_units=5), 1.5
     net.initialize(ctx=contexts(K))
-    net.weight.set_data(nd.array([[-2.5, 2, 0.5]]))
+    net.weight.set_data(nd.array([[-2.5, 2, 0.5, -0.75, -1.75]]))
     net.bias.set_data(nd.array([1.75]))
+    for gradient in net.weight.list_grad():
+        gradient[:] = 2 * limit
     before, arrays = _numbers(net), net.weight.list_data() + net.bias.list_data()
     answer(net, limit)
     x, found = before[0], np.array(_numbers(net))
     right, inside = np.clip(x, -limit, limit), abs(x) <= limit
+    (low, *_, high), gradients = np.sort(found[0]), values(net.weight.list_grad())
     mistakes = {
         "one-replica": [[right, *before[1:]]],
+        "changes-gradients": not np.equal(gradients, 2 * limit).all(),
         "not-in-place": [before],
         "one-limit": [np.minimum(x, limit), np.maximum(x, -limit)],
-        "changes-others": (found != x)[:, inside].any(),
+        "swapped-limits": [np.where(x > -limit, -limit, limit)],
+        "other-limits": low < high and [np.clip(x, low, high)],
         "wrong-sign": (found * x < 0).any(),
+        "changes-others": (found != x)[:, inside].any(),
         "zeroed": (found == 0).any(),
     }
-    case = f"limit {limit}, {K} devices, each with a weight (3 elements) and a bias (1 element): {shown(before[:1])}"
+    case = f"limit {limit}, {K} devices, each with a weight (5 elements) and a bias (1 element): {shown(before[:1])}"
     compare(case, list(found), right, mistakes, before)
     if any((x != y).asnumpy().any() for x, y in zip(arrays, net.weight.list_data() + net.bias.list_data())):
         raise Mistake("not-in-place", f"{case}; the values are right, but in new arrays")
@@ -222,11 +252,12 @@ def stats(answer: Answer) -> None:
     mistakes = {
         "not-in-place": [before],
         "one-replica": [[mean, *before[1:]]],
-        "first-device": [before[0]],
+        "one-device": before,
         "early-write": cases.same(found[:1], [mean]),
         "sum": [mean * K],
         "over-channels": [[np.repeat(x.reshape(4, 2).mean(axis=1), 2) for x in xs] for xs in ([mean] * K, before)],
         "unequal-weights": weighted and [found[0]],
+        "not-a-sum": cases.operations(before),
     }
     case = f"{K} devices, each with means and variances of 2 channels in layer 1, then in layer 2:\n{shown(before)}"
     compare(case, found, mean, mistakes, before)
@@ -238,10 +269,13 @@ def seeds(answer: Answer) -> str:
     ctx, drawn = contexts(K), []
     for seed in (1, 1, *range(2, SEEDS)):
         result = answer(ctx, seed) or (None, None)
+        if isinstance(result, (list, tuple)) and len(result) != 2:
+            raise Mistake("wrong-number", f"expected two lists; the function returned a list of {len(result)}")
         weights, masks = (values(cases.listed(arrays, ctx, shape)) for arrays, shape in zip(result, SHAPES))
         case = f"seed {seed}, {K} devices; the first 3 weights and 6 elements of the mask on each device:"
         case = f"{case}\n{shown([w[:3] for w in weights])}\n{shown([m[:6] for m in masks])}"
         mistakes = {
+            "not-random": any(not np.ptp(numbers) for numbers in weights + masks),
             "different-weights": not all(np.array_equal(w, weights[0]) for w in weights),
             "same-masks": any(np.array_equal(masks[i], masks[j]) for i in range(K) for j in range(i)),
             "not-a-mask": any(not set(m) <= {0, 1} for m in masks),
@@ -311,6 +345,7 @@ def timing(answer: Answer) -> None:
             raise Mistake("no-clock", f"{case} {found:g}; expected {right}")
         mistakes = {
             "times-queue": QUEUE,
+            "waits-too-early": EARLIER + QUEUE,
             "earlier-work": EARLIER + seconds[0],
             "clock-before-wait": EARLIER + right,
             "waits-for-one": QUEUE + min(seconds),
@@ -334,9 +369,12 @@ def overlap(answer: Answer) -> None:
     results = cases.listed(results)
     done = [{Copy: "copy", Wait: "wait"}.get(type(event), event) for event in events]
     case = f"{len(parts)} parts; what the function did: {', '.join(done) or 'nothing'}"
+    while done[:1] == ["wait"]:  # does not delay anything
+        done.pop(0)
     first_wait = done.index("wait") if "wait" in done else len(done)
     mistakes = {
-        "wrong-device": done.count("compute") < len(parts),
+        "wrong-device": any(name.startswith("compute on") for name in done),
+        "missing-parts": done.count("compute") < len(parts),
         "computes-twice": done.count("compute") > len(parts),
         "copies-parts": done[:1] == ["copy"],
         "waits-in-loop": "compute" in done[first_wait:],
@@ -346,7 +384,7 @@ def overlap(answer: Answer) -> None:
     }
     cases.first(case, mistakes)
     right = values([part * 10 for part in parts])
-    compare(case, values(results), right, {"one-buffer": [right[-1]], "wrong-order": [right[::-1]]})
+    compare(case, values(results), right, {"one-buffer": right, "wrong-order": [right[::-1]]})
     cases.listed(results, shape=parts[0].shape)
     waits = [event.array for event in events if isinstance(event, Wait)]
     single = [array for array in waits if array is not None]
@@ -355,46 +393,3 @@ def overlap(answer: Answer) -> None:
         missing = [i + 1 for i in range(len(parts)) if not any(int(x) & 2**i for x in on_host)]  # sums of powers of 2
         if missing:
             raise Mistake("waits-for-some", f"{case}; did not wait for the copies of the parts {missing}")
-
-
-def _loss_after_an_epoch(batch_size: int, lr: float) -> float:
-    """Train a linear classifier for an epoch, and return its loss."""
-    random = np.random.RandomState(0)
-    centers, labels = random.normal(size=(CLASSES, FEATURES)), np.arange(N) % CLASSES
-    X, W = centers[labels] + 2 * random.normal(size=(N, FEATURES)), np.zeros((FEATURES, CLASSES))
-    X[:, 0] *= 5  # with 9 times the learning rate, steps in this direction overshoot
-
-    def probabilities(X: np.ndarray) -> np.ndarray:
-        powers = np.exp(X @ W - (X @ W).max(axis=1, keepdims=True))
-        return powers / powers.sum(axis=1, keepdims=True)
-
-    for start in range(0, N, batch_size):
-        batch = slice(start, start + batch_size)
-        W -= lr / batch_size * X[batch].T @ (probabilities(X[batch]) - np.eye(CLASSES)[labels[batch]])
-    return float(-np.log(probabilities(X)[np.arange(N), labels]).mean())
-
-
-def rate(answer: Answer) -> None:
-    others = ((0.2, 256, 512), (0.2, 100, 250), (0.1, 64, 4096), (0.004, 32, 96), (0.1, 48, 64))
-    for lr, old, new in ((LR, BATCH, 3 * BATCH), (LR, BATCH, 2 * BATCH), *others):
-        found, right = cases.number(answer(lr, old, new)), lr * new / old
-        case = f"lr {lr} for batch size {old}\nbatch size {new}: expected lr {right:g}, found {found:g}"
-        if old == BATCH:
-            losses = [_loss_after_an_epoch(*run) for run in ((old, lr), (new, found))]
-            case += (
-                f"\nloss: {math.log(CLASSES):.3f} before training; after an epoch {losses[0]:.3f}, now {losses[1]:.3f}"
-            )
-        cases.first(case, {_rule(found / lr, new / old): not math.isclose(found, right, rel_tol=0.001)})
-
-
-def _rule(found: float, ratio: float) -> str:
-    """Name the rule by which the rate was multiplied by `found` when the batch size was multiplied by `ratio`."""
-    rules = {
-        "unscaled": 1,
-        "square-root": math.sqrt(ratio),
-        "too-large": ratio**2,
-        "whole-number": ratio // 1,
-        "logarithm": 1 + math.log2(ratio),
-    }
-    names = [name for name, factor in rules.items() if math.isclose(found, factor, rel_tol=0.01)]
-    return names[0] if names else "too-small" if found < ratio else "other-rule"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
-from mxnet import nd
+from mxnet import Context, nd
 
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Answer, Copy, Known, Numbers, compare, contexts, recording, shown, values
 
-SIZES = ((4, 8), (2, 4), (3, 6), (3, 7))  # numbers of devices, lengths of vectors
+SIZES = ((4, 8), (2, 4), (3, 6), (3, 8))  # numbers of devices, lengths of vectors
 SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
 
 
@@ -31,17 +32,20 @@ def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list
         "not-in-place": replaced or [before],
         "mean": [total / k],
         "no-broadcast": [[total, *before[1:]]],
+        "not-a-sum": cases.operations(before),
+        "over-elements": [np.full(n, np.sum(before)), [np.full(n, x.sum()) for x in before]],
     }
     return f"{k} device{'s'[: k > 1]} with {shown(before)}", before, found, events, mistakes
 
 
 def _counts(found: Numbers, before: Numbers) -> dict[str, bool]:
     """Name the mistake if each result is a sum in which some arrays are missing, or occur more than once."""
-    counts = list(product(range(4), repeat=len(before)))[1:]
+    counts = list(product(range(5), repeat=len(before)))[1:]
     sums = list(zip(counts, counts @ np.array(before)))
-    fits = [[max(count) for count, total in sums if np.allclose(total, x)] for x in found]
-    name = "sums-twice" if any(min(fit, default=0) > 1 for fit in fits) else "missing-arrays"
-    return {name: all(fits)}
+    fits = [[count for count, total in sums if np.allclose(total, x)] for x in found]
+    used = np.sum([fit[0] for fit in fits if fit], axis=0)  # how often each array was added, on all devices
+    name = "sums-twice" if any(max(fit[0]) > 1 for fit in fits if fit) else "missing-arrays"
+    return {"overwritten" if np.min(used) == 0 else name: all(fits)}
 
 
 def _rounds(found: Numbers, right: Numbers, events: list[Any], needed: int) -> dict[str, bool]:
@@ -78,10 +82,16 @@ def allreduce(answer: Answer) -> None:
 
 def tree(answer: Answer) -> None:
     for k in (2, 4, 16, 1, 3, 5, 6, 7):
-        case, before, found, events, mistakes = _reduce(answer, k, 2)
+        try:
+            case, before, found, events, mistakes = _reduce(answer, k, 2)
+        except IndexError as error:
+            cases.first(f"{k} devices: IndexError: {error}", {"powers-of-2": k in (3, 5, 6, 7)})
+            raise
         total = np.sum(before, axis=0)
+        counted = _counts(found, before) if k <= 4 else {}
+        twice = {name: made for name, made in counted.items() if name == "sums-twice"}
         mistakes |= {"no-broadcast": [[total, *found[1:]]], "powers-of-2": k in (3, 5, 6, 7)}
-        compare(case, found, total, {**mistakes, **(_counts(found, before) if k == 4 else {})})
+        compare(case, found, total, {**twice, **mistakes, **counted})
         busy: Counter[Any] = Counter()  # {device: round of its last copy}, if each takes part in one copy per round
         done = cases.copies(case, events, 2 * (k - 1) * 2)
         for copy in done:
@@ -139,9 +149,10 @@ def reduce_scatter(answer: Answer) -> None:
         own, right = _chunks(before), _chunks([total] * k)
         mistakes = {
             "not-scattered": [total],
-            "no-sum": [before, own],
+            "no-sum": [before, own, *(_chunks([x] * k) for x in before)],
             "mean": [[x / k for x in right]],
             "sums-twice": [[x + y for x, y in zip(right, own)]],
+            "own-chunks": [[sum(_chunks([x] * k)) for x in before]] if n % k == 0 else [],
             "misplaced-chunks": [right[i:] + right[:i] for i in range(1, k)] + [right[::-1]],
         }
         _exchange(answer, before, right, mistakes)
@@ -153,7 +164,7 @@ def all_gather(answer: Answer) -> None:
         parts = _chunks([total] * k)
         padded = [np.concatenate([part * (i == j) for j, part in enumerate(parts)]) for i in range(k)]
         mistakes = {
-            "not-gathered": [parts, padded],
+            "not-gathered": [parts, padded, [np.tile(part, k) for part in parts]],
             "one-replica": [[total, *parts[1:]]],
             "sum": n % k == 0 and [np.sum(parts, axis=0)],
         }
@@ -161,7 +172,7 @@ def all_gather(answer: Answer) -> None:
 
 
 def zero1(answer: Answer) -> None:
-    lr, momentum, batch_size = 0.1, 0.9, 4
+    lr, momentum, batch_size = 0.25, 0.9, 5
     for k, n in ((2, 4), (3, 7)):
         random = np.random.RandomState(k)
         w, v = random.randint(-5, 5, n).astype(float), np.zeros(n)
@@ -169,7 +180,7 @@ def zero1(answer: Answer) -> None:
         for number in (1, 2, 3):
             grads = list(random.randint(1, 20, (k, n)).astype(float))
             with recording() as events:
-                answer(params, cases.on_devices(grads), velocities, lr, momentum, batch_size)
+                answer([*params], cases.on_devices(grads), [*velocities], lr, momentum, batch_size)
             total, own, old = np.sum(grads, axis=0), np.concatenate(_chunks(grads)), momentum * v
             new = old - lr * total / batch_size
             before, after = _chunks([w] * k), _chunks([w + new] * k)
@@ -178,11 +189,19 @@ def zero1(answer: Answer) -> None:
                 "mean": [old - lr * total / k / batch_size],
                 "sums-twice": [old - lr * total * k / batch_size],
                 "no-momentum": [new - old],
-                "other-momentum": [momentum * new + new - old, old + momentum * (new - old)],
+                "other-momentum": [
+                    momentum * new + new - old,
+                    *(old + factor * (new - old) for factor in (momentum, 1 - momentum)),
+                    old / momentum + new - old,
+                ],
                 "no-allreduce": [old - lr * g / batch_size for g in (own, np.array(grads))],
             }
+            unchanged = [np.array_equal(x, y) for x, y in zip(values(velocities), _chunks([v] * k))]
             mistakes = {
+                "nothing-new": all(unchanged) and [w],
                 "not-in-place": [w],
+                "idle-devices": not unchanged[0] and all(unchanged[1:]) and [np.concatenate([after[0], *before[1:]])],
+                "gathers-velocities": [new],
                 "no-gather": [
                     [np.concatenate([*before[:i], after[i], *before[i + 1 :]]) for i in range(k)],
                     np.concatenate([after[0], *before[1:]]),
@@ -212,7 +231,7 @@ def _filled(sizes: list[int], limit: int) -> list[list[int]]:
 
 def buckets(answer: Answer) -> None:
     sizes = [math.prod(shape) for shape in SHAPES]
-    for k, limit in ((2, 5), (2, 3), (2, sum(sizes)), (3, 5)):
+    for k, limit in ((2, 5), (2, 7), (2, 2), (2, sum(sizes)), (3, 5)):
         before, ctx = cases.vectors(k, sum(sizes)), contexts(k)
         splits = [np.split(x, np.cumsum(sizes)[:-1]) for x in before]
         grads = [[nd.array(x.reshape(s), ctx=c) for x, s in zip(split, SHAPES)] for split, c in zip(splits, ctx)]
@@ -239,3 +258,64 @@ def buckets(answer: Answer) -> None:
             "wrong-buckets": sent != right,
         }
         cases.first(case, mistakes)
+
+
+def block(answer: Answer) -> None:
+    n, d, m = 2, 6, 2
+    for k, h in ((2, 20), (3, 10), (1, 4)):
+        random, ctx = np.random.RandomState(k), contexts(k)
+        X, W1, b1, W2, b2 = (
+            random.randint(-4, 5, shape).astype(float) for shape in ((n, d), (h, d), (h,), (m, h), (m,))
+        )
+        b1[-1] = 100  # so that relu keeps the last hidden value
+        with recording() as events:
+            result = answer(*[nd.array(x) for x in (X, W1, b1, W2, b2)], ctx)
+        found = values(cases.listed(result, ctx))
+        rows = np.array_split(np.arange(h), k)
+        before = X @ W1.T + b1
+        hidden = np.maximum(before, 0)
+        parts, right = [hidden[:, own] @ W2[:, own].T for own in rows], hidden @ W2.T + b2
+        partial = sum(np.maximum(X[:, own] @ W1[:, own].T + b1 / k, 0) for own in np.array_split(np.arange(d), k))
+        used = np.arange(h - h % k)
+        wrong = {
+            "bias-on-each": [right + (k - 1) * b2],
+            "no-bias": [right - b2, *((np.maximum(X @ W1.T, 0) + late) @ W2.T + b2 for late in (0, b1))],
+            "no-relu": [before @ W2.T + b2, before @ W2.T + k * b2],
+            "relu-of-sum": [np.maximum(right, 0), np.maximum(before @ W2.T + b2, 0)],
+            "relu-of-parts": [partial @ W2.T + b2, sum(np.maximum(part, 0) for part in parts) + b2],
+            "drops-channels": [hidden[:, used] @ W2[:, used].T + b2] if h % k else [],
+            "mean": [sum(parts) / k + b2, right / k],
+        }
+        mistakes: dict[str, Any] = {name: [x.ravel() for x in results] for name, results in wrong.items()}
+        mistakes["no-broadcast"] = [
+            [right.ravel(), *[(part + extra).ravel() for part in parts[1:]]] for extra in (0, b2)
+        ]
+        mistakes["no-sum"] = [[(part + extra).ravel() for part in parts] for extra in (0, b2)]
+        case = f"{n} examples, {d} inputs, {h} hidden values, {m} outputs, {k} device{'s'[: k > 1]}"
+        compare(f"{case}; the outputs on each device:", found, right.ravel(), mistakes)
+        for array in result:
+            cases.listed([array], shape=(n, m))
+        _check_block(case, events, ctx, h, n * d, d + 1 + m, n * m)
+        cases.only_queues(case, events)
+
+
+def _check_block(case: str, events: list[Any], ctx: Sequence[Context], h: int, X: int, row: int, output: int) -> None:
+    """Check, by the numbers that each device sent and received, that it computed its share of the hidden values.
+
+    X, row, output: the sizes of the input, of the parameters of one hidden value, and of the output.
+    """
+    sent, received = Counter[Context](), Counter[Context]()
+    for copy in (event for event in events if isinstance(event, Copy)):
+        sent[copy.source] += copy.size
+        received[copy.target] += copy.size
+    for i, device in enumerate(ctx):
+        count, found = h // len(ctx), received[device]
+        mine = X + count * row if i else 0
+        most = X + (count + 1) * row + 2 * output if i else (len(ctx) - 1) * output
+        mistakes = {
+            "whole-weights": i and found >= h * (row - 1),
+            "idle-devices": i and found < mine and not sent[device],
+            "no-copy": found < mine,
+            "too-much-traffic": found > most,
+        }
+        cases.first(f"{case}; {device} received {found} numbers, and sent {sent[device]}", mistakes)

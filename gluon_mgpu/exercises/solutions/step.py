@@ -5,7 +5,7 @@ every replica as if a single device had trained on the whole batch:
 
     p -= lr * (sum of the gradients of all examples) / (number of examples)
 
-Use the functions imported from gluon_mgpu.scratch, or write your own.
+Do not wait for the devices. Use the functions imported from gluon_mgpu.scratch, or write your own.
 """
 
 from mxnet import autograd

@@ -1,0 +1,29 @@
+"""Exercise block: split two layers so that one sum is enough.
+
+A block has two layers: hidden = relu(X W1.T + b1), then output = hidden W2.T + b2. A device that holds some rows of W1
+and b1 computes some of the hidden values. If it also holds the columns of W2 that belong to these values, it can go on
+without the other devices: nothing is copied between the layers. What it computes is a part of a sum, so the devices add
+their parts, once. The hidden values cannot always be divided evenly.
+
+Use the functions imported from gluon_mgpu.scratch, or write your own.
+"""
+
+from mxnet import nd
+
+from gluon_mgpu.scratch import allreduce, split_and_load
+
+
+def dense(X, W):
+    """Returns X W.T (n, m), for X (n, d) and W (m, d) on the same device."""
+    return nd.FullyConnected(X, W, no_bias=True, num_hidden=W.shape[0])
+
+
+def block(X, W1, b1, W2, b2, ctx):
+    """Compute a block on k devices. Returns a list of k arrays: the output (n, m) on each device.
+
+    X (n, d), W1 (h, d), b1 (h,), W2 (m, h), b2 (m,): arrays on ctx[0]; h is at least k.
+    """
+    rows = zip(*[split_and_load(p, ctx) for p in (W1, b1, W2.T)])
+    parts = [dense(nd.relu(dense(X.as_in_context(c), W1) + b1), W2.T) for c, (W1, b1, W2) in zip(ctx, rows)]
+    allreduce(parts)
+    return [part + b2.as_in_context(c) for c, part in zip(ctx, parts)]
