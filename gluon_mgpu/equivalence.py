@@ -17,8 +17,8 @@ from mxnet import Context, nd
 from gluon_mgpu import lessons, models
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import shard_sizes
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import Model, state_dict
 
 EXAMPLES = (4, 3, 5)  # per device, in each of the three batches; the second one has one more example, so it is uneven
@@ -33,7 +33,7 @@ Claims = dict[str, str]  # {claim: what is wrong; empty if the claim holds}
 def compare(
     lesson: ModuleType,
     ctx: list[Context],
-    config: LessonConfig | None = None,
+    config: Config | None = None,
     image_shape: Sequence[int] = IMAGE_SHAPE,
     classes: int = 10,
 ) -> Claims:
@@ -44,8 +44,8 @@ def compare(
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
-    config = config or LessonConfig()
-    plain = LessonConfig(impl=lessons.name_of(lesson), model=config.model)
+    config = config or Config()
+    plain = Config(impl=lessons.name_of(lesson), model=config.model)
     same = replace(plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
     # Each model has its own copy of the lesson, because a lesson may keep values between steps, such as velocities.
     several, one, aside = (

@@ -20,7 +20,6 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import split
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime import devices, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
 from gluon_mgpu.training.model import VELOCITY, Model
@@ -48,13 +47,13 @@ def load(
     Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the
     checkpoint is damaged or from a different network or version.
     """
-    run = read(LessonConfig, folder)
+    run = read(folder)
     if impl is None and run.config.impl not in lessons.LESSONS:
         option = setting("impl", run.config.impl)
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.config.impl)
-    run.config = run.config.for_evaluation(lesson)
+    run.config = lessons.for_evaluation(run.config, lesson)
     run.arrays = {name: array for name, array in (run.arrays or {}).items() if not name.startswith(VELOCITY)}
     broken = [name for name, array in run.arrays.items() if not np.isfinite(array).all()]
     model = models.build(lesson, ctx, run.config, run.facts["image_shape"], classes=1)

@@ -1,6 +1,6 @@
-"""The lessons that `train` accepts: their names, their own settings, and loading your changed copies of them.
+"""The lessons that `train` accepts: their settings, and loading them and your changed copies of them.
 
-This module imports no mxnet, so that the command line can show its options at once. `load` does.
+This module imports no mxnet; `load` does.
 """
 
 from __future__ import annotations
@@ -14,119 +14,43 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
-
-import click
-from click.shell_completion import CompletionItem
+from typing import Any
 
 from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError, setting
-from gluon_mgpu.training.config import Config, Integer, declare
+from gluon_mgpu.training.config import LESSONS, UNSUPPORTED, Config
 
-NETWORK_NAMES = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
-# {lesson: the settings without a meaning in it, or in a copy of it}
-UNSUPPORTED: dict[str, frozenset[str]] = {
-    "scratch": frozenset({"model", "hybridize", "tune", "zero"}),
-    "highlevel": frozenset({"zero"}),
-    "sharded": frozenset(
-        {"model", "hybridize", "tune", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares", "kvstore"}
-    ),
-}
-LESSONS = tuple(UNSUPPORTED)
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
 RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
 
 
-class Word(click.types.StringParamType):
-    """Any text. Shells complete these words."""
-
-    def __init__(self, words: Collection[str]) -> None:
-        self.words = words
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+def check_config(config: Config, lesson: ModuleType) -> None:
+    """Raise UsageError if a setting has no meaning in a lesson."""
+    for name in config.changed(UNSUPPORTED[kind(lesson)]):
+        supporting = [other for other, names in UNSUPPORTED.items() if name not in names]
+        use = " or ".join(setting("impl", other) for other in supporting)
+        raise UsageError(name, getattr(config, name), f"not supported by {name_of(lesson)}; use {use}")
 
 
-@dataclass(frozen=True)
-class LessonConfig(Config):
-    """The settings of a run, including those that belong to one lesson."""
+def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> Config:
+    """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change and
+    are not given get their defaults if the lesson does not have them.
 
-    CHANGEABLE: ClassVar[frozenset[str]] = Config.CHANGEABLE | {"impl", "hybridize", "tune", "zero"}
-    NOT_RECORDED: ClassVar[frozenset[str]] = Config.NOT_RECORDED | {"check"}
+    Raises UsageError if another setting has no meaning in the lesson.
+    """
+    config = config.with_defaults((UNSUPPORTED[kind(lesson)] & config.CHANGEABLE) - {*given})
+    check_config(config, lesson)
+    return config
 
-    impl: Any = declare(  # str; `train` also takes a lesson
-        "scratch",
-        Word(UNSUPPORTED),
-        "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
-        "a changed copy of scratch.py or highlevel.py.",
-        "Network and data",
-        f"{'|'.join(LESSONS)}|FILE.py",
-    )
-    model: str = declare(
-        "lenet",
-        Word(NETWORK_NAMES),
-        "With highlevel: the network. lenet-max uses max pooling.",
-        "Network and data",
-        "|".join(NETWORK_NAMES),
-    )
-    hybridize: bool = declare(
-        True,
-        click.BOOL,
-        "With highlevel: --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
-        "Network and data",
-    )
-    tune: bool = declare(
-        False,
-        click.BOOL,
-        "With highlevel and MXNet 1.9.1, on CPU: use a faster trainer and, on processors with AVX-512, a faster "
-        "network. Both compute the same values up to rounding.",
-        "Network and data",
-    )
-    zero: int = declare(
-        0,
-        Integer(0, 3),
-        "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
-        "Devices",
-    )
 
-    check: bool = declare(
-        False,
-        click.BOOL,
-        "Before training, compare a step with the same step on one device. With several devices, this is always done "
-        "for your own lesson.",
-        "Network and data",
-    )
-
-    def check_lesson(self, lesson: ModuleType) -> None:
-        """Raise UsageError if a setting has no meaning in a lesson."""
-        for name in self.changed(UNSUPPORTED[kind(lesson)]):
-            supporting = [other for other, names in UNSUPPORTED.items() if name not in names]
-            use = " or ".join(setting("impl", other) for other in supporting)
-            raise UsageError(name, getattr(self, name), f"not supported by {name_of(lesson)}; use {use}")
-
-    def for_lesson(self, lesson: ModuleType, given: Collection[str]) -> LessonConfig:
-        """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change
-        and are not given get their defaults if the lesson does not have them.
-
-        Raises UsageError if another setting has no meaning in the lesson.
-        """
-        config = self._reset((UNSUPPORTED[kind(lesson)] & self.CHANGEABLE) - {*given})
-        config.check_lesson(lesson)
-        return config
-
-    def for_evaluation(self, lesson: ModuleType) -> LessonConfig:
-        """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
-        those without a meaning in the lesson, get their defaults."""
-        return self._reset({"momentum", "grad_accum_steps", "shares", *UNSUPPORTED[kind(lesson)]} - {"model"})
-
-    def _reset(self, names: Collection[str]) -> LessonConfig:
-        defaults: dict[str, Any] = {field.name: field.default for field in fields(self) if field.name in names}
-        return replace(self, **defaults)
+def for_evaluation(config: Config, lesson: ModuleType) -> Config:
+    """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
+    those without a meaning in the lesson, get their defaults."""
+    return config.with_defaults({"momentum", "grad_accum_steps", "shares", *UNSUPPORTED[kind(lesson)]} - {"model"})
 
 
 def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:

@@ -24,10 +24,11 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu import highlevel, lessons, networks, scratch, sharded
 from gluon_mgpu.data.datasets import IMAGE_SHAPE, Dataset
-from gluon_mgpu.lessons import LessonConfig, name_of
+from gluon_mgpu.lessons import name_of
 from gluon_mgpu.runtime import engine, log
 from gluon_mgpu.runtime.errors import Error, UsageError, reason
 from gluon_mgpu.training import tuning
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY, Model, state_dict
 from gluon_mgpu.training.run import Run
 from gluon_mgpu.training.step import EXTENSIONS, average_running_stats
@@ -254,7 +255,7 @@ class ShardedModel(Model):
         _export(prefix, scratch.lenet, dict(zip(networks.LENET_NAMES, self._params(0))), self.image_shape)
 
 
-def _unfit(config: LessonConfig, why: str) -> UsageError:
+def _unfit(config: Config, why: str) -> UsageError:
     """The error for a network that does not fit the data."""
     name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
     hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
@@ -267,7 +268,7 @@ MODELS: dict[str, type[Model]] = {"scratch": ArrayModel, "highlevel": GluonModel
 def build(
     impl: str | ModuleType,
     ctx: list[Context],
-    config: LessonConfig | None = None,
+    config: Config | None = None,
     image_shape: Sequence[int] = IMAGE_SHAPE,
     classes: int = 10,
     exactly: bool = False,
@@ -280,8 +281,8 @@ def build(
     """
     engine.check_contexts(ctx)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl)
-    config = config or LessonConfig(impl=name_of(lesson))
-    config.check_lesson(lesson)
+    config = config or Config(impl=name_of(lesson))
+    lessons.check_config(config, lesson)
     if config.shares and len(config.shares) != len(ctx):
         raise UsageError("shares", config.shares, f"{len(config.shares)} shares for {len(ctx)} devices")
     model = MODELS[lessons.kind(lesson)](lesson, ctx, config, image_shape)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.lessons import LESSONS, LessonConfig, load, name_of
+from gluon_mgpu.lessons import LESSONS, for_training, load, name_of
 from gluon_mgpu.runtime import devices, engine, log
 from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training import workers
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import Epoch, open_run
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def takes(config: Callable[P, LessonConfig]) -> Callable[[Callable[[dict[str, Any]], T]], Callable[P, T]]:
+def takes(config: Callable[P, Config]) -> Callable[[Callable[[dict[str, Any]], T]], Callable[P, T]]:
     """Let callers of a function pass settings as arguments. The function gets them as a dict without those that the
     caller omitted, because a resumed run keeps its own values of these."""
 
@@ -50,13 +51,13 @@ def takes(config: Callable[P, LessonConfig]) -> Callable[[Callable[[dict[str, An
     return decorate
 
 
-@takes(LessonConfig)
+@takes(Config)
 def train(options: dict[str, Any]) -> list[Epoch]:
     """Train, and print the same lines as the notebook. Returns one `Epoch` per epoch.
 
-    Arguments: the fields of `LessonConfig`. impl can also be a lesson from `lessons.load`, and dataset can be your own
-    arrays: `datasets.own(train_images, train_labels, test_images, test_labels)`. With resume, the run continues with
-    its recorded settings, except for those that are passed.
+    Arguments: the fields of `Config`. impl can also be a lesson from `lessons.load`, and dataset can be your own data:
+    `datasets.own(train_images, train_labels, test_images, test_labels)`. With resume, the run continues with its
+    recorded settings, except for those that are passed.
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
     Ctrl-C, once the step is complete and the checkpoint is saved.
     """
@@ -67,8 +68,8 @@ def train(options: dict[str, Any]) -> list[Epoch]:
         options["dataset"] = data.name
         if options.get("data_dir") is not None:
             raise UsageError("data_dir", options["data_dir"], "the data set is passed as arrays; omit this setting")
-    options = LessonConfig.convert(options)
-    with workers.join(options.get("kvstore", "local")) as group, open_run(LessonConfig, options, group) as run:
+    options = Config.convert(options)
+    with workers.join(options.get("kvstore", "local")) as group, open_run(options, group) as run:
         config = run.config
         if len(run.position.history) == config.epochs:
             run.end()  # if the run was killed, metrics.jsonl or curves.png may be out of date
@@ -79,7 +80,7 @@ def train(options: dict[str, Any]) -> list[Epoch]:
                 advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
                 raise UsageError("resume", config.resume, advice)
             lesson = load(config.impl)
-        run.config = config = config.for_lesson(lesson, options)
+        run.config = config = for_training(config, lesson, options)
         if isinstance(data, Dataset):
             data = data.first(config.limit)
         else:
@@ -103,7 +104,7 @@ def train(options: dict[str, Any]) -> list[Epoch]:
         return history
 
 
-def _doubt(lesson: ModuleType, ctx: list[Context], config: LessonConfig, data: Dataset) -> str:
+def _doubt(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> str:
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
         return ""

@@ -9,8 +9,8 @@ from mxnet.gluon import nn
 
 from gluon_mgpu import UsageError, evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.data import datasets
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.train import train
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 
 CPUS = [mx.cpu(0), mx.cpu(1)]
@@ -79,20 +79,20 @@ def test_a_run_is_not_resumed_on_other_data_of_the_same_name(tmp_path):
 
 def test_fewer_epochs_than_a_recorded_milestone_are_the_users_mistake():
     steps = {"schedule": "step", "milestones": (2, 3), "warmup_epochs": 0.5}
-    recorded = LessonConfig(**OPTIONS, epochs=4, **steps)
+    recorded = Config(**OPTIONS, epochs=4, **steps)
     with pytest.raises(UsageError) as error:
         recorded.resumed({"epochs": 3})
     assert error.value.name == "epochs"
 
 
 def test_a_resumed_run_keeps_its_shares_with_the_same_number_of_devices():
-    recorded = LessonConfig(**OPTIONS, shares=(60, 40))
+    recorded = Config(**OPTIONS, shares=(60, 40))
     assert recorded.resumed({"kvstore": "mpi"}).shares == (60, 40)
     assert recorded.resumed({"gpus": (0, 1, 2)}).shares is None
 
 
 def test_empty_shares_are_no_shares():
-    assert LessonConfig(shares=()).shares is None
+    assert Config(shares=()).shares is None
 
 
 def test_a_parameter_that_two_layers_share_is_trained_once():

@@ -27,11 +27,11 @@ from runs import needs_mpi
 
 from gluon_mgpu import convert, evaluate, highlevel, lessons, models, networks, scratch
 from gluon_mgpu.data import datasets
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way; the setting
@@ -566,7 +566,7 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
             black = np.zeros(runs.data(row)[0].shape[1:], np.uint8)
             evaluate.classify(loaded(row, runs), ["image.png"], [black])
         else:  # what a worker does
-            config = LessonConfig(**{**settings, "gpus": 1, "kvstore": "mpi"})
+            config = Config(**{**settings, "gpus": 1, "kvstore": "mpi"})
             models.build(config.impl, [mx.cpu()], config)
     assert "\n" not in str(refused.value)
     if named == "run":

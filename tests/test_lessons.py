@@ -20,10 +20,10 @@ from test_partition import batch, contexts
 from gluon_mgpu import highlevel, lessons, models, networks, scratch, sharded
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.train import train
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read
 
@@ -34,7 +34,7 @@ MODULES = [scratch, highlevel]
 
 
 def build(module, devices, **options):
-    config = LessonConfig(impl=lessons.name_of(module), batch_size=64, **options)
+    config = Config(impl=lessons.name_of(module), batch_size=64, **options)
     return models.build(module, contexts(devices), config)
 
 
@@ -161,7 +161,7 @@ def test_a_lessons_own_train_has_the_parameters_of_the_command_line(module, monk
     without_time = partial(re.sub, r"time: \d+\.\d sec", "time")
     assert without_time(call(capsys, train_command, *words)[1]) == without_time(printed)
     found = trained[0] if module is scratch else [p.data(mx.cpu(0)) for p in trained.collect_params().values()]
-    recorded = read(LessonConfig, tmp_path).arrays
+    recorded = read(tmp_path).arrays
     assert len(found) == 8
     for array, expected in zip(found, recorded.values()):
         np.testing.assert_array_equal(array.asnumpy(), expected)

@@ -6,6 +6,7 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.training.config import Config
 
 CLAIMS = {
     "start": "all devices start with the same parameters",
@@ -33,7 +34,7 @@ def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: st
     ctx = devices.contexts(gpus, device)
     from gluon_mgpu import equivalence, lessons
 
-    config = lessons.LessonConfig(impl=lesson, model=model)
+    config = Config(impl=lesson, model=model)
     claims = equivalence.compare(lessons.load(lesson), ctx, config)
     rows = [["no" if reason else "yes", CLAIMS[claim], reason] for claim, reason in claims.items()]
     for line in log.table(rows, align="<"):

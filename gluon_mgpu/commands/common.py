@@ -123,9 +123,9 @@ option = functools.partial(click.option, cls=Option)
 def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
     """Add the options of these settings to a command; without names, of all settings. changes: {name: arguments of
     click.option that differ}."""
-    from gluon_mgpu.lessons import LessonConfig
+    from gluon_mgpu.training.config import Config
 
-    fields = {field.name: field for field in dataclasses.fields(LessonConfig)}
+    fields = {field.name: field for field in dataclasses.fields(Config)}
 
     def decorate(command: Any) -> Any:
         for name in reversed(names or tuple(fields)):

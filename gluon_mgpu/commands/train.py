@@ -1,4 +1,4 @@
-"""`gluon-mgpu train`: train a network on one or several devices. Its options are the fields of `LessonConfig`."""
+"""`gluon-mgpu train`: train a network on one or several devices. Its options are the fields of `Config`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The settings of a run. The command line, the checks and --help follow from each field's declaration.
 
-`gluon_mgpu.lessons` adds the settings that belong to a lesson. With the defaults, a step is the notebooks' step.
+With the defaults, a step is the notebooks' step. This module imports no mxnet, so --help appears at once.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from gluon_mgpu.data.datasets import DATASETS
 from gluon_mgpu.runtime import devices
@@ -23,6 +24,16 @@ from gluon_mgpu.runtime.errors import UsageError, setting, shown
 MOST = 2**31 - 1  # largest value of an integer setting
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 SCHEDULES = ("constant", "step", "cosine")
+NETWORK_NAMES = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
+# {lesson: the settings without a meaning in it, or in a copy of it}
+UNSUPPORTED: dict[str, frozenset[str]] = {
+    "scratch": frozenset({"model", "hybridize", "tune", "zero"}),
+    "highlevel": frozenset({"zero"}),
+    "sharded": frozenset(
+        {"model", "hybridize", "tune", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares", "kvstore"}
+    ),
+}
+LESSONS = tuple(UNSUPPORTED)
 
 
 class Integer(click.IntRange):
@@ -75,6 +86,16 @@ class Indices(click.ParamType):
             self.fail(f"{value!r} {error.advice}.", param, ctx)
 
 
+class Word(click.types.StringParamType):
+    """Any text. Shells complete these words."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        self.words = words
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+
+
 class Location(click.Path):
     """A path that is not empty."""
 
@@ -97,13 +118,22 @@ def declare(default: Any, type: click.ParamType, help: str, group: str = "Traini
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run that do not depend on the lesson. Raises UsageError if one is invalid."""
+    """The settings of a run. Raises UsageError if one is invalid."""
 
     # A resumed run keeps its recorded settings. It may change those in CHANGEABLE; those in NOT_RECORDED are not kept.
-    CHANGEABLE: ClassVar[frozenset[str]] = frozenset({"gpus", "device", "shares", "epochs"})
-    NOT_RECORDED: ClassVar[frozenset[str]] = frozenset({"data_dir", "kvstore", "out", "resume"})
+    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
+        {"impl", "hybridize", "tune", "zero", "gpus", "device", "shares", "epochs"}
+    )
+    NOT_RECORDED: ClassVar[frozenset[str]] = frozenset({"check", "data_dir", "kvstore", "out", "resume"})
 
-    impl: Any = declare("", click.STRING, "The lesson's name or file.", "Network and data")
+    impl: Any = declare(  # str; `train` also takes a lesson
+        "scratch",
+        Word(UNSUPPORTED),
+        "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
+        "a changed copy of scratch.py or highlevel.py.",
+        "Network and data",
+        f"{'|'.join(LESSONS)}|FILE.py",
+    )
     gpus: Any = declare(
         1, Indices(), "Number of devices, such as 2, or their indices, such as 0,2.", "Devices", "N|I,J,..."
     )
@@ -136,6 +166,33 @@ class Config:
         "Network and data",
         "DIR",
     )
+    model: str = declare(
+        "lenet",
+        Word(NETWORK_NAMES),
+        "With highlevel: the network. lenet-max uses max pooling.",
+        "Network and data",
+        "|".join(NETWORK_NAMES),
+    )
+    hybridize: bool = declare(
+        True,
+        click.BOOL,
+        "With highlevel: --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
+        "Network and data",
+    )
+    tune: bool = declare(
+        False,
+        click.BOOL,
+        "With highlevel and MXNet 1.9.1, on CPU: use a faster trainer and, on processors with AVX-512, a faster "
+        "network. Both compute the same values up to rounding.",
+        "Network and data",
+    )
+    check: bool = declare(
+        False,
+        click.BOOL,
+        "Before training, compare a step with the same step on one device. With several devices, this is always done "
+        "for your own lesson.",
+        "Network and data",
+    )
     scale_lr: bool = declare(False, click.BOOL, f"Multiply --lr by batch size / {BASE_BATCH_SIZE}.")
     schedule: str = declare(
         "constant",
@@ -167,6 +224,12 @@ class Config:
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         "Devices",
         "A,B,...",
+    )
+    zero: int = declare(
+        0,
+        Integer(0, 3),
+        "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
+        "Devices",
     )
     kvstore: str = declare(
         "local",
@@ -265,8 +328,11 @@ class Config:
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Those of the named settings that differ from their defaults."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return [name for name in names if getattr(self, name) != defaults[name]]
+        return [name for name in names if getattr(self, name) != getattr(Config, name)]
+
+    def with_defaults(self, names: Iterable[str]) -> Config:
+        """These settings, but with the defaults of the named ones."""
+        return dataclasses.replace(self, **{name: getattr(Config, name) for name in names})
 
     def recorded(self) -> dict[str, Any]:
         """The settings that a run records. Its devices are recorded as contexts, not as settings."""

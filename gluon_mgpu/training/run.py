@@ -92,7 +92,7 @@ class Run:
     image shape, and after `read` also the recorded settings; {} in a new run until `begin`. arrays: of the checkpoint,
     as in `Model.arrays`; None for a new run. folder: None if nothing is saved, also in workers other than worker 0."""
 
-    config: Any  # a Config
+    config: Any  # a Config, with a seed once the run is open
     position: Position = field(default_factory=Position)
     facts: dict[str, Any] = field(default_factory=dict)
     arrays: Arrays | None = None
@@ -200,16 +200,16 @@ class Run:
 
 
 @contextmanager
-def open_run(config_type: type[Config], options: dict[str, Any], group: Group) -> Iterator[Run]:
+def open_run(options: dict[str, Any], group: Group) -> Iterator[Run]:
     """Resolve a run's configuration and position from what the user passed and what the folder holds; worker 0's are
     those of all workers. Locks the folder inside the `with` block.
 
-    config_type: Config, or a class derived from it. options: {name: value}, as `Config.convert` returns them; other
-    settings keep their recorded values or, in a new run, their defaults. Raises UsageError if the options contradict
-    each other or a resumed run, or differ between workers; Error if the checkpoint is damaged.
+    options: {name: value}, as `Config.convert` returns them; other settings keep their recorded values or, in a new
+    run, their defaults. Raises UsageError if the options contradict each other or a resumed run, or differ between
+    workers; Error if the checkpoint is damaged.
     """
     group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
-    run = _open(config_type, options) if group.rank == 0 else None
+    run = _open(options) if group.rank == 0 else None
     try:
         start: dict[str, Any] = {}
         if run is not None:
@@ -217,7 +217,7 @@ def open_run(config_type: type[Config], options: dict[str, Any], group: Group) -
             start = {"config": settings, "position": run.position.as_json(), "facts": run.facts}
         start = group.broadcast(start)
         if run is None:
-            config = config_type(**start["config"])
+            config = Config(**start["config"])
             position = Position.from_json(start["position"])
             run = Run(config, position, start["facts"], is_resumed=config.resume is not None)
         yield run
@@ -226,13 +226,13 @@ def open_run(config_type: type[Config], options: dict[str, Any], group: Group) -
             run.unlock()
 
 
-def _open(config_type: type[Config], given: dict[str, Any]) -> Run:
+def _open(given: dict[str, Any]) -> Run:
     """Open a run in worker 0."""
     if given.get("resume") is None:
-        config = config_type(**given)
+        config = Config(**given)
         run = Run(config, folder=Path(config.out) if config.out else None)
     else:
-        run = read(config_type, given["resume"], lock=True)
+        run = read(given["resume"], lock=True)
     try:
         if run.is_resumed:
             _resume(run, given)
@@ -260,16 +260,15 @@ def _resume(run: Run, given: dict[str, Any]) -> None:
         log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
 
 
-def read(config_type: type[Config], folder: str | Path, lock: bool = False) -> Run:
-    """Read the run in a folder.
+def read(folder: str | Path, lock: bool = False) -> Run:
+    """Read the run in a folder. lock: lock the folder first, to resume it.
 
-    config_type: Config, or a class derived from it. lock: lock the folder first, to resume it.
     Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
     """
     folder = Path(folder)
     if not exists(folder):
         raise UsageError(None, folder, _no_run(folder))
-    run = Run(config_type(), folder=folder, is_resumed=True)
+    run = Run(Config(), folder=folder, is_resumed=True)
     if lock:
         run.lock()
     path = folder / CHECKPOINT
@@ -278,9 +277,9 @@ def read(config_type: type[Config], folder: str | Path, lock: bool = False) -> R
         if content.get("format") != FORMAT:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         run.position, run.facts = Position.from_json(content), content["config"]
-        names = {field.name for field in dataclasses.fields(config_type)} - config_type.NOT_RECORDED
+        names = {field.name for field in dataclasses.fields(Config)} - Config.NOT_RECORDED
         settings = {name: value for name, value in run.facts.items() if name in names}
-        run.config = config_type(**settings, **_devices(run.facts))
+        run.config = Config(**settings, **_devices(run.facts))
         shape = tuple(run.facts.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")

@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime import devices, engine, files, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import run as runs
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import Epoch
 
 PICTURE = "batch-size.png"
@@ -54,12 +54,12 @@ def run(out: str | Path, device: str = "auto", **options: Any) -> list[Result]:
     """Train all runs in RUNS, each in its own folder in `out`, and write a picture to `out`. Finished
     runs are skipped, and interrupted runs continue.
 
-    options: fields of LessonConfig. All runs start from the same parameters. On CPU, each context gets one OpenMP
+    options: fields of Config. All runs start from the same parameters. On CPU, each context gets one OpenMP
     thread, even if it is the only context. Raises UsageError if options are invalid, or if `out` holds runs with
     different options. Raises Error if the data is not available or a run fails.
     """
     options = {"seed": 1, **options}
-    config = LessonConfig(**options)
+    config = Config(**options)
     ctx = devices.contexts(max(variant.gpus for variant in RUNS), device)
     devices.say_if_no_gpu(ctx, device)
     datasets.load(config.dataset, config.data_dir, config.limit, config.seed)  # downloads the data set if necessary
@@ -85,12 +85,12 @@ def finish(
 ) -> runs.Run:
     """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run.
 
-    name: used in error messages. options: fields of LessonConfig. on_epochs: called with the number of newly finished
+    name: used in error messages. options: fields of Config. on_epochs: called with the number of newly finished
     epochs. Raises UsageError if the folder holds a different run, Error if the run fails.
     """
-    config, begun = LessonConfig(**options), runs.exists(folder)
+    config, begun = Config(**options), runs.exists(folder)
     if begun:
-        recorded = runs.read(LessonConfig, folder)
+        recorded = runs.read(folder)
         names = vars(config).keys() - config.NOT_RECORDED - {"epochs"}
         other = {option for option in names if getattr(config, option) != getattr(recorded.config, option)}
         if other or recorded.config.epochs > config.epochs:
@@ -113,7 +113,7 @@ def finish(
         log.say("run the same command again to continue")
         raise
     subprocesses.raise_for_status(name, finished)
-    return runs.read(LessonConfig, folder)
+    return runs.read(folder)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -114,10 +114,10 @@ def build(impl: str, model: str, contexts: int, *, size: int | None = None, **op
     import mxnet as mx
 
     from gluon_mgpu import models
-    from gluon_mgpu.lessons import LessonConfig
+    from gluon_mgpu.training.config import Config
     from gluon_mgpu.training.model import state_dict
 
-    config = LessonConfig(batch_size=size or BATCH_SIZE[model], model=model, tune=impl == TUNED, **options)
+    config = Config(batch_size=size or BATCH_SIZE[model], model=model, tune=impl == TUNED, **options)
     built = models.build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
     built.load(initial(state_dict(built)))
     return built

@@ -17,8 +17,8 @@ from mxnet import Context
 from gluon_mgpu import highlevel, networks
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.models import build
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
@@ -60,7 +60,7 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
     for impl in examples.MODELS:
         one = build(impl, ctx[:1])
-        shared: Any = build(impl, ctx, LessonConfig(shares=SHARES))
+        shared: Any = build(impl, ctx, Config(shares=SHARES))
         before = state_dict(one)
         shared.load(before)
         one.step(X, y, 0.2)

@@ -18,10 +18,10 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.models import Model, build
 from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime import log
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, notebook
@@ -87,7 +87,7 @@ def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
         NOTEBOOK: Notebook(ctx),
         "scratch": build("scratch", ctx),
         "highlevel": build("highlevel", ctx),
-        "highlevel --tune": build("highlevel", ctx, LessonConfig(tune=True)),
+        "highlevel --tune": build("highlevel", ctx, Config(tune=True)),
     }
     step_errors: dict[str, list[float]] = {}
     path_errors: dict[str, list[float]] = {}

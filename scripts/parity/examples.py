@@ -14,8 +14,8 @@ from mxnet import Context, nd
 
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.models import Model, build
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 from parity import Finding
 
@@ -60,7 +60,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         placed = [shard.context for shard in shards]
         yield finding(claim, right and placed == devices, f"{[len(rows) for rows in values]} rows on {placed}")
 
-    model = build(impl, ctx, LessonConfig(model=MODELS[impl]))
+    model = build(impl, ctx, Config(model=MODELS[impl]))
     copied = [arrays["b1"].asnumpy().tolist() for arrays in (model.arrays(1), model.grads(1))]
     right, sizes = copied == [COPIED_BIAS] * 2, [len(values) for values in copied]
     yield finding("b1 and its gradient are 20 zeros on the second device", right, f"{sizes} numbers")

@@ -39,7 +39,7 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("train --accumulate 2", ["--accumulate", "--grad-accum-steps"]),
         ("train --step-epochs 2", ["--step-epochs", "--milestones"]),
         ("evaluate", ["RUN"]),
-        # errors found by LessonConfig and other code that is also called from Python
+        # errors found by Config and other code that is also called from Python
         ("train --lr nan", ["--lr", "nan"]),
         ("train --milestones 2", ["--milestones 2: ", "--schedule step"]),
         ("train --tune --dataset synthetic --limit 600", ["--tune", "--impl highlevel"]),

@@ -386,7 +386,7 @@ def archive(rng, arrays, **other):
 
 
 def make_checkpoint(rng):
-    config = table.LessonConfig(limit=200, seed=1, shares=(1, 2)).recorded()
+    config = table.Config(limit=200, seed=1, shares=(1, 2)).recorded()
     config |= {"devices": ["cpu(0)"], "workers": 1, "threads": 1, "image_shape": [1, 28, 28], "running_stats": True}
     config |= {"image_dtype": "float32", "image_range": [0, 1], "classes": 10, "version": "0", "data": "synthetic"}
     epoch = dict.fromkeys(("epoch train_seconds samples_per_second train_loss test_accuracy learning_rate").split(), 1)
@@ -401,7 +401,7 @@ def make_checkpoint(rng):
 
 def read_checkpoint(folder):
     """What `evaluate` and `train --resume` do with the facts of a checkpoint."""
-    run = evaluate.read(table.LessonConfig, folder)
+    run = evaluate.read(folder)
     assert "\x1b" not in str(run.position)
     run.config.resumed({}).learning_rate(run.position.steps, 10)
     evaluate.scaled(evaluate.Trained(run, None, ""), np.zeros((1, *run.facts["image_shape"][:0])))

@@ -13,8 +13,8 @@ from mxnet import nd
 from small_networks import softmax_regression
 
 from gluon_mgpu import evaluate, highlevel, lessons, models, networks, scratch
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.train import train
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read
 from gluon_mgpu.training.step import extended
@@ -51,9 +51,9 @@ def build(module, devices, **settings):
     if module is scratch:
         params = [nd.array(p) for p in START.values()]
         lesson = lessons.load("scratch", lenet=softmax_regression, init_params=lambda: params)
-        config = LessonConfig(**settings)
+        config = Config(**settings)
     else:
-        lesson, config = highlevel, LessonConfig(impl="highlevel", model="softmax_regression", **settings)
+        lesson, config = highlevel, Config(impl="highlevel", model="softmax_regression", **settings)
     model = models.build(lesson, [mx.cpu(i) for i in range(devices)], config)
     zeros = {name: np.zeros(array.shape, np.float32) for name, array in model.arrays().items()}
     model.load({**zeros, **START})
@@ -112,7 +112,7 @@ networks.register("other names", small_networks.normalized, mx.init.Xavier(), na
 def normalized(devices, seed=0, model="normalized", **settings):
     mx.random.seed(seed)
     ctx = [mx.cpu(i) for i in range(devices)]
-    return models.build("highlevel", ctx, LessonConfig(impl="highlevel", model=model, **settings))
+    return models.build("highlevel", ctx, Config(impl="highlevel", model=model, **settings))
 
 
 @pytest.mark.parametrize("model, hybridize", [("normalized", True), ("normalized", False), ("other names", True)])
@@ -133,5 +133,5 @@ def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(tmp_path):
     # Weights of three layers and one bias; two times gamma, beta, mean and variance.
     assert len(trained) == 3 + 1 + 2 * 4 and trained.keys() == initial.keys()
     assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["5.gamma"]
-    velocities = [name for name in read(LessonConfig, run).arrays if name.startswith("velocity/")]
+    velocities = [name for name in read(run).arrays if name.startswith("velocity/")]
     assert len(velocities) == len(trained) - 5  # none for the frozen array, the means and the variances

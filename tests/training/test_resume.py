@@ -12,9 +12,9 @@ import pytest
 
 from gluon_mgpu import scratch
 from gluon_mgpu import train as training
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, loop
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES, Epoch, exists, open_run, read
 from gluon_mgpu.training.workers import Group
 
@@ -43,14 +43,14 @@ def killed(**options):
 
 
 def config(folder):
-    return read(LessonConfig, folder).config
+    return read(folder).config
 
 
 def results(folder):
     """(arrays, losses, accuracies and learning rates) of a run: everything but its times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = ("train_loss", "test_accuracy", "learning_rate")
-    return read(LessonConfig, folder).arrays, [[line[name] for name in names] for line in lines]
+    return read(folder).arrays, [[line[name] for name in names] for line in lines]
 
 
 def files(folder):
@@ -148,7 +148,7 @@ def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are
     reconfigure(begun, epochs=4)
     monkeypatch.setattr(loop, "fit", lambda run, model, *_: (run.config, model.ctx))
     found, ctx = training.train(resume=begun, **given)
-    expected = LessonConfig(**{"gpus": 2, "device": "cpu", "epochs": 4, **given})
+    expected = Config(**{"gpus": 2, "device": "cpu", "epochs": 4, **given})
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
     assert ctx == [mx.cpu(index) for index in expected.gpus]
 
@@ -182,7 +182,7 @@ def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_loc
 
 
 def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
-    with open_run(LessonConfig, {"resume": begun}, Group()):
+    with open_run({"resume": begun}, Group()):
         for option in ("out", "resume"):
             with pytest.raises(UsageError):
                 train(**{option: begun})
@@ -242,9 +242,9 @@ def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_
 def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(begun):
     for path in (begun / "checkpoint.npz", begun.parent):
         with pytest.raises(UsageError, match=str(begun)):
-            read(LessonConfig, path)
+            read(path)
     with pytest.raises(UsageError):
-        read(LessonConfig, "nowhere")
+        read("nowhere")
 
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):

@@ -27,14 +27,14 @@ from gluon_mgpu import lessons, networks, scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import batches
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, interrupt, recipes
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES
 
 IMPLS = ("scratch", "highlevel")
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
-FIELDS = [field.name for field in dataclasses.fields(LessonConfig)]
+FIELDS = [field.name for field in dataclasses.fields(Config)]
 
 
 def train(impl="scratch", gpus=2, batch_size=50, lr=0.2, **options):
@@ -136,7 +136,7 @@ def works(batch_size, examples, need):
 def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_that_work(grad_accum_steps):
     for examples, devices, batch_size in itertools.product(range(1, 25), range(1, 5), range(1, 27)):
         need = devices * grad_accum_steps
-        config = LessonConfig(batch_size=batch_size, grad_accum_steps=grad_accum_steps)
+        config = Config(batch_size=batch_size, grad_accum_steps=grad_accum_steps)
         if works(batch_size, examples, need):
             config.check_batch_size(examples, devices)
             continue
@@ -184,7 +184,7 @@ def rates(settings, steps_per_epoch=10):
 
 
 def test_the_step_schedule_is_that_of_mxnets_scheduler():
-    own = rates(LessonConfig(lr=0.4, epochs=6, schedule="step", milestones=(2, 3, 5), gamma=0.5))
+    own = rates(Config(lr=0.4, epochs=6, schedule="step", milestones=(2, 3, 5), gamma=0.5))
     # MXNet counts updates from 1, and changes the rate after the given update.
     mxnets = mx.lr_scheduler.MultiFactorScheduler(step=[20, 30, 50], factor=0.5, base_lr=0.4)
     assert own == pytest.approx([mxnets(update + 1) for update in range(60)])
@@ -192,17 +192,17 @@ def test_the_step_schedule_is_that_of_mxnets_scheduler():
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1.5])
 def test_after_the_warm_up_the_cosine_schedule_is_that_of_mxnets_scheduler(warmup_epochs):
-    own = rates(LessonConfig(lr=0.4, epochs=5, schedule="cosine", warmup_epochs=warmup_epochs))
+    own = rates(Config(lr=0.4, epochs=5, schedule="cosine", warmup_epochs=warmup_epochs))
     warmup = int(warmup_epochs * 10)
     mxnets = mx.lr_scheduler.CosineScheduler(max_update=50, base_lr=0.4, warmup_steps=warmup)
     assert own[warmup:] == pytest.approx([mxnets(update) for update in range(warmup, 50)])
 
 
 def test_by_default_the_rate_is_constant_after_a_linear_warm_up_and_scale_lr_changes_nothing_at_256():
-    own = rates(LessonConfig(lr=0.4, warmup_epochs=0.5))
+    own = rates(Config(lr=0.4, warmup_epochs=0.5))
     assert own[:5] == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.40]) and set(own[5:]) == {0.4}
     for batch_size, rate in ((64, 0.025), (256, 0.1), (512, 0.2)):
-        assert LessonConfig(batch_size=batch_size, lr=0.1, scale_lr=True).learning_rate(0, 1) == rate
+        assert Config(batch_size=batch_size, lr=0.1, scale_lr=True).learning_rate(0, 1) == rate
 
 
 INVALID = [{"dataset": "cifar"}, {"out": ""}, {"schedule": "exponential"}, {"schedule": "step"}, {"lr": float("nan")}]
@@ -215,7 +215,7 @@ INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}]
 @pytest.mark.parametrize("wrong", INVALID, ids=str)
 def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
     with pytest.raises(UsageError) as caught:
-        LessonConfig(**wrong)
+        Config(**wrong)
     assert caught.value.name == next(iter(wrong)) and "\n" not in str(caught.value)
 
 
@@ -238,7 +238,7 @@ def test_train_has_the_settings_as_arguments_and_rejects_others_as_every_functio
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_command_line_gives_the_same_value_as_python(name):
-    default, flag = getattr(LessonConfig(), name), f"--{name.replace('_', '-')}"
+    default, flag = getattr(Config(), name), f"--{name.replace('_', '-')}"
     texts = [str(default)] if isinstance(default, (int, float, str)) and not isinstance(default, bool) else []
     for words in ([], *([flag, text] for text in texts)):
         with train_command.make_context("train", words) as context:
@@ -250,7 +250,7 @@ def test_a_recipe_is_a_valid_run_with_an_accuracy_per_epoch_or_none(name):
     options = dict(recipes.RECIPES[name].options)
     assert options.pop("impl") == ("highlevel" if options["model"] != "lenet" else "scratch")
     assert str(options["gpus"]) in name
-    assert len(recipes.RECIPES[name].test_accuracy) in (0, LessonConfig(**options).epochs)
+    assert len(recipes.RECIPES[name].test_accuracy) in (0, Config(**options).epochs)
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])

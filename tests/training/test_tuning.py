@@ -7,8 +7,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, models, networks
-from gluon_mgpu.lessons import LessonConfig
 from gluon_mgpu.training import tuning
+from gluon_mgpu.training.config import Config
 
 PLAN = (16, 64)  # block, piece
 PLANS = [PLAN, (1, 64), (16, 0), (1, 0)]
@@ -88,7 +88,7 @@ def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expe
             monkeypatch.delenv("DNNL_MAX_CPU_ISA")
         assert tuning.has_avx512() == expected
     for tune in (True, False):
-        model = models.build("highlevel", [mx.cpu(0), mx.cpu(1)], LessonConfig(impl="highlevel", tune=tune))
+        model = models.build("highlevel", [mx.cpu(0), mx.cpu(1)], Config(impl="highlevel", tune=tune))
         assert isinstance(model.fast_net, tuning.InPieces) == (tune and expected)
         assert isinstance(model.trainer, tuning.Trainer) == tune
         assert (model.lesson.loss is highlevel.loss) != tune and not highlevel.loss._active

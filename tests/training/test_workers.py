@@ -110,7 +110,8 @@ GATED = """
 import os, threading
 from gluon_mgpu import models, scratch
 from mxnet import autograd, nd
-from gluon_mgpu.lessons import LessonConfig, load
+from gluon_mgpu.lessons import load
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.runtime import devices
 from gluon_mgpu.training import step, workers
 
