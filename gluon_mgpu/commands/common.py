@@ -33,12 +33,12 @@ class Command(click.Command):
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
-        self.context_settings.update(help_option_names=["-h", "--help"], show_default=True, obj=errors.COMMAND)
+        self.context_settings.update(help_option_names=["-h", "--help"], show_default=True)
         self.examples = [line.strip() for line in examples.strip().splitlines()]
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **kwargs: Any) -> NoReturn:
-        words = sys.argv[1:] if args is None else list(args)
-        kwargs["standalone_mode"] = False
+        words = errors.Words(sys.argv[1:] if args is None else args)
+        kwargs |= {"standalone_mode": False, "obj": words}
         try:
             status = super().main(words, prog_name or shlex.join(["python", sys.argv[0]]), **kwargs) or 0
         except (Exception, KeyboardInterrupt) as error:
@@ -86,7 +86,7 @@ class Group(Command, click.Group):
 
 
 class Option(click.Option):
-    """An option that rejects another option as its value, as in `--profile --epochs 2`. group: its heading in
+    """An option that rejects another option as its value, as in `--recipe --epochs 2`. group: its heading in
     --help."""
 
     def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.runtime import engine
 
 
 @common.command(
@@ -31,11 +31,10 @@ def evaluate(run: str, images: tuple[str, ...], **options: Any) -> None:
     """Show the test accuracy and the confusion matrix of a run, or the top classes of image files. RUN is the folder
     that train --out wrote. As in the data set, each IMAGE should show a bright object on a dark background; it gets the
     size and the channels that the network was trained with."""
-    indices = devices.parse(options["gpus"])
-    engine.configure(len(indices))  # before the following modules import mxnet
+    engine.configure(len(options["gpus"]))  # before the following modules import mxnet
     from gluon_mgpu import evaluate as evaluation
 
-    trained = evaluation.load(run, options["impl"], indices, options["device"])
+    trained = evaluation.load(run, options["impl"], options["gpus"], options["device"])
     pictures = [evaluation.read_image(path, trained.model.image_shape) for path in images]
     if pictures:
         click.echo(evaluation.classify(trained, images, pictures))

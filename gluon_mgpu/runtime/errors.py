@@ -17,8 +17,11 @@ LIBRARIES = "libgomp1 libquadmath0 libstdc++6 libgcc-s1"  # Debian's packages of
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
 
-COMMAND = "gluon-mgpu"  # `obj` of the click contexts of this package's commands
 user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
+
+
+class Words(list[str]):
+    """What the user typed after a command's name: `obj` of the click contexts of this package's commands."""
 
 
 class Error(Exception):
@@ -73,16 +76,17 @@ def command(words: str) -> str:
     return f"{folder + slash if slash else 'python '}{name}.py{space}{rest}"
 
 
-def in_command() -> bool:
-    """Whether a command is running, not a user's Python program."""
-    return _running_command() is not None
+def shows_tracebacks() -> bool:
+    """Whether a user's Python program is running, or a command with --debug."""
+    context = _running_command()
+    return not context or "--debug" in context.obj
 
 
 def _running_command() -> Any:
     """The click context of the command that is running; None in calls from Python."""
     click = sys.modules.get("click")  # not imported here, because programs that use this package may not need it
     context = click.get_current_context(silent=True) if click else None
-    return context if context and context.obj == COMMAND else None
+    return context if context and isinstance(context.obj, Words) else None
 
 
 def shown(value: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,7 +126,7 @@ def join(kvstore: str) -> Iterator[Group]:
         comm.Barrier()
         raise
     except BaseException as error:
-        trace = None if errors.in_command() and "--debug" not in sys.argv else error
+        trace = error if errors.shows_tracebacks() else None
         if isinstance(error, KeyboardInterrupt):
             mpi.fail("interrupted", 130, trace)
         line = errors.reason(error) if trace or isinstance(error, Error) else errors.line_of(error)

@@ -84,8 +84,12 @@ def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, s
 
     said = call(capsys, fails, program="python scripts/train.py")
     assert said == (status, "", f"{line}\n")
-    status, _, err = call(capsys, fails, "--debug")
-    assert err.startswith("Traceback")
+    assert call(capsys, fails, "--debug")[2].startswith("Traceback")
+
+
+@pytest.mark.parametrize("words, shown", [("--debug missing.py", True), ("missing.py --debug", False)])
+def test_debug_after_a_program_is_the_programs(capsys, words, shown):
+    assert call(capsys, main, "run", *words.split())[2].startswith("Traceback") == shown
 
 
 ENDED = """
