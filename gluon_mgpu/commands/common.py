@@ -140,22 +140,14 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
     return decorate
 
 
-def renamed(**names: str) -> Callable[[Any], Any]:
-    """Refuse the former names of options. names: {former name: name}."""
+def renamed(old: str, new: str) -> Callable[[Any], Any]:
+    """Refuse the former name of an option."""
 
-    def decorate(command: Any) -> Any:
-        for former, name in names.items():
-            old, new = (f"--{word.replace('_', '-')}" for word in (former, name))
-            refuse = functools.partial(_refuse, f"{old} is now called {new}")
-            command = click.option(old, former, hidden=True, expose_value=False, callback=refuse)(command)
-        return command
+    def refuse(context: click.Context, _: click.Parameter, value: Any) -> None:
+        if value is not None:
+            raise click.UsageError(f"{old} is now called {new}", context)
 
-    return decorate
-
-
-def _refuse(message: str, context: click.Context, _: click.Parameter, value: Any) -> None:
-    if value is not None:
-        raise click.UsageError(message, context)
+    return click.option(old, hidden=True, expose_value=False, callback=refuse)
 
 
 FOLDER = click.Path(file_okay=False)

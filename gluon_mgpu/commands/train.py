@@ -32,7 +32,10 @@ from gluon_mgpu.training import recipes
     help=f"Run one of the notebooks' experiments: {', '.join(recipes.RECIPES)}. Other options override its values.",
 )
 @common.settings()
-@common.renamed(accumulate="grad_accum_steps", clip_norm="max_grad_norm", step_epochs="milestones", step_factor="gamma")
+@common.renamed("--accumulate", "--grad-accum-steps")
+@common.renamed("--clip-norm", "--max-grad-norm")
+@common.renamed("--step-epochs", "--milestones")
+@common.renamed("--step-factor", "--gamma")
 @click.version_option(__version__)
 @click.pass_context
 def train(context: click.Context, recipe: str | None, **options: Any) -> None:
