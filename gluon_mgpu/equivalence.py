@@ -26,7 +26,7 @@ ROUNDING = 2.0**-24  # largest relative error of one float32 operation
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
 EQUALLY = "add the gradients of all examples, and divide by the size of the batch"
 Arrays = dict[str, np.ndarray]
-Step = tuple[np.ndarray, list[Arrays]]  # all losses, and the changes of the arrays on each device
+Taken = tuple[np.ndarray, list[Arrays]]  # all losses, and the changes of the arrays on each device
 Claims = dict[str, str]  # {claim: what is wrong; empty if the claim holds}
 
 
@@ -92,7 +92,7 @@ def verdict(claims: Claims) -> str:
     return ""
 
 
-def _step(model: Model, start: Arrays, X: np.ndarray, y: np.ndarray, lr: float = 1.0) -> Step:
+def _step(model: Model, start: Arrays, X: np.ndarray, y: np.ndarray, lr: float = 1.0) -> Taken:
     """Take one step from the parameters `start`."""
     model.load(start)
     losses = model.step(nd.array(X), nd.array(y), lr)
@@ -105,7 +105,7 @@ def _replicas(model: Model) -> list[Arrays]:
 
 
 def _compare_step(
-    several: Model, one: Model, aside: Model, start: Arrays, X: np.ndarray, y: np.ndarray, taken: Step, whole: Step
+    several: Model, one: Model, aside: Model, start: Arrays, X: np.ndarray, y: np.ndarray, taken: Taken, whole: Taken
 ) -> Claims:
     """The claims for one batch. taken, whole: the step on several devices and on one. aside: for further steps."""
     n, sizes = len(X), shard_sizes(len(X), len(several.ctx))

@@ -13,10 +13,10 @@ PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 KERAS = ("x_train", "y_train", "x_test", "y_test")  # the names in Keras's mnist.npz
 NEEDED = f"one .npz file with {', '.join(PARTS)}, or four IDX files such as train-images-idx3-ubyte (plain or .gz)"
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order of PARTS
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order of PARTS
 
 
-def read(folder: str | Path) -> Arrays:
+def read(folder: str | Path) -> Parts:
     """Read the arrays in a folder or .npz file, and check them.
 
     Raises UsageError if they are missing or invalid, and Error if a file is damaged.
@@ -38,7 +38,7 @@ def read(folder: str | Path) -> Arrays:
         raise UsageError("data_dir", folder, str(error)) if error.name in PARTS else error from None
 
 
-def checked(*arrays: np.ndarray) -> Arrays:
+def checked(*arrays: np.ndarray) -> Parts:
     """Check arrays in the order of PARTS, and return them in that order.
 
     Images are returned as (n, channels, height, width), uint8 or float32, and labels as (n,).
