@@ -14,7 +14,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import runs
-from runs import TRAIN
+from runs import ROOT, TRAIN
 
 from gluon_mgpu import models, scratch
 from gluon_mgpu.data import datasets
