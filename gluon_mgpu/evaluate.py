@@ -146,7 +146,7 @@ def scaled(trained: Trained, images: np.ndarray) -> np.ndarray:
     low, high = trained.run.facts.get("image_range", (0, 255))
     if trained.run.facts.get("image_dtype", "uint8") == "uint8":
         return images
-    if low < 0 or high > 255:
+    if low < 0 or 1 < high <= 128 or high > 255:  # neither fractions of 1 nor pixels
         advice = f"trained on numbers from {low:g} to {high:g}; scale images in the same way, and use evaluate.scores"
         raise UsageError(None, trained.run.folder, advice)
     return images.astype(np.float32) / (255 if high <= 1 else 1)

@@ -90,9 +90,11 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
 
 
 def fresh(lesson: ModuleType) -> ModuleType:
-    """A lesson that `load` returned, loaded again, without the values that it has kept since; others as they are."""
+    """Your own lesson, loaded again, without the values that it has kept since."""
+    if name_of(lesson) in LESSONS:
+        return lesson
     with redirect_stdout(io.StringIO()):  # what a file prints when it is loaded has been printed
-        return getattr(lesson, "__reload__", lambda: lesson)()
+        return getattr(lesson, "__reload__", partial(load, str(lesson.__file__)))()
 
 
 def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:

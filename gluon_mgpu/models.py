@@ -87,7 +87,7 @@ class ArrayModel(Model):
 
     def export(self, prefix: str) -> None:
         arrays = {name: a for name, a in self.arrays().items() if not name.startswith(VELOCITY)}
-        _export(prefix, lambda X, params: self.lesson.lenet(X, params), arrays, self.image_shape)
+        _export(prefix, self.lesson.lenet, arrays, self.image_shape)
 
 
 class GluonModel(Model):
@@ -317,11 +317,6 @@ def restore(model: Model, run: Run) -> None:
     except Error as error:
         raise Error(f"{run.folder}: {error}") from None
     run.arrays = None
-
-
-def loss_of(lesson: ModuleType) -> Any:
-    """The loss function of a lesson, or the softmax cross-entropy if it has none of this name."""
-    return getattr(lesson, "loss", None) or gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def _not_called(model: Model, workers: int) -> list[str]:

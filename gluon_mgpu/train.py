@@ -108,11 +108,12 @@ def _doubt(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
         return ""
-    from gluon_mgpu import equivalence
+    from gluon_mgpu import equivalence, models
+    from gluon_mgpu.training import step
 
     verdict = equivalence.verdict(equivalence.compare(lesson, ctx, config, data.image_shape, data.classes))
     if verdict or config.check:
-        omitted = config.changed(("momentum", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares"))
+        omitted = config.changed((*models.ArrayModel.extensions, *step.EXTENSIONS))
         without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
         log.say(f"{name_of(lesson)} {verdict or 'takes the same step as on one device'}{without}")
     return verdict and f"{name_of(lesson)} {verdict}"

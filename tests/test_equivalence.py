@@ -1,5 +1,6 @@
 """Holding a lesson against one device: wrong steps are named, right ones are not accused."""
 
+import importlib
 from itertools import count
 from pathlib import Path
 
@@ -271,10 +272,12 @@ def test_a_right_step_is_not_accused(name, devices):
     assert claims.keys() >= {"losses", "replicas", "update"} and not any(claims.values())
 
 
-def test_a_lesson_may_keep_values_between_steps(tmp_path):
-    file = tmp_path / "momentum.py"
+@pytest.mark.parametrize("by", [lessons.load, lambda path: importlib.import_module(Path(path).stem)])
+def test_a_lesson_may_keep_values_between_steps(by, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / f"momentum_{by.__name__.strip('<>')}.py"
     file.write_text(Path(scratch.__file__).read_text() + MOMENTUM)
-    lesson = lessons.load(str(file))
+    lesson = by(str(file))
     assert equivalence.verdict(equivalence.compare(lesson, CPUS)) == "" and lesson.velocities == {}
 
 

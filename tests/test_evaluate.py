@@ -47,6 +47,18 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(r
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()} == before
 
 
+@pytest.mark.parametrize("high, divisor", [(1, 255), (200, 1), (255, 1), (16, None), (300, None)])
+def test_a_picture_is_scaled_as_floating_point_training_data_or_refused(high, divisor, run):
+    trained = evaluate.load(run, device="cpu")
+    trained.run.facts.update(image_dtype="float32", image_range=(0, high))
+    picture = np.arange(784, dtype=np.uint8).reshape(1, 28, 28)
+    if divisor is None:
+        with pytest.raises(UsageError):
+            evaluate.scaled(trained, picture)
+    else:
+        np.testing.assert_array_equal(evaluate.scaled(trained, picture), picture.astype(np.float32) / divisor)
+
+
 def test_parameters_that_are_not_finite_are_noted_by_name(run, tmp_path, capsys):
     arrays, facts = checkpoint.load(run / "checkpoint.npz")
     checkpoint.save(tmp_path / "checkpoint.npz", {**arrays, "W3": arrays["W3"] + np.inf}, facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from functools import partial
 
 import numpy as np
@@ -54,7 +55,7 @@ def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list
             position.loss_sum += losses.finish()
             nd.waitall()
             position.seconds = time.perf_counter() - start
-            arrays = _check_replicas(model, f"epoch {number}")
+            arrays = _check_replicas(model, f"epoch {number}", group)
             accuracy = None if stopped else _evaluate(model, data, config.batch_size, group, ctrl_c)
             if accuracy is None:
                 raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, model))
@@ -62,7 +63,6 @@ def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list
             epoch = position.end_epoch(examples, accuracy, last_lr)
             if not group.rank:
                 print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
-            if not group.rank:
                 _say_if_guessing(epoch, model, data, number * steps_per_epoch)
             run.save(arrays)
     run.end()
@@ -119,8 +119,9 @@ def _evaluate(model: Model, data: Dataset, batch_size: int, group: Group, ctrl_c
     return None if group.any(stopped) else correct / len(data.test_labels)
 
 
-def _check_replicas(model: Model, title: str) -> dict[str, np.ndarray]:
-    """Raise Error if a parameter is not finite. Print a notice if the replicas differ. Returns the first one."""
+def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndarray]:
+    """Raise Error if a parameter is not finite. Print a notice if the replicas of all workers differ. Returns the first
+    one of this worker."""
     first = state_dict(model)
     # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
     broken = [name for name, values in first.items() if not np.isfinite(values).all()]
@@ -129,6 +130,9 @@ def _check_replicas(model: Model, title: str) -> dict[str, np.ndarray]:
         raise Error(f"parameters are not finite in {where}: training stopped; try a smaller {setting('lr')}")
     others = [state_dict(model, device) for device in range(1, len(model.ctx))]
     differ = [name for name in first if any(first[name].tobytes() != other[name].tobytes() for other in others)]
+    checksum = zlib.crc32(b"".join(array.tobytes() for array in first.values()))
+    if group.any(group.sum(checksum) != group.size * checksum):
+        differ.append("between workers")
     if differ:
         log.say(
             f"the replicas differ after {title} ({', '.join(differ)}): the devices now train different networks; after "
@@ -156,10 +160,11 @@ def _tells_classes_apart(model: Model, data: Dataset) -> bool:
     With small weights, scores differ between classes much more than between images, so the accuracy itself is that of
     chance at first. After 50 steps of LeNet, this one is 4 times that of chance; with wrong labels, at most 2 times.
     """
-    X, y = next(batches(data.test_images, data.test_labels, PLATEAU_IMAGES))
-    scores = model.predict(X.as_in_context(model.ctx[0])).asnumpy()
+    labels = data.test_labels[:PLATEAU_IMAGES]
+    parts = batches(data.test_images[:PLATEAU_IMAGES], labels, model.config.batch_size)
+    scores = np.concatenate([model.predict(X.as_in_context(model.ctx[0])).asnumpy() for X, _ in parts])
     scores = (scores - scores.mean(0)) / (scores.std(0) + np.finfo(np.float32).tiny)
-    return (scores.argmax(1) == y.asnumpy()).mean() > 3 / data.classes
+    return (scores.argmax(1) == labels).mean() > 3 / data.classes
 
 
 def _interrupted(run: Run, model: Model) -> str:

@@ -89,8 +89,8 @@ class Position:
 @dataclass
 class Run:
     """config: the settings. position: the progress. facts: what config.json holds besides the settings, such as the
-    image shape, and after `read` also the recorded settings; {} in a new run until `begin`. arrays: of the checkpoint,
-    as in `Model.arrays`; None for a new run. folder: None if nothing is saved, also in workers other than worker 0."""
+    image shape; {} in a new run until `begin`. arrays: of the checkpoint, as in `Model.arrays`; None for a new run.
+    folder: None if nothing is saved, also in workers other than worker 0."""
 
     config: Any  # a Config, with a seed once the run is open
     position: Position = field(default_factory=Position)
@@ -98,6 +98,7 @@ class Run:
     arrays: Arrays | None = None
     folder: Path | None = None
     is_resumed: bool = False
+    _recorded: dict[str, Any] = field(default_factory=dict)  # the settings before the run was resumed
     _lock: int | None = None
     _drawn: float = 0.0  # time.monotonic() when curves.png was last drawn
 
@@ -163,7 +164,8 @@ class Run:
     def _say_what_changed(self, facts: dict[str, Any]) -> None:
         """Print a notice if a setting or a fact that may change has changed in a resumed run."""
         names = [*sorted(self.config.CHANGEABLE - {"epochs", "gpus", "device"}), "workers", "devices", "threads"]
-        old, new = self.facts, json.loads(json.dumps({**self.config.recorded(), **facts}))
+        old = {**self._recorded, **self.facts}
+        new = json.loads(json.dumps({**self.config.recorded(), **facts}))
         changed = [name for name in names if name in old and old[name] != new[name]]
         if changed:
             effect = "results are the same except for rounding"
@@ -258,6 +260,8 @@ def _resume(run: Run, given: dict[str, Any]) -> None:
     if config.epochs == done:
         longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
         log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
+        if changed:
+            run.save(run.arrays or {})
 
 
 def read(folder: str | Path, lock: bool = False) -> Run:
@@ -276,10 +280,10 @@ def read(folder: str | Path, lock: bool = False) -> Run:
         run.arrays, content = checkpoint.load(path)
         if content.get("format") != FORMAT:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
-        run.position, run.facts = Position.from_json(content), content["config"]
+        run.position, run.facts = Position.from_json(content), dict(content["config"])
         names = {field.name for field in dataclasses.fields(Config)} - Config.NOT_RECORDED
-        settings = {name: value for name, value in run.facts.items() if name in names}
-        run.config = Config(**settings, **_devices(run.facts))
+        run._recorded = {name: run.facts.pop(name) for name in names & {*run.facts}}
+        run.config = Config(**run._recorded, **_devices(run.facts))
         shape = tuple(run.facts.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")

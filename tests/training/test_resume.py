@@ -136,6 +136,12 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
     assert files(begun) == {**before, ".config.json.swp": b"an editor's"}
 
 
+def test_a_run_whose_epochs_are_reduced_to_the_finished_ones_keeps_that_number(begun):
+    reconfigure(begun, epochs=10)
+    train(resume=begun, epochs=2)
+    assert len(training.train(resume=begun)) == config(begun).epochs == 2
+
+
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun):
     killed(devices=3, resume=begun, epochs=5)
     assert (config(begun).epochs, config(begun).gpus) == (5, (0, 1, 2))

@@ -14,7 +14,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import runs
-from runs import TRAIN
+from runs import ROOT, TRAIN
 
 from gluon_mgpu import models, scratch
 from gluon_mgpu.data import datasets
@@ -173,6 +173,9 @@ def cwd(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failures")
     for name, ranks in {"one.py": "1", "all.py": "012"}.items():
         (folder / name).write_text(RAISES.replace("WORKERS", repr(ranks)))
+    update = "        nd.sgd_update("
+    code = (ROOT / "gluon_mgpu/scratch.py").read_text().replace(update, f"        p += time() % 1 * 1e-3\n{update}")
+    (folder / "apart.py").write_text(code)  # the workers read different times
     data = datasets.load("synthetic", None, 100, 3)
     content = {"train_images": data.train_images, "test_images": data.test_images, "test_labels": data.test_labels}
     (folder / "other").mkdir()
@@ -202,6 +205,11 @@ def test_a_failure_ends_all_workers_with_its_status_and_one_line(cause, cwd):
     errors = [line for line in done.stderr.splitlines() if not line.startswith("gluon_mgpu: ")]
     assert (done.returncode, len(errors)) == (status, 1), done.stderr
     assert re.match(f"error: {pattern}", errors[0]), errors
+
+
+def test_workers_with_different_parameters_are_reported_after_an_epoch(cwd):
+    done = mpiexec((2, *command(impl="apart.py")), cwd=cwd)
+    assert (done.returncode, done.stderr.count("the replicas differ after epoch 1")) == (0, 1), done.stderr
 
 
 def test_an_exception_in_one_worker_of_a_users_program_ends_all(cwd):
