@@ -9,28 +9,27 @@ import twins
 from runs import ROOT, finished
 
 from gluon_mgpu import scratch
-from gluon_mgpu.runtime import engine
 
 FOLDER = ROOT / "docs/jax"
 needs_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
 
 
-def run(name, *options):
-    done = finished(sys.executable, FOLDER / f"{name}.py", *twins.OPTIONS, *options, env=engine.users_environment())
+def run(name, folder):
+    options = [*twins.OPTIONS, "--out", folder / "params.npz"]
+    done = finished(sys.executable, FOLDER / f"{name}.py", *options, env=twins.without_mxnet(folder))
     assert done.returncode == 0, done.stderr
+    twins.assert_trained_as_scratch(folder / "params.npz")
     return done.stdout
 
 
 @needs_jax
 def test_after_20_steps_the_program_has_the_parameters_of_scratch(tmp_path):
-    run("scratch", "--out", tmp_path / "params.npz")
-    twins.assert_trained_as_scratch(tmp_path / "params.npz")
+    run("scratch", tmp_path)
 
 
 @needs_jax
 def test_the_compiler_inserts_sums_of_all_gradients_and_the_parameters_are_those_of_scratch(tmp_path):
-    printed = run("sharding", "--out", tmp_path / "params.npz")
-    twins.assert_trained_as_scratch(tmp_path / "params.npz")
+    printed = run("sharding", tmp_path)
     lines = [line.split("all-reduce of ")[1] for line in printed.splitlines() if "all-reduce" in line]
     shapes = [f"f32[{','.join(map(str, shape))}]" for weight in scratch.SHAPES for shape in (weight, weight[:1])]
     assert sorted(" ".join(lines).split()) == sorted(shapes)

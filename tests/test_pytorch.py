@@ -2,15 +2,12 @@
 
 import ast
 import importlib.util
-import os
 import sys
 from itertools import combinations
 
 import pytest
 import twins
 from runs import ROOT, finished
-
-from gluon_mgpu.runtime import engine
 
 FOLDER = ROOT / "docs/pytorch"
 PROGRAMS = ("scratch", "ddp", "fsdp")
@@ -21,10 +18,8 @@ PROGRAMS = ("scratch", "ddp", "fsdp")
 def test_after_20_steps_a_program_has_the_parameters_of_scratch(name, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = tmp_path / "params.npz"
-    (tmp_path / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    env = {**engine.users_environment(), "PYTHONPATH": path}
-    done = finished(*torchrun, FOLDER / f"{name}.py", *twins.OPTIONS, "--out", out, env=env)
+    options = [*twins.OPTIONS, "--out", out]
+    done = finished(*torchrun, FOLDER / f"{name}.py", *options, env=twins.without_mxnet(tmp_path))
     assert done.returncode == 0, done.stderr
     twins.assert_trained_as_scratch(out)
 

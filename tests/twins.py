@@ -1,5 +1,6 @@
 """What the twins of scratch, programs for PyTorch and for JAX, are compared with."""
 
+import os
 from functools import cache
 
 import mxnet as mx
@@ -9,9 +10,17 @@ from mxnet import nd
 
 from gluon_mgpu import scratch
 from gluon_mgpu.data import batches, datasets
+from gluon_mgpu.runtime import engine
 
 SIZE, STEPS, LR = 256, 20, 0.02
 OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
+
+
+def without_mxnet(folder):
+    """The environment of a program that must not import MXNet. A module that says so is written to the folder."""
+    (folder / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {**engine.users_environment(), "PYTHONPATH": path}
 
 
 def initial():
