@@ -39,10 +39,10 @@ try() {  # try ROOT PYTHON: copies the checkout into a root file system and test
     rm -rf "$1/checkout"
     mkdir "$1/checkout"
     (cd "$checkout" && git ls-files -z | xargs -0 tar c) | tar x -C "$1/checkout"
-    mountpoint -q "$1/proc" || mount -t proc proc "$1/proc"
-    mountpoint -q "$1/dev" || mount --rbind /dev "$1/dev"
-    chroot "$1" env -i HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 ${QEMU_CPU:+QEMU_CPU=$QEMU_CPU} \
-        PYTHON="$2" QUICK="${QUICK:-}" sh -euc '
+    # The mounts end with the command, however it ends.
+    unshare --mount sh -euc 'mount -t proc proc "$0/proc"; mount --rbind /dev "$0/dev"; exec chroot "$0" "$@"' "$1" \
+        env -i HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 \
+        ${QEMU_CPU:+QEMU_CPU=$QEMU_CPU} PYTHON="$2" QUICK="${QUICK:-}" sh -euc '
         cd /checkout
         make demo PYTHON=$PYTHON
         .venv/bin/python scripts/train.py --dataset synthetic --limit 600 --epochs 1 --out /tmp/run
@@ -64,7 +64,6 @@ for platform in ${*:-python3.14 python3.15 arm64}; do
     fi
     [ -e "$root/usr/bin/make" ] || create "$root" "$platform"
     try "$root" "$python" || { result=failed status=1; }
-    umount -l "$root/proc" "$root/dev"
     table="$table
 $(printf '%-11s %-8s %7d' "$platform" "$result" $(($(date +%s) - begin)))"
 done
