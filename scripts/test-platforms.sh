@@ -40,8 +40,8 @@ try() {  # try ROOT PYTHON: copies the checkout into a root file system and test
     mkdir "$1/checkout"
     (cd "$checkout" && git ls-files -z | xargs -0 tar c) | tar x -C "$1/checkout"
     # The mounts end with the command, however it ends.
-    unshare --mount sh -euc 'mount -t proc proc "$0/proc"; mount --rbind /dev "$0/dev"; exec chroot "$0" "$@"' "$1" \
-        env -i HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 \
+    unshare --mount sh -euc 'mount -t proc proc "$0/proc"; mount --rbind /dev "$0/dev"; mount --rbind /sys "$0/sys"
+        exec chroot "$0" "$@"' "$1" env -i HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 \
         ${QEMU_CPU:+QEMU_CPU=$QEMU_CPU} PYTHON="$2" QUICK="${QUICK:-}" sh -euc '
         cd /checkout
         make demo PYTHON=$PYTHON
