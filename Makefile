@@ -96,9 +96,11 @@ $(DEV_INSTALLED): $(INSTALLED)
 
 failed = { echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $(1)" >&2; exit 1; }
 
-# The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux. uv knows where the CPU build is.
+# The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux, and for aarch64 from 2.11 on. uv
+# knows where the CPU build is.
+TORCH := $(if $(filter aarch64,$(shell uname -m)),'torch<2.11','torch==2.13.0+cpu')
 torch: install  ## install PyTorch's CPU build (190 MB to download)
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile torch==2.13.0+cpu 2>/dev/null || { \
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile $(TORCH) 2>/dev/null || { \
 	    $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch >= 2.6'; }
 
 # d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.

@@ -36,6 +36,11 @@ def run(module: str, command: str, program: str | None = None) -> None:
         function(prog_name=program)
     finally:
         signal.signal(signal.SIGTERM, before)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:  # nobody reads; from Python 3.14 on, the status would be 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_closed_streams() -> None:

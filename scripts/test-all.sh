@@ -4,7 +4,7 @@
 # tests. Fails if an installation or a command fails, or if a selected Python is missing.
 cd "$(dirname "$0")/.." || exit 1
 if [ -z "${PYTHONS:-}" ]; then
-    for minor in 9 10 11 12 13; do
+    for minor in 9 10 11 12 13 14 15; do
         PYTHON=python3.$minor scripts/find-python.sh >/dev/null 2>&1 && PYTHONS="${PYTHONS:-} 3.$minor"
     done
     # The oldest Python also runs with the oldest NumPy.

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
 KERNELS = range(5, 9)  # major compute capabilities that MXNet 1.9.1's wheels support (docs/engine.md)
-WAYS = "MXNet 2's community fork, or NVIDIA's container 24.06 for up to 9.0 (docs/install.md)"  # for newer GPUs
+NEW = range(9, 13)  # those for which there are other builds
+NEWER = ", MXNet 2's community fork, or NVIDIA's container 24.06 for up to 9.0 (docs/install.md)"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
@@ -74,7 +75,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
         if major not in KERNELS:
             gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
             has = f"MXNet 1.9.1's wheels have kernels for {KERNELS[0]}.x to {KERNELS[-1]}.x only"
-            raise Error(f"{gpu}: {has}; use {errors.setting('device', 'cpu')}, {WAYS}")
+            raise Error(f"{gpu}: {has}; use {errors.setting('device', 'cpu')}{NEWER * (major in NEW)}")
     return [mx.gpu(i) for i in indices]
 
 

@@ -7,12 +7,14 @@ Python, and `--lr 0` on the command line.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
 import traceback
 from typing import Any
 
-LIBRARIES = "libgomp1 libquadmath0 libstdc++6 libgcc-s1"  # Debian's packages of the libraries that libmxnet.so needs
+# Debian's packages of the libraries that libmxnet.so needs.
+LIBRARIES = "libgomp1 libstdc++6 libgcc-s1" + " libquadmath0" * (platform.machine() == "x86_64")
 
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}

@@ -70,6 +70,7 @@ def test_a_gpu_that_mxnet_has_no_kernels_for_is_refused_by_name(monkeypatch, nam
     with pytest.raises(Error, match=f"{name}.* {major}.{minor}") as caught:
         devices.contexts(2)
     assert not isinstance(caught.value, UsageError) and "device='cpu'" in str(caught.value)
+    assert ("24.06" in str(caught.value)) == (major >= 9)
     assert devices.contexts(1) == [mx.gpu(0)]
 
 
