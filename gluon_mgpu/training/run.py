@@ -260,6 +260,7 @@ def _resume(run: Run, given: dict[str, Any]) -> None:
     if config.epochs == done:
         longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
         log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
+        run.config = dataclasses.replace(recorded, epochs=done)  # nothing else changes a finished run
         if changed:
             run.save(run.arrays or {})
 
