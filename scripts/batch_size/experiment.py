@@ -71,7 +71,7 @@ def run(out: str | Path, device: str = "auto", **options: Any) -> list[Result]:
             bar.set_description(str(variant))
             folder = Path(out, str(variant).replace(",", "").replace(" ", "-"))
             made = finish(str(variant), folder, {**options, **variant._asdict(), "device": kind}, bar.update, env)
-            results.append(Result(variant, made.facts, made.position.history))
+            results.append(Result(variant, {**made.config.recorded(), **made.facts}, made.position.history))
     files.write_whole(Path(out, PICTURE), lambda file: draw(results, file))
     return results
 
