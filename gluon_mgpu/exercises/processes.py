@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import Answer, Numbers, compare, gradient_of, gradients_of, linear, shown
+from gluon_mgpu.exercises.cases import Answer, Numbers, compare, gradient_of, linear, shown
 
 
 class Ended(Exception):
@@ -74,17 +74,29 @@ def _train(answer: Answer, X: np.ndarray, y: np.ndarray, replicas: Numbers, lr: 
     answer(X.copy(), y.copy(), replicas[dist.get_rank()], lr, dist)
 
 
+def _splits(n: int, k: int) -> list[list[np.ndarray]]:
+    """The ways to divide n examples among k processes that the cases know: dealt out, and consecutive, where the first,
+    some or only the last process gets the examples that are left over."""
+    examples, size = np.arange(n), n // k
+    bounds = [i * n // k for i in range(k + 1)]
+    return [
+        [examples[i::k] for i in range(k)],
+        np.array_split(examples, k),
+        [examples[start:end] for start, end in zip(bounds, bounds[1:])],
+        [examples[i * size : None if i == k - 1 else (i + 1) * size] for i in range(k)],
+    ]
+
+
 def process(answer: Answer) -> None:
     lr, w = 0.1, np.array([1.0, -2.0])
-    for n, k in ((11, 4), (6, 2), (5, 1)):
+    for n, k in ((11, 4), (6, 2), (5, 1), (9, 4)):
         X, y = linear(n, seed=n)
         processes, replicas = Processes(k), [w.copy() for _ in range(k)]
         processes.run(partial(_train, answer, X, y, replicas, lr))
         gradient, cut = gradient_of(X, y, w), n - n % k
-        sizes = [len(X[i::k]) for i in range(k)]
-        dealt = [gradient_of(X[i::k], y[i::k], w) for i in range(k)]
         wrong: dict[str, list[Any]] = {"not-in-place": [0 * w], "one-replica": [[gradient / n, *[0 * w] * (k - 1)]]}
-        for own in (dealt, gradients_of(X, y, w, k)):  # consecutive shards have the same sizes
+        for split in _splits(n, k):
+            own, sizes = [gradient_of(X[s], y[s], w) for s in split], [len(s) for s in split]
             means = [g / size for g, size in zip(own, sizes)]
             also: dict[str, list[Any]] = {
                 "no-allreduce": [[g / size for g in own] for size in (n, n // k, 1)] + [means],
@@ -92,16 +104,18 @@ def process(answer: Answer) -> None:
                 "sum-of-means": [sum(means)],
                 "same-shard": [g * factor for g in own for factor in (k / n, 1 / n)] + means,
                 "sums-parameters": [sum(means) - (k - 1) * w / lr, gradient / n - (k - 1) * w / lr],
+                "shard-size": [[gradient / size for size in sizes], gradient / (n // k)],
             }
             wrong = {name: wrong.get(name, []) + also.get(name, []) for name in {**wrong, **also}}
         wrong["drops-examples"] = [gradient_of(X[:cut], y[:cut], w) / size for size in (n, cut)] if cut < n else []
         wrong["no-division"] = [gradient]
-        wrong["shard-size"] = [[gradient / size for size in sizes], gradient / (n // k)]
         sent = processes.calls[0] if processes.calls else []
         whole = bool(sent) and any(cases.same(sent, [gradient / size] * k) for size in (1, n, n * k))
         results = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         equal = k > 1 and bool(sent) and cases.same(sent, sent[:1] * k)
-        mistakes = {"whole-batch": k > 1 and whole, **results, **({"same-shard": True} if equal else {})}
+        empty = bool(np.isnan(replicas).any())
+        mistakes = {"empty-shard": empty, "whole-batch": k > 1 and whole, **results}
+        mistakes |= {"same-shard": True} if equal else {}
         case = f"{n} examples, {k} processes, lr {lr}, w = {shown([w])}"
         for i, arrays in enumerate(processes.calls[:2], 1):
             case += f"\nsent in call {i} of all_reduce:  {shown(arrays)}"

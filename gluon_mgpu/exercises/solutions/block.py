@@ -3,7 +3,7 @@
 A block has two layers: hidden = relu(X W1.T + b1), then output = hidden W2.T + b2. A device that holds some rows of W1
 and b1 computes some of the hidden values. If it also holds the columns of W2 that belong to these values, it can go on
 without the other devices: nothing is copied between the layers. What it computes is a part of a sum, so the devices add
-their parts, once. The hidden values cannot always be divided evenly.
+their parts, once. If the hidden values cannot be divided evenly, the devices' numbers differ by one.
 
 Use the functions imported from gluon_mgpu.scratch, or write your own.
 """

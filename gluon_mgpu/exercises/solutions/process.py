@@ -1,7 +1,8 @@
 """Exercise process: write the step of one process.
 
 In PyTorch, each device has its own process, and all run the same program. Here, each process has the whole batch, and
-takes its own shard of it. `dist` has three functions of torch.distributed:
+takes its own shard of it; any division will do that gives each process some examples. `dist` has three functions of
+torch.distributed:
 
     dist.get_rank()           the number of this process: 0 to k - 1
     dist.get_world_size()     the number of processes, k

@@ -1,9 +1,10 @@
 """Exercise speedup: estimate whether a second device pays off.
 
 Measure a step on one device, with two batch sizes. The line through both points shows how many seconds each example
-takes, and how many a step takes without any: the calls and the update. This fixed time remains on every device. With k
-devices, the largest shard decides when all gradients are ready. Then a ring sums them, in 2 (k - 1) rounds. In each
-round, every device sends a k-th of the bytes, all at the same time: this takes latency + bytes / bandwidth seconds.
+takes, and how many a step takes without any: the calls and the update. This fixed time remains on every device; all
+spend it at the same time. With k devices, the largest shard decides when all gradients are ready. Then a ring sums
+them, in 2 (k - 1) rounds. In each round, every device sends a k-th of size, all at the same time: a round takes latency
++ that k-th / bandwidth seconds.
 """
 
 import math
