@@ -164,7 +164,7 @@ def _split(lesson: ModuleType, ctx: list[Context], n: int) -> str:
     if found == batch:
         return ""
     if not {*found} <= {*batch}:
-        return "split_and_load returns examples of an earlier batch; copy each batch anew"
+        return "split_and_load returns examples of an earlier batch; make a new copy of each batch"
     if len(indices) > 1 and all(shard == indices[0] for shard in indices):
         part = "whole batch" if len(indices[0]) == n else "same shard"
         return f"split_and_load gives the {part} to each of {len(ctx)} devices; give each a different part"
