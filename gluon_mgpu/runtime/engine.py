@@ -222,6 +222,7 @@ def affinity() -> set[int]:
 
 
 def cores() -> int:
+    """The number of cores that this process may use."""
     return len(affinity())
 
 

@@ -146,7 +146,10 @@ def _say_if_guessing(epoch: Epoch, model: Model, data: Dataset, steps: int) -> N
     if abs(epoch.train_loss - guessing) >= 0.01 * guessing or steps < PLATEAU_STEPS:
         return
     if _tells_classes_apart(model, data):
-        meaning = "but the scores begin to tell classes apart: LeNet leaves this plateau after some hundred steps"
+        meaning = (
+            "but the scores begin to tell classes apart: with small initial weights, a network stays on this plateau "
+            "for a few hundred steps"
+        )
     else:
         meaning = (
             f"and the scores do not tell classes apart: does each image keep its label? is {setting('lr')} too small?"
