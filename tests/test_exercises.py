@@ -118,8 +118,10 @@ def test_an_answer_is_correct_only_if_all_cases_ran(said, code, mistake):
     assert f"Mistake: {mistake}\n" in said(f"{exercises.solution('allreduce')}\n{code}\n")
 
 
-def test_numbers_that_differ_between_processes_are_not_repeatable(said):
-    answer = exercises.solution("seeds").replace("seed(seed)", "seed(hash(f'seed {seed}') % 2**31)")
+def test_numbers_that_differ_between_processes_are_not_repeatable(said, tmp_path):
+    answer = exercises.solution("seeds").replace("seed(seed)", "seed(seed + 1000 * AGAIN)")
+    ran = str(tmp_path / "ran")
+    answer += f"\nimport pathlib\n\nRAN = pathlib.Path({ran!r})\nAGAIN = RAN.exists()\nRAN.touch()\n"
     assert "Mistake: not-repeatable\n" in said(answer)
 
 
