@@ -13,7 +13,7 @@ table="platform    result   seconds"
 
 emulate() {  # lets this machine run arm64 programs
     [ "$(uname -m)" = aarch64 ] && return
-    export QEMU_CPU=cortex-a72  # qemu 7.2 computes wrong products with SVE
+    export QEMU_CPU=cortex-a76  # PyTorch does not run on cortex-a72; with SVE, qemu 7.2 computes wrong products
     [ -e /proc/sys/fs/binfmt_misc/status ] || mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc
     [ -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ] && return
     # F: the interpreter is opened now, so that the root file systems need none.

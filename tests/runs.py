@@ -56,7 +56,7 @@ def python(code, *arguments, **environment):
     """Run code in a new process, which has these settings of the engine and no others."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
     words = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    return finished(*words, env={**kept, **environment}, timeout=60)
+    return finished(*words, env={**kept, **environment})
 
 
 def output(code, *arguments, **environment):

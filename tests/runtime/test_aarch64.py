@@ -45,11 +45,13 @@ def copies(machine):
     return [path for path in (machine.folder / "cache").rglob("*") if path.is_file()]
 
 
-def test_a_changed_copy_is_made_once_and_the_wheel_stays_as_it_is(machine, monkeypatch):
+@pytest.mark.parametrize("inherited", [False, True], ids=["new process", "child process"])
+def test_a_changed_copy_is_made_once_and_the_wheel_stays_as_it_is(machine, monkeypatch, inherited):
     aarch64.prepare()
     (copy,) = copies(machine)
     assert os.environ["MXNET_LIBRARY_PATH"] == str(copy) and copy.read_bytes() == CONTENT + b"changed\n"
-    monkeypatch.delenv("MXNET_LIBRARY_PATH")
+    if not inherited:
+        monkeypatch.delenv("MXNET_LIBRARY_PATH")
     aarch64.prepare()
     assert copies(machine) == [copy] and (machine.folder / "calls").read_text() == "call\n"
     assert machine.library.read_bytes() == CONTENT
