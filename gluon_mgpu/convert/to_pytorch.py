@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import textwrap
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ class _Module:
         heads = [self._source((i, output)) for i, output, *_ in self.network.graph["heads"]]
         steps, uses = self._steps(heads)
         owners = [_block(self.nodes[i]["name"]) for i in steps if self._operands(i)[1]]
-        prefix = os.path.commonprefix(owners)  # the network's name, with which all of these names begin
+        # The network's name, with which all of these names begin.
+        prefix = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*owners)))
         self.prefix = prefix[: prefix.rfind("_") + 1]
         used, problems = set(WORDS), []
         inputs = {node["name"]: (i, 0) for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs}
