@@ -66,7 +66,7 @@ def _open_libraries() -> None:
         raise Error(f"{error}: mxnet-cu112 needs NVIDIA's driver; install it, or the wheel for CPUs: {cpu}") from error
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
-    in_wheels = {path.name: str(path) for folder in folders for path in folder.glob("*/lib/*.so*")}
+    in_wheels = {path.name: str(path) for folder in reversed(folders) for path in folder.glob("*/lib/*.so*")}
     failures = {}
     for wheel, *libraries in LIBRARIES:
         for library in libraries:

@@ -27,6 +27,7 @@ class Site:
 
     def __init__(self, folder):
         self.folder = folder
+        self.later = []  # folders that come after it on the path
 
     def install(self, wheel, *files):
         info = self.folder / f"{wheel.replace('-', '_')}-1.9.1.dist-info"
@@ -49,7 +50,11 @@ class Site:
 
     def python(self, code, driver=DRIVER, **environment):
         start = f"from gluon_mgpu.runtime import cuda; cuda.DRIVER = {driver!r}\n"
-        return python(start + textwrap.dedent(code), PYTHONPATH=str(self.folder), **environment)
+        return python(
+            start + textwrap.dedent(code),
+            PYTHONPATH=os.pathsep.join(map(str, [self.folder, *self.later])),
+            **environment,
+        )
 
     def opened(self):
         """The libraries that `prepare` opens, in order."""
@@ -75,8 +80,10 @@ def site(tmp_path):
     return made
 
 
-def test_every_library_is_opened_from_its_wheel_after_the_libraries_that_it_needs(site):
+def test_every_library_is_opened_from_its_wheel_after_the_libraries_that_it_needs(site, tmp_path):
     site.install_nvidia()
+    site.later = [tmp_path / "later"]
+    Site(*site.later).install_nvidia()
     driver, *paths = site.opened()
     assert driver == DRIVER and all(path.startswith(f"{site.folder}/nvidia/") for path in paths)
     at = {Path(path).name: i for i, path in enumerate(paths)}
@@ -106,18 +113,18 @@ def test_nothing_is_opened_for_another_mxnet_than_the_one_that_is_imported(tmp_p
 
 
 def test_missing_and_damaged_libraries_are_one_line_with_the_command_that_installs_their_wheels(site):
-    site.install_nvidia(without=["nvidia-cudnn-cu11", "nvidia-nccl-cu11"])
+    site.install_nvidia(without=["nvidia-cufft-cu11", "nvidia-cudnn-cu11"])
     site.install("nvidia-cudnn-cu11", "nvidia/cudnn/lib/libcudnn.so.9")  # a version that is too new
     line = site.error()
-    assert re.findall(r"lib\w+\.so[.\d]*", line) == [name for name in ALL if "cudnn" in name or "nccl" in name]
-    assert line.endswith("`pip install --force-reinstall --no-deps 'nvidia-cudnn-cu11<9' 'nvidia-nccl-cu11'`")
+    assert re.findall(r"lib\w+\.so[.\d]*", line) == [name for name in ALL if "cudnn" in name or "cufft" in name]
+    assert line.endswith("`pip install --force-reinstall --no-deps 'nvidia-cufft-cu11' 'nvidia-cudnn-cu11<9'`")
     for library in ALL:  # the system's libraries are used if no wheel contains them
         (site.folder / library).symlink_to(LIBM)
     assert site.python("cuda.prepare()", LD_LIBRARY_PATH=str(site.folder)).returncode == 0
-    [path] = site.folder.glob("nvidia/*/lib/libcufft.so.10")
+    [path] = site.folder.glob("nvidia/*/lib/libcurand.so.10")
     path.unlink()
     path.write_bytes(b"\x7fELF")
-    assert path.name in site.error() and "nvidia-cufft-cu11" in site.error()
+    assert path.name in site.error() and "nvidia-curand-cu11" in site.error()
 
 
 def test_a_missing_driver_and_two_wheels_of_mxnet_are_errors(site):

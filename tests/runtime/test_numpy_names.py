@@ -38,7 +38,7 @@ def test_a_numpy_only_program_prints_the_same_beside_mxnet_as_alone():
 
 
 def test_a_name_that_other_code_put_on_numpy_is_neither_replaced_nor_removed():
-    code = "import numpy as np; vars(np).update(PZERO=7.0, bool=bool)\n" + CONFIGURE
+    code = "import numpy as np, numpy.ma; vars(np).update(PZERO=7.0, bool=bool)\n" + CONFIGURE
     code += "import mxnet; print(mxnet.np.PZERO, np.PZERO, np.bool, mxnet.np.bool)"
     assert output(code) == "7.0 7.0 <class 'bool'> <class 'bool'>\n"
 
