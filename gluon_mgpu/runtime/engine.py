@@ -142,7 +142,7 @@ def use_stock_settings() -> None:
     """Make the first `import mxnet` use MXNet's own settings, for comparison. Call this before that import."""
     global _stock
     _stock = True
-    aarch64.prepare()  # without this, there is no import
+    aarch64.prepare()  # the import needs this with any settings
 
 
 def configure(contexts: int | None = None) -> None:
