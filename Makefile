@@ -37,7 +37,7 @@ PROCESSORS := SSE41 AVX2 AVX512_CORE
 NUMERICAL := tests/test_steps.py tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py \
     $(if $(QUICK),,tests/test_evaluate.py tests/training/test_resume.py tests/parity)
 MXNET2_TESTS := tests/test_steps.py tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py \
-    tests/training/test_resume.py tests/test_evaluate.py tests/test_exercises.py tests/runtime/test_mxnet2.py
+    tests/training/test_resume.py tests/test_evaluate.py tests/test_exercises.py tests/compat/test_mxnet2.py
 test-processors: dev  ## run the numerical, resume and parity tests with other instruction sets: PROCESSORS="SSE41 AVX2", QUICK=1 for the numerical ones only
 	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
 	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(NUMERICAL) || exit 1; done

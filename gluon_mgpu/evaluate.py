@@ -15,13 +15,14 @@ import numpy as np
 from mxnet import nd
 from PIL import Image, ImageOps
 
-from gluon_mgpu import lessons, models
+from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import split
-from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.run import Run, read
 

@@ -15,8 +15,8 @@ from mxnet import Context, autograd, gluon, nd
 from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
+from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import devices
 
 NORMAL = mx.init.Normal(0.01)  # as in scratch.init_params
 loss = gluon.loss.SoftmaxCrossEntropyLoss()

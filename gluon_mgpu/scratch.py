@@ -14,8 +14,8 @@ import mxnet as mx
 from mxnet import Context, autograd, nd
 from mxnet.ndarray import NDArray
 
+from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import devices
 
 Params = list[NDArray]  # the network's parameters on one device
 SHAPES = [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]  # of the layers' weights

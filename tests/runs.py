@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_")
 
@@ -70,7 +70,8 @@ PROFILE = """
 import gluon_mgpu
 gluon_mgpu.configure(2)
 import mxnet as mx
-from gluon_mgpu import models, partition, scratch
+from gluon_mgpu import partition, scratch
+from gluon_mgpu.training import models
 ctx = [mx.cpu(0), mx.cpu(1)]
 X, y = mx.nd.random.uniform(shape=(256, 1, 28, 28)), mx.nd.zeros(256)
 {setup}
@@ -154,7 +155,7 @@ class Run(subprocess.Popen):
 
 def start(line, environment=None, stdin=None):
     """The run as a Popen."""
-    environment = {**engine.users_environment(), "PYTHONUNBUFFERED": "1", **(environment or {})}
+    environment = {**subprocesses.users_environment(), "PYTHONUNBUFFERED": "1", **(environment or {})}
     streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return Run(line, env=environment, cwd=ROOT, start_new_session=True, **streams)
 

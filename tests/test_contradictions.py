@@ -7,9 +7,9 @@ import mxnet as mx
 import pytest
 from mxnet.gluon import nn
 
-from gluon_mgpu import UsageError, evaluate, highlevel, lessons, models, networks, scratch
+from gluon_mgpu import UsageError, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
-from gluon_mgpu.train import train
+from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 

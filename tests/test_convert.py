@@ -17,13 +17,12 @@ from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
 
-from gluon_mgpu import convert, evaluate
+from gluon_mgpu import convert, evaluate, train
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import network, operators
 from gluon_mgpu.data import datasets
 from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.train import train
 from gluon_mgpu.training import checkpoint
 
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}

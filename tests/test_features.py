@@ -25,12 +25,11 @@ from mxnet import autograd, gluon, nd
 from PIL import Image
 from runs import needs_mpi
 
-from gluon_mgpu import convert, evaluate, highlevel, lessons, models, networks, scratch
+from gluon_mgpu import convert, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.train import train
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, lessons, models
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY
 
@@ -520,7 +519,7 @@ def test_onnx_runtime_loads_the_converted_network_and_computes_the_same_scores(r
 WORKERS = f"""
 import gluon_mgpu, json, sys
 {REGISTER}
-from gluon_mgpu.train import train
+from gluon_mgpu import train
 for options in json.loads(sys.argv[1]):
     train(**options)
 """
@@ -535,7 +534,7 @@ def by_workers(runs):
             run = {**runs.settings(row), "gpus": 1, "kvstore": "mpi", "out": str(runs.path(row, "workers"))}
             options.append(run)
     command = [Path(sys.executable).with_name("mpiexec"), "-n", "2", sys.executable, "-c", WORKERS, json.dumps(options)]
-    done = subprocess.run(command, env=engine.users_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=subprocesses.users_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

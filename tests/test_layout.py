@@ -13,14 +13,10 @@ ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 # from the bottom; the modules in a line are on one level
 LAYERS = [
     ["runtime"],
+    ["compat"],
     ["data"],
+    ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks", "legacy"],
     ["training"],
-    ["legacy"],
-    ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks"],
-    ["lessons"],
-    ["models"],
-    ["equivalence"],
-    ["train"],
     ["evaluate", "convert"],
     ["exercises"],
     ["commands"],
@@ -61,20 +57,22 @@ def test_imports_only_go_down():
 
 
 def test_only_commands_and_the_lessons_loader_import_modules_by_name():
-    lower = {name: path for name, path in MODULES.items() if layer(name) < layer("commands") and name != "lessons"}
+    lower = {
+        name: path for name, path in MODULES.items() if layer(name) < layer("commands") and name != "training.lessons"
+    }
     assert not [f"{path}: {call}" for path in lower.values() for call in imported_by_name(path)]
 
 
 def test_the_engine_does_not_know_the_lessons():
     names = {"scratch", "highlevel", "sharded", "lenet", "resnet18"}
     for path in (ROOT / "training").glob("*.py"):
-        if path.stem not in ("config", "recipes"):  # the settings, and the notebooks' experiments
+        if path.stem not in ("config", "recipes", "lessons", "models"):
             strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
             assert not names & {*strings}, path
 
 
 def test_modules_that_are_needed_before_mxnet_do_not_import_it():
-    modules = "gluon_mgpu.lessons, gluon_mgpu.train, gluon_mgpu.training.run"
+    modules = "gluon_mgpu.training.lessons, gluon_mgpu.training.train, gluon_mgpu.training.run"
     assert output(f"import sys, {modules}; print('mxnet' in sys.modules)") == "False\n"
 
 

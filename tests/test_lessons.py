@@ -17,12 +17,12 @@ from mxnet import gluon, nd
 from runs import call
 from test_partition import batch, contexts
 
-from gluon_mgpu import highlevel, lessons, models, networks, scratch, sharded
+from gluon_mgpu import highlevel, networks, scratch, sharded, train
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.train import train
+from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read

@@ -9,9 +9,9 @@ from lenet64 import additions, assert_close
 from mxnet import nd
 from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
 
-from gluon_mgpu import models, sharded
+from gluon_mgpu import sharded
 from gluon_mgpu import train as training
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, models
 from gluon_mgpu.training.config import Config
 
 STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)

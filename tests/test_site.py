@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from runs import ROOT, finished
 
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 
 FOLDER = ROOT / "build/docs/notebooks"
 WITH_CELLS = [path.stem for path in ROOT.glob("docs/*.md") if "file_format: mystnb" in path.read_text()]
@@ -77,7 +77,7 @@ def test_a_hosted_notebook_with_a_new_numpy_installs_what_is_missing_and_trains(
     shutil.copy(next(FOLDER.glob("gluon_mgpu-*.whl")), folder)
     hosted = notebook("from-scratch")
     hosted.cells = code_cells(hosted)[:2] + [nbformat.v4.new_code_cell(TRAIN)]
-    env = {**engine.users_environment(), "JUPYTER_PATH": str(tmp_path / "venv/share/jupyter")}
+    env = {**subprocesses.users_environment(), "JUPYTER_PATH": str(tmp_path / "venv/share/jupyter")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PATH", env["JUPYTER_PATH"])
         client = nbclient.NotebookClient(
@@ -94,7 +94,7 @@ def test_a_downloaded_notebook_runs_in_an_empty_folder(tmp_path):
     for cell in downloaded.cells:
         cell.source = cell.source.replace("for epoch in (1, 2, 3, 4):", "for epoch in (1,):")
     client = nbclient.NotebookClient(downloaded, timeout=300, resources={"metadata": {"path": tmp_path}})
-    client.execute(env=engine.users_environment())
+    client.execute(env=subprocesses.users_environment())
     printed = "".join(output.get("text", "") for cell in code_cells(downloaded) for output in cell.outputs)
     assert "epoch 1, time: " in printed and not list(tmp_path.iterdir())
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from mxnet import nd
 
-from gluon_mgpu import models, networks
+from gluon_mgpu import networks
 from gluon_mgpu.data import datasets
+from gluon_mgpu.training import models
 from gluon_mgpu.training.config import Config
 
 STEPS, BATCH, LR = 20, 64, 0.01

@@ -16,7 +16,7 @@ from runs import ROOT, finished
 
 from gluon_mgpu import scratch
 from gluon_mgpu.data import batches, datasets
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 
 SIZE, STEPS, LR = 256, 20, 0.02
 OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
@@ -66,7 +66,7 @@ def run(tmp_path):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
     def run(command, program):
-        out, environment = tmp_path / "params.npz", {**engine.users_environment(), "PYTHONPATH": path}
+        out, environment = tmp_path / "params.npz", {**subprocesses.users_environment(), "PYTHONPATH": path}
         done = finished(*command, ROOT / "docs" / program, *OPTIONS, "--out", out, env=environment)
         assert done.returncode == 0, done.stderr
         assert_trained_as_scratch(out)

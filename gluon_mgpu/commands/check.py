@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import devices, log
+from gluon_mgpu.compat import devices
+from gluon_mgpu.runtime import log
 from gluon_mgpu.training.config import Config
 
 CLAIMS = {
@@ -32,13 +33,14 @@ def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: st
     """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
     changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ or cannot be compared."""
     ctx = devices.contexts(gpus, device)
-    from gluon_mgpu import equivalence, lessons
+    from gluon_mgpu.training import lessons
+    from gluon_mgpu.training.check import compare, verdict
 
     config = Config(impl=lesson, model=model)
-    claims = equivalence.compare(lessons.load(lesson), ctx, config)
+    claims = compare(lessons.load(lesson), ctx, config)
     rows = [["no" if reason else "yes", CLAIMS[claim], reason] for claim, reason in claims.items()]
     for line in log.table(rows, align="<"):
         click.echo(line)
-    verdict = equivalence.verdict(claims)
-    click.echo(f"{lesson} {verdict or 'takes the same step as on one device'}")
-    context.exit(1 if verdict else 0)
+    difference = verdict(claims)
+    click.echo(f"{lesson} {difference or 'takes the same step as on one device'}")
+    context.exit(1 if difference else 0)

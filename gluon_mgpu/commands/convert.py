@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.compat import startup
 from gluon_mgpu.runtime.errors import UsageError
 
 
@@ -102,10 +102,10 @@ def convert(
     if len(sources) == 2 and options["impl"] is not None:
         raise UsageError("impl", options["impl"], "only for a RUN; omit it")
     if to == "folder":
-        from gluon_mgpu.legacy import records
+        from gluon_mgpu.convert import records
 
         return click.echo(records.extract(sources[0], prefix))
-    engine.configure(1)  # before `convert` imports mxnet
+    startup.configure(1)  # before `convert` imports mxnet
     from gluon_mgpu import convert as conversion
 
     conversion.check_prefix(to, prefix)

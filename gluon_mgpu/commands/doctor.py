@@ -17,7 +17,8 @@ from pathlib import Path
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import cuda, devices, engine, errors, log, subprocesses
+from gluon_mgpu.compat import cuda, devices, startup
+from gluon_mgpu.runtime import errors, log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 MAIN_JOB = "train --impl scratch --gpus 2"
@@ -74,7 +75,7 @@ def _package(name: str, requirement: str) -> Finding:
 
 
 def _cores() -> Finding:
-    allowed = engine.cores()
+    allowed = startup.cores()
     cores = cgroup_cores() or allowed
     contexts = max(1, min(allowed, int(cores)))
     sharing = f"--gpus above {contexts} works, but CPU contexts then share cores"
@@ -108,7 +109,9 @@ def cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
 
 def _trial() -> Finding:
     """Run the main job with 512 synthetic examples. If it uses no GPU, `train` prints why."""
-    users = engine.users_environment()  # a child process is not a worker, even if doctor runs in a worker's environment
+    users = (
+        subprocesses.users_environment()
+    )  # a child process is not a worker, even if doctor runs in a worker's environment
     environment = {name: value for name, value in users.items() if name not in log.RANKS}
     command = [sys.executable, "-m", "gluon_mgpu", *MAIN_JOB.split(), *TRIAL]
     finished = subprocesses.run(command, env=environment, seconds=SECONDS)

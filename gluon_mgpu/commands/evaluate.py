@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.compat import startup
 
 
 @common.command(
@@ -31,7 +31,7 @@ def evaluate(run: str, images: tuple[str, ...], **options: Any) -> None:
     """Show the test accuracy and the confusion matrix of a run, or the top classes of image files. RUN is the folder
     that train --out wrote. As in the data set, each IMAGE should show a bright object on a dark background; it gets the
     size and the channels that the network was trained with."""
-    engine.configure(len(options["gpus"]))  # before the following modules import mxnet
+    startup.configure(len(options["gpus"]))  # before the following modules import mxnet
     from gluon_mgpu import evaluate as evaluation
 
     trained = evaluation.load(run, options["impl"], options["gpus"], options["device"])

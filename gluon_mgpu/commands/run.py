@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
+from gluon_mgpu.compat import startup
 from gluon_mgpu.legacy import contexts, launch, notebook, prepare
-from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import UsageError
 
 MOST_PROCESSES = 128  # of workers, and of servers
@@ -82,7 +82,7 @@ def run(
     downloads of MNIST and Fashion-MNIST. Otherwise, it is the same as `python PROGRAM`."""
     del context.obj[len(context.obj) - len(arguments) :]  # a --debug among them is the program's
     settings = settings_of(**options)
-    engine.check_environment()
+    startup.check_environment()
     if program.endswith(".ipynb") and not is_module:
         if workers:
             raise UsageError("workers", workers, "does not work with notebooks; omit it")

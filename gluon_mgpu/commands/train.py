@@ -10,8 +10,8 @@ from click.core import ParameterSource
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 from gluon_mgpu.runtime.errors import UsageError, setting
-from gluon_mgpu.train import train as train_lesson
 from gluon_mgpu.training import recipes
+from gluon_mgpu.training.train import train as train_lesson
 
 
 @common.command(

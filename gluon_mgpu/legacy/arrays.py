@@ -25,7 +25,7 @@ ALIASES = """
 
 def add_to_numpy(np: ModuleType) -> None:
     """Restore what NumPy 1.20 to 2.4 removed."""
-    from gluon_mgpu.runtime import numpy_names
+    from gluon_mgpu.compat import numpy_names
 
     moved = getattr(np, "exceptions", None)
     kinds = {"int": "bhilq", "uint": "BHILQ", "float": "efdg", "complex": "FDG", "others": "?OSUV"}

@@ -14,7 +14,8 @@ import time
 from types import ModuleType
 from typing import Any
 
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.compat import startup
+from gluon_mgpu.runtime import log
 
 CPU = 1  # MXNet's number for CPU contexts
 TEMP_COPIES = "4"  # MXNet's default. With more temporary spaces, programs with large arrays need more memory.
@@ -38,7 +39,7 @@ def replace(mx: ModuleType, gpus: int | None) -> None:
         original(context, device_type, device_id)
         if context.device_typeid == CPU and context.device_id not in used:
             used.add(context.device_id)
-            if engine.openmp_threads() > 1:
+            if startup.openmp_threads() > 1:
                 say_once("the program's CPU contexts use one thread each, and mostly take turns (docs/old-programs.md)")
                 for index in sorted(used):
                     use_one_thread(mx, index)

@@ -17,8 +17,9 @@ from contextlib import suppress
 from dataclasses import replace
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
+from gluon_mgpu.compat import startup
 from gluon_mgpu.legacy import prepare
-from gluon_mgpu.runtime import engine, log, subprocesses
+from gluon_mgpu.runtime import log, subprocesses
 
 HOST = "127.0.0.1"  # other machines cannot connect
 SECONDS_TO_STOP = 5  # for each worker after Ctrl-C
@@ -35,7 +36,7 @@ def launch(command: Sequence[str], settings: prepare.Preparation, workers: int, 
     env |= {"DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
     env.pop("PORT", None)  # every process would listen on this port
     if settings.gpus in (None, 1):  # several contexts use one thread each
-        env.setdefault("OMP_NUM_THREADS", str(max(1, engine.cores() // workers)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, startup.cores() // workers)))
     libc, processes = ctypes.CDLL(None), list["Popen[bytes]"]()
     roles = ["scheduler", *["server"] * servers, *["worker"] * workers]
     for number in (signal.SIGINT, signal.SIGTERM):

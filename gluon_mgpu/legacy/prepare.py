@@ -16,8 +16,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from gluon_mgpu.compat import startup
 from gluon_mgpu.legacy import arrays, contexts, kvstore, names, third_party, web
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
@@ -38,7 +39,7 @@ class Preparation:
 
 def environment(settings: Preparation) -> dict[str, str]:
     """The environment variables with which to start a prepared program."""
-    users = engine.users_environment()
+    users = subprocesses.users_environment()
     paths = [str(STARTUP), *filter(None, [users.get("PYTHONPATH")])]
     return {**users, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(asdict(settings))}
 
@@ -62,7 +63,7 @@ def prepare() -> None:
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
-    engine.plan(contexts=settings.gpus or 1)
+    startup.plan(contexts=settings.gpus or 1)
     if settings.launched:
         kvstore.prepare_process()
 

@@ -1,1 +1,1 @@
-"""Support for MXNet 1.9.1 on current machines: engine settings, devices and processes. Imports no other subpackage."""
+"""Files, errors, notices, child processes and MPI. This package imports no other subpackage."""

@@ -15,12 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from gluon_mgpu.runtime import engine
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
 LINES = 100_000  # the last lines that are kept; a program may print without end
 END = "\0end of output\n"  # `run` itself writes this into a pipe that a process in another session may keep open
+
+
+# What `compat.startup` changed: {variable: (the user's value, new value)}; None: not set
+changed: dict[str, tuple[str | None, str | None]] = {}
 
 
 class Finished(NamedTuple):
@@ -29,6 +32,12 @@ class Finished(NamedTuple):
     status: int | None
     out: str
     err: str
+
+
+def users_environment() -> dict[str, str]:
+    """The environment without the changes in `changed`, for a child process that calls `configure` itself."""
+    restored = {name: before for name, (before, after) in changed.items() if os.environ.get(name) == after}
+    return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
 
 
 def run(
@@ -41,13 +50,13 @@ def run(
 ) -> Finished:
     """Run a program until it exits. On Ctrl-C, it receives SIGINT and has SECONDS_TO_STOP seconds to exit.
 
-    command: program and arguments. env: all environment variables; None: the user's (`engine.users_environment`).
+    command: program and arguments. env: all environment variables; None: the user's (`users_environment`).
     folder: the working directory. seconds: time limit. on_line: called with each line of standard output as it arrives.
     Notices that the program writes to standard error are printed at once. Raises OSError if the program cannot start.
     """
     process = subprocess.Popen(
         command,
-        env=engine.users_environment() if env is None else env,
+        env=users_environment() if env is None else env,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

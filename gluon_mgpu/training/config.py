@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import click
 from click.shell_completion import CompletionItem
 
+from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import DATASETS
-from gluon_mgpu.runtime import devices
 from gluon_mgpu.runtime.errors import UsageError, setting, shown
 
 MOST = 2**31 - 1  # largest value of an integer setting

@@ -1,4 +1,4 @@
-"""The interface between the training loop and a lesson. `gluon_mgpu.models` implements it for each kind of lesson."""
+"""The interface between the training loop and a lesson. `models` implements it for each kind of lesson."""
 
 from __future__ import annotations
 

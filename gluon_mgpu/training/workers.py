@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from gluon_mgpu.compat import startup
 from gluon_mgpu.data.splitting import shard_sizes
-from gluon_mgpu.runtime import engine, errors, log, mpi
+from gluon_mgpu.runtime import errors, log, mpi
 from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
 
 
@@ -90,7 +91,7 @@ def _sharing_cores(comm: Any) -> int:
     srun may have given each worker cores of its own.
     """
     mine = np.zeros(8192, np.uint8)  # Linux's largest number of cores
-    mine[[*engine.affinity()]] = 1
+    mine[[*startup.affinity()]] = 1
     cores = np.empty((comm.size, len(mine)), np.uint8)
     comm.Allgather(mine, cores)
     return int((cores & mine).any(axis=1).sum())
@@ -119,7 +120,7 @@ def join(kvstore: str) -> Iterator[Group]:
         library = " ".join(MPI.Get_library_version().split("\n")[0].split())
         advice = f"{log.size()} processes were started, but not by the mpiexec of mpi4py's library, {library}"
         raise UsageError("kvstore", kvstore, advice)
-    engine.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
+    startup.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
     try:
         yield Group(comm)
     except Interrupted:  # raised by all workers at the same step

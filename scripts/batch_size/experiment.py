@@ -14,8 +14,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import devices, engine, files, log, subprocesses
+from gluon_mgpu.runtime import files, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import run as runs
 from gluon_mgpu.training.config import Config
@@ -106,7 +107,7 @@ def finish(
     try:
         finished = subprocesses.run(
             [sys.executable, "-m", "gluon_mgpu", "train", *flags],
-            env={**engine.users_environment(), **(env or {})},
+            env={**subprocesses.users_environment(), **(env or {})},
             on_line=lambda line: on_epochs(line.startswith("epoch ")),
         )
     except KeyboardInterrupt:

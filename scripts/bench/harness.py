@@ -22,9 +22,10 @@ import numpy as np
 from tqdm import tqdm
 
 from gluon_mgpu import __version__
+from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.runtime import engine, files, log, subprocesses
+from gluon_mgpu.runtime import files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
@@ -53,7 +54,7 @@ Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
 
 def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """A worker's environment: the user's environment, except SETTINGS, plus `settings`."""
-    users = engine.users_environment()
+    users = subprocesses.users_environment()
     kept = {name: value for name, value in users.items() if not name.startswith(SETTINGS)}
     path = os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")]))
     return {**kept, "PYTHONPATH": path, **(settings or {})}
@@ -110,10 +111,10 @@ def build(impl: str, model: str, contexts: int, *, size: int | None = None, **op
 
     impl: "scratch", "highlevel" or TUNED. size: examples per step. options: other fields of the configuration.
     """
-    engine.configure(contexts)
+    startup.configure(contexts)
     import mxnet as mx
 
-    from gluon_mgpu import models
+    from gluon_mgpu.training import models
     from gluon_mgpu.training.config import Config
     from gluon_mgpu.training.model import state_dict
 

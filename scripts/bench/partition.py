@@ -7,7 +7,8 @@ from typing import Any
 
 from bench import harness, timeline
 from bench.harness import LR, Job, Step
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.compat import startup
+from gluon_mgpu.runtime import log
 
 SIZE = harness.BATCH_SIZE["lenet"]
 RECORDED_STEPS = 20
@@ -40,7 +41,7 @@ def table(result: dict) -> str:
 def work(way: str, steps: int, contexts: int = 2, micro_batches: int = 1) -> dict[str, Any]:
     """Measure one of gluon_mgpu.partition.WAYS on CPU contexts: time, bytes that a step moves between devices, and each
     device's idle share, which comes from additional steps with the engine's profiler."""
-    engine.configure(contexts)
+    startup.configure(contexts)
     import mxnet as mx
 
     from gluon_mgpu import partition, scratch

@@ -20,7 +20,7 @@ import numpy as np
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, ratios, spread
 from bench.steps import Subject
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.compat import startup
 from gluon_mgpu.runtime.errors import Error
 
 TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes": {"processes": 2, "threads": 1}}
@@ -71,7 +71,7 @@ def _torch_environment(threads: int, folder: Path) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     settings = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}  # a killed compiler leaves files in TMPDIR
     if threads > 1:  # as `engine` does for one context; without it, other programs slow PyTorch down a lot
-        settings["GOMP_SPINCOUNT"] = engine.SPINS
+        settings["GOMP_SPINCOUNT"] = startup.SPINS
     return harness.environment(settings)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from bench import harness
 from bench.harness import BATCH_SIZE, LR, Job
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.compat import startup
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import UsageError
 
 SIZE = BATCH_SIZE["lenet"]
@@ -40,7 +41,7 @@ def table(result: dict) -> str:
 
 def work(shares: list[int], steps: int) -> dict[str, Any]:
     """Measure a step. shares: one per device."""
-    engine.configure(2)
+    startup.configure(2)
     import mxnet as mx
 
     from gluon_mgpu.training.step import extended

@@ -13,7 +13,8 @@ import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Rounds, Train, ratios
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.compat import startup
+from gluon_mgpu.runtime import log
 
 
 class Subject(NamedTuple):
@@ -82,7 +83,7 @@ def trainer(subject: Subject) -> Train:
 
 def _notebook(subject: Subject) -> Train:
     """Create a function that trains with the notebook's own code. The time excludes making batches."""
-    engine.use_stock_settings()
+    startup.use_stock_settings()
     import mxnet as mx
     from parity import notebook
 

@@ -17,9 +17,9 @@ from mxnet import Context
 from gluon_mgpu import highlevel, networks
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.models import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
+from gluon_mgpu.training.models import build
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
 from parity import Finding, bands, drift, examples

@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime import devices, engine
+from gluon_mgpu.compat import devices, startup
 from gluon_mgpu.runtime.errors import UsageError
 
 
@@ -50,7 +50,7 @@ def parity(context: click.Context, quick: bool, seeds: list[int], out: str, **op
     claim fails, the exit status is 1, and the first line of the output names it. Otherwise, the exit status is 0."""
     if quick and context.get_parameter_source("seeds") == ParameterSource.COMMANDLINE:
         raise UsageError("quick", True, "uses one seed; omit --seeds")
-    engine.configure(4)  # before mxnet is imported; the largest recipe uses 4 contexts
+    startup.configure(4)  # before mxnet is imported; the largest recipe uses 4 contexts
     from parity import report
     from parity import run as comparison
 

@@ -18,11 +18,11 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.models import Model, build
 from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime import log
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
+from gluon_mgpu.training.models import Model, build
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, notebook
 

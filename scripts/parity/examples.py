@@ -14,9 +14,9 @@ from mxnet import Context, nd
 
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.models import Model, build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
+from gluon_mgpu.training.models import Model, build
 from parity import Finding
 
 MODELS = {"scratch": "lenet", "highlevel": "lenet-max"}  # the notebooks' networks

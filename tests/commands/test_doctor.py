@@ -14,12 +14,12 @@ from runs import ROOT, finished
 
 from gluon_mgpu.commands import doctor
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 
 
 def run(*arguments, python=sys.executable, **environment):
     """Run `python ARGUMENTS`, and return the finished process."""
-    return finished(python, *arguments, env={**engine.users_environment(), **environment})
+    return finished(python, *arguments, env={**subprocesses.users_environment(), **environment})
 
 
 def examine(**options):

@@ -4,7 +4,7 @@ import textwrap
 import pytest
 from runs import finished
 
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def program(tmp_path):
         path = tmp_path / "old.py"
         path.write_text(textwrap.dedent(text))
         start = [] if by_python else ["-m", "gluon_mgpu", "run", *map(str, options)]
-        users = engine.users_environment()
+        users = subprocesses.users_environment()
         users.pop("MXNET_CPU_TEMP_COPY", None)  # pytest-xdist's workers inherit what conftest.py sets
         options = {"env": {**users, **environment}, "cwd": tmp_path, "input": input}
         return finished(sys.executable, *start, path, *arguments, **options)

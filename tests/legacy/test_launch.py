@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import alive, finished, wait
 
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.runtime import subprocesses
 
 RUN = [sys.executable, "-m", "gluon_mgpu", "run"]
 SUM = """
@@ -35,7 +35,7 @@ def launch(tmp_path):
         path = tmp_path / "old.py"
         path.write_text(textwrap.dedent(text))
         one_write = {"PYTHONUNBUFFERED": ""}  # for each line, so that the workers' lines do not mix
-        env = {**engine.users_environment(), **one_write, "LAUNCH_TEST": str(tmp_path), **environment}
+        env = {**subprocesses.users_environment(), **one_write, "LAUNCH_TEST": str(tmp_path), **environment}
         words = [*RUN, "--workers", "2", *options, path]
         if wait:
             return finished(*words, env=env, cwd=tmp_path, timeout=60)

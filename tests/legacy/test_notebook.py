@@ -17,11 +17,12 @@ from runs import arrays
 
 from gluon_mgpu.data import datasets
 from gluon_mgpu.legacy import notebook
-from gluon_mgpu.runtime import engine
 
 pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
 import jupyter_client  # noqa: E402
 import nbformat  # noqa: E402
+
+from gluon_mgpu.runtime import subprocesses
 
 # The original notebooks and real data, if folders beside the checkout have them
 BESIDE = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ CELLS = ["import mxnet as mx, numpy as np", "print(mx.gpu(1), np.zeros(1, np.flo
 @pytest.fixture
 def environment(tmp_path):
     folders = {"JUPYTER_DATA_DIR": str(tmp_path / "jupyter"), "IPYTHONDIR": str(tmp_path / "ipython")}
-    return {**engine.users_environment(), **folders}
+    return {**subprocesses.users_environment(), **folders}
 
 
 @pytest.fixture

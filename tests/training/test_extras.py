@@ -12,8 +12,8 @@ import small_networks
 from mxnet import nd
 from small_networks import softmax_regression
 
-from gluon_mgpu import evaluate, highlevel, lessons, models, networks, scratch
-from gluon_mgpu.train import train
+from gluon_mgpu import evaluate, highlevel, networks, scratch, train
+from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import state_dict
 from gluon_mgpu.training.run import read

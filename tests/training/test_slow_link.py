@@ -8,8 +8,8 @@ import pytest
 import runs
 from test_workers import SYNTHETIC, arrays, bits, command
 
-from gluon_mgpu.runtime import engine
-from gluon_mgpu.train import train
+from gluon_mgpu import train
+from gluon_mgpu.runtime import subprocesses
 
 POSSIBLE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 pytestmark = [runs.needs_mpi, pytest.mark.skipif(not POSSIBLE, reason="needs root, ip and tc (Debian: iproute2)")]
@@ -65,7 +65,7 @@ def test_gradients_cross_a_slow_link_and_train_as_in_one_process(machines, tmp_p
     program, *words = runs.mpiexec((2, *command(impl="scratch", limit=64 * STEPS, out=folder)))
     # The namespaces share memory, which MPI would use instead of the network.
     environment = {
-        **engine.users_environment(),
+        **subprocesses.users_environment(),
         "MPIR_CVAR_CH4_NETMOD": "ofi",
         "FI_PROVIDER": "tcp",
         "FI_TCP_IFACE": "eth0",

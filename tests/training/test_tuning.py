@@ -6,8 +6,8 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-from gluon_mgpu import highlevel, models, networks
-from gluon_mgpu.training import tuning
+from gluon_mgpu import highlevel, networks
+from gluon_mgpu.training import models, tuning
 from gluon_mgpu.training.config import Config
 
 PLAN = (16, 64)  # block, piece

@@ -16,12 +16,12 @@ import pytest
 import runs
 from runs import ROOT, TRAIN
 
-from gluon_mgpu import models, scratch
+from gluon_mgpu import scratch, train
+from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches, shuffled
-from gluon_mgpu.runtime import engine
-from gluon_mgpu.train import train
-from gluon_mgpu.training import checkpoint, workers
+from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.training import checkpoint, models, workers
 
 pytestmark = runs.needs_mpi
 
@@ -31,7 +31,7 @@ CASES = [("scratch", {}), ("scratch", EXTRAS), ("highlevel", EXTRAS)]
 # A program of a user, which trains several times.
 PROGRAM = """
 import json, sys
-from gluon_mgpu.train import train
+from gluon_mgpu import train
 for options in json.loads(sys.argv[1]):
     train(kvstore="mpi", **options)
 """
@@ -40,7 +40,7 @@ UNIT = 2.0**-24  # the largest relative error of a rounded float32 operation
 
 def mpiexec(*workers, **options):
     """Run mpiexec. workers: (number, *command) for each kind of worker. Returns the finished process."""
-    environment = {**engine.users_environment(), "OMP_NUM_THREADS": "1"}  # as with several contexts
+    environment = {**subprocesses.users_environment(), "OMP_NUM_THREADS": "1"}  # as with several contexts
     return runs.finished(*runs.mpiexec(*workers), env=environment, timeout=runs.HORIZON, **options)
 
 
@@ -108,11 +108,12 @@ def test_a_step_of_several_workers_is_the_step_on_all_shards_except_for_rounding
 # The backward pass of the first layer waits until the first sum has begun. Prints the sizes of what a step sums.
 GATED = """
 import os, threading
-from gluon_mgpu import models, scratch
+from gluon_mgpu import scratch
+from gluon_mgpu.training import models
 from mxnet import autograd, nd
-from gluon_mgpu.lessons import load
+from gluon_mgpu.training.lessons import load
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.runtime import devices
+from gluon_mgpu.compat import devices
 from gluon_mgpu.training import step, workers
 
 begun = threading.Event()
@@ -238,7 +239,7 @@ def test_workers_do_not_wait_forever_for_one_that_has_failed_early():
 )
 def test_a_process_that_was_not_started_for_this_kvstore_is_refused(kvstore, variables):
     code = "import sys; from gluon_mgpu.training.workers import join; join(sys.argv[1]).__enter__()"
-    done = runs.finished(sys.executable, "-c", code, kvstore, env={**engine.users_environment(), **variables})
+    done = runs.finished(sys.executable, "-c", code, kvstore, env={**subprocesses.users_environment(), **variables})
     assert "UsageError: kvstore=" in done.stderr.splitlines()[-1]
 
 
@@ -339,7 +340,7 @@ def test_a_finished_run_that_two_workers_resume_ends_with_status_0(two, busy, tm
     assert bits(folder) == before
 
 
-@pytest.mark.skipif(engine.cores() < 2, reason="needs 2 cores")
+@pytest.mark.skipif(startup.cores() < 2, reason="needs 2 cores")
 @pytest.mark.parametrize("own_cores", [True, False])
 def test_workers_share_the_threads_of_the_cores_that_they_share(own_cores):
     code = f"""
@@ -347,10 +348,10 @@ import os
 from mpi4py import MPI
 if {own_cores}:  # as srun may start them
     os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[MPI.COMM_WORLD.rank]])
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.compat import startup
 from gluon_mgpu.training.workers import join
 with join("mpi"):
-    assert engine._plan.processes == {1 if own_cores else 2}
+    assert startup._plan.processes == {1 if own_cores else 2}
 """
     done = runs.finished(*runs.mpiexec((2, sys.executable, "-c", code)))
     assert done.returncode == 0, done.stderr

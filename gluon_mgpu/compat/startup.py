@@ -20,7 +20,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from gluon_mgpu.runtime import aarch64, cuda, log
+from gluon_mgpu.compat import aarch64, cuda
+from gluon_mgpu.runtime import log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +89,6 @@ class Plan(NamedTuple):
 _plan = Plan()
 _prepared: Plan | None = None
 _stock = False
-_changed: dict[str, tuple[str | None, str | None]] = {}  # {variable: (user's value, new value)}; None: not set
 
 
 class Finder:
@@ -106,14 +106,14 @@ class Finder:
 def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
     # NumPy comes first, because an import hook of `legacy` may import numpy_names right after NumPy.
     importlib.import_module("numpy")
-    from gluon_mgpu.runtime import numpy_names
+    from gluon_mgpu.compat import numpy_names
 
     if not _stock and _prepared != _plan:
         _prepare()
     with numpy_names.lent():
         exec_module(module)
     if module.__version__.startswith("2."):
-        from gluon_mgpu.runtime import mxnet2
+        from gluon_mgpu.compat import mxnet2
 
         mxnet2.restore(module)
     _repeat_lost_interrupts()
@@ -172,14 +172,14 @@ def configure(contexts: int | None = None) -> None:
 
 def _prepare() -> None:
     """Prepare this process as `_plan` says. This undoes what an earlier call changed."""
-    global _prepared, _changed
+    global _prepared
     if importlib.util.find_spec("mxnet") is None:
         raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
     if sys.flags.optimize > 1:
         raise UsageError(None, None, "MXNet needs docstrings: do not use -OO or PYTHONOPTIMIZE=2")
     check_environment()
-    users = users_environment()
-    for name in _changed:
+    users = subprocesses.users_environment()
+    for name in subprocesses.changed:
         os.environ.pop(name, None)
     os.environ.update(users)
     _set_threads(_plan.contexts, _plan.processes)
@@ -191,7 +191,7 @@ def _prepare() -> None:
         # By default, up to 15 operators run as one, so a gradient would wait for the operators after it.
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     both = {name: (users.get(name), os.environ.get(name)) for name in {*users, *os.environ}}
-    _changed = {name: (before, after) for name, (before, after) in both.items() if before != after}
+    subprocesses.changed = {name: (before, after) for name, (before, after) in both.items() if before != after}
     for variable, parameter, value in ALLOCATOR:
         if variable not in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).mallopt(parameter, value)
@@ -209,12 +209,6 @@ def check_environment() -> None:
 def check_contexts(ctx: list[Context]) -> None:
     """Raise Error if these contexts could hang: several CPU contexts with more than one OpenMP thread each."""
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
-
-
-def users_environment() -> dict[str, str]:
-    """The environment without the changes that `configure` made, for a child process that calls `configure` itself."""
-    restored = {name: before for name, (before, after) in _changed.items() if os.environ.get(name) == after}
-    return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
 
 
 def affinity() -> set[int]:

@@ -3,8 +3,8 @@ import ctypes
 import mxnet as mx
 import pytest
 
+from gluon_mgpu.compat import devices
 from gluon_mgpu.data import splitting
-from gluon_mgpu.runtime import devices
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 

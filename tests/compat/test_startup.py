@@ -5,12 +5,12 @@ import os
 import pytest
 from runs import PRODUCTS, overlap, program, python
 
-from gluon_mgpu.runtime import engine
+from gluon_mgpu.compat import startup
 from gluon_mgpu.runtime.errors import UsageError
 
 CORES = len(os.sched_getaffinity(0))
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
-STOCK = "from gluon_mgpu.runtime import engine; engine.use_stock_settings(); import mxnet\n"
+STOCK = "from gluon_mgpu.compat import startup; startup.use_stock_settings(); import mxnet\n"
 CONVOLUTION = program("""
     from mxnet import autograd, nd
     X, W, b = nd.ones((64, 20, 13, 13)), nd.ones((50, 20, 5, 5)), nd.zeros(50)
@@ -44,7 +44,7 @@ def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts,
     "first", [STOCK, "import ctypes; ctypes.CDLL('libgomp.so.1')\n", CONFIGURE.format(1) + "import mxnet\n"]
 )
 def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
-    done = python(f"{first}from gluon_mgpu.runtime import devices; devices.contexts(2, 'cpu')", OMP_NUM_THREADS="2")
+    done = python(f"{first}from gluon_mgpu.compat import devices; devices.contexts(2, 'cpu')", OMP_NUM_THREADS="2")
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and last.startswith("gluon_mgpu.runtime.errors.Error: 2 CPU contexts can hang"), last
 
@@ -82,8 +82,8 @@ def test_no_setting_binds_the_workers_of_all_contexts_to_one_core(setting):
 def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(contexts, processes, setting, expected):
     code = program(f"""
         import os, gluon_mgpu
-        from gluon_mgpu.runtime import engine
-        engine.plan(processes={processes})
+        from gluon_mgpu.compat import startup
+        startup.plan(processes={processes})
         {f"gluon_mgpu.configure({contexts})" if contexts else "import mxnet"}
         print(*map(os.environ.get, ["OMP_NUM_THREADS", "MXNET_CPU_TEMP_COPY", "GOMP_SPINCOUNT"]))
     """)
@@ -94,14 +94,15 @@ def test_the_settings_suit_the_run_and_the_users_are_kept_if_they_are_safe(conte
 def test_a_child_process_gets_the_users_environment(users):
     code = program("""
         import os
-        from gluon_mgpu.runtime import engine
+        from gluon_mgpu.compat import startup
+            from gluon_mgpu.runtime import subprocesses
         users = dict(os.environ)
         for contexts in (1, 2, 1):
-            engine.configure(contexts)
+            startup.configure(contexts)
         assert os.environ != users
-        assert engine.users_environment() == users
+        assert subprocesses.users_environment() == users
         os.environ["OMP_NUM_THREADS"] = "7"
-        assert engine.users_environment() == {**users, "OMP_NUM_THREADS": "7"}
+        assert subprocesses.users_environment() == {**users, "OMP_NUM_THREADS": "7"}
     """)
     done = python(code, **users)
     assert done.returncode == 0, done.stderr
@@ -125,7 +126,7 @@ def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused(setting, monkeyp
     name = name if name.startswith("OMP_STACK") else f"MXNET_{name}"
     monkeypatch.setenv(name, value)
     with pytest.raises(UsageError) as caught:
-        engine.check_environment()
+        startup.check_environment()
     assert (caught.value.name, caught.value.value) == (name, value)
 
 

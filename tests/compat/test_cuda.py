@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, finished, python
 
-from gluon_mgpu.runtime import cuda
+from gluon_mgpu.compat import cuda
 
 LIBM = next(line.split()[-1] for line in open("/proc/self/maps") if re.search(r"/libm[.-][^/]*so", line))
 ALL = [library for _, *libraries in cuda.LIBRARIES for library in libraries]
@@ -49,7 +49,7 @@ class Site:
                 self.install(name, *(f"nvidia/{name.split('-')[1]}/lib/{library}" for library in libraries))
 
     def python(self, code, driver=DRIVER, **environment):
-        start = f"from gluon_mgpu.runtime import cuda; cuda.DRIVER = {driver!r}\n"
+        start = f"from gluon_mgpu.compat import cuda; cuda.DRIVER = {driver!r}\n"
         return python(
             start + textwrap.dedent(code),
             PYTHONPATH=os.pathsep.join(map(str, [self.folder, *self.later])),

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from runs import gluon_mgpu as command
 
-from gluon_mgpu.legacy import records
+from gluon_mgpu.convert import records
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 

@@ -7,7 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gluon_mgpu.runtime import cuda, engine, errors, log
+from gluon_mgpu.compat import cuda, startup
+from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     gpus: number of devices (2), indices ([0, 2]), or the value of --gpus. device: "gpu", "cpu", or "auto", which means
     GPUs if MXNet finds any, else CPU contexts (`say_if_no_gpu` prints a notice).
     Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
-    hang (`engine.check_contexts`).
+    hang (`startup.check_contexts`).
     """
     if device not in DEVICES:
         raise UsageError("device", device, f"must be one of {', '.join(DEVICES)}")
     indices = parse(gpus)
-    engine.configure(len(indices))
+    startup.configure(len(indices))
     import mxnet as mx
 
     count = mx.context.num_gpus() if device != "cpu" else 0
@@ -63,7 +64,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
         if device == "gpu":
             raise UsageError("device", device, f"{_why_no_gpu()}; use {errors.setting('device', 'cpu')}")
         ctx = [mx.cpu(i) for i in indices]
-        engine.check_contexts(ctx)
+        startup.check_contexts(ctx)
         return ctx
     if max(indices) >= count:
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"

@@ -9,8 +9,9 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-from gluon_mgpu import equivalence, highlevel, lessons, scratch
-from gluon_mgpu.train import train
+from gluon_mgpu import highlevel, scratch, train
+from gluon_mgpu.training import lessons
+from gluon_mgpu.training.check import compare, verdict
 
 CPUS = [mx.cpu(i) for i in range(3)]
 
@@ -259,16 +260,16 @@ RIGHT = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_step_is_named(name, devices):
     impl, functions, (claim, word) = WRONG[name]
-    claims = equivalence.compare(lessons.load(impl, **functions), CPUS[:devices])
+    claims = compare(lessons.load(impl, **functions), CPUS[:devices])
     assert word in claims[claim]
-    assert word in equivalence.verdict(claims)
+    assert word in verdict(claims)
 
 
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_not_accused(name, devices):
     impl, functions = RIGHT[name]
-    claims = equivalence.compare(lessons.load(impl, **functions), CPUS[:devices])
+    claims = compare(lessons.load(impl, **functions), CPUS[:devices])
     assert claims.keys() >= {"losses", "replicas", "update"} and not any(claims.values())
 
 
@@ -278,13 +279,13 @@ def test_a_lesson_may_keep_values_between_steps(by, tmp_path, monkeypatch):
     file = tmp_path / f"momentum_{by.__name__.strip('<>')}.py"
     file.write_text(Path(scratch.__file__).read_text() + MOMENTUM)
     lesson = by(str(file))
-    assert equivalence.verdict(equivalence.compare(lesson, CPUS)) == "" and lesson.velocities == {}
+    assert verdict(compare(lesson, CPUS)) == "" and lesson.velocities == {}
 
 
 def test_a_step_with_dropout_is_not_compared():
     lesson = lessons.load("highlevel", lenet=network(lambda: nn.Dropout(0.5)))
-    claims = equivalence.compare(lesson, CPUS[:2])
-    assert [*claims] == ["repeatable"] and "cannot be compared" in equivalence.verdict(claims)
+    claims = compare(lesson, CPUS[:2])
+    assert [*claims] == ["repeatable"] and "cannot be compared" in verdict(claims)
 
 
 def test_an_own_lesson_is_compared_before_training_and_named_again_at_the_end(capsys):

@@ -14,10 +14,10 @@ from types import ModuleType
 import numpy as np
 from mxnet import Context, nd
 
-from gluon_mgpu import lessons, models
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import shard_sizes
 from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import Model, state_dict
 

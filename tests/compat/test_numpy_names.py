@@ -2,7 +2,7 @@
 
 from runs import output, program
 
-from gluon_mgpu.runtime import numpy_names
+from gluon_mgpu.compat import numpy_names
 
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure(2)\n"
 

@@ -11,7 +11,7 @@ import pytest
 from runs import write_program
 
 from gluon_mgpu import Error
-from gluon_mgpu.runtime import aarch64, engine
+from gluon_mgpu.compat import aarch64, startup
 
 CONTENT = b"libmxnet.so of the wheel"
 # Appends a line to the file that it changes, and to the file `calls`.
@@ -99,7 +99,7 @@ def test_other_machines_and_users_with_a_library_of_their_own_are_left_alone(mac
 
 @pytest.mark.skipif(platform.machine() != "aarch64" or sys.platform != "linux", reason="needs aarch64 Linux")
 def test_products_and_inverses_are_those_of_numpy():
-    engine.configure(2)
+    startup.configure(2)
     import mxnet as mx
     import numpy as np
 

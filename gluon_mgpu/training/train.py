@@ -11,13 +11,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gluon_mgpu.compat import devices, startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.lessons import LESSONS, for_training, load, name_of
-from gluon_mgpu.runtime import devices, engine, log
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training import workers
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.lessons import LESSONS, for_training, load, name_of
 from gluon_mgpu.training.run import Epoch, open_run
 
 if TYPE_CHECKING:
@@ -87,8 +88,11 @@ def train(options: dict[str, Any]) -> list[Epoch]:
             data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
         config.check_batch_size(len(data.train_labels), group.size * len(ctx))
         _check_checksum(run, data, group)
-        from gluon_mgpu import models  # imports mxnet, which `devices.contexts` has set up
-        from gluon_mgpu.training import loop, step
+        from gluon_mgpu.training import (
+            loop,
+            models,  # imports mxnet, which `devices.contexts` has set up
+            step,
+        )
         from gluon_mgpu.training.model import state_dict
 
         doubt = _doubt(lesson, ctx, config, data)
@@ -108,10 +112,9 @@ def _doubt(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
         return ""
-    from gluon_mgpu import equivalence, models
-    from gluon_mgpu.training import step
+    from gluon_mgpu.training import check, models, step
 
-    verdict = equivalence.verdict(equivalence.compare(lesson, ctx, config, data.image_shape, data.classes))
+    verdict = check.verdict(check.compare(lesson, ctx, config, data.image_shape, data.classes))
     if verdict or config.check:
         omitted = config.changed((*models.ArrayModel.extensions, *step.EXTENSIONS))
         without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
@@ -133,7 +136,7 @@ def _facts(model: Model, data: Dataset, group: Group) -> dict[str, Any]:
     return {
         "workers": group.size,
         "devices": [str(c) for c in model.ctx],
-        "threads": engine.openmp_threads(),
+        "threads": startup.openmp_threads(),
         "data": data.source,
         "data_checksum": data.checksum(),
         "image_shape": model.image_shape,

@@ -22,13 +22,14 @@ import numpy as np
 from mxnet import Context, autograd, gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import highlevel, lessons, networks, scratch, sharded
+from gluon_mgpu import highlevel, networks, scratch, sharded
+from gluon_mgpu.compat import startup
 from gluon_mgpu.data.datasets import IMAGE_SHAPE, Dataset
-from gluon_mgpu.lessons import name_of
-from gluon_mgpu.runtime import engine, log
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError, reason
-from gluon_mgpu.training import tuning
+from gluon_mgpu.training import lessons, tuning
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.lessons import name_of
 from gluon_mgpu.training.model import VELOCITY, Model, state_dict
 from gluon_mgpu.training.run import Run
 from gluon_mgpu.training.step import EXTENSIONS, average_running_stats
@@ -279,7 +280,7 @@ def build(
     image_shape: (channels, height, width). classes: number of classes. exactly: whether more scores are an error.
     Raises UsageError if the settings, the devices, the network and the data do not fit together.
     """
-    engine.check_contexts(ctx)
+    startup.check_contexts(ctx)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl)
     config = config or Config(impl=name_of(lesson))
     lessons.check_config(config, lesson)
