@@ -95,7 +95,7 @@ def test_a_child_process_gets_the_users_environment(users):
     code = program("""
         import os
         from gluon_mgpu.compat import startup
-            from gluon_mgpu.runtime import subprocesses
+        from gluon_mgpu.runtime import subprocesses
         users = dict(os.environ)
         for contexts in (1, 2, 1):
             startup.configure(contexts)
