@@ -17,17 +17,18 @@ from PIL import Image, ImageOps
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
-from gluon_mgpu.data.batches import batches
+from gluon_mgpu.data.batches import LARGEST_BATCH, batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import split
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting
-from gluon_mgpu.training import lessons, models
-from gluon_mgpu.training.model import VELOCITY, Model
+from gluon_mgpu.training import lessons
+from gluon_mgpu.training.build import build
+from gluon_mgpu.training.config import LESSONS, Config
+from gluon_mgpu.training.model import STATE, VELOCITY, Model
 from gluon_mgpu.training.run import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
-LARGEST_BATCH = 1024  # maximum number of images computed at once, even if the run's batch size is larger
 TOP = 3  # number of classes printed per image
 
 
@@ -35,6 +36,7 @@ class Trained(NamedTuple):
     """A run, and its network with the parameters of its checkpoint."""
 
     run: Run
+    config: Config  # the run's settings, without those for training only
     model: Model
     title: str  # "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
 
@@ -49,20 +51,24 @@ def load(
     checkpoint is damaged or from a different network or version.
     """
     run = read(folder)
-    if impl is None and run.config.impl not in lessons.LESSONS:
-        option = setting("impl", run.config.impl)
+    assert run.recorded and run.arrays
+    if impl is None and run.recorded.impl not in LESSONS:
+        option = setting("impl", run.recorded.impl)
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
-    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.config.impl)
-    run.config = lessons.for_evaluation(run.config, lesson)
-    run.arrays = {name: array for name, array in (run.arrays or {}).items() if not name.startswith(VELOCITY)}
+    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.recorded.impl)
+    config = lessons.for_evaluation(run.recorded, lesson)
+    model = build(lesson, ctx, config, run.details["image_shape"], classes=1)
+    run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith((VELOCITY, STATE))}
     broken = [name for name, array in run.arrays.items() if not np.isfinite(array).all()]
-    model = models.build(lesson, ctx, run.config, run.facts["image_shape"], classes=1)
-    models.restore(model, run)
+    run.arrays |= {
+        name: array.asnumpy() for name, array in model.lesson_state().items()
+    }  # which predictions do not need
+    run.load(model)
     if broken:
         log.say(f"{folder}: the parameters {', '.join(broken)} are not finite, so its scores mean nothing")
     name = lessons.name_of(lesson)
-    return Trained(run, model, f"{folder}: {run.config.model} ({name}) after {run.position}, on {ctx}")
+    return Trained(run, config, model, f"{folder}: {config.model} ({name}) after {run.position}, on {ctx}")
 
 
 def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -70,9 +76,10 @@ def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, 
 
     data_dir, exceptions: see `datasets.load`. Raises UsageError for other data than the run was trained on.
     """
-    config = run.config
+    config = run.recorded
+    assert config
     data = datasets.load(config.dataset, data_dir, config.limit, config.seed)
-    if "data_checksum" in run.facts and run.facts["data_checksum"] != data.checksum():
+    if "data_checksum" in run.details and run.details["data_checksum"] != data.checksum():
         raise UsageError("data_dir", data.source, f"not the data that the run in {run.folder} was trained on")
     return data.test_images, data.test_labels
 
@@ -87,7 +94,7 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     training."""
     model = trained.model
     results: list[np.ndarray] = []
-    for X, _ in batches(images, np.zeros(len(images)), min(trained.run.config.batch_size, LARGEST_BATCH)):
+    for X, _ in batches(images, np.zeros(len(images)), min(trained.config.batch_size, LARGEST_BATCH)):
         shards = [model.predict(X_shard) for X_shard in split(X, model.ctx)]  # computed at the same time
         results += [shard.asnumpy() for shard in shards]
     return np.concatenate(results)
@@ -101,7 +108,7 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     values = scores(trained, images)
     if labels.max() >= values.shape[1]:
         raise UsageError(None, f"label {labels.max()}", f"the network has only {values.shape[1]} classes")
-    classes = class_names(trained.run.config.dataset, values.shape[1])
+    classes = class_names(trained.config.dataset, values.shape[1])
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (labels, values.argmax(axis=1)), 1)
     rows = [["", *classes, "recall"]]
@@ -144,8 +151,8 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
 
 def scaled(trained: Trained, images: np.ndarray) -> np.ndarray:
     """Scale uint8 images as the run's training images were scaled. Raises UsageError if that is not known."""
-    low, high = trained.run.facts.get("image_range", (0, 255))
-    if trained.run.facts.get("image_dtype", "uint8") == "uint8":
+    low, high = trained.run.details.get("image_range", (0, 255))
+    if trained.run.details.get("image_dtype", "uint8") == "uint8":
         return images
     if low < 0 or 1 < high <= 128 or high > 255:  # neither fractions of 1 nor pixels
         advice = f"trained on numbers from {low:g} to {high:g}; scale images in the same way, and use evaluate.scores"
@@ -160,7 +167,7 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
     """
     lines = []
     probabilities = nd.softmax(nd.array(scores(trained, scaled(trained, np.stack(images))))).asnumpy()
-    classes = class_names(trained.run.config.dataset, probabilities.shape[1])
+    classes = class_names(trained.config.dataset, probabilities.shape[1])
     for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]
         lines.append(f"{path}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))

@@ -9,9 +9,10 @@ from mxnet.gluon import nn
 
 from gluon_mgpu import UsageError, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import lessons, models
+from gluon_mgpu.training import lessons
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import state_dict
+from gluon_mgpu.training.model import read_arrays
 
 CPUS = [mx.cpu(0), mx.cpu(1)]
 OPTIONS = {"gpus": 2, "device": "cpu", "dataset": "synthetic", "limit": 100, "batch_size": 20, "seed": 1}
@@ -103,11 +104,11 @@ def test_a_parameter_that_two_layers_share_is_trained_once():
             net.add(nn.Dense(16, in_units=16, params=net[1].params), nn.Dense(10))
         return net
 
-    model = models.build(lessons.load("highlevel", lenet=lenet), CPUS)
-    before = state_dict(model)
+    model = build(lessons.load("highlevel", lenet=lenet), CPUS)
+    before = read_arrays(model)
     model.step(mx.nd.random.uniform(shape=(8, 1, 28, 28)), mx.nd.zeros(8), 0.1)
     shared = [name for name in before if before[name].shape == (16, 16)]
-    assert len(shared) == 1 and (before[shared[0]] != state_dict(model)[shared[0]]).any()
+    assert len(shared) == 1 and (before[shared[0]] != read_arrays(model)[shared[0]]).any()
 
 
 def test_gradients_are_those_of_the_arrays_that_a_lesson_replaces_in_each_step():

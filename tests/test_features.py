@@ -29,7 +29,8 @@ from gluon_mgpu import convert, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, lessons, models
+from gluon_mgpu.training import checkpoint, lessons
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY
 
@@ -566,7 +567,7 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
             evaluate.classify(loaded(row, runs), ["image.png"], [black])
         else:  # what a worker does
             config = Config(**{**settings, "gpus": 1, "kvstore": "mpi"})
-            models.build(config.impl, [mx.cpu()], config)
+            build(config.impl, [mx.cpu()], config)
     assert "\n" not in str(refused.value)
     if named == "run":
         assert str(runs.strong(row)) in str(refused.value)

@@ -22,9 +22,10 @@ from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import lessons, models
+from gluon_mgpu.training import build as building
+from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import state_dict
+from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.run import read
 
 MXNET_2 = mx.__version__ >= "2"
@@ -35,7 +36,7 @@ MODULES = [scratch, highlevel]
 
 def build(module, devices, **options):
     config = Config(impl=lessons.name_of(module), batch_size=64, **options)
-    return models.build(module, contexts(devices), config)
+    return building.build(module, contexts(devices), config)
 
 
 COMMON = "split_and_load(data, ctx), evaluate_accuracy(data_iter, net, ctx), "
@@ -83,7 +84,7 @@ def test_one_seed_draws_the_same_parameters_in_both_lessons_on_any_number_of_dev
         for devices in (1, 3):
             mx.random.seed(5)
             model = build(module, devices)
-            drawn += [state_dict(model, device) for device in range(devices)]
+            drawn += [read_arrays(model, device) for device in range(devices)]
     np.testing.assert_equal(drawn, drawn[:1] * 8)
 
 
@@ -129,10 +130,10 @@ def test_a_second_model_changes_nothing_in_the_first():
     for first, second in itertools.permutations(kinds, 2):
         model, loss_is_hybridized = build(highlevel, 2, **first), highlevel.loss._active
         model.step(*batch(8), LR)
-        before = state_dict(model)
+        before = read_arrays(model)
         build(highlevel, 2, **second).step(*batch(8, seed=2), LR)
         assert (highlevel.loss._active, model.net._active) == (loss_is_hybridized, first["hybridize"])
-        np.testing.assert_equal(state_dict(model), before)
+        np.testing.assert_equal(read_arrays(model), before)
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
@@ -232,7 +233,7 @@ def test_a_function_that_returns_nothing_or_no_arrays_is_named(impl, old, new, t
 
 def test_an_own_initialize_without_init_also_initializes_resnet18():
     lesson = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
-    assert state_dict(build(lesson, 2, model="resnet18"))
+    assert read_arrays(build(lesson, 2, model="resnet18"))
 
 
 def test_a_network_with_the_lessons_name_or_too_few_names_is_refused():
@@ -252,7 +253,7 @@ INITIAL = {  # {network: the distribution function of its initial weights}
 @pytest.mark.parametrize("module, model", [(scratch, "lenet"), (highlevel, "lenet"), (highlevel, "lenet-max")])
 def test_initial_weights_follow_the_notebooks_distribution_and_biases_are_0(module, model):
     mx.random.seed(1)
-    arrays = state_dict(build(module, 1, model=model))
+    arrays = read_arrays(build(module, 1, model=model))
     assert [array.shape for array in arrays.values()][::2] == scratch.SHAPES
     for name, array in arrays.items():
         if name[0] == "b":

@@ -11,7 +11,7 @@ from mxnet import nd
 
 from gluon_mgpu import networks
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import models
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 
 STEPS, BATCH, LR = 20, 64, 0.01
@@ -45,7 +45,7 @@ def expected():
     ids=lambda options: "-".join(map(str, options.values())),
 )  # fmt: skip
 def test_twenty_steps_on_two_devices_end_where_float64_ends(options, expected):
-    model = models.build(options["impl"], [mx.cpu(0), mx.cpu(1)], Config(batch_size=BATCH, lr=LR, **options))
+    model = build(options["impl"], [mx.cpu(0), mx.cpu(1)], Config(batch_size=BATCH, lr=LR, **options))
     model.load(dict(zip(networks.LENET_NAMES, start())))
     for i in range(0, STEPS * BATCH, BATCH):
         X = nd.array(DATA.train_images[i : i + BATCH], dtype="float32") / 255

@@ -6,7 +6,6 @@ NumPy, because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import shlex
 import sys
@@ -123,13 +122,12 @@ option = functools.partial(click.option, cls=Option)
 def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
     """Add the options of these settings to a command; without names, of all settings. changes: {name: arguments of
     click.option that differ}."""
-    from gluon_mgpu.training.config import Config
-
-    fields = {field.name: field for field in dataclasses.fields(Config)}
+    from gluon_mgpu.training.config import SETTINGS, Config
 
     def decorate(command: Any) -> Any:
-        for name in reversed(names or tuple(fields)):
-            default, how = fields[name].default, dict(fields[name].metadata)
+        for name in reversed(names or tuple(SETTINGS)):
+            default, declared = getattr(Config, name), SETTINGS[name]
+            how = {"type": declared.type, "help": declared.help, "group": declared.group, "metavar": declared.metavar}
             flag = f"--{name.replace('_', '-')}"
             if isinstance(default, bool):
                 flag += f"/--no-{flag[2:]}"

@@ -22,6 +22,8 @@ from mxnet.ndarray import NDArray
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 
+LARGEST_BATCH = 1024  # maximum number of images evaluated at once
+
 Batch = tuple[NDArray, NDArray]  # (X, y)
 
 

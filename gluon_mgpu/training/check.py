@@ -17,9 +17,10 @@ from mxnet import Context, nd
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import shard_sizes
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import lessons, models
+from gluon_mgpu.training import lessons
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import Model, state_dict
+from gluon_mgpu.training.model import Model, read_arrays
 
 EXAMPLES = (4, 3, 5)  # per device, in each of the three batches; the second one has one more example, so it is uneven
 ROUNDING = 2.0**-24  # largest relative error of one float32 operation
@@ -40,7 +41,7 @@ def compare(
     """Take steps with a lesson's `train_batch` on ctx and on ctx[0], and check what a step must do.
 
     ctx: at least two devices. config: only its network, and how the network is computed, are used. image_shape,
-    classes: see `models.build`.
+    classes: see `build`.
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
@@ -49,13 +50,13 @@ def compare(
     same = replace(plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
     # Each model has its own copy of the lesson, because a lesson may keep values between steps, such as velocities.
     several, one, aside = (
-        models.build(lessons.fresh(lesson), c, settings, image_shape, classes)
+        build(lessons.fresh(lesson), c, settings, image_shape, classes)
         for c, settings in ((ctx, same), (ctx[:1], plain), (ctx[:1], plain))
     )
     rng, k = np.random.default_rng(0), len(ctx)
     start = {  # larger than a lesson's parameters, so that each example has its own loss and gradient
         name: rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape).astype(np.float32) if a.ndim > 1 else a
-        for name, a in state_dict(one).items()
+        for name, a in read_arrays(one).items()
     }
     differ = _differ(_replicas(several))
     first = f"the devices start with different parameters ({differ}); give each a copy of the same" if differ else ""
@@ -101,7 +102,7 @@ def _step(model: Model, start: Arrays, X: np.ndarray, y: np.ndarray, lr: float =
 
 
 def _replicas(model: Model) -> list[Arrays]:
-    return [state_dict(model, device) for device in range(len(model.ctx))]
+    return [read_arrays(model, device) for device in range(len(model.ctx))]
 
 
 def _compare_step(

@@ -9,10 +9,10 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -25,15 +25,8 @@ MOST = 2**31 - 1  # largest value of an integer setting
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
 SCHEDULES = ("constant", "step", "cosine")
 NETWORK_NAMES = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
-# {lesson: the settings without a meaning in it, or in a copy of it}
-UNSUPPORTED: dict[str, frozenset[str]] = {
-    "scratch": frozenset({"model", "hybridize", "tune", "zero"}),
-    "highlevel": frozenset({"zero"}),
-    "sharded": frozenset(
-        {"model", "hybridize", "tune", "weight_decay", "max_grad_norm", "grad_accum_steps", "shares", "kvstore"}
-    ),
-}
-LESSONS = tuple(UNSUPPORTED)
+LESSONS = ("scratch", "highlevel", "sharded")
+COPIED = ("scratch", "highlevel")  # the lessons that your own lesson can be a copy of
 
 
 class Integer(click.IntRange):
@@ -110,36 +103,54 @@ COUNT = Integer(1, MOST)
 FRACTION = Number(0, 1, max_open=True)
 
 
-def declare(default: Any, type: click.ParamType, help: str, group: str = "Training", metavar: str | None = None) -> Any:
-    """Declare a setting. type: checks and converts values, on the command line and from Python. A default of None means
-    that the setting is off, or chosen by the program. group: the heading in --help."""
-    return dataclasses.field(default=default, metadata={"type": type, "help": help, "group": group, "metavar": metavar})
+class Setting(NamedTuple):
+    """How a setting is declared. type: checks and converts values, on the command line and from Python.
+
+    group: the heading in --help. lessons: those, and their copies, that have the setting. extended: the lessons whose
+    own `train_batch` lacks it; `step.extended` has it. resumable: whether a resumed run may change it. recorded:
+    whether the run's folder keeps it.
+    """
+
+    type: click.ParamType
+    help: str
+    group: str = "Training"
+    metavar: str | None = None
+    lessons: Sequence[str] = LESSONS
+    extended: Sequence[str] = ()
+    resumable: bool = False
+    recorded: bool = True
+
+
+def declare(default: Any, *args: Any, **options: Any) -> Any:
+    """Declare a setting. default: None means that the setting is off, or chosen by the program. Other arguments: those
+    of `Setting`."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(*args, **options)})
 
 
 @dataclass(frozen=True)
 class Config:
     """The settings of a run. Raises UsageError if one is invalid."""
 
-    # A resumed run keeps its recorded settings. It may change those in CHANGEABLE; those in NOT_RECORDED are not kept.
-    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
-        {"impl", "hybridize", "tune", "zero", "gpus", "device", "shares", "epochs"}
-    )
-    NOT_RECORDED: ClassVar[frozenset[str]] = frozenset({"check", "data_dir", "kvstore", "out", "resume"})
-
     impl: Any = declare(  # str; `train` also takes a lesson
         "scratch",
-        Word(UNSUPPORTED),
+        Word(LESSONS),
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
         "a changed copy of scratch.py or highlevel.py.",
         "Network and data",
         f"{'|'.join(LESSONS)}|FILE.py",
+        resumable=True,
     )
     gpus: Any = declare(
-        1, Indices(), "Number of devices, such as 2, or their indices, such as 0,2.", "Devices", "N|I,J,..."
+        1,
+        Indices(),
+        "Number of devices, such as 2, or their indices, such as 0,2.",
+        "Devices",
+        "N|I,J,...",
+        resumable=True,
     )
     batch_size: int = declare(256, COUNT, "Examples per step, across all devices.")
     lr: float = declare(0.2, Number(1e-37, 1e38), "Learning rate.")  # the range of float32
-    epochs: int = declare(4, COUNT, "Number of passes through the training set.")
+    epochs: int = declare(4, COUNT, "Number of passes through the training set.", resumable=True)
     seed: int | None = declare(
         None,
         Integer(0, MOST),
@@ -165,6 +176,7 @@ class Config:
         "else the folders listed in docs/training.md, else a download.",
         "Network and data",
         "DIR",
+        recorded=False,
     )
     model: str = declare(
         "lenet",
@@ -172,12 +184,15 @@ class Config:
         "With highlevel: the network. lenet-max uses max pooling.",
         "Network and data",
         "|".join(NETWORK_NAMES),
+        lessons=("highlevel",),
     )
     hybridize: bool = declare(
         True,
         click.BOOL,
         "With highlevel: --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
         "Network and data",
+        lessons=("highlevel",),
+        resumable=True,
     )
     tune: bool = declare(
         False,
@@ -185,6 +200,8 @@ class Config:
         "With highlevel and MXNet 1.9.1, on CPU: use a faster trainer and, on processors with AVX-512, a faster "
         "network. Both compute the same values up to rounding.",
         "Network and data",
+        lessons=("highlevel",),
+        resumable=True,
     )
     check: bool = declare(
         False,
@@ -192,6 +209,7 @@ class Config:
         "Before training, compare a step with the same step on one device. With several devices, this is always done "
         "for your own lesson.",
         "Network and data",
+        recorded=False,
     )
     scale_lr: bool = declare(False, click.BOOL, f"Multiply --lr by batch size / {BASE_BATCH_SIZE}.")
     schedule: str = declare(
@@ -209,14 +227,22 @@ class Config:
         Number(0, MOST),
         "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
     )
-    momentum: float = declare(0.0, FRACTION, "SGD momentum, such as 0.9.")
-    weight_decay: float = declare(0.0, FRACTION, "Weight decay for all parameters, such as 0.0005.")
-    max_grad_norm: float | None = declare(
-        None, Number(1e-30, 1e30), "Limit the norm of the batch's mean gradient to X."
+    momentum: float = declare(0.0, FRACTION, "SGD momentum, such as 0.9.", extended=("scratch",))
+    weight_decay: float = declare(
+        0.0, FRACTION, "Weight decay for all parameters, such as 0.0005.", lessons=COPIED, extended=("scratch",)
     )
-    grad_accum_steps: int = declare(1, COUNT, "Compute the gradient of each batch in N parts, to save memory.")
+    max_grad_norm: float | None = declare(
+        None, Number(1e-30, 1e30), "Limit the norm of the batch's mean gradient to X.", lessons=COPIED, extended=COPIED
+    )
+    grad_accum_steps: int = declare(
+        1, COUNT, "Compute the gradient of each batch in N parts, to save memory.", lessons=COPIED, extended=COPIED
+    )
     device: str = declare(
-        "auto", click.Choice(devices.DEVICES), "auto uses GPUs if there are any, else CPU contexts.", "Devices"
+        "auto",
+        click.Choice(devices.DEVICES),
+        "auto uses GPUs if there are any, else CPU contexts.",
+        "Devices",
+        resumable=True,
     )
     shares: tuple[float, ...] | None = declare(
         None,
@@ -224,12 +250,17 @@ class Config:
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         "Devices",
         "A,B,...",
+        lessons=COPIED,
+        extended=COPIED,
+        resumable=True,
     )
     zero: int = declare(
         0,
         Integer(0, 3),
         "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
         "Devices",
+        lessons=("sharded",),
+        resumable=True,
     )
     kvstore: str = declare(
         "local",
@@ -237,9 +268,16 @@ class Config:
         "Sum gradients in this process (local), or over several processes that mpiexec has started (mpi). See "
         "docs/distributed.md.",
         "Several processes",
+        lessons=COPIED,
+        recorded=False,
     )
     out: str | Path | None = declare(
-        None, FOLDER, "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.", "Files", "DIR"
+        None,
+        FOLDER,
+        "Write config.json, metrics.jsonl, curves.png and checkpoint.npz to this folder.",
+        "Files",
+        "DIR",
+        recorded=False,
     )
     resume: str | Path | None = declare(
         None,
@@ -248,6 +286,7 @@ class Config:
         "schedule), --shares, and the options for devices and implementations; --data-dir and --kvstore are not saved.",
         "Files",
         "DIR",
+        recorded=False,
     )
 
     def __post_init__(self) -> None:
@@ -265,7 +304,7 @@ class Config:
                 raise UsageError(name, value, "no such setting")
             if value is not None or fields[name].default is not None:
                 try:
-                    value = fields[name].metadata["type"].convert(value, None, None)
+                    value = SETTINGS[name].type.convert(value, None, None)
                 except click.BadParameter as error:
                     raise UsageError(name, value, error.message.rstrip(".")) from None
                 except (AttributeError, TypeError, ValueError):
@@ -334,10 +373,13 @@ class Config:
         """These settings, but with the defaults of the named ones."""
         return dataclasses.replace(self, **{name: getattr(Config, name) for name in names})
 
+    def needs_extended_step(self, lesson: str) -> bool:
+        """Whether the `train_batch` of this lesson, or of a copy of it, lacks one of these settings."""
+        return bool(self.changed(name for name in SETTINGS if lesson in SETTINGS[name].extended))
+
     def recorded(self) -> dict[str, Any]:
         """The settings that a run records. Its devices are recorded as contexts, not as settings."""
-        omitted = self.NOT_RECORDED | {"gpus", "device"}
-        return {name: value for name, value in vars(self).items() if name not in omitted}
+        return {name: value for name, value in vars(self).items() if name in RECORDED - {"gpus", "device"}}
 
     def resumed(self, given: dict[str, Any]) -> Config:
         """The settings of a resumed run. self: the recorded settings. given: those that the user passed, checked.
@@ -349,7 +391,7 @@ class Config:
             if name == "epochs" and self.schedule == "cosine" and value != recorded:
                 advice = f"the run's cosine schedule ends at epoch {recorded}; omit this setting"
                 raise UsageError(name, value, advice)
-            keep = name not in self.CHANGEABLE | self.NOT_RECORDED and (name, value) != ("seed", None)
+            keep = name in RECORDED and not SETTINGS[name].resumable and (name, value) != ("seed", None)
             if keep and value != recorded:
                 raise UsageError(name, value, f"the run used {shown(recorded)}; omit this setting")
         given = {**given, "seed": self.seed}
@@ -362,3 +404,7 @@ class Config:
                 raise
             advice = f"does not fit the run's {setting(str(error.name))} {shown(error.value)}"
             raise UsageError("epochs", given["epochs"], advice) from None
+
+
+SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in dataclasses.fields(Config)}
+RECORDED = {name for name in SETTINGS if SETTINGS[name].recorded}

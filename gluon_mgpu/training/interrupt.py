@@ -31,12 +31,15 @@ class CtrlC:
     def __enter__(self) -> CtrlC:
         self.asked, self.since = False, 0.0
         main = threading.current_thread() is threading.main_thread()
-        self.before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM) if main}
+        signals = [s for s in (signal.SIGINT, signal.SIGTERM) if main and signal.getsignal(s) is not signal.SIG_IGN]
+        self.before = {s: signal.signal(s, self._handle) for s in signals}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         for which, handler in self.before.items():
             signal.signal(which, handler)
+        if self.asked and kind is None:  # the signal arrived after the last step
+            raise Interrupted("interrupted; all epochs are finished")
 
     def _handle(self, *_: object) -> None:
         if self.asked:

@@ -20,37 +20,37 @@ from typing import Any
 
 from gluon_mgpu.runtime import errors
 from gluon_mgpu.runtime.errors import UsageError, setting
-from gluon_mgpu.training.config import LESSONS, UNSUPPORTED, Config
+from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
-OWN = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
+DISTINCT = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
 RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
 
 
-def check_config(config: Config, lesson: ModuleType) -> None:
+def unsupported(lesson: ModuleType) -> list[str]:
+    """The settings without a meaning in a lesson."""
+    return [name for name, declared in SETTINGS.items() if original(lesson) not in declared.lessons]
+
+
+def check_settings(config: Config, lesson: ModuleType) -> None:
     """Raise UsageError if a setting has no meaning in a lesson."""
-    for name in config.changed(UNSUPPORTED[kind(lesson)]):
-        supporting = [other for other, names in UNSUPPORTED.items() if name not in names]
-        use = " or ".join(setting("impl", other) for other in supporting)
+    for name in config.changed(unsupported(lesson)):
+        use = " or ".join(setting("impl", other) for other in SETTINGS[name].lessons)
         raise UsageError(name, getattr(config, name), f"not supported by {name_of(lesson)}; use {use}")
 
 
 def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> Config:
     """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change and
-    are not given get their defaults if the lesson does not have them.
-
-    Raises UsageError if another setting has no meaning in the lesson.
-    """
-    config = config.with_defaults((UNSUPPORTED[kind(lesson)] & config.CHANGEABLE) - {*given})
-    check_config(config, lesson)
-    return config
+    are not given get their defaults if the lesson does not have them."""
+    missing = {name for name in unsupported(lesson) if SETTINGS[name].resumable}
+    return config.with_defaults(missing - {*given})
 
 
 def for_evaluation(config: Config, lesson: ModuleType) -> Config:
     """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
     those without a meaning in the lesson, get their defaults."""
-    return config.with_defaults({"momentum", "grad_accum_steps", "shares", *UNSUPPORTED[kind(lesson)]} - {"model"})
+    return config.with_defaults({"momentum", "grad_accum_steps", "shares", "tune", *unsupported(lesson)} - {"model"})
 
 
 def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
@@ -115,15 +115,21 @@ def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
     return call
 
 
-def kind(lesson: ModuleType) -> str:
-    """Which lesson this is, or is a changed copy of."""
+def original(lesson: ModuleType) -> str:
+    """The name of the package's lesson that this is, or is a changed copy of."""
     if name_of(lesson) in LESSONS:
         return name_of(lesson)
-    for of_package, names in OWN.items():
-        if hasattr(lesson, names[0]):
-            return of_package
+    for name, functions in DISTINCT.items():
+        if hasattr(lesson, functions[0]):
+            return name
     advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
     raise UsageError("impl", name_of(lesson), advice)
+
+
+def is_unchanged(lesson: ModuleType) -> bool:
+    """Whether this is one of the package's lessons, with its own functions."""
+    functions = [function for name, function in vars(lesson).items() if name in {*COMMON, *sum(DISTINCT.values(), ())}]
+    return name_of(lesson) in LESSONS and all(f.__module__.startswith("gluon_mgpu.") for f in functions)
 
 
 def name_of(lesson: ModuleType) -> str:
@@ -135,9 +141,9 @@ def name_of(lesson: ModuleType) -> str:
 
 def _check_functions(lesson: ModuleType) -> None:
     """Raise UsageError if a lesson's function is missing, or takes other arguments than in this package's lesson."""
-    original = load(kind(lesson))
-    for name in COMMON + OWN[kind(lesson)]:
-        parameters = inspect.signature(getattr(original, name)).parameters.values()
+    copied = original(lesson)
+    for name in COMMON + DISTINCT[copied]:
+        parameters = inspect.signature(getattr(load(copied), name)).parameters.values()
         required = [p.name for p in parameters if p.default is p.empty]
         function = getattr(lesson, name, None)
         if not callable(function):

@@ -6,17 +6,21 @@ import math
 import time
 import zlib
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from mxnet import nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.data.batches import Pending, batches, shuffled
+from gluon_mgpu.data.batches import LARGEST_BATCH, Pending, batches, shuffled
 from gluon_mgpu.data.datasets import Dataset
+from gluon_mgpu.data.generators import seed_generators, seed_of_step
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, Interrupted, setting
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.interrupt import CtrlC
-from gluon_mgpu.training.model import Model, state_dict
+from gluon_mgpu.training.lesson_state import LessonState
+from gluon_mgpu.training.model import Model, read_arrays
 from gluon_mgpu.training.run import Epoch, Run
 from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
@@ -25,22 +29,37 @@ PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing
 PLATEAU_IMAGES = 1000  # whose scores show whether the network leaves its plateau
 
 
-def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list[Epoch]:
+class Setup(NamedTuple):
+    """What `fit` trains; nothing in it changes afterward. warning: a line to repeat at the end; empty if there is
+    none."""
+
+    config: Config
+    data: Dataset
+    model: Model
+    step: Step  # (X, y, lr) -> the losses of each shard
+    warning: str = ""
+
+
+def fit(run: Run, setup: Setup, group: Group) -> list[Epoch]:
     """Train the remaining epochs of a run. Returns all epochs.
 
-    step: (X, y, lr) -> the losses of each shard. On Ctrl-C, raises Interrupted; its one-line message says what was
-    saved. Raises Error if a loss or a parameter is not finite.
+    On Ctrl-C, raises Interrupted; its one-line message says what was saved. Raises Error if a loss or a parameter is
+    not finite.
     """
-    config, position, ctx = run.config, run.position, model.ctx
+    config, data, model, step, _ = setup
+    assert config.seed is not None
+    position, ctx = run.position, model.ctx
     examples, size = len(data.train_labels), config.batch_size
     steps_per_epoch = -(-examples // size)
     part = partial(group.part, device_count=len(ctx), parts=config.grad_accum_steps)
+    lesson_state = LessonState(model.lesson, saves=run.folder is not None)
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
         print("running on:", ctx, *several, flush=True)
     with CtrlC(saves=run.folder is not None) as ctrl_c:
         while len(position.history) < config.epochs:
             number = len(position.history) + 1
+            earlier = (number - 1) * steps_per_epoch  # steps in earlier epochs
             order = shuffled(examples, config.seed, number)[position.steps * size :]
             start = time.perf_counter() - position.seconds
             losses = Losses(number, examples, size, position.steps, group)
@@ -49,23 +68,30 @@ def fit(run: Run, model: Model, step: Step, data: Dataset, group: Group) -> list
                 if group.any(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
                     stopped = True
                     break
-                lr = config.learning_rate((number - 1) * steps_per_epoch + position.steps, steps_per_epoch)
-                losses.add(step(X, y, lr))
+                if model.draws:
+                    seed_generators(seed_of_step(config.seed, group.rank, earlier + position.steps))
+                lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
+                losses.add(step(X, y, lr), X.shape[0])
                 position.steps += 1
+                lesson_state.after_step()
             position.loss_sum += losses.finish()
             nd.waitall()
             position.seconds = time.perf_counter() - start
             arrays = _check_replicas(model, f"epoch {number}", group)
-            accuracy = None if stopped else _evaluate(model, data, config.batch_size, group, ctrl_c)
+            accuracy = None if stopped else _evaluate(setup, group, ctrl_c)
             if accuracy is None:
                 raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, model))
-            last_lr = config.learning_rate(number * steps_per_epoch - 1, steps_per_epoch)
+            last_lr = config.learning_rate(earlier + steps_per_epoch - 1, steps_per_epoch)
             epoch = position.end_epoch(examples, accuracy, last_lr)
+            run.save(arrays)
             if not group.rank:
                 print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
-                _say_if_guessing(epoch, model, data, number * steps_per_epoch)
-            run.save(arrays)
-    run.end()
+                _say_if_guessing(epoch, setup, number * steps_per_epoch)
+        run.end()
+        if setup.warning:
+            log.say(f"remember: {setup.warning}")
+        if group.any(ctrl_c.asked):
+            raise Interrupted(f"interrupted after {position}; all epochs are finished")
     return position.history
 
 
@@ -80,8 +106,13 @@ class Losses:
         options = {"unit": " examples", "unit_scale": True, "desc": self.title}
         self.bar = log.progress(total=examples, initial=steps * batch_size, **options)
 
-    def add(self, shards: list[NDArray]) -> None:
-        """Add the losses of a step that has just been issued. Raises Error if earlier ones are not finite."""
+    def add(self, shards: list[NDArray], examples: int) -> None:
+        """Add the losses of a step that has just been issued. Raises Error if earlier ones are not finite, or if these
+        are not one for each of its examples."""
+        count = sum(shard.size for shard in shards)
+        if count != examples:
+            advice = f"the losses of a step on {examples} examples are {count}; return one for each, not their mean"
+            raise Error(f"train_batch: {advice}")
         self.pending.add(shards)
         for losses in self.pending.ready():
             self._read(losses)
@@ -105,8 +136,10 @@ class Losses:
         self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
 
 
-def _evaluate(model: Model, data: Dataset, batch_size: int, group: Group, ctrl_c: CtrlC) -> float | None:
+def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
+    config, data, model = setup.config, setup.data, setup.model
+    batch_size = min(-(-config.batch_size // config.grad_accum_steps), LARGEST_BATCH)
     part = group.part(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
     try:
@@ -122,13 +155,13 @@ def _evaluate(model: Model, data: Dataset, batch_size: int, group: Group, ctrl_c
 def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndarray]:
     """Raise Error if a parameter is not finite. Print a notice if the replicas of all workers differ. Returns the first
     one of this worker."""
-    first = state_dict(model)
+    first = read_arrays(model)
     # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
     broken = [name for name, values in first.items() if not np.isfinite(values).all()]
     if broken:
         where = f"{title} ({', '.join(broken)})"
         raise Error(f"parameters are not finite in {where}: training stopped; try a smaller {setting('lr')}")
-    others = [state_dict(model, device) for device in range(1, len(model.ctx))]
+    others = [read_arrays(model, device) for device in range(1, len(model.ctx))]
     differ = [name for name in first if any(first[name].tobytes() != other[name].tobytes() for other in others)]
     checksum = zlib.crc32(b"".join(array.tobytes() for array in first.values()))
     if group.any(group.sum(checksum) != group.size * checksum):
@@ -141,11 +174,13 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
     return first
 
 
-def _say_if_guessing(epoch: Epoch, model: Model, data: Dataset, steps: int) -> None:
+def _say_if_guessing(epoch: Epoch, setup: Setup, steps: int) -> None:
+    """Print a notice if the loss is no better than guessing. steps: number of all steps."""
+    data = setup.data
     guessing = math.log(data.classes)  # the loss if every class has the same probability
     if abs(epoch.train_loss - guessing) >= 0.01 * guessing or steps < PLATEAU_STEPS:
         return
-    if _tells_classes_apart(model, data):
+    if _tells_classes_apart(setup.model, data):
         meaning = (
             "but the scores begin to tell classes apart: with small initial weights, a network stays on this plateau "
             "for a few hundred steps"
@@ -174,6 +209,6 @@ def _interrupted(run: Run, model: Model) -> str:
     """Save a checkpoint of an interrupted run. Returns one line that says what was saved."""
     if run.folder is None:
         return f"interrupted after {run.position}; nothing was saved"
-    run.save(state_dict(model))
+    run.save(read_arrays(model))
     run.end()
     return f"interrupted after {run.position}; checkpoint saved; continue with {setting('resume', run.folder)}"

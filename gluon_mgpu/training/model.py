@@ -13,13 +13,15 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import Error
 
-VELOCITY = "velocity/"  # in checkpoints, a velocity's name is this prefix followed by the parameter's name
+# In checkpoints, the name of a velocity is a prefix followed by the parameter's name. An array that a lesson itself
+# keeps has another prefix.
+VELOCITY, STATE = "velocity/", "state/"
 
 
 class Model(ABC):
     """A network with a replica on each device in ctx, trained with the functions of a lesson."""
 
-    extensions: Sequence[str] = ()  # settings that the lesson's own step lacks
+    draws = True  # whether a step may draw random numbers
     running_stats: Sequence[str] = ()  # names of the running statistics of batch normalization in `arrays`
 
     def __init__(self, lesson: ModuleType, ctx: list[Context], config: Any, image_shape: Sequence[int]) -> None:
@@ -36,7 +38,7 @@ class Model(ABC):
 
     @abstractmethod
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        """The parameters, the running statistics and, with momentum, the velocities on one device."""
+        """The arrays of one device: parameters, running statistics, velocities (with momentum), the lesson's state."""
 
     @abstractmethod
     def export(self, prefix: str) -> None:
@@ -51,14 +53,21 @@ class Model(ABC):
                 nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
 
     def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
-        expected = {name: array.shape for name, array in self.arrays().items()}
-        if {name: array.shape for name, array in arrays.items()} != expected:
-            raise Error("the checkpoint holds the parameters of a different network")
+        own, others = ({name: array.shape for name, array in found.items()} for found in (self.arrays(), arrays))
+        if own != others:
+            (name, shape), *_ = sorted({*own.items()} ^ {*others.items()})
+            where = "only the checkpoint has" if others.get(name) == shape else "the checkpoint lacks"
+            raise Error(f"the checkpoint is of a different network or lesson: {where} {name} {shape}")
 
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
         return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
 
-    # The parts of a step, which `step.extended` puts together. A model that supports no extension does not need them.
+    def lesson_state(self, device: int = 0) -> dict[str, NDArray]:
+        """The arrays that the lesson itself keeps from step to step on one device, if it has a function `state`."""
+        function = getattr(self.lesson, "state", None)
+        return {STATE + name: array for name, array in function(device).items()} if function else {}
+
+    # The parts of a step, which `step.extended` puts together. A model without one does not need them.
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         """Compute the gradients of each shard on its device. Returns the losses of each shard."""
@@ -80,7 +89,7 @@ class Model(ABC):
         return {name: array.grad for name, array in self.arrays(device).items() if array.grad is not None}
 
 
-def state_dict(model: Any, device: int = 0) -> dict[str, np.ndarray]:
+def read_arrays(model: Any, device: int = 0) -> dict[str, np.ndarray]:
     """Read the arrays of a model, or of another object with a method `arrays`, on one device. See `Model.arrays`."""
     nd.waitall()  # a forward pass that is still running may change the layout of weights (docs/engine.md)
     return {name: array.asnumpy() for name, array in model.arrays(device).items()}

@@ -1,8 +1,5 @@
-"""The models of the three kinds of lesson. `build` creates a model with new parameters.
-
-ArrayModel is for scratch and copies of it, GluonModel for highlevel and copies of it, ShardedModel for sharded. Each
-calls the lesson's own functions.
-"""
+"""The models of the three lessons: ArrayModel for scratch and its copies, GluonModel for highlevel and its copies, and
+ShardedModel for sharded. Each calls the lesson's own functions. `build` chooses the model."""
 
 from __future__ import annotations
 
@@ -14,26 +11,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, autograd, gluon, nd
+from mxnet import autograd, gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import highlevel, networks, scratch, sharded
-from gluon_mgpu.compat import startup
-from gluon_mgpu.data.datasets import IMAGE_SHAPE, Dataset
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Error, UsageError, reason
-from gluon_mgpu.training import lessons, tuning
+from gluon_mgpu import networks, scratch, sharded
+from gluon_mgpu.runtime.errors import UsageError, reason
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.lessons import name_of
-from gluon_mgpu.training.model import VELOCITY, Model, state_dict
-from gluon_mgpu.training.run import Run
-from gluon_mgpu.training.step import EXTENSIONS, average_running_stats
-from gluon_mgpu.training.workers import Group
+from gluon_mgpu.training.lessons import is_unchanged, name_of
+from gluon_mgpu.training.model import VELOCITY, Model
+from gluon_mgpu.training.step import average_running_stats
 
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of Gluon's names of batch normalization's statistics
 
@@ -41,10 +31,9 @@ RUNNING_STATS = ("running_mean", "running_var")  # suffixes of Gluon's names of 
 class ArrayModel(Model):
     """device_params: one list of parameters per device, as in `scratch`."""
 
-    extensions = ("momentum", "weight_decay")
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.draws = not is_unchanged(self.lesson)
         params = self.lesson.init_params()
         self.device_params = [self.lesson.get_params(params, c) for c in self.ctx]
         self.names = _array_names(len(params))
@@ -62,7 +51,7 @@ class ArrayModel(Model):
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         velocities = {VELOCITY + name: v for name, v in zip(self.names, self.velocities[device])}
-        return {**dict(zip(self.names, self.device_params[device])), **velocities}
+        return {**dict(zip(self.names, self.device_params[device])), **velocities, **self.lesson_state(device)}
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         return self.lesson.forward_backward(self.device_params, Xs, ys)
@@ -87,17 +76,17 @@ class ArrayModel(Model):
                 self.lesson.sgd(params, lr, batch_size)
 
     def export(self, prefix: str) -> None:
-        arrays = {name: a for name, a in self.arrays().items() if not name.startswith(VELOCITY)}
-        _export(prefix, self.lesson.lenet, arrays, self.image_shape)
+        _export(prefix, self.lesson.lenet, dict(zip(self.names, self.device_params[0])), self.image_shape)
 
 
 class GluonModel(Model):
-    """net: the network as written. fast_net: the network that is trained; with `tune`, it may be a faster equivalent of
-    net, with the same parameters."""
+    """net: the network, with all its replicas. trainer: a gluon.Trainer, which sums the gradients and updates."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config, ctx = self.config, self.ctx
+        network = networks.get(config.model)
+        self.draws = not (is_unchanged(self.lesson) and (network is None or network.build is networks.lenet_max))
         self.net = self._create_net()
         params = self._params()
         self.parameters = dict(zip(self._names([*params]), params.values()))
@@ -106,24 +95,18 @@ class GluonModel(Model):
         if config.grad_accum_steps > 1:
             for p in trained.values():
                 p.grad_req = "add"
-        tune = config.tune and ctx[0].device_type == "cpu" and mx.__version__ < "2"
-        faster = tune and config.hybridize and tuning.has_avx512() and tuning.tunable(self.net, ctx)
-        self.fast_net = tuning.tuned(self.net) if faster else self.net
         rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
-        if tune:
-            self.trainer = tuning.Trainer([*trained.values()], rule)
-            if config.hybridize and self.lesson is highlevel:  # all models share its loss, so this one gets a copy
-                loss = type(highlevel.loss)()
-                loss.hybridize(static_alloc=True, static_shape=True)
-                self.lesson = lessons.load("highlevel", loss=loss)
-        else:  # with update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson
-            self.trainer = gluon.Trainer([*trained.values()], "sgd", rule, kvstore="device", update_on_kvstore=False)
+        self.trainer = self._create_trainer([*trained.values()], rule)
         self._arrays = [{name: p.data(c) for name, p in self.parameters.items()} for c in ctx]
         if config.momentum:  # Trainer itself would create the velocities only in the first step
             for updater, arrays in zip(self.trainer._updaters, self._arrays):
                 updater.states = {i: nd.zeros_like(arrays[name]) for i, name in enumerate(trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
                 arrays.update({VELOCITY + name: updater.states[i] for i, name in enumerate(trained)})
+
+    def _create_trainer(self, params: list[gluon.Parameter], rule: dict[str, float]) -> gluon.Trainer:
+        # With update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson.
+        return gluon.Trainer(params, "sgd", rule, kvstore="device", update_on_kvstore=False)
 
     def _create_net(self) -> gluon.Block:
         """The lesson's network, or a registered one, initialized on all devices."""
@@ -143,7 +126,7 @@ class GluonModel(Model):
                 for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
                     net(nd.zeros((1, *self.image_shape), ctx=c))
         except (mx.MXNetError, RuntimeError, ValueError) as error:
-            raise _unfit(self.config, f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
+            raise unfit(self.config, f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         return net
 
     def _params(self) -> dict[str, gluon.Parameter]:
@@ -165,19 +148,19 @@ class GluonModel(Model):
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
-        losses = self.lesson.train_batch(X, y, self.fast_net, self.ctx, self.trainer)
+        losses = self.lesson.train_batch(X, y, self.net, self.ctx, self.trainer)
         if self.running_stats:
             average_running_stats(self, losses, X.shape[0])
         return losses
 
     def predict(self, X: NDArray) -> NDArray:
-        return self.fast_net(X)
+        return self.net(X)
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        return self._arrays[device]
+        return {**self._arrays[device], **self.lesson_state(device)}
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return self.lesson.forward_backward(self.fast_net, Xs, ys)
+        return self.lesson.forward_backward(self.net, Xs, ys)
 
     def allreduce(self) -> None:
         self.trainer.allreduce_grads()
@@ -197,6 +180,7 @@ class GluonModel(Model):
 class ShardedModel(Model):
     """LeNet, trained with one of the steps of `sharded`. state: as in `sharded`. Checkpoints are those of scratch."""
 
+    draws = False
     steps = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
 
     def __init__(self, *args: Any) -> None:
@@ -256,82 +240,11 @@ class ShardedModel(Model):
         _export(prefix, scratch.lenet, dict(zip(networks.LENET_NAMES, self._params(0))), self.image_shape)
 
 
-def _unfit(config: Config, why: str) -> UsageError:
+def unfit(config: Config, why: str) -> UsageError:
     """The error for a network that does not fit the data."""
     name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
     hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
     return UsageError(name, value, f"the network {why}{hint}")
-
-
-MODELS: dict[str, type[Model]] = {"scratch": ArrayModel, "highlevel": GluonModel, "sharded": ShardedModel}
-
-
-def build(
-    impl: str | ModuleType,
-    ctx: list[Context],
-    config: Config | None = None,
-    image_shape: Sequence[int] = IMAGE_SHAPE,
-    classes: int = 10,
-    exactly: bool = False,
-) -> Model:
-    """Create the model of a lesson on the devices in ctx, with new parameters.
-
-    impl: a lesson, or its name or path, as in `lessons.load`. config: default: plain SGD, as in the notebooks.
-    image_shape: (channels, height, width). classes: number of classes. exactly: whether more scores are an error.
-    Raises UsageError if the settings, the devices, the network and the data do not fit together.
-    """
-    startup.check_contexts(ctx)
-    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl)
-    config = config or Config(impl=name_of(lesson))
-    lessons.check_config(config, lesson)
-    if config.shares and len(config.shares) != len(ctx):
-        raise UsageError("shares", config.shares, f"{len(config.shares)} shares for {len(ctx)} devices")
-    model = MODELS[lessons.kind(lesson)](lesson, ctx, config, image_shape)
-    try:
-        scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape
-    except (mx.MXNetError, ValueError, AssertionError) as error:
-        raise _unfit(config, f"does not accept images of shape {model.image_shape} ({reason(error)})") from None
-    if scores[:1] != (1,) or len(scores) != 2 or scores[1] < classes or (exactly and scores[1] > classes):
-        raise _unfit(config, f"returns scores of shape {scores} for one image, but needs (1, {classes})")
-    return model
-
-
-def create(lesson: ModuleType, ctx: list[Context], run: Run, data: Dataset, group: Group) -> Model:
-    """Create the model of a run, the same in all workers. A resumed run's model has the arrays of the checkpoint."""
-    config = run.config
-    mx.random.seed(config.seed)
-    model = build(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
-    ignored = _not_called(model, group.size)
-    if ignored and name_of(lesson) not in MODELS:
-        log.say(f"with these settings, a step does not call your own {', '.join(ignored)} in {name_of(lesson)}")
-    if run.arrays is not None:
-        restore(model, run)
-    if group.size > 1:
-        model.load(group.broadcast_arrays(state_dict(model)))
-    return model
-
-
-def restore(model: Model, run: Run) -> None:
-    """Load the arrays of a run's checkpoint. Raises Error if they do not match the network."""
-    try:
-        model.load(run.arrays or {})
-    except Error as error:
-        raise Error(f"{run.folder}: {error}") from None
-    run.arrays = None
-
-
-def _not_called(model: Model, workers: int) -> list[str]:
-    """The functions of a user's own lesson that a step does not call with these settings."""
-    config, names = model.config, []
-    if config.shares:
-        names.append("split_and_load")
-    if isinstance(model, ArrayModel) and (config.momentum or config.weight_decay):
-        names.append("sgd")
-    if isinstance(model, GluonModel) and config.model != "lenet":
-        names.append("lenet")
-    if workers > 1 or config.changed([*EXTENSIONS, *model.extensions]):
-        names.append("train_batch")
-    return names
 
 
 def _array_names(count: int) -> Sequence[str]:

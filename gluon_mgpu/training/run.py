@@ -1,4 +1,4 @@
-"""A run: its configuration, its progress and its folder. Only this module reads and writes run folders.
+"""A run: a training with its progress and its folder. Only this module reads and writes run folders.
 
 A folder holds config.json, metrics.jsonl, curves.png and checkpoint.npz. Every update rewrites the whole file. A run is
 resumed from the checkpoint alone, which also holds the configuration and the history.
@@ -6,11 +6,9 @@ resumed from the checkpoint alone, which also holds the configuration and the hi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
-import secrets
 import sys
 import tempfile
 import time
@@ -18,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,11 +25,18 @@ from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.runtime import files, log
 from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.config import MOST, Config
+from gluon_mgpu.training.config import MOST, RECORDED, SETTINGS, Config
 from gluon_mgpu.training.workers import Group
+
+if TYPE_CHECKING:
+    from gluon_mgpu.training.model import Model
 
 FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
+# What a run records besides its settings
+CHANGEABLE = ("workers", "devices", "threads", "version", "mxnet", "numpy", "python")
+DATA = ("data", "data_checksum", "image_shape", "image_dtype", "image_range", "classes", "running_stats")
+DETAILS = {*CHANGEABLE, *DATA}
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
@@ -88,19 +93,43 @@ class Position:
 
 @dataclass
 class Run:
-    """config: the settings. position: the progress. facts: what config.json holds besides the settings, such as the
-    image shape; {} in a new run until `begin`. arrays: of the checkpoint, as in `Model.arrays`; None for a new run.
-    folder: None if nothing is saved, also in workers other than worker 0."""
+    """folder: None if nothing is saved, also in workers other than worker 0. position: the progress.
 
-    config: Any  # a Config, with a seed once the run is open
-    position: Position = field(default_factory=Position)
-    facts: dict[str, Any] = field(default_factory=dict)
-    arrays: Arrays | None = None
+    recorded: the settings in the folder; None in a new run. details: what config.json holds besides the settings, such
+    as the image shape; {} in a new run until `begin`. arrays: of the checkpoint, as in `Model.arrays`; None in a new
+    run, and once a model has loaded them.
+    """
+
     folder: Path | None = None
-    is_resumed: bool = False
-    _recorded: dict[str, Any] = field(default_factory=dict)  # the settings before the run was resumed
+    position: Position = field(default_factory=Position)
+    recorded: Config | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    arrays: Arrays | None = None
+    _settings: dict[str, Any] = field(default_factory=dict)  # what config.json holds, without the details
     _lock: int | None = None
     _drawn: float = 0.0  # time.monotonic() when curves.png was last drawn
+
+    def configure(self, given: dict[str, Any]) -> Config:
+        """The settings of this run, which are the recorded ones if it is resumed. Says that a run is resumed.
+
+        given: the settings that the user passed, as `Config.convert` returns them. Raises UsageError if they are
+        invalid, or contradict the recorded ones.
+        """
+        if self.recorded is None:
+            return Config(**given)
+        config, done = self.recorded.resumed(given), len(self.position.history)
+        if config.epochs < done:
+            raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
+        changed = config.epochs != self.recorded.epochs
+        instead = f"; epochs: {config.epochs} instead of {self.recorded.epochs}" if changed else ""
+        log.say(f"resuming {config.resume} after {self.position}{instead}")
+        if config.epochs == done:
+            longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
+            log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
+            self._settings["epochs"] = done  # nothing else changes a finished run
+            if changed:
+                self.save(self.arrays or {})
+        return config
 
     def lock(self) -> None:
         """Lock the folder, and remove temporary files left by killed processes.
@@ -108,8 +137,8 @@ class Run:
         Raises UsageError if another process is writing to the folder, or if a new run would overwrite a run."""
         if self.folder is None or self._lock is not None:
             return
-        self._lock = files.lock(self.folder, "resume" if self.is_resumed else "out")
-        for name in () if self.is_resumed else FILES[::-1]:
+        self._lock = files.lock(self.folder, "out" if self.recorded is None else "resume")
+        for name in FILES[::-1] if self.recorded is None else ():
             if os.path.lexists(self.folder / name):
                 resume = f"continue it with {setting('resume', self.folder)}, or "
                 holds = "a run; " + resume if name == CHECKPOINT else f"{name}, but no checkpoint; remove it, or "
@@ -122,33 +151,42 @@ class Run:
             os.close(self._lock)
             self._lock = None
 
-    def begin(self, facts: dict[str, Any], arrays: Arrays) -> None:
+    def begin(self, config: Config, details: dict[str, Any], arrays: Arrays) -> None:
         """Create and lock the folder, when training begins.
 
-        facts: what to record besides the settings. arrays: of the checkpoint, as in `Model.arrays`.
+        config: the settings. details: what to record besides them. arrays: of the checkpoint, as in `Model.arrays`.
         """
-        facts = json.loads(json.dumps({**facts, "version": __version__}))  # the form that `read` returns
-        if self.is_resumed:
-            self._say_what_changed(facts)
-        self.facts = facts
+        details = json.loads(json.dumps({**details, "version": __version__}))  # the form that `read` returns
+        settings = json.loads(json.dumps(config.recorded()))
+        if self.recorded is not None:
+            self._say_what_changed({**settings, **details})
+        self._settings, self.details = settings, details
         if self.folder is None:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()  # fail now, not after the first epoch
         except OSError as error:
-            option = setting("resume" if self.is_resumed else "out", self.folder)
+            option = setting("out" if self.recorded is None else "resume", self.folder)
             raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
         self.lock()
-        if self.is_resumed:
+        if self.recorded is not None:
             self.save(arrays)  # so that the next resume uses the new configuration
+
+    def load(self, model: Model) -> None:
+        """Give a resumed run's model the arrays of the checkpoint. Raises Error if they do not match the network."""
+        if self.arrays is not None:
+            try:
+                model.load(self.arrays)
+            except Error as error:
+                raise Error(f"{self.folder}: {error}") from None
+            self.arrays = None
 
     def save(self, arrays: Arrays) -> None:
         """Write checkpoint.npz, config.json and metrics.jsonl."""
         if self.folder is None:
             return
-        config = {**self.config.recorded(), **self.facts}
-        content = {"format": FORMAT, "config": config, **self.position.as_json()}
+        content = {"format": FORMAT, "config": {**self._settings, **self.details}, **self.position.as_json()}
         checkpoint.save(self.folder / CHECKPOINT, arrays, content)
         self._write_text()
         if self.position.history and time.monotonic() - self._drawn > SECONDS_PER_DRAWING:
@@ -161,24 +199,23 @@ class Run:
             if self.position.history:
                 self._draw()
 
-    def _say_what_changed(self, facts: dict[str, Any]) -> None:
-        """Print a notice if a setting or a fact that may change has changed in a resumed run."""
-        names = [*sorted(self.config.CHANGEABLE - {"epochs", "gpus", "device"}), "workers", "devices", "threads"]
-        old = {**self._recorded, **self.facts}
-        new = json.loads(json.dumps({**self.config.recorded(), **facts}))
-        changed = [name for name in names if name in old and old[name] != new[name]]
+    def _say_what_changed(self, new: dict[str, Any]) -> None:
+        """Print a notice if something that may change has changed in a resumed run. new: settings and details."""
+        names = [name for name in sorted(SETTINGS) if SETTINGS[name].resumable and name not in ("epochs", "gpus")]
+        old = {**self._settings, **self.details}
+        changed = [name for name in (*names, *CHANGEABLE) if name in old and old[name] != new.get(name, old[name])]
         if changed:
             effect = "results are the same except for rounding"
             if "impl" in changed:
                 effect = "the other lesson continues the run"
-            elif facts["running_stats"] and {"devices", "shares", "workers"} & {*changed}:
+            elif new["running_stats"] and {"devices", "shares", "workers"} & {*changed}:
                 effect = "results differ, because batch normalization sees only the examples of one shard"
             changes = [f"{name} {shown(new[name])} instead of {shown(old[name])}" for name in changed]
             log.say(f"{', '.join(changes)}: {effect}")
 
     def _write_text(self) -> None:
         assert self.folder is not None
-        config = json.dumps({**self.config.recorded(), **self.facts}, indent=2) + "\n"
+        config = json.dumps({**self._settings, **self.details}, indent=2) + "\n"
         metrics = "".join(json.dumps(epoch._asdict()) + "\n" for epoch in self.position.history)
         files.write_whole(self.folder / CONFIG, lambda file: file.write(config.encode()))
         files.write_whole(self.folder / METRICS, lambda file: file.write(metrics.encode()))
@@ -203,66 +240,29 @@ class Run:
 
 @contextmanager
 def open_run(options: dict[str, Any], group: Group) -> Iterator[Run]:
-    """Resolve a run's configuration and position from what the user passed and what the folder holds; worker 0's are
-    those of all workers. Locks the folder inside the `with` block.
+    """Open a new run, or the one to resume; worker 0's is that of all workers. Its folder stays locked inside the
+    `with` block.
 
-    options: {name: value}, as `Config.convert` returns them; other settings keep their recorded values or, in a new
-    run, their defaults. Raises UsageError if the options contradict each other or a resumed run, or differ between
-    workers; Error if the checkpoint is damaged.
+    options: as `Config.convert` returns them. Raises UsageError if the folder holds no run to resume, or a run that a
+    new one would overwrite, or if the options differ between workers; Error if the checkpoint is damaged.
     """
     group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
-    run = _open(options) if group.rank == 0 else None
+    run = Run()
     try:
-        start: dict[str, Any] = {}
-        if run is not None:
-            settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(run.config).items()}
-            start = {"config": settings, "position": run.position.as_json(), "facts": run.facts}
-        start = group.broadcast(start)
-        if run is None:
-            config = Config(**start["config"])
-            position = Position.from_json(start["position"])
-            run = Run(config, position, start["facts"], is_resumed=config.resume is not None)
+        if group.rank == 0 and options.get("resume") is not None:
+            run = read(options["resume"], lock=True)
+        elif group.rank == 0 and options.get("out") is not None:
+            run.folder = Path(options["out"])
+            if os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
+                run.lock()
+        recorded = run.recorded and vars(run.recorded)
+        start = group.broadcast({"recorded": recorded, "position": run.position.as_json(), "details": run.details})
+        if group.rank and start["recorded"]:
+            recorded = Config(**start["recorded"])
+            run = Run(None, Position.from_json(start["position"]), recorded, start["details"])
         yield run
     finally:
-        if run is not None:
-            run.unlock()
-
-
-def _open(given: dict[str, Any]) -> Run:
-    """Open a run in worker 0."""
-    if given.get("resume") is None:
-        config = Config(**given)
-        run = Run(config, folder=Path(config.out) if config.out else None)
-    else:
-        run = read(given["resume"], lock=True)
-    try:
-        if run.is_resumed:
-            _resume(run, given)
-        elif run.folder is not None and os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
-            run.lock()
-        if run.config.seed is None:
-            run.config = dataclasses.replace(run.config, seed=secrets.randbelow(2**31))
-    except BaseException:
         run.unlock()
-        raise
-    return run
-
-
-def _resume(run: Run, given: dict[str, Any]) -> None:
-    """Change a run's recorded configuration to that of its continuation."""
-    recorded = run.config
-    run.config = config = recorded.resumed(given)
-    done = len(run.position.history)
-    if config.epochs < done:
-        raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
-    changed = f"; epochs: {config.epochs} instead of {recorded.epochs}" if config.epochs != recorded.epochs else ""
-    log.say(f"resuming {run.folder} after {run.position}{changed}")
-    if config.epochs == done:
-        longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
-        log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
-        run.config = dataclasses.replace(recorded, epochs=done)  # nothing else changes a finished run
-        if changed:
-            run.save(run.arrays or {})
 
 
 def read(folder: str | Path, lock: bool = False) -> Run:
@@ -273,7 +273,7 @@ def read(folder: str | Path, lock: bool = False) -> Run:
     folder = Path(folder)
     if not exists(folder):
         raise UsageError(None, folder, _no_run(folder))
-    run = Run(Config(), folder=folder, is_resumed=True)
+    run = Run(folder, recorded=Config())
     if lock:
         run.lock()
     path = folder / CHECKPOINT
@@ -281,15 +281,17 @@ def read(folder: str | Path, lock: bool = False) -> Run:
         run.arrays, content = checkpoint.load(path)
         if content.get("format") != FORMAT:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
-        run.position, run.facts = Position.from_json(content), dict(content["config"])
-        names = {field.name for field in dataclasses.fields(Config)} - Config.NOT_RECORDED
-        run._recorded = {name: run.facts.pop(name) for name in names & {*run.facts}}
-        run.config = Config(**run._recorded, **_devices(run.facts))
-        shape = tuple(run.facts.get("image_shape", IMAGE_SHAPE))
+        run.position, run.details = Position.from_json(content), dict(content["config"])
+        run._settings = {name: run.details.pop(name) for name in RECORDED & {*run.details}}
+        run.recorded = Config(**run._settings, **_devices(run.details))
+        shape = tuple(run.details.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")
-        low, high = map(float, run.facts.get("image_range", (0, 255)))
-        run.facts.update(image_shape=shape, image_range=(low, high))
+        low, high = map(float, run.details.get("image_range", (0, 255)))
+        run.details.update(image_shape=shape, image_range=(low, high))
+        unknown = sorted({*run.details} - DETAILS)
+        if unknown:
+            log.say(f"{path}: this version has no {log.plural(len(unknown), 'setting')} {', '.join(unknown)}")
     except BaseException as error:
         run.unlock()
         if isinstance(error, (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError)):
@@ -314,9 +316,9 @@ def _no_run(folder: Path) -> str:
     return "not a run: it has no checkpoint; pass the folder of a run, such as runs/first"
 
 
-def _devices(facts: dict[str, Any]) -> dict[str, Any]:
+def _devices(details: dict[str, Any]) -> dict[str, Any]:
     """The settings for the recorded devices, such as ["cpu(0)", "cpu(1)"]. Raises ValueError if they are invalid."""
-    parsed = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(facts["devices"]))
-    if not parsed or len(parsed) != len(facts["devices"]):
-        raise ValueError(f"devices {facts['devices']}")
+    parsed = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(details["devices"]))
+    if not parsed or len(parsed) != len(details["devices"]):
+        raise ValueError(f"devices {details['devices']}")
     return {"device": parsed[0][0], "gpus": [int(index) for _, index in parsed]}

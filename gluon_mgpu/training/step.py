@@ -7,24 +7,16 @@ The step consists of the lesson's own functions, which a model provides. Without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mxnet import nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.data.splitting import split, split_batch
-from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import Model
 from gluon_mgpu.training.workers import Group
 
-EXTENSIONS = ("grad_accum_steps", "max_grad_norm", "shares")
-
 Step = Callable[[NDArray, NDArray, float], list[NDArray]]  # (X, y, lr) -> the losses of each shard
-
-
-def is_plain(config: Config, extensions: Sequence[str], group: Group) -> bool:
-    """Whether the lesson's own step is enough. extensions: settings that this lesson's step lacks."""
-    return group.size == 1 and not config.changed([*EXTENSIONS, *extensions])
 
 
 def extended(model: Model, group: Group) -> Step:

@@ -5,11 +5,15 @@ This module imports mxnet only when `train` is called, because the number of con
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
-from collections.abc import Callable
+import platform
+import secrets
+from collections.abc import Collection
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gluon_mgpu.compat import devices, startup
 from gluon_mgpu.data import datasets
@@ -17,43 +21,18 @@ from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training import workers
-from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.lessons import LESSONS, for_training, load, name_of
-from gluon_mgpu.training.run import Epoch, open_run
+from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
+from gluon_mgpu.training.lessons import for_training, load, name_of, original
+from gluon_mgpu.training.run import Epoch, Run, open_run
 
 if TYPE_CHECKING:
-    from typing import ParamSpec
-
     from mxnet import Context
 
-    from gluon_mgpu.training.model import Model
-    from gluon_mgpu.training.run import Run
+    from gluon_mgpu.training.loop import Setup
     from gluon_mgpu.training.workers import Group
 
-    P = ParamSpec("P")
-T = TypeVar("T")
 
-
-def takes(config: Callable[P, Config]) -> Callable[[Callable[[dict[str, Any]], T]], Callable[P, T]]:
-    """Let callers of a function pass settings as arguments. The function gets them as a dict without those that the
-    caller omitted, because a resumed run keeps its own values of these."""
-
-    def decorate(function: Callable[[dict[str, Any]], T]) -> Callable[P, T]:
-        signature = inspect.signature(config)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **options: P.kwargs) -> T:
-            return function(dict(signature.bind(*args, **options).arguments))
-
-        returns = inspect.signature(function).return_annotation
-        call.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
-        return call
-
-    return decorate
-
-
-@takes(Config)
-def train(options: dict[str, Any]) -> list[Epoch]:
+def train(*values: Any, **options: Any) -> list[Epoch]:
     """Train, and print the same lines as the notebook. Returns one `Epoch` per epoch.
 
     Arguments: the fields of `Config`. impl can also be a lesson from `lessons.load`, and dataset can be your own data:
@@ -62,86 +41,125 @@ def train(options: dict[str, Any]) -> list[Epoch]:
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
     Ctrl-C, once the step is complete and the checkpoint is saved.
     """
-    lesson, data = options.get("impl"), options.get("dataset")
+    given = inspect.signature(Config).bind(*values, **options).arguments
+    lesson, data = given.get("impl"), given.get("dataset")
     if isinstance(lesson, ModuleType):
-        options["impl"] = name_of(lesson)
+        given["impl"] = name_of(lesson)
     if isinstance(data, Dataset):
-        options["dataset"] = data.name
-        if options.get("data_dir") is not None:
-            raise UsageError("data_dir", options["data_dir"], "the data set is passed as arrays; omit this setting")
-    options = Config.convert(options)
-    with workers.join(options.get("kvstore", "local")) as group, open_run(options, group) as run:
-        config = run.config
+        given["dataset"] = data.name
+        if given.get("data_dir") is not None:
+            raise UsageError("data_dir", given["data_dir"], "the data set is passed as arrays; omit this setting")
+    given = Config.convert(given)
+    with workers.join(given.get("kvstore", "local")) as group, open_run(given, group) as run:
+        config = run.configure(given)
         if len(run.position.history) == config.epochs:
             run.end()  # if the run was killed, metrics.jsonl or curves.png may be out of date
             return run.position.history
-        ctx = devices.contexts(config.gpus, config.device)
-        if not isinstance(lesson, ModuleType):
-            if "impl" not in options and config.impl not in LESSONS:  # a checkpoint does not choose code to run
-                advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
-                raise UsageError("resume", config.resume, advice)
-            lesson = load(config.impl)
-        run.config = config = for_training(config, lesson, options)
-        if isinstance(data, Dataset):
-            data = data.first(config.limit)
-        else:
-            data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
-        config.check_batch_size(len(data.train_labels), group.size * len(ctx))
-        _check_checksum(run, data, group)
-        from gluon_mgpu.training import (
-            loop,
-            models,  # imports mxnet, which `devices.contexts` has set up
-            step,
-        )
-        from gluon_mgpu.training.model import state_dict
+        ctx = devices.contexts(config.gpus, config.device)  # sets up mxnet, which the following modules import
+        from gluon_mgpu.data.generators import restored_afterward
+        from gluon_mgpu.training.loop import fit
 
-        doubt = _doubt(lesson, ctx, config, data)
-        model = models.create(lesson, ctx, run, data, group)
-        if options.get("seed") is None and not config.resume:
-            log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
-        run.begin(_facts(model, data, group), state_dict(model))
-        devices.say_if_no_gpu(ctx, config.device)
-        plain = step.is_plain(config, model.extensions, group)
-        history = loop.fit(run, model, model.step if plain else step.extended(model, group), data, group)
-        if doubt:
-            log.say(f"remember: {doubt}")
-        return history
+        with restored_afterward():
+            setup = prepare(run, config, given, lesson, data, ctx, group)
+            return fit(run, setup, group)
 
 
-def _doubt(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> str:
+train.__signature__ = inspect.signature(Config).replace(return_annotation="list[Epoch]")  # type: ignore[attr-defined]
+
+
+def prepare(
+    run: Run, config: Config, given: Collection[str], lesson: Any, data: Any, ctx: list[Context], group: Group
+) -> Setup:
+    """Turn the settings of a run into what the training loop needs, and begin to write its folder.
+
+    given: the settings that the user passed. lesson: a module, or else the one in config is loaded. data: a Dataset, or
+    else the one in config is loaded. Raises UsageError if the settings, the devices, the lesson and the data do not fit
+    together, or if a resumed run or another worker has other data.
+    """
+    from gluon_mgpu.data.generators import seed_generators
+    from gluon_mgpu.training.build import build
+    from gluon_mgpu.training.loop import Setup
+    from gluon_mgpu.training.model import read_arrays
+    from gluon_mgpu.training.step import extended
+
+    if not isinstance(lesson, ModuleType):
+        if "impl" not in given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
+            advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
+            raise UsageError("resume", config.resume, advice)
+        lesson = load(config.impl)
+    config = for_training(config, lesson, given)
+    if config.seed is None:
+        config = dataclasses.replace(config, seed=group.broadcast(secrets.randbelow(2**31)))
+        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
+    if isinstance(data, Dataset):
+        data = data.first(config.limit)
+    else:
+        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
+    config.check_batch_size(len(data.train_labels), group.size * len(ctx))
+    details = _details(ctx, data, group)
+    if run.details.get("data_checksum", details["data_checksum"]) != details["data_checksum"]:
+        advice = f"not the data that the run in {config.resume} was trained on"
+        raise UsageError("data_dir", config.data_dir, advice)
+    group.agree({"data with checksum": details["data_checksum"]})
+    warning = _compare_with_one_device(lesson, ctx, config, data)
+    seed_generators(config.seed or 0)
+    model = build(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
+    _say_what_is_not_called(lesson, config, group)
+    run.load(model)
+    if group.size > 1:
+        model.load(group.broadcast_arrays(read_arrays(model)))
+    run.begin(config, {**details, "running_stats": bool(model.running_stats)}, read_arrays(model))
+    devices.say_if_no_gpu(ctx, config.device)
+    is_extended = group.size > 1 or config.needs_extended_step(original(lesson))
+    return Setup(config, data, model, extended(model, group) if is_extended else model.step, warning)
+
+
+def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
+    """What a run records besides its settings."""
+    import mxnet
+
+    return {
+        "workers": group.size,
+        "devices": [str(c) for c in ctx],
+        "threads": startup.openmp_threads(),
+        "mxnet": mxnet.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "data": data.source,
+        "data_checksum": data.checksum(),
+        "image_shape": data.image_shape,
+        "image_dtype": str(data.train_images.dtype),
+        "image_range": data.image_range,
+        "classes": data.classes,
+    }
+
+
+def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> str:
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
         return ""
-    from gluon_mgpu.training import check, models, step
+    from gluon_mgpu.training import check
 
     verdict = check.verdict(check.compare(lesson, ctx, config, data.image_shape, data.classes))
     if verdict or config.check:
-        omitted = config.changed((*models.ArrayModel.extensions, *step.EXTENSIONS))
+        omitted = config.changed(name for name in SETTINGS if SETTINGS[name].extended)
         without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
         log.say(f"{name_of(lesson)} {verdict or 'takes the same step as on one device'}{without}")
     return verdict and f"{name_of(lesson)} {verdict}"
 
 
-def _check_checksum(run: Run, data: Dataset, group: Group) -> None:
-    """Raise UsageError if a resumed run, or another worker, has other data."""
-    checksum = data.checksum()
-    if run.facts.get("data_checksum", checksum) != checksum:
-        advice = f"not the data that the run in {run.config.resume} was trained on"
-        raise UsageError("data_dir", run.config.data_dir, advice)
-    group.agree({"data with checksum": checksum})
-
-
-def _facts(model: Model, data: Dataset, group: Group) -> dict[str, Any]:
-    """What a run records besides its settings."""
-    return {
-        "workers": group.size,
-        "devices": [str(c) for c in model.ctx],
-        "threads": startup.openmp_threads(),
-        "data": data.source,
-        "data_checksum": data.checksum(),
-        "image_shape": model.image_shape,
-        "image_dtype": str(data.train_images.dtype),
-        "image_range": data.image_range,
-        "classes": data.classes,
-        "running_stats": bool(model.running_stats),
-    }
+def _say_what_is_not_called(lesson: ModuleType, config: Config, group: Group) -> None:
+    """Print a notice that names the functions of a user's own lesson that a step does not call with these settings."""
+    names = []
+    if name_of(lesson) in LESSONS:
+        return
+    if config.shares:
+        names.append("split_and_load")
+    if original(lesson) == "scratch" and (config.momentum or config.weight_decay):
+        names.append("sgd")
+    if config.model != "lenet":
+        names.append("lenet")
+    if group.size > 1 or config.needs_extended_step(original(lesson)):
+        names.append("train_batch")
+    if names:
+        log.say(f"with these settings, a step does not call your own {', '.join(names)} in {name_of(lesson)}")

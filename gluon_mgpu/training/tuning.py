@@ -1,4 +1,4 @@
-"""Faster training on CPU contexts without changes to a network's code: `tuned` returns a faster equivalent network.
+"""Faster training on CPU contexts, with `--tune`: `TunedModel` has a faster trainer, loss and network than GluonModel.
 
 On processors with AVX-512, channels are padded with zeros to multiples of 16, because oneDNN's direct convolutions
 require such multiples, and a shard is computed in pieces of 64 examples, so that a layer's output is still in the cache
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,11 @@ import numpy as np
 from mxnet import Context, gluon, nd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
+
+from gluon_mgpu import highlevel
+from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.training import lessons
+from gluon_mgpu.training.models import GluonModel
 
 BLOCK, PIECE = 16, 64  # channels and examples, on processors with AVX-512
 LAYERS = (
@@ -224,3 +229,27 @@ def _broadcast(arrays: list[NDArray], owner: int) -> None:
     for array in arrays:
         if array is not arrays[owner]:
             arrays[owner].copyto(array)
+
+
+class TunedModel(GluonModel):
+    """A GluonModel with a faster trainer and loss and, if possible, network. written: the network as it is written."""
+
+    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Any, image_shape: Sequence[int]) -> None:
+        if ctx[0].device_type != "cpu" or mx.__version__ >= "2":
+            raise UsageError("tune", True, f"needs CPU contexts and MXNet 1.9.1, not {ctx[0]} and {mx.__version__}")
+        is_ours = lesson is highlevel
+        if config.hybridize and is_ours:  # all models share its loss, so this one gets a copy
+            loss = type(highlevel.loss)()
+            loss.hybridize(static_alloc=True, static_shape=True)
+            lesson = lessons.load("highlevel", loss=loss)
+        super().__init__(lesson, ctx, config, image_shape)
+        self.written = self.net
+        if config.hybridize and has_avx512() and tunable(self.net, ctx):
+            self.net = tuned(self.net)
+
+    def _create_trainer(self, params: list[gluon.Parameter], rule: dict[str, float]) -> gluon.Trainer:
+        return Trainer(params, rule)
+
+    def export(self, prefix: str) -> None:
+        self.net = self.written
+        super().export(prefix)

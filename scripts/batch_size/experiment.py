@@ -19,7 +19,7 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import files, log, subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import run as runs
-from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.config import RECORDED, Config
 from gluon_mgpu.training.run import Epoch
 
 PICTURE = "batch-size.png"
@@ -72,7 +72,9 @@ def run(out: str | Path, device: str = "auto", **options: Any) -> list[Result]:
             bar.set_description(str(variant))
             folder = Path(out, str(variant).replace(",", "").replace(" ", "-"))
             made = finish(str(variant), folder, {**options, **variant._asdict(), "device": kind}, bar.update, env)
-            results.append(Result(variant, {**made.config.recorded(), **made.facts}, made.position.history))
+            assert made.recorded
+            settings = {**made.recorded.recorded(), **made.details}
+            results.append(Result(variant, settings, made.position.history))
     files.write_whole(Path(out, PICTURE), lambda file: draw(results, file))
     return results
 
@@ -91,16 +93,16 @@ def finish(
     """
     config, begun = Config(**options), runs.exists(folder)
     if begun:
-        recorded = runs.read(folder)
-        names = vars(config).keys() - config.NOT_RECORDED - {"epochs"}
-        other = {option for option in names if getattr(config, option) != getattr(recorded.config, option)}
-        if other or recorded.config.epochs > config.epochs:
+        run = runs.read(folder)
+        assert run.recorded
+        other = {name for name in RECORDED - {"epochs"} if getattr(config, name) != getattr(run.recorded, name)}
+        if other or run.recorded.epochs > config.epochs:
             raise UsageError(
                 None, folder, f"holds a run with other {', '.join(other or ['epochs'])}; use another folder"
             )
-        on_epochs(len(recorded.position.history))
-        if len(recorded.position.history) == config.epochs:
-            return recorded
+        on_epochs(len(run.position.history))
+        if len(run.position.history) == config.epochs:
+            return run
     command = {**options, "resume" if begun else "out": folder}
     given = {option: value for option, value in command.items() if value is not None and value is not False}
     flags = [f"--{o.replace('_', '-')}" + ("" if value is True else f"={value}") for o, value in given.items()]

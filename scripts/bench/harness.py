@@ -114,13 +114,13 @@ def build(impl: str, model: str, contexts: int, *, size: int | None = None, **op
     startup.configure(contexts)
     import mxnet as mx
 
-    from gluon_mgpu.training import models
+    from gluon_mgpu.training.build import build
     from gluon_mgpu.training.config import Config
-    from gluon_mgpu.training.model import state_dict
+    from gluon_mgpu.training.model import read_arrays
 
     config = Config(batch_size=size or BATCH_SIZE[model], model=model, tune=impl == TUNED, **options)
-    built = models.build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
-    built.load(initial(state_dict(built)))
+    built = build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
+    built.load(initial(read_arrays(built)))
     return built
 
 

@@ -17,9 +17,9 @@ from mxnet import Context
 from gluon_mgpu import highlevel, networks
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import state_dict
-from gluon_mgpu.training.models import build
+from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
 from parity import Finding, bands, drift, examples
@@ -61,13 +61,13 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     for impl in examples.MODELS:
         one = build(impl, ctx[:1])
         shared: Any = build(impl, ctx, Config(shares=SHARES))
-        before = state_dict(one)
+        before = read_arrays(one)
         shared.load(before)
         one.step(X, y, 0.2)
         sizes = [losses.shape[0] for losses in extended(shared, Group())(X, y, 0.2)]
-        after = state_dict(one)
+        after = read_arrays(one)
         limit = drift.rounding(before, after, EXAMPLES * drift.POSITIONS)
-        error = drift.distance(state_dict(shared), after) / drift.distance(before, after)
+        error = drift.distance(read_arrays(shared), after) / drift.distance(before, after)
         claim = (
             f"{impl}: the faster device gets {SHARES[0]} of {EXAMPLES} examples; the update is the same as on 1 device"
         )

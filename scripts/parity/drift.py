@@ -20,9 +20,10 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.runtime import log
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import state_dict
-from gluon_mgpu.training.models import Model, build
+from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import Model
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, notebook
 
@@ -77,7 +78,7 @@ def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
     for X, y in _batches(data, steps, "in float64"):
         exact.load(path[-1])
         exact.step(X, y, LR)
-        path.append({name: array.astype(np.float32) for name, array in state_dict(exact).items()})
+        path.append({name: array.astype(np.float32) for name, array in read_arrays(exact).items()})
     return path
 
 
@@ -96,11 +97,11 @@ def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
         for before, after, (X, y) in zip(path, path[1:], _batches(data, len(path) - 1, f"{name}, steps")):
             model.load(before)
             model.step(X, y, LR)
-            step_errors[name].append(distance(state_dict(model, 1), after) / distance(before, after))
+            step_errors[name].append(distance(read_arrays(model, 1), after) / distance(before, after))
         model.load(path[0])
         for after, (X, y) in zip(path[1:], _batches(data, len(path) - 1, f"{name}, path")):
             model.step(X, y, LR)
-            path_errors[name].append(distance(state_dict(model, 1), after) / length(after))
+            path_errors[name].append(distance(read_arrays(model, 1), after) / length(after))
     step_limit, path_limit = limits(path, step_errors[NOTEBOOK], path_errors[NOTEBOOK])
     return Drift(step_errors, step_limit, path_errors, path_limit, distance(path[0], path[-1]) / length(path[0]))
 

@@ -14,9 +14,10 @@ from mxnet import Context, nd
 
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import state_dict
-from gluon_mgpu.training.models import Model, build
+from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import Model
 from parity import Finding
 
 MODELS = {"scratch": "lenet", "highlevel": "lenet-max"}  # the notebooks' networks
@@ -69,7 +70,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     Xs, ys = model.split_and_load(X), model.split_and_load(y)
     scores = [model.predict(shard).shape for shard in Xs]
     yield finding(f"each of {len(ctx)} devices computes 4 x 10 scores", scores == [(4, 10)] * len(ctx), scores)
-    start = state_dict(model)
+    start = read_arrays(model)
     yield finding(f"the parameters are the same on all {len(ctx)} devices", *_all_equal(model))
     model.forward_backward(Xs, ys)
     W1 = {model.grads(device)["W1"].asnumpy().tobytes() for device in range(len(ctx))}
@@ -78,7 +79,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     )
     for _ in range(3):
         model.step(X, y, 0.2)
-    changed = sum(not np.array_equal(array, start[name]) for name, array in state_dict(model).items())
+    changed = sum(not np.array_equal(array, start[name]) for name, array in read_arrays(model).items())
     equal, evidence = _all_equal(model)
     right = equal and changed == len(start)
     claim = "after 3 steps, every parameter has changed and is the same on every device"
@@ -87,7 +88,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
 
 def _all_equal(model: Model) -> tuple[bool, str]:
     """Returns whether the parameters are identical, bit for bit, on all devices, and the evidence."""
-    first, *others = [state_dict(model, device) for device in range(len(model.ctx))]
+    first, *others = [read_arrays(model, device) for device in range(len(model.ctx))]
     unequal = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
     same = f"all {len(first)} arrays are the same on every device"
     return not unequal, f"the devices differ in {', '.join(sorted(unequal))}" if unequal else same

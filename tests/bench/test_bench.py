@@ -19,7 +19,7 @@ from runs import finished, program
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu import partition as lesson
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training.model import state_dict
+from gluon_mgpu.training.model import read_arrays
 
 SHAPES = [(20, 1, 3, 3), (7,), (1,), (3, 5), (1001,), (40, 333)]
 EPSILON = np.finfo(np.float32).eps
@@ -99,7 +99,7 @@ def test_a_recording_has_each_operator_of_each_step_on_each_context():
 def step_in_float64(model):
     """Images, labels, losses; the trained parameters; their gradients, which are sums over the examples."""
     made, rng = harness.build("highlevel", model, 1), np.random.default_rng(0)
-    state = state_dict(made)
+    state = read_arrays(made)
     for name, p in state.items():
         if p.ndim == 1 and "running" not in name:
             state[name] = p + 0.1 * rng.standard_normal(p.shape, np.float32)

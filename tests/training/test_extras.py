@@ -13,9 +13,10 @@ from mxnet import nd
 from small_networks import softmax_regression
 
 from gluon_mgpu import evaluate, highlevel, networks, scratch, train
-from gluon_mgpu.training import lessons, models
+from gluon_mgpu.training import build as building
+from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import state_dict
+from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.run import read
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
@@ -54,7 +55,7 @@ def build(module, devices, **settings):
         config = Config(**settings)
     else:
         lesson, config = highlevel, Config(impl="highlevel", model="softmax_regression", **settings)
-    model = models.build(lesson, [mx.cpu(i) for i in range(devices)], config)
+    model = building.build(lesson, [mx.cpu(i) for i in range(devices)], config)
     zeros = {name: np.zeros(array.shape, np.float32) for name, array in model.arrays().items()}
     model.load({**zeros, **START})
     return model, extended(model, Group())
@@ -94,7 +95,7 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
         np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=0, atol=atol)
     # An update sums a batch's gradient, whose terms come from scores (sums of 784 products); 20 updates add up.
     additions = 784 + max(SIZES) + STEPS
-    found = state_dict(model)
+    found = read_arrays(model)
     for name in START:
         atol = additions * eps * (moved[name].max() + np.abs(params[name]).max())
         np.testing.assert_allclose(found[name], params[name], rtol=0, atol=atol)
@@ -103,7 +104,7 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
             atol = additions * eps * moved[name].max()
             np.testing.assert_allclose(found[f"velocity/{name}"], velocities[name], rtol=0, atol=atol)
     assert len(found) == len(START) * (1 + ("momentum" in settings))
-    np.testing.assert_equal([state_dict(model, device) for device in range(devices)], [found] * devices)
+    np.testing.assert_equal([read_arrays(model, device) for device in range(devices)], [found] * devices)
 
 
 networks.register("other names", small_networks.normalized, mx.init.Xavier(), names="abcdefghijkl")
@@ -112,7 +113,7 @@ networks.register("other names", small_networks.normalized, mx.init.Xavier(), na
 def normalized(devices, seed=0, model="normalized", **settings):
     mx.random.seed(seed)
     ctx = [mx.cpu(i) for i in range(devices)]
-    return models.build("highlevel", ctx, Config(impl="highlevel", model=model, **settings))
+    return building.build("highlevel", ctx, Config(impl="highlevel", model=model, **settings))
 
 
 @pytest.mark.parametrize("model, hybridize", [("normalized", True), ("normalized", False), ("other names", True)])
@@ -121,15 +122,15 @@ def test_replicas_with_batch_normalization_stay_equal(model, hybridize):
     step = extended(model, Group())
     for X, y in batches([8, 5, 2, 8]):
         step(X, y, 0.1)
-    np.testing.assert_equal(state_dict(model, 1), state_dict(model, 0))
+    np.testing.assert_equal(read_arrays(model, 1), read_arrays(model, 0))
 
 
 def test_every_array_is_saved_and_all_but_the_frozen_one_are_trained(tmp_path):
     options = {"model": "normalized", "dataset": "synthetic", "limit": 900, "seed": 1, "device": "cpu", "epochs": 1}
     train("highlevel", 2, 50, 0.05, **options, momentum=0.9, out=tmp_path / "run")
     run = tmp_path / "run"
-    trained = state_dict(evaluate.load(run, gpus=2, device="cpu").model)
-    initial = state_dict(normalized(2, seed=1))
+    trained = read_arrays(evaluate.load(run, gpus=2, device="cpu").model)
+    initial = read_arrays(normalized(2, seed=1))
     # Weights of three layers and one bias; two times gamma, beta, mean and variance.
     assert len(trained) == 3 + 1 + 2 * 4 and trained.keys() == initial.keys()
     assert [name for name, array in initial.items() if np.array_equal(array, trained[name])] == ["5.gamma"]

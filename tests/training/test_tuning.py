@@ -7,7 +7,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, networks
-from gluon_mgpu.training import models, tuning
+from gluon_mgpu.training import tuning
+from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 
 PLAN = (16, 64)  # block, piece
@@ -60,7 +61,7 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, ex
 
 
 def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
-    net = models.build("highlevel", [mx.cpu(0)]).net
+    net = build("highlevel", [mx.cpu(0)]).net
     before = str(net)
     fast = tuning.tuned(net, *PLAN)
     assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in net.collect_params().values()}
@@ -88,7 +89,7 @@ def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expe
             monkeypatch.delenv("DNNL_MAX_CPU_ISA")
         assert tuning.has_avx512() == expected
     for tune in (True, False):
-        model = models.build("highlevel", [mx.cpu(0), mx.cpu(1)], Config(impl="highlevel", tune=tune))
+        model = build("highlevel", [mx.cpu(0), mx.cpu(1)], Config(impl="highlevel", tune=tune))
         assert isinstance(model.fast_net, tuning.InPieces) == (tune and expected)
         assert isinstance(model.trainer, tuning.Trainer) == tune
         assert (model.lesson.loss is highlevel.loss) != tune and not highlevel.loss._active

@@ -21,7 +21,8 @@ from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches, shuffled
 from gluon_mgpu.runtime import subprocesses
-from gluon_mgpu.training import checkpoint, models, workers
+from gluon_mgpu.training import checkpoint, workers
+from gluon_mgpu.training.build import build
 
 pytestmark = runs.needs_mpi
 
@@ -92,7 +93,7 @@ def test_a_step_of_several_workers_is_the_step_on_all_shards_except_for_rounding
     assert train_together(count, [options]).returncode == 0
     mx.random.seed(3)
     ctx = [mx.cpu(i) for i in range(count * gpus)]
-    model = models.build("scratch", ctx)
+    model = build("scratch", ctx)
     start = {name: array.asnumpy() for name, array in model.arrays().items()}
     data = datasets.load("synthetic", None, 100, 3)
     ((X, y),) = batches(data.train_images, data.train_labels, 100, shuffled(100, 3, 1))
@@ -134,7 +135,7 @@ def lenet(X, params):
 
 with workers.join("mpi") as group:
     ctx = devices.contexts(1, "cpu")
-    model = models.build(load("scratch", lenet=lenet), ctx)
+    model = build(load("scratch", lenet=lenet), ctx)
     allreduce, sizes = group.allreduce, []
 
     def noted(array):
