@@ -25,6 +25,7 @@ Layer = Callable[..., NDArray]  # a function of an input and of the layer's arra
 Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
 Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
+Reduce = Callable[[Vectors], Vectors]  # sums a layer's gradients over the devices
 
 LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
 
@@ -97,10 +98,11 @@ def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[T
     return tapes
 
 
-def backward(tapes: list[Tape], heads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
-    """The gradients of a layer's inputs, and a bucket of its arrays' gradients. heads: its outputs' gradients."""
-    grads = [autograd.grad([output], variables, [head]) for (variables, output), head in zip(tapes, heads)]
-    return [of_input for of_input, *_ in grads], [bucket(of_arrays) for _, *of_arrays in grads]
+def backward(tapes: list[Tape], grads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
+    """Returns the gradients of a layer's inputs, and a bucket of its arrays' gradients. grads: its outputs' gradients,
+    or None for a loss."""
+    results = [autograd.grad([output], variables, [grad]) for (variables, output), grad in zip(tapes, grads)]
+    return [of_input for of_input, *_ in results], [bucket(of_arrays) for _, *of_arrays in results]
 
 
 def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
@@ -109,13 +111,19 @@ def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
     return [losses for _, losses in tapes], backward(tapes, [None] * len(ys))[0]
 
 
-def forward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors) -> tuple[Vectors, Vectors, list[list[Tape]]]:
-    """Returns the losses (n,) of each shard, the gradients (n, 10) of its scores, and the tapes of each layer."""
+def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Reduce) -> tuple[Vectors, Buckets]:
+    """Returns the losses (n,) of each shard, and what `reduce` makes of each layer's gradients. While it sums those of
+    a layer, the devices compute those of the layer before it."""
     tapes = []
     for (layer, shapes), buckets in zip(net, weights):
         tapes.append(record(layer, Xs, [unbucket(b, shapes) for b in buckets]))
         Xs = [output for _, output in tapes[-1]]
-    return *loss_backward(Xs, ys), tapes
+    losses, grads = loss_backward(Xs, ys)
+    reduced = []
+    while tapes:
+        grads, of_arrays = backward(tapes.pop(), grads)
+        reduced.append(reduce(of_arrays))
+    return losses, reduced[::-1]
 
 
 def sgd(p: NDArray, grad: NDArray, velocity: NDArray, batch_size: int, lr: float, momentum: float = 0.9) -> None:
@@ -135,46 +143,45 @@ def update(optimizer: Optimizer, weights: Buckets, grads: Buckets, moments: Stat
             optimizer(*arrays, batch_size)
 
 
+def update_chunks(optimizer: Optimizer, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
+    """Update chunk i of the weights on device i, and send it to the other devices. grads, moments: chunk i each."""
+    owned = [[chunk(b, i, len(buckets)) for i, b in enumerate(buckets)] for buckets in weights]
+    update(optimizer, owned, grads, moments, batch_size)
+    for chunks, buckets in zip(owned, weights):
+        all_gather(chunks, out=buckets)
+
+
+def allreduce(data: Vectors) -> Vectors:
+    """Sum vectors (n,), one per device, in place: a ring allreduce."""
+    return all_gather(reduce_scatter(data), out=data)
+
+
+def reduce_to_chunks(data: Vectors) -> Vectors:
+    """Sum vectors (n,), one per device. Returns a copy of chunk i of the sum on device i, so that `data` is freed."""
+    return [c.copy() for c in reduce_scatter(data)]
+
+
 def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
-    """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. While a layer's gradients are
-    summed, the devices compute the gradients of the layer before it. Returns the losses of each shard."""
+    """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. Returns each shard's losses."""
     weights, *moments = state
-    losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
-    grads = []
-    while tapes:
-        heads, whole = backward(tapes.pop(), heads)
-        grads.append(all_gather(reduce_scatter(whole), out=whole))  # a ring allreduce
-    update(optimizer, weights, grads[::-1], moments, X.shape[0])
+    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), allreduce)
+    update(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
 
 def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
     """ZeRO-1: device i keeps chunk i of the moments, updates chunk i of the weights, and sends it to the others."""
     weights, *moments = state
-    losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
-    grads = []
-    while tapes:
-        heads, whole = backward(tapes.pop(), heads)
-        grads.append(reduce_scatter(whole))
-    owned = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, owned, grads[::-1], moments, X.shape[0])
-    for chunks, buckets in zip(owned, weights):
-        all_gather(chunks, out=buckets)
+    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_scatter)
+    update_chunks(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
 
 def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
-    """ZeRO-2: device i keeps only chunk i of the gradients too. It is a copy, so that the whole bucket is freed."""
+    """ZeRO-2: device i keeps only chunk i of the gradients too."""
     weights, *moments = state
-    losses, heads, tapes = forward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx))
-    grads = []
-    while tapes:
-        heads, whole = backward(tapes.pop(), heads)
-        grads.append([g.copy() for g in reduce_scatter(whole)])
-    owned = [[chunk(b, i, len(ctx)) for i, b in enumerate(buckets)] for buckets in weights]
-    update(optimizer, owned, grads[::-1], moments, X.shape[0])
-    for chunks, buckets in zip(owned, weights):
-        all_gather(chunks, out=buckets)
+    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_to_chunks)
+    update_chunks(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
 
@@ -183,17 +190,17 @@ def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     weights, *moments = state
     Xs = split_and_load(X, ctx)
     inputs = []
-    grads = []
     for (layer, shapes), chunks in zip(net, weights):
         inputs.append(Xs)
         with autograd.train_mode():  # not recorded: a graph would keep the layer's weights
             Xs = [layer(X, *arrays) for X, arrays in zip(Xs, unshard(chunks, shapes))]
         nd.waitall()  # otherwise, Python would gather all layers before the devices have computed the first
-    losses, heads = loss_backward(Xs, split_and_load(y, ctx))
+    losses, grads = loss_backward(Xs, split_and_load(y, ctx))
+    reduced = []
     for (layer, shapes), chunks in reversed(list(zip(net, weights))):
         tapes = record(layer, inputs.pop(), unshard(chunks, shapes))  # gathers and computes the layer a second time
-        heads, whole = backward(tapes, heads)
-        grads.append([g.copy() for g in reduce_scatter(whole)])
+        grads, of_arrays = backward(tapes, grads)
+        reduced.append(reduce_to_chunks(of_arrays))
         nd.waitall()
-    update(optimizer, weights, grads[::-1], moments, X.shape[0])
+    update(optimizer, weights, reduced[::-1], moments, X.shape[0])
     return losses

@@ -16,13 +16,13 @@ def in_step(number, act):
     """Call act() while step number `number` of the block is issued."""
     fit, numbers = loop.fit, count(1)
 
-    def fit_with_act(run, model, step, *rest):
+    def fit_with_act(run, setup, group):
         def acting_step(*args):
             if next(numbers) == number:
                 act()
-            return step(*args)
+            return setup.step(*args)
 
-        return fit(run, model, acting_step, *rest)
+        return fit(run, setup._replace(step=acting_step), group)
 
     with patch.object(loop, "fit", fit_with_act):
         yield

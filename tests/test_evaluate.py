@@ -49,7 +49,7 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(r
 @pytest.mark.parametrize("high, divisor", [(1, 255), (200, 1), (255, 1), (16, None), (300, None)])
 def test_a_picture_is_scaled_as_floating_point_training_data_or_refused(high, divisor, run):
     trained = evaluate.load(run, device="cpu")
-    trained.run.facts.update(image_dtype="float32", image_range=(0, high))
+    trained.run.details.update(image_dtype="float32", image_range=(0, high))
     picture = np.arange(784, dtype=np.uint8).reshape(1, 28, 28)
     if divisor is None:
         with pytest.raises(UsageError):
@@ -68,7 +68,7 @@ def test_parameters_that_are_not_finite_are_noted_by_name(run, tmp_path, capsys)
 
 def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(run, monkeypatch):
     trained = evaluate.load(run, device="cpu")
-    trained.run.config = replace(trained.run.config, batch_size=10**9)
+    trained = trained._replace(config=replace(trained.config, batch_size=10**9))
     images, sizes = np.zeros((2500, 1, 28, 28), np.uint8), []
     predict = trained.model.predict
     monkeypatch.setattr(trained.model, "predict", lambda X: sizes.append(len(X)) or predict(X))

@@ -121,7 +121,7 @@ def test_by_default_the_network_as_written_trains_with_mxnets_own_store():
     model = build(highlevel, 2)
     model.step(*batch(8), LR)
     assert type(model.net) is gluon.nn.HybridSequential and (MXNET_2 or model.net.prefix == "cnn_")
-    assert model.fast_net is model.net and type(model.trainer) is gluon.Trainer
+    assert type(model.trainer) is gluon.Trainer
     assert isinstance(model.trainer._kvstore, mx.kvstore.KVStore) and model.trainer._kvstore.type == "device"
 
 

@@ -66,15 +66,12 @@ def slow_copyto(array, other):
 def without_overlap(X, y, net, state, ctx, optimizer):
     """`sharded.ddp`, except that it waits for the whole backward pass before the sums."""
     weights, *moments = state
-    losses, heads, tapes = sharded.forward(net, weights, *(scratch.split_and_load(a, ctx) for a in (X, y)))
-    grads = []
-    while tapes:
-        heads, whole = sharded.backward(tapes.pop(), heads)
-        grads.append(whole)
+    Xs, ys = scratch.split_and_load(X, ctx), scratch.split_and_load(y, ctx)
+    losses, grads = sharded.forward_backward(net, weights, Xs, ys, reduce=lambda data: data)
     nd.waitall()
-    for whole in grads:
-        sharded.all_gather(sharded.reduce_scatter(whole), out=whole)
-    sharded.update(optimizer, weights, grads[::-1], moments, X.shape[0])
+    for data in reversed(grads):
+        sharded.allreduce(data)
+    sharded.update(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
 

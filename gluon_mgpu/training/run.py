@@ -281,8 +281,9 @@ def read(folder: str | Path, lock: bool = False) -> Run:
         run.arrays, content = checkpoint.load(path)
         if content.get("format") != FORMAT:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
-        run.position, run.details = Position.from_json(content), dict(content["config"])
-        run._settings = {name: run.details.pop(name) for name in RECORDED & {*run.details}}
+        run.position, written = Position.from_json(content), dict(content["config"])
+        run._settings = {name: value for name, value in written.items() if name in RECORDED}
+        run.details = {name: value for name, value in written.items() if name not in RECORDED}
         run.recorded = Config(**run._settings, **_devices(run.details))
         shape = tuple(run.details.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):

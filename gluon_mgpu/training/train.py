@@ -6,6 +6,7 @@ This module imports mxnet only when `train` is called, because the number of con
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import platform
 import secrets
@@ -59,6 +60,7 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
         from gluon_mgpu.data.generators import restored_afterward
         from gluon_mgpu.training.loop import fit
 
+        gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
         with restored_afterward():
             setup = prepare(run, config, given, lesson, data, ctx, group)
             return fit(run, setup, group)

@@ -403,10 +403,10 @@ def read_checkpoint(folder):
     """What `evaluate` and `train --resume` do with the facts of a checkpoint."""
     run = evaluate.read(folder)
     assert "\x1b" not in str(run.position)
-    run.config.resumed({}).learning_rate(run.position.steps, 10)
-    evaluate.scaled(evaluate.Trained(run, None, ""), np.zeros((1, *run.facts["image_shape"][:0])))
+    run.recorded.resumed({}).learning_rate(run.position.steps, 10)
+    evaluate.scaled(evaluate.Trained(run, run.recorded, None, ""), np.zeros((1, *run.details["image_shape"][:0])))
     run.folder = None
-    run.begin({"devices": ["cpu(0)"], "workers": 2, "threads": 1, "running_stats": True}, {})
+    run.begin(run.recorded, {"devices": ["cpu(0)"], "workers": 2, "threads": 1, "running_stats": True}, {})
 
 
 def make_own_data(rng):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from gluon_mgpu import scratch
-from gluon_mgpu import train as training
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, loop
+from gluon_mgpu.training import train as training
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES, Epoch, exists, open_run, read
 from gluon_mgpu.training.workers import Group
@@ -43,7 +43,7 @@ def killed(**options):
 
 
 def config(folder):
-    return read(folder).config
+    return read(folder).recorded
 
 
 def results(folder):
@@ -152,7 +152,7 @@ def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun
 )
 def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are_passed(given, begun, monkeypatch):
     reconfigure(begun, epochs=4)
-    monkeypatch.setattr(loop, "fit", lambda run, model, *_: (run.config, model.ctx))
+    monkeypatch.setattr(loop, "fit", lambda run, setup, group: (setup.config, setup.model.ctx))
     found, ctx = training.train(resume=begun, **given)
     expected = Config(**{"gpus": 2, "device": "cpu", "epochs": 4, **given})
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)

@@ -90,7 +90,7 @@ def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expe
         assert tuning.has_avx512() == expected
     for tune in (True, False):
         model = build("highlevel", [mx.cpu(0), mx.cpu(1)], Config(impl="highlevel", tune=tune))
-        assert isinstance(model.fast_net, tuning.InPieces) == (tune and expected)
+        assert isinstance(model.net, tuning.InPieces) == (tune and expected)
         assert isinstance(model.trainer, tuning.Trainer) == tune
         assert (model.lesson.loss is highlevel.loss) != tune and not highlevel.loss._active
 
