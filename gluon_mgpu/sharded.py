@@ -151,8 +151,8 @@ def update_chunks(optimizer: Optimizer, weights: Buckets, grads: Buckets, moment
         all_gather(chunks, out=buckets)
 
 
-def allreduce(data: Vectors) -> Vectors:
-    """Sum vectors (n,), one per device, in place: a ring allreduce."""
+def ring_allreduce(data: Vectors) -> Vectors:
+    """Sum vectors (n,), one per device, in place, around a ring."""
     return all_gather(reduce_scatter(data), out=data)
 
 
@@ -164,7 +164,7 @@ def reduce_to_chunks(data: Vectors) -> Vectors:
 def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
     """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. Returns each shard's losses."""
     weights, *moments = state
-    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), allreduce)
+    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), ring_allreduce)
     update(optimizer, weights, grads, moments, X.shape[0])
     return losses
 

@@ -70,7 +70,7 @@ def without_overlap(X, y, net, state, ctx, optimizer):
     losses, grads = sharded.forward_backward(net, weights, Xs, ys, reduce=lambda data: data)
     nd.waitall()
     for data in reversed(grads):
-        sharded.allreduce(data)
+        sharded.ring_allreduce(data)
     sharded.update(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
