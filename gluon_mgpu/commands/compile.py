@@ -27,8 +27,8 @@ from gluon_mgpu.commands import common
     "--compiler", default="g++", metavar="FILE", help="The C++ compiler for nvcc. CUDA 11.8 needs g++ 11 or lower."
 )
 def compile(source: str, arch: str, nvcc: str, compiler: str) -> None:
-    """Compile kernels for GPUs that are newer than MXNet 1.9.1's wheel mxnet-cu112, such as H100. The wheel itself stays
-    unchanged: the first `import mxnet` finds the compiled kernels.
+    """Compile kernels for GPUs that are newer than MXNet 1.9.1's wheel mxnet-cu112, such as H100. The wheel itself
+    stays unchanged: the first `import mxnet` finds the compiled kernels.
 
     MXNET is the folder with MXNet 1.9.1's sources. If a program needs a kernel that is missing, it says so; call this
     command again, and it adds that kernel.

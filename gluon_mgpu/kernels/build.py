@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gluon_mgpu.compat import cuda, startup
 from gluon_mgpu.kernels import sources
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 HERE = Path(__file__).parent
@@ -38,7 +39,6 @@ ENTRY = re.compile(
     r"(?=\s*(?:// \.globl|\.(?:visible|weak|extern|entry|func|global|const|shared)\b|\Z))",
     re.M | re.S,
 )
-ANONYMOUS = re.compile(r"\d+_GLOBAL__N_.*?(?=\d+[A-Z])")  # contains the name of the file, which differs
 
 
 def build(source: Path, arch: str = "compute_80", nvcc: str = "nvcc", compiler: str = "g++") -> Path:
@@ -56,11 +56,12 @@ def build(source: Path, arch: str = "compute_80", nvcc: str = "nvcc", compiler: 
     folder.mkdir(parents=True, exist_ok=True)
     missing = folder / MISSING
     names = NAMES.read_text().split() + (missing.read_text().split() if missing.exists() else [])
-    kind, _, number = arch.partition("_")
-    ptx_arch = f"compute_{min(int(number), 80)}"
+    ptx_arch = f"compute_{min(int(arch.split('_')[1]), 80)}"
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         groups, unknown = sources.write(names, source, work)
+        if unknown:
+            raise Error(f"{unknown[0]}: gluon_mgpu does not know this kernel's header; remove it from {missing}")
         options = ["-std=c++14", "-O3", "-w", "-Xcompiler=-w", "--expt-relaxed-constexpr", f"-arch={ptx_arch}", "-ptx"]
         options += [f"-D{name}={value}" for name, value in DEFINE.items()]
         options += [f"-I{path}" for path in (*(source / path for path in INCLUDE), work)]
@@ -74,17 +75,26 @@ def build(source: Path, arch: str = "compute_80", nvcc: str = "nvcc", compiler: 
                 shutil.copy(written, made)
             _run(nvcc, "-fatbin", f"-gencode=arch={ptx_arch},code={arch}", "-o", ptx.with_suffix(".fatbin"), ptx)
 
+        log.say(f"compiling {len(names)} kernels: about four minutes of one core, less if some were compiled before")
         with ThreadPoolExecutor(startup.cores()) as pool:
             list(pool.map(compile_group, groups))
-        (work / "kernels.h").write_text(header(groups, folder, f"run `gluon-mgpu compile {source.resolve()}`"))
-        (work / "exports").write_text(EXPORTS)
-        for old in folder.glob("*.so"):
-            old.unlink()
-        library = folder / f"{arch}.so"
-        flags = ["-shared", "-fPIC", "-O2", "-Wno-unused", f"-I{work}", f"-Wl,--version-script={work / 'exports'}"]
-        _run("gcc", *flags, "-o", library, HERE / "launch.c", "-ldl", "-lpthread")
+    for old in folder.glob("*.so"):
+        old.unlink()
+    library = folder / f"{arch}.so"
+    link(groups, library, f"run `gluon-mgpu compile {source.resolve()} --arch {arch}`")
     missing.unlink(missing_ok=True)
     return library
+
+
+def link(groups: dict[str, list[str]], library: Path, advice: str) -> None:
+    """Make a library of launch.c and the modules GROUP.fatbin beside it. groups: the kernels' names in each module.
+    advice: what to do if another kernel is needed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "kernels.h").write_text(header(groups, library.parent, advice))
+        exports = Path(temporary) / "exports"
+        exports.write_text(EXPORTS)
+        flags = ["-shared", "-fPIC", "-O2", f"-I{temporary}", f"-Wl,--version-script={exports}"]
+        _run("gcc", *flags, "-o", library, HERE / "launch.c", "-ldl", "-lpthread")
 
 
 def check_source(source: Path) -> None:
@@ -103,13 +113,19 @@ def only(names: list[str], ptx: str) -> str:
 
     The mark of an anonymous namespace in a mangled name depends on the file; it is changed to the one in `names`.
     """
-    ours = {ANONYMOUS.sub("", match[1]): match[1] for match in ENTRY.finditer(ptx)}
+    ours = {_without_mark(match[1]): match[1] for match in ENTRY.finditer(ptx)}
     for name in names:
-        made = ours.get(ANONYMOUS.sub("", name))
+        made = ours.get(_without_mark(name))
         if made is None:
             raise Error(f"nvcc did not make {sources.demangled([name])[0]}")
         ptx = re.sub(rf"\b{re.escape(made)}\b", name, ptx) if made != name else ptx
     return ENTRY.sub(lambda match: match[0] if match[1] in names else "", ptx)
+
+
+def _without_mark(name: str) -> str:
+    """Remove the mark of an anonymous namespace, such as 10_GLOBAL__N_: its length and its text."""
+    mark = re.search(r"(\d+)(?=_GLOBAL__N_)", name)
+    return name[: mark.start()] + name[mark.end() + int(mark[1]) :] if mark else name
 
 
 def header(groups: dict[str, list[str]], folder: Path, advice: str) -> str:

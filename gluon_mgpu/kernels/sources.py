@@ -32,11 +32,12 @@ GROUPS = (
         "Sample|rand_generator|[Dd]ropout|bernoulli",
         ("operator/random/sample_op.h", "operator/random/sample_multinomial_op.h", "common/random_generator.cu"),
     ),
+    ("shuffle", "CopyForShuffle", ("operator/random/shuffle_op.cu",)),
     ("batch_norm", "batchnorm::", ("operator/nn/batch_norm.cu",)),
     ("layer_norm", "LayerNorm", ("operator/nn/layer_norm.cu",)),
     (
         "layers",
-        "[Ss]oftmax|bias_kernel|AddBiasGrad|im2col|col2im|pool_|PartialSort|transpose_pseudo2D",
+        "[Ss]oftmax|bias_kernel|AddBiasGrad|im2col|col2im|pool_|PartialSort|fill_ind|transpose_pseudo2D",
         (
             "operator/nn/softmax-inl.h",
             "operator/nn/fully_connected-inl.h",
@@ -51,7 +52,7 @@ GROUPS = (
     ("optimizers", "SGD|Adam|RMSProp|NAG|Signum|Update", ("operator/optimizer_op-inl.h",)),
     (
         "indexing",
-        "Take|Embedding|one_hot|gather_nd|scatter_nd|tcast_clip|where",
+        "Take|Embedding|one_hot|gather_nd|scatter_nd|tcast_clip|batch_take|where",
         ("operator/tensor/control_flow_op.h", "operator/tensor/indexing_op.cu"),
     ),
     (
@@ -61,7 +62,7 @@ GROUPS = (
     ),
     (
         "elementwise",
-        "mxnet_generic_kernel|MapPlanKernel|MapReduce",
+        "mxnet_generic_kernel|MapPlan|MapReduce",
         (
             "operator/tensor/elemwise_unary_op.h",
             "operator/tensor/elemwise_binary_op.h",
@@ -69,9 +70,12 @@ GROUPS = (
             "operator/tensor/init_op.h",
             "operator/tensor/broadcast_reduce_op.h",
             "operator/tensor/elemwise_sum.h",
+            "operator/tensor/ravel.h",
         ),
     ),
 )
+# A function that implements an operator; it would instantiate kernels for all types.
+OPERATORS = re.compile(r"^template ?<>\n(?:inline )?void \w+<gpu>\(.*?^\}\n", re.M | re.S)
 # The headers call BLAS on CPUs, which is not compiled here.
 BLAS = """#pragma once
 enum CBLAS_ORDER { CblasRowMajor = 101, CblasColMajor };
@@ -122,6 +126,7 @@ def _include(source: Path, path: str) -> str:
     if not path.endswith(".cu"):
         return f'#include "{path}"'
     text, operators, _ = (source / path).read_text().partition("NNVM_REGISTER_OP")
+    text = OPERATORS.sub("", text)
     beside = Path(path).parent
     text = re.sub(
         r'#include "(.*?)"',
