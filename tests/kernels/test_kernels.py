@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-import fakes
+import fake_cuda
 import pytest
 
 from gluon_mgpu.compat import cuda
@@ -48,7 +48,7 @@ def test_kernels_are_launched_from_the_built_library_and_a_missing_one_is_one_li
     program = tmp_path / "program.so"
     gcc = ["gcc", "-shared", "-fPIC", "-w", "-o", program, "-x", "c", "-"]
     subprocess.run(gcc, input=PROGRAM, text=True, check=True)
-    fakes.build(program, tmp_path / "fakes")
+    fake_cuda.build(program, tmp_path / "fakes")
     for module in ("a", "b"):
         (tmp_path / f"{module}.fatbin").write_bytes(b"compiled")
     library = tmp_path / "sm_90.so"

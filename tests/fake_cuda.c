@@ -1,6 +1,6 @@
 /* Stands in for NVIDIA's driver and libraries, without a GPU: memory is the host's, and kernels and other calculations
    do nothing. FAKE_GPUS is the number of GPUs. A launch succeeds if its kernel was registered with a module that
-   libmxnet.so does not contain. build_fake, in test_kernels.py, adds all other functions that libmxnet.so needs: they
+   libmxnet.so does not contain. fake_cuda.py adds all other functions that libmxnet.so needs: they
    return 0. */
 #include <stdint.h>
 #include <stdio.h>
