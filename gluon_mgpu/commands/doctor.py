@@ -93,9 +93,8 @@ def _gpus() -> Iterator[Finding]:
         yield "note", str(error)
         return
     for index, (name, major, minor) in enumerate(gpus):
-        works = major in devices.KERNELS
-        others = f"not with MXNet 1.9.1's wheels; use CPU contexts{devices.NEWER * (major in devices.NEW)}"
-        advice = "should work; nobody has reported a run" if works else others
+        works = cuda.has_kernels(major, minor)
+        advice = "should work; nobody has reported a run" if works else devices.no_kernels(major)
         yield "ok" if works else "note", f"GPU {index}, {name}, compute capability {major}.{minor}: {advice}"
 
 

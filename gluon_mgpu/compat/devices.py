@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gluon_mgpu.compat import cuda, startup
+from gluon_mgpu.compat.cuda import driver_gpus
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
-KERNELS = range(5, 9)  # major compute capabilities that MXNet 1.9.1's wheels support (docs/engine.md)
-NEW = range(9, 13)  # those for which there are other builds
-NEWER = ", MXNet 2's community fork, or NVIDIA's container 24.06 for up to 9.0 (docs/install.md)"
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def parse(given: int | str | Sequence[int], name: str = "gpus", first: int = 0, below: int = MOST) -> list[int]:
@@ -70,14 +66,20 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
         advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
         raise UsageError("gpus", indices, advice)
-    driver = driver_gpus()
-    for index in indices if any(name.startswith("mxnet-cu") for name in cuda.wheels()) else ():
-        name, major, minor = driver[index]
-        if major not in KERNELS:
+    driver = driver_gpus() if any(name.startswith("mxnet-cu") for name in cuda.wheels()) else []
+    for index in indices if driver else ():
+        name, major, minor = driver[min(index, len(driver) - 1)]  # one GPU may be shown as several
+        if not cuda.has_kernels(major, minor):
             gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
-            has = f"MXNet 1.9.1's wheels have kernels for {KERNELS[0]}.x to {KERNELS[-1]}.x only"
-            raise Error(f"{gpu}: {has}; use {errors.setting('device', 'cpu')}{NEWER * (major in NEW)}")
+            raise Error(f"{gpu}: {no_kernels(major)}, or use {errors.setting('device', 'cpu')}")
     return [mx.gpu(i) for i in indices]
+
+
+def no_kernels(major: int) -> str:
+    """Why MXNet does not work on a GPU of this major compute capability, and what to do."""
+    has = f"mxnet-cu112 has kernels for {cuda.KERNELS[0]}.x to {cuda.KERNELS[-1]}.x only"
+    build = f"`{errors.command('compile MXNET')}` builds them from MXNet's sources"
+    return f"{has}; {build if major > cuda.KERNELS[-1] else 'use a newer GPU'} (docs/install.md)"
 
 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:
@@ -92,27 +94,3 @@ def _why_no_gpu() -> str:
     if not mx.runtime.Features().is_enabled("CUDA"):
         return "the installed MXNet is the build for CPUs"
     return "this machine has no GPU that MXNet can use"
-
-
-def driver_gpus() -> list[tuple[str, int, int]]:
-    """Ask NVIDIA's driver for its GPUs, by index. MXNet uses the same indices. Returns (name, major, minor) of each;
-    major.minor is its compute capability. Raises Error if the driver fails."""
-    try:
-        driver = ctypes.CDLL(cuda.DRIVER)
-    except OSError:
-        return []
-    count, handle, major, minor = (ctypes.c_int() for _ in range(4))
-    name, gpus = ctypes.create_string_buffer(96), []
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    for index in range(count.value):
-        status = (
-            status
-            or driver.cuDeviceGet(ctypes.byref(handle), index)
-            or driver.cuDeviceGetName(name, len(name), handle)
-            or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
-            or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
-        )
-        gpus.append((name.value.decode(), major.value, minor.value))
-    if status and status != NO_DEVICE:
-        raise Error(f"the NVIDIA driver returned error {status}; run nvidia-smi for details")
-    return gpus
