@@ -1,4 +1,5 @@
 import ctypes
+import os
 
 import mxnet as mx
 import pytest
@@ -45,6 +46,7 @@ def give_gpus(monkeypatch, *gpus):
     """Give this machine GPUs: (name, major, minor)."""
     monkeypatch.setattr(mx.context, "num_gpus", lambda: len(gpus))
     monkeypatch.setattr(devices, "driver_gpus", lambda: gpus)
+    monkeypatch.delenv("MXNET_ENABLE_GPU_P2P", raising=False)
 
 
 def test_auto_takes_the_gpus_that_mxnet_has_kernels_for(monkeypatch, capsys):
@@ -55,11 +57,37 @@ def test_auto_takes_the_gpus_that_mxnet_has_kernels_for(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_more_gpus_than_the_machine_has_are_a_usage_error(monkeypatch):
+@pytest.mark.parametrize("asked", [3, "0,5", "2,5"])
+def test_if_there_are_too_few_gpus_auto_takes_cpu_contexts_and_says_so_in_one_line(monkeypatch, capsys, asked):
     give_gpus(monkeypatch, ("A100", 8, 0), ("A100", 8, 0))
-    for asked in (3, "0,5", "2,5"):
-        with pytest.raises(UsageError):
-            devices.contexts(asked)
+    with pytest.raises(UsageError):
+        devices.contexts(asked, "gpu")
+    ctx = devices.contexts(asked)
+    assert ctx == [mx.cpu(i) for i in devices.parse(asked)]
+    devices.say_if_no_gpu(ctx, "auto")
+    (notice,) = capsys.readouterr().err.splitlines()
+    assert "gpus=2" in notice
+
+
+@pytest.mark.parametrize("pairs, setting", [([], "0"), ([(1, 0)], None)])
+def test_mxnet_does_not_try_direct_access_between_gpus_that_have_none(monkeypatch, pairs, setting):
+    give_gpus(monkeypatch, ("A100", 8, 0), ("A100", 8, 0))
+    driver = Driver(0)
+    driver.cuDeviceCanAccessPeer = lambda can, one, other: setattr(can._obj, "value", (one, other) in pairs) or 0
+    library = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if "cuda" in name else library(name))
+    devices.contexts("0,")
+    assert "MXNET_ENABLE_GPU_P2P" not in os.environ
+    devices.contexts(2)
+    assert os.environ.pop("MXNET_ENABLE_GPU_P2P", None) == setting
+
+
+def test_trying_a_gpu_finds_a_wrong_result(monkeypatch):
+    monkeypatch.setattr(devices, "contexts", lambda *_: [mx.cpu(0)])  # a CPU stands in
+    devices.try_gpu(0)
+    monkeypatch.setattr(mx.nd, "dot", lambda a, b: a + b)
+    with pytest.raises(Error):
+        devices.try_gpu(0)
 
 
 @pytest.mark.parametrize("name, major, minor", [("NVIDIA H200", 9, 0), ("NVIDIA B200", 10, 0), ("Tesla K80", 3, 7)])
