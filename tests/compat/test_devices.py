@@ -1,8 +1,11 @@
 import ctypes
 import os
+import shutil
+import subprocess
 
 import mxnet as mx
 import pytest
+from runs import ROOT, output
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data import splitting
@@ -140,3 +143,31 @@ def test_the_driver_says_which_gpus_it_shows(monkeypatch, status, gpus):
             devices.driver_gpus()
     else:
         assert devices.driver_gpus() == gpus
+
+
+CUDART = """
+static int now;
+int cudaGetDeviceCount(int *count) { *count = GPUS; return 0; }
+int cudaSetDevice(int device) { now = device; return device < GPUS ? 0 : 101; }
+int cudaGetDevice(int *device) { *device = now; return 0; }
+int cudaMemcpyPeerAsync(void *to, int at, void *from, int its, unsigned long n, void *s) { return 100 * at + its; }
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+@pytest.mark.parametrize("gpus, printed", [(1, "2 0 1 0"), (3, "3 0 1 102")])
+def test_one_gpu_can_be_shown_as_two_devices_and_more_gpus_stay_as_they_are(tmp_path, gpus, printed):
+    source, cc = ROOT / "tests/two_devices.c", ["cc", "-shared", "-fPIC"]
+    subprocess.run([*cc, "-o", tmp_path / "two.so", source, "-ldl"], check=True)
+    cudart = [*cc, f"-DGPUS={gpus}", "-x", "c", "-", "-o", tmp_path / "libcudart.so.11.0"]
+    subprocess.run(cudart, input=CUDART, text=True, check=True)
+    code = """
+        import ctypes
+        cuda, value = ctypes.CDLL(None), ctypes.c_int()
+        cuda.cudaGetDeviceCount(ctypes.byref(value))
+        print(value.value, cuda.cudaSetDevice(1), end=" ")
+        cuda.cudaGetDevice(ctypes.byref(value))
+        print(value.value, cuda.cudaMemcpyPeerAsync(None, 1, None, 2, 0, None))
+    """
+    environment = {"LD_PRELOAD": str(tmp_path / "two.so"), "LD_LIBRARY_PATH": str(tmp_path)}
+    assert output(code, **environment) == f"{printed}\n"
