@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda torture parity \
+.PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda test-gpu torture parity \
     docs lint audit install dev torch old-books clean help
 .DELETE_ON_ERROR:
 
@@ -51,6 +51,10 @@ test-platforms:  ## test Python 3.14 and 3.15, and aarch64 under qemu, in new ro
 
 test-cuda: dev  ## test mxnet-cu112 with NVIDIA's wheels in a separate environment (2.1 GB to download)
 	$(BIN)/python -m pytest -m cuda_wheels
+
+test-gpu: dev  ## test the lessons on a GPU, against CPU contexts: needs an MXNet that works on it (docs/install.md)
+	mkdir -p build && cc -shared -fPIC -o build/two_devices.so tests/two_devices.c -ldl
+	LD_PRELOAD=$(CURDIR)/build/two_devices.so $(BIN)/python -m pytest -m gpu -rs
 
 MINUTES := 30
 SEED := 1

@@ -1,3 +1,4 @@
+import os
 import shutil
 import signal
 import subprocess
@@ -9,13 +10,14 @@ from browser import chromium, page  # noqa: F401 (fixtures)
 
 import gluon_mgpu
 
-OF_THEIR_OWN_TARGETS = ("cuda_wheels", "notebooks")  # markers: run only where -m names them
+OF_THEIR_OWN_TARGETS = ("cuda_wheels", "gpu", "notebooks")  # markers: run only where -m names them
 LONGEST = 3600  # seconds, for tests with these markers and slow tests; pyproject.toml has the limit for all other tests
 # Reasons to skip that --no-skips accepts, because no command installs what is missing.
 MAY_BE_MISSING = ("needs root", "needs the original notebooks", "needs MXNet 2", "needs aarch64")
 
 ROOT = Path(__file__).parents[1]
 
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # tests expect float32; read when CUDA's libraries load
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 
 # A shell script starts background jobs with SIGINT ignored, and child processes would inherit that.
@@ -29,11 +31,11 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     own = [mark for mark in OF_THEIR_OWN_TARGETS if mark not in config.option.markexpr]
-    left_out = [item for item in items if any(mark in item.keywords for mark in own)]
+    left_out = [item for item in items if any(map(item.get_closest_marker, own))]  # keywords also name folders
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if any(mark in item.keywords for mark in ("slow", *OF_THEIR_OWN_TARGETS)):
+        if any(map(item.get_closest_marker, ("slow", *OF_THEIR_OWN_TARGETS))):
             item.add_marker(pytest.mark.timeout(LONGEST))
 
 

@@ -39,20 +39,27 @@ def expected():
     return params
 
 
-@pytest.mark.parametrize(
+LESSONS = pytest.mark.parametrize(
     "options", [{"impl": "scratch"}, {"impl": "highlevel"}, {"impl": "highlevel", "hybridize": False}]
     + [{"impl": "sharded", "zero": zero} for zero in range(4)],
     ids=lambda options: "-".join(map(str, options.values())),
 )  # fmt: skip
-def test_twenty_steps_on_two_devices_end_where_float64_ends(options, expected):
-    model = build(options["impl"], [mx.cpu(0), mx.cpu(1)], Config(batch_size=BATCH, lr=LR, **options))
+
+
+def assert_twenty_steps_end_at(expected, ctx, options):
+    model = build(options["impl"], ctx, Config(batch_size=BATCH, lr=LR, **options))
     model.load(dict(zip(networks.LENET_NAMES, start())))
     for i in range(0, STEPS * BATCH, BATCH):
         X = nd.array(DATA.train_images[i : i + BATCH], dtype="float32") / 255
         model.step(X, nd.array(DATA.train_labels[i : i + BATCH], dtype="float32"), LR)
-    arrays = model.arrays(1)
+    arrays = model.arrays(len(ctx) - 1)
     ends = np.concatenate([arrays[name].asnumpy().ravel() for name in networks.LENET_NAMES])
     first, right = (np.concatenate([p.ravel() for p in params]) for params in (start(), expected))
     moved, error = np.linalg.norm(right - first), np.linalg.norm(ends - right)
     print(f"error {error / moved:.1e} of the path's length {moved:.2f}")
     assert error < LIMIT * moved
+
+
+@LESSONS
+def test_twenty_steps_on_two_devices_end_where_float64_ends(options, expected):
+    assert_twenty_steps_end_at(expected, [mx.cpu(0), mx.cpu(1)], options)

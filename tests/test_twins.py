@@ -19,6 +19,7 @@ from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.runtime import subprocesses
 
 SIZE, STEPS, LR = 256, 20, 0.02
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
 
 
@@ -61,13 +62,15 @@ def functions(path):
 
 @pytest.fixture
 def run(tmp_path):
-    """run(command, program): run a twin without MXNet. Returns what it printed, once its parameters are checked."""
+    """run(command, program, *options): run a twin without MXNet. Returns what it printed, once its parameters are
+    checked."""
     (tmp_path / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
-    def run(command, program):
+    def run(command, program, *options):
         out, environment = tmp_path / "params.npz", {**subprocesses.users_environment(), "PYTHONPATH": path}
-        done = finished(*command, ROOT / "docs" / program, *OPTIONS, "--out", out, env=environment)
+        environment.pop("LD_PRELOAD", None)  # tests/two_devices.c is for MXNet
+        done = finished(*command, ROOT / "docs" / program, *OPTIONS, *options, "--out", out, env=environment)
         assert done.returncode == 0, done.stderr
         assert_trained_as_scratch(out)
         return done.stdout
@@ -78,14 +81,13 @@ def run(tmp_path):
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
 @pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
 def test_after_20_steps_a_program_for_pytorch_has_the_parameters_of_scratch(name, run):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run(torchrun, f"pytorch/{name}.py")
+    run(TORCHRUN, f"pytorch/{name}.py", "--device", "cpu")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
 @pytest.mark.parametrize("name", ["scratch", "sharding"])
 def test_after_20_steps_a_program_for_jax_has_the_parameters_of_scratch(name, run):
-    printed = run([sys.executable], f"jax/{name}.py")
+    printed = run([sys.executable], f"jax/{name}.py", "--device", "cpu")
     if name == "sharding":  # the compiler inserts sums of all gradients
         lines = [line.split("all-reduce of ")[1] for line in printed.splitlines() if "all-reduce" in line]
         shapes = [f"f32[{','.join(map(str, shape))}]" for weight in scratch.SHAPES for shape in (weight, weight[:1])]
@@ -100,6 +102,6 @@ def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_
     assert differing == [own, own, {"train"}]
 
 
-def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_100_lines():
+def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_110_lines():
     assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
-    assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 100
+    assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 110

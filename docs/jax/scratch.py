@@ -71,8 +71,8 @@ def batches(images, labels, order, batch_size=256):
         yield images[chosen].astype(np.float32) / 255, labels[chosen].astype(np.int32)
 
 
-def train(dataset, limit, epochs, lr, out):
-    data, devices = datasets.load(dataset, limit=limit), jax.devices("cpu")
+def train(dataset, limit, epochs, lr, out, device):
+    data, devices = datasets.load(dataset, limit=limit), jax.devices(device)
     device_params = [get_params(init_params(), d) for d in devices]
     tests = data.test_images, data.test_labels, np.arange(len(data.test_labels))
     for epoch in range(1, epochs + 1):
@@ -90,10 +90,12 @@ def train(dataset, limit, epochs, lr, out):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_default_matmul_precision", "highest")  # or a GPU rounds float32 to 10 bits
     parser = argparse.ArgumentParser()
     parser.add_argument("--dataset", default="fashion-mnist")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--out", help="save the parameters in this .npz file")
+    parser.add_argument("--device", choices=["cpu", "gpu"], help="default: the GPUs, or two CPU devices")
     train(**vars(parser.parse_args()))

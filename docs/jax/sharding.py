@@ -28,9 +28,9 @@ def print_sums(*arguments):
             print(f"line {number} of {len(lines)}: all-reduce of", *re.findall(r"f32\[[\d,]*\]", line))
 
 
-def train(dataset, limit, epochs, lr, out):
+def train(dataset, limit, epochs, lr, out, device):
     data = datasets.load(dataset, limit=limit)
-    mesh = Mesh(jax.devices("cpu"), ("devices",))
+    mesh = Mesh(jax.devices(device), ("devices",))
     whole = NamedSharding(mesh, PartitionSpec())  # a replica on each device
     split = NamedSharding(mesh, PartitionSpec("devices"))  # the first axis is divided; its size must be even
     params = jax.device_put(init_params(), whole)
@@ -53,10 +53,12 @@ def train(dataset, limit, epochs, lr, out):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_default_matmul_precision", "highest")  # or a GPU rounds float32 to 10 bits
     parser = argparse.ArgumentParser()
     parser.add_argument("--dataset", default="fashion-mnist")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--out", help="save the parameters in this .npz file")
+    parser.add_argument("--device", choices=["cpu", "gpu"], help="default: the GPUs, or two CPU devices")
     train(**vars(parser.parse_args()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from gluon_mgpu.commands import common
@@ -32,6 +34,7 @@ CLAIMS = {
 def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: str, model: str) -> None:
     """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
     changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ or cannot be compared."""
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
     ctx = devices.contexts(gpus, device)
     from gluon_mgpu.training import lessons
     from gluon_mgpu.training.check import compare, verdict

@@ -56,8 +56,9 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     packages = [_package("NumPy", "'numpy>=1.22'"), _package("MXNet", "--no-deps mxnet==1.9.1")]
     yield from packages
     yield _cores()
-    yield from _gpus()
-    if all(mark == "ok" for mark, _ in packages):
+    works = all(mark == "ok" for mark, _ in packages)
+    yield from _gpus(works)
+    if works:
         trial = _trial()
         yield trial
         if trial[0] == "ok":
@@ -85,17 +86,30 @@ def _cores() -> Finding:
     return "note", f"{cores:g} of {allowed} cores (the container's quota): {sharing}; {threads}"
 
 
-def _gpus() -> Iterator[Finding]:
-    """What can run on each GPU, by its compute capability."""
+def _gpus(packages_work: bool) -> Iterator[Finding]:
+    """Each GPU, and whether MXNet computes on it. A separate process tries that, because it may crash or hang."""
     try:
-        gpus = devices.driver_gpus()
+        gpus = cuda.driver_gpus()
     except Error as error:
         yield "note", str(error)
         return
+    wheels = cuda.wheels() if packages_work else {}
     for index, (name, major, minor) in enumerate(gpus):
-        works = cuda.has_kernels(major, minor)
-        advice = "should work; nobody has reported a run" if works else devices.no_kernels(major)
-        yield "ok" if works else "note", f"GPU {index}, {name}, compute capability {major}.{minor}: {advice}"
+        gpu = f"GPU {index}, {name}, compute capability {major}.{minor}"
+        if not packages_work:
+            yield "note", f"{gpu}: not tried, because a package is missing"
+        elif wheels and not any("-cu" in wheel for wheel in wheels):
+            yield "note", f"{gpu}: not used, because MXNet's wheel for CPUs is installed (docs/install.md)"
+        elif reason := devices.missing_kernels(major, minor):
+            yield "note", f"{gpu}: {reason}"
+        else:
+            code = f"import gluon_mgpu; from gluon_mgpu.compat import devices; devices.try_gpu({index})"
+            try:
+                finished = subprocesses.run([sys.executable, "-c", code], seconds=SECONDS)
+                subprocesses.raise_for_status(gpu, finished, "run nvidia-smi to see whether the driver hangs")
+                yield "ok", f"{gpu}: works (a product and a convolution are right)"
+            except Error as error:
+                yield "note", str(error)
 
 
 def cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:

@@ -1,13 +1,16 @@
-"""Finds the MXNet contexts for `--gpus 2` or `--gpus 0,2`: GPUs if there are any, else CPU contexts."""
+"""Finds the MXNet contexts for `--gpus 2` or `--gpus 0,2`: GPUs if there are enough, else CPU contexts."""
 
 from __future__ import annotations
 
+import ctypes
 import operator
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from gluon_mgpu.compat import cuda, startup
-from gluon_mgpu.compat.cuda import driver_gpus
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -45,7 +48,8 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     """Find the contexts to train on.
 
     gpus: number of devices (2), indices ([0, 2]), or the value of --gpus. device: "gpu", "cpu", or "auto", which means
-    GPUs if MXNet finds any, else CPU contexts (`say_if_no_gpu` prints a notice).
+    GPUs if MXNet finds all of these, else CPU contexts. A notice says that there are too few; if there are none,
+    `say_if_no_gpu` prints it.
     Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
     hang (`startup.check_contexts`).
     """
@@ -56,35 +60,68 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     import mxnet as mx
 
     count = mx.context.num_gpus() if device != "cpu" else 0
-    if count == 0:
-        if device == "gpu":
-            raise UsageError("device", device, f"{_why_no_gpu()}; use {errors.setting('device', 'cpu')}")
-        ctx = [mx.cpu(i) for i in indices]
-        startup.check_contexts(ctx)
-        return ctx
+    if device == "gpu" and count == 0:
+        raise UsageError("device", device, f"{_why_no_gpu()}; use {errors.setting('device', 'cpu')}")
     if max(indices) >= count:
         has = "1 GPU (index 0)" if count == 1 else f"{count} GPUs (indices 0 to {count - 1})"
-        advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
-        raise UsageError("gpus", indices, advice)
-    driver = driver_gpus() if any(name.startswith("mxnet-cu") for name in cuda.wheels()) else []
-    for index in indices if driver else ():
-        name, major, minor = driver[min(index, len(driver) - 1)]  # one GPU may be shown as several
-        if not cuda.has_kernels(major, minor):
-            gpu = f"GPU {index}, {name}, has compute capability {major}.{minor}"
-            raise Error(f"{gpu}: {no_kernels(major)}, or use {errors.setting('device', 'cpu')}")
+        if device == "gpu":
+            advice = f"this machine has {has}; use available GPUs, or {errors.setting('device', 'cpu')}"
+            raise UsageError("gpus", indices, advice)
+        ctx = [mx.cpu(i) for i in indices]
+        startup.check_contexts(ctx)
+        if count:
+            cpu = f"{len(ctx)} CPU {log.plural(len(ctx), 'context')}"
+            advice = f"{errors.setting('gpus', count)} uses {'it' if count == 1 else 'them'}"
+            log.say(f"using {cpu}, because this machine has only {has}; {advice}")
+        return ctx
+    for index, (name, major, minor) in enumerate(cuda.driver_gpus()):
+        if index in indices and (reason := missing_kernels(major, minor)):
+            raise Error(f"GPU {index}, {name}, compute capability {major}.{minor}: {reason}")
+    if len(indices) > 1 and not _direct_access(indices):
+        os.environ.setdefault("MXNET_ENABLE_GPU_P2P", "0")  # or MXNet warns of it in a line for each GPU
     return [mx.gpu(i) for i in indices]
 
 
-def no_kernels(major: int) -> str:
-    """Why MXNet does not work on a GPU of this major compute capability, and what to do."""
+def missing_kernels(major: int, minor: int) -> str:
+    """Why the installed MXNet cannot run on a GPU of compute capability major.minor. Empty if it has kernels for it, or
+    if it was not installed from a wheel for CUDA."""
+    if cuda.has_kernels(major, minor) or not any(name.startswith("mxnet-cu") for name in cuda.wheels()):
+        return ""
     has = f"mxnet-cu112 has kernels for {cuda.KERNELS[0]}.x to {cuda.KERNELS[-1]}.x only"
-    build = f"`{errors.command('compile MXNET')}` builds them from MXNet's sources"
-    return f"{has}; {build if major > cuda.KERNELS[-1] else 'use a newer GPU'} (docs/install.md)"
+    build = f"`{errors.command('compile MXNET')}` builds them from MXNet's sources (docs/install.md), or "
+    return f"{has}; {build * (major > cuda.KERNELS[-1])}use {errors.setting('device', 'cpu')}"
+
+
+def try_gpu(index: int) -> None:
+    """Multiply two matrices and compute a convolution on a GPU. Raises Error if a result is wrong, UsageError if MXNet
+    finds no such GPU, and MXNetError if MXNet fails."""
+    [gpu] = contexts([index], "gpu")
+    import numpy as np
+    from mxnet import nd
+
+    matrix, images, weight = (nd.array(np.ones(shape), gpu) for shape in ((9, 9), (2, 3, 9, 9), (4, 3, 5, 5)))
+    convolved = nd.Convolution(images, weight, no_bias=True, kernel=(5, 5), num_filter=4)
+    for name, result, right in (("product", nd.dot(matrix, matrix), 9), ("convolution", convolved, 3 * 5 * 5)):
+        if (result.asnumpy() != right).any():
+            raise Error(f"a {name} is wrong")
+
+
+def _direct_access(indices: Sequence[int]) -> bool:
+    """Whether one of these GPUs can read another one's memory."""
+    with suppress(OSError):
+        driver, access = ctypes.CDLL(cuda.DRIVER), ctypes.c_int()
+        return any(
+            driver.cuDeviceCanAccessPeer(ctypes.byref(access), one, other) == 0 and access.value  # handles are indices
+            for one, other in permutations(indices, 2)
+        )
+    return False
 
 
 def say_if_no_gpu(ctx: list[Context], device: str) -> None:
-    """If `device` is "auto" and training runs on CPU contexts, print why. Call this when training starts."""
-    if device == "auto" and ctx[0].device_type == "cpu":
+    """If training runs on CPU contexts because there is no GPU, say so. Call this when training starts."""
+    import mxnet as mx
+
+    if device == "auto" and mx.context.num_gpus() == 0:
         log.say(f"training on {len(ctx)} CPU context{'s'[: len(ctx) > 1]}, because {_why_no_gpu()}")
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 import venv
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import numpy as np
@@ -114,6 +115,33 @@ def test_the_cores_are_the_ones_that_this_process_may_use(monkeypatch):
         monkeypatch.setattr(doctor, "cgroup_cores", lambda quota=quota: quota)
         found, line = doctor._cores()
         assert found == mark and f"--gpus above {gpus} works" in line  # the 2 of the main job always work
+
+
+@pytest.mark.parametrize(
+    "wheel, status, mark, words",
+    [
+        ("mxnet-cu112", 0, "ok", "works"),
+        ("mxnet-cu112", 1, "note", "no kernel image"),
+        ("mxnet-cu112", None, "note", "in time"),
+        ("mxnet", 0, "note", "wheel for CPUs"),
+    ],
+)
+def test_each_gpu_is_tried_in_a_process_with_a_time_limit(monkeypatch, wheel, status, mark, words):
+    monkeypatch.setattr(doctor.cuda, "driver_gpus", lambda: [("A100", 8, 0), ("A10", 8, 6)])
+    monkeypatch.setattr(doctor.cuda, "wheels", lambda: {wheel: "1.9.1"})
+    ran = Mock(return_value=subprocesses.Finished(status, "", "Traceback\nCUDA: no kernel image is available"))
+    monkeypatch.setattr(subprocesses, "run", ran)
+    first, second = doctor._gpus(True)
+    assert (first[0], second[0]) == (mark, mark) and words in first[1] and "A10," in second[1]
+    assert all(call.kwargs["seconds"] for call in ran.call_args_list)
+    assert [line for _, line in doctor._gpus(False) if "not tried" not in line] == []
+
+
+def test_a_gpu_that_this_mxnet_cannot_use_is_a_note_with_the_reason(monkeypatch):
+    monkeypatch.setattr(doctor.cuda, "driver_gpus", lambda: [("A100", 8, 0)])
+    monkeypatch.setattr(doctor.cuda, "wheels", dict)  # MXNet is not from a wheel, so only a trial can tell
+    [(mark, line)] = doctor._gpus(True)
+    assert mark == "note" and "A100" in line and "works" not in line and "\n" not in line
 
 
 @pytest.mark.parametrize("text, cores", [("150000 100000\n", 1.5), ("max 100000\n", None), (None, None)])

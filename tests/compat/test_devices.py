@@ -1,9 +1,13 @@
 import ctypes
+import os
+import shutil
+import subprocess
 
 import mxnet as mx
 import pytest
+from runs import ROOT, output
 
-from gluon_mgpu.compat import devices
+from gluon_mgpu.compat import cuda, devices
 from gluon_mgpu.data import splitting
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -44,7 +48,8 @@ def test_auto_takes_cpu_contexts_if_there_is_no_gpu_and_training_says_so_in_one_
 def give_gpus(monkeypatch, *gpus):
     """Give this machine GPUs: (name, major, minor)."""
     monkeypatch.setattr(mx.context, "num_gpus", lambda: len(gpus))
-    monkeypatch.setattr(devices, "driver_gpus", lambda: gpus)
+    monkeypatch.setattr(devices.cuda, "driver_gpus", lambda: gpus)
+    monkeypatch.delenv("MXNET_ENABLE_GPU_P2P", raising=False)
 
 
 def test_auto_takes_the_gpus_that_mxnet_has_kernels_for(monkeypatch, capsys):
@@ -55,11 +60,37 @@ def test_auto_takes_the_gpus_that_mxnet_has_kernels_for(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_more_gpus_than_the_machine_has_are_a_usage_error(monkeypatch):
+@pytest.mark.parametrize("asked", [3, "0,5", "2,5"])
+def test_if_there_are_too_few_gpus_auto_takes_cpu_contexts_and_says_so_in_one_line(monkeypatch, capsys, asked):
     give_gpus(monkeypatch, ("A100", 8, 0), ("A100", 8, 0))
-    for asked in (3, "0,5", "2,5"):
-        with pytest.raises(UsageError):
-            devices.contexts(asked)
+    with pytest.raises(UsageError):
+        devices.contexts(asked, "gpu")
+    ctx = devices.contexts(asked)
+    assert ctx == [mx.cpu(i) for i in devices.parse(asked)]
+    devices.say_if_no_gpu(ctx, "auto")
+    (notice,) = capsys.readouterr().err.splitlines()
+    assert "gpus=2" in notice
+
+
+@pytest.mark.parametrize("pairs, setting", [([], "0"), ([(1, 0)], None)])
+def test_mxnet_does_not_try_direct_access_between_gpus_that_have_none(monkeypatch, pairs, setting):
+    give_gpus(monkeypatch, ("A100", 8, 0), ("A100", 8, 0))
+    driver = Driver(0)
+    driver.cuDeviceCanAccessPeer = lambda can, one, other: setattr(can._obj, "value", (one, other) in pairs) or 0
+    library = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if "cuda" in name else library(name))
+    devices.contexts("0,")
+    assert "MXNET_ENABLE_GPU_P2P" not in os.environ
+    devices.contexts(2)
+    assert os.environ.pop("MXNET_ENABLE_GPU_P2P", None) == setting
+
+
+def test_trying_a_gpu_finds_a_wrong_result(monkeypatch):
+    monkeypatch.setattr(devices, "contexts", lambda *_: [mx.cpu(0)])  # a CPU stands in
+    devices.try_gpu(0)
+    monkeypatch.setattr(mx.nd, "dot", lambda a, b: a + b)
+    with pytest.raises(Error):
+        devices.try_gpu(0)
 
 
 @pytest.mark.parametrize("name, major, minor", [("NVIDIA H200", 9, 0), ("NVIDIA B200", 10, 0), ("Tesla K80", 3, 7)])
@@ -110,6 +141,34 @@ def test_the_driver_says_which_gpus_it_shows(monkeypatch, status, gpus):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(status))
     if gpus is None:
         with pytest.raises(Error, match="803"):
-            devices.driver_gpus()
+            cuda.driver_gpus()
     else:
-        assert devices.driver_gpus() == gpus
+        assert cuda.driver_gpus() == gpus
+
+
+CUDART = """
+static int now;
+int cudaGetDeviceCount(int *count) { *count = GPUS; return 0; }
+int cudaSetDevice(int device) { now = device; return device < GPUS ? 0 : 101; }
+int cudaGetDevice(int *device) { *device = now; return 0; }
+int cudaMemcpyPeerAsync(void *to, int at, void *from, int its, unsigned long n, void *s) { return 100 * at + its; }
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+@pytest.mark.parametrize("gpus, printed", [(1, "2 0 1 0"), (3, "3 0 1 102")])
+def test_one_gpu_can_be_shown_as_two_devices_and_more_gpus_stay_as_they_are(tmp_path, gpus, printed):
+    source, cc = ROOT / "tests/two_devices.c", ["cc", "-shared", "-fPIC"]
+    subprocess.run([*cc, "-o", tmp_path / "two.so", source, "-ldl"], check=True)
+    cudart = [*cc, f"-DGPUS={gpus}", "-x", "c", "-", "-o", tmp_path / "libcudart.so.11.0"]
+    subprocess.run(cudart, input=CUDART, text=True, check=True)
+    code = """
+        import ctypes
+        cuda, value = ctypes.CDLL(None), ctypes.c_int()
+        cuda.cudaGetDeviceCount(ctypes.byref(value))
+        print(value.value, cuda.cudaSetDevice(1), end=" ")
+        cuda.cudaGetDevice(ctypes.byref(value))
+        print(value.value, cuda.cudaMemcpyPeerAsync(None, 1, None, 2, 0, None))
+    """
+    environment = {"LD_PRELOAD": str(tmp_path / "two.so"), "LD_LIBRARY_PATH": str(tmp_path)}
+    assert output(code, **environment) == f"{printed}\n"

@@ -1,0 +1,172 @@
+"""Real GPUs compute what CPU contexts compute, in float32 without TF32 (tests/conftest.py turns it off).
+
+`make test-gpu` shows a single GPU as two devices (tests/two_devices.c).
+"""
+
+import shutil
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+from runs import call, finished, gluon_mgpu
+from test_steps import LESSONS, LIMIT, assert_twenty_steps_end_at, expected  # noqa: F401 (a fixture)
+from test_twins import TORCHRUN, run  # noqa: F401 (a fixture)
+
+from gluon_mgpu import asynchrony, train
+from gluon_mgpu.commands.check import check
+from gluon_mgpu.commands.convert import convert
+from gluon_mgpu.commands.evaluate import evaluate
+from gluon_mgpu.compat import cuda
+from gluon_mgpu.training.build import build
+from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.run import read
+
+COUNT = mx.context.num_gpus()
+GPUS = [mx.gpu(i) for i in range(2)]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT == 0, reason="needs a GPU that MXNet can use")]
+needs_two = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs, or one that is shown as two: make test-gpu")
+ONE_OR_TWO = pytest.mark.parametrize("count", [1, pytest.param(2, marks=needs_two)])
+
+
+@ONE_OR_TWO
+@LESSONS
+def test_twenty_steps_on_gpus_end_where_float64_ends(options, count, expected):  # noqa: F811
+    assert_twenty_steps_end_at(expected, GPUS[:count], options)
+
+
+def test_resnet18_on_a_gpu_takes_the_step_of_a_cpu():
+    random, config = np.random.default_rng(1), Config(impl="highlevel", model="resnet18")
+    X, y = nd.array(random.random((16, 1, 28, 28))), nd.array(random.integers(0, 10, 16))
+    built = {c: build("highlevel", [c], config) for c in (mx.cpu(0), GPUS[0])}
+    first = read_arrays(built[mx.cpu(0)])
+    rounded = {name: a * (1 + 2.0**-23 * random.choice([-1, 1], a.shape)).astype("f") for name, a in first.items()}
+
+    def after_a_step(ctx, start):
+        model = built[ctx]
+        model.load(start)
+        model.step(X, y, 0.02)
+        return np.concatenate([a.ravel() for a in read_arrays(model).values()])
+
+    right = after_a_step(mx.cpu(0), first)
+    by_rounding = np.linalg.norm(after_a_step(mx.cpu(0), rounded) - right)
+    error = np.linalg.norm(after_a_step(GPUS[0], first) - right)
+    print(f"error {error:.1e}, and {by_rounding:.1e} from parameters that differ in the last bit")
+    # The longest sum in a convolution has 512 x 3 x 3 products. Its error is about the square root of that, in bits.
+    assert error < np.sqrt(512 * 9) * by_rounding
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{device: the folder of a run of one epoch}"""
+    folders = {device: tmp_path_factory.mktemp(device) / "run" for device in ("gpu", "cpu")}
+    for device, out in folders.items():
+        options = {"dataset": "synthetic", "limit": 640, "seed": 1, "momentum": 0.5, "device": device}
+        train("highlevel", COUNT, 64, 0.1, epochs=1, out=out, **options)
+    return folders
+
+
+@pytest.mark.parametrize("begin, end", [("gpu", "cpu"), ("cpu", "gpu")])
+def test_a_run_that_moves_to_other_devices_ends_as_one_that_stays(begin, end, runs, tmp_path):
+    arrays = []
+    for name, device in (("moved", end), ("stayed", begin)):
+        folder = shutil.copytree(runs[begin], tmp_path / name)
+        train(resume=folder, epochs=3, device=device, gpus=COUNT)
+        arrays.append(np.concatenate([a.ravel() for a in read(folder).arrays.values()]))
+    path = arrays[1] - np.concatenate([a.ravel() for a in read(runs[begin]).arrays.values()])
+    assert np.linalg.norm(arrays[0] - arrays[1]) < LIMIT * np.linalg.norm(path)  # 20 steps, as in test_steps.py
+
+
+def test_evaluate_finds_the_same_answers_on_a_gpu_and_a_cpu(runs, capfd):
+    gpu, cpu = (call(capfd, evaluate, runs["gpu"], "--device", device) for device in ("gpu", "cpu"))
+    assert gpu[0] == 0 and gpu[1] == cpu[1]
+
+
+def test_a_run_on_gpus_is_converted(runs, tmp_path, capfd):
+    assert call(capfd, convert, runs["gpu"], "--to", "gluon", tmp_path / "net")[0] == 0
+
+
+@needs_two
+@pytest.mark.parametrize("lesson", ["scratch", "highlevel"])
+def test_a_step_on_two_gpus_is_that_of_one(lesson, capfd):
+    status, out, err = call(capfd, check, lesson, "--gpus", 2, "--device", "gpu")
+    assert (status, err) == (0, ""), out + err
+
+
+def test_calls_return_long_before_a_gpu_has_computed():
+    [x] = asynchrony.matrices(GPUS[:1], 4000)
+    asynchrony.run_synchronously(x)  # warm up
+    assert asynchrony.run_asynchronously(x) < asynchrony.run_synchronously(x) / 4
+
+
+@needs_two
+def test_training_with_gluon_prints_nothing_but_the_notebooks_lines():
+    done = gluon_mgpu(*"train --impl highlevel --gpus 2 --device gpu --seed 1 --epochs 1".split(), *SMALL)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.startswith("running on: [gpu(0), gpu(1)]\nepoch 1, ")
+
+
+SMALL = "--dataset synthetic --limit 512".split()
+
+
+def test_auto_takes_cpu_contexts_for_more_devices_than_there_are_gpus():
+    done = gluon_mgpu("train", "--gpus", COUNT + 1, "--seed", "1", "--epochs", "1", *SMALL)
+    assert done.returncode == 0 and "cpu(0)" in done.stdout and f"--gpus {COUNT} " in done.stderr, done.stderr
+
+
+def test_doctor_says_that_each_gpu_works_and_that_the_main_job_runs():
+    done = gluon_mgpu("doctor")
+    lines = [line for line in done.stdout.splitlines() if " GPU " in line]
+    assert done.returncode == 0 and len(lines) == len(cuda.driver_gpus())
+    assert all(line.startswith("ok") and "works" in line for line in lines), done.stdout
+
+
+OLD_PROGRAMS = {
+    "gluon": """
+import mxnet as mx
+from mxnet import autograd, gluon, nd
+ctx = [mx.gpu(i) for i in range(COUNT)]
+net = gluon.nn.Dense(1)
+net.initialize(mx.init.One(), ctx=ctx)
+trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5})
+with autograd.record():
+    losses = [net(X).sum() for X in gluon.utils.split_and_load(nd.ones((4, 3)), ctx)]
+for loss in losses:
+    loss.backward()
+trainer.step(4)
+print(*{net.weight.data(c).sum().asscalar() for c in ctx}, losses[-1].context)  # 3 weights of 1 - 0.5
+""",
+    "module": """
+import mxnet as mx, numpy as np
+from mxnet import sym
+X = np.random.RandomState(0).normal(size=(64, 5)).astype("f")
+scores = sym.FullyConnected(sym.Variable("data"), num_hidden=2)
+module = mx.mod.Module(sym.SoftmaxOutput(scores, name="softmax"), context=[mx.gpu(i) for i in range(COUNT)])
+data = mx.io.NDArrayIter(X, (X.sum(1) > 0).astype("f"), batch_size=32)
+module.fit(data, num_epoch=20, optimizer_params={"learning_rate": 0.5})
+print(module.score(data, "acc")[0][1] > 0.9, module._context[-1])
+""",
+}
+
+
+@pytest.mark.parametrize("name, printed", [("gluon", "1.5"), ("module", "True")])
+def test_an_old_program_runs_on_the_gpus_that_it_names(name, printed, tmp_path):
+    (tmp_path / "old.py").write_text(OLD_PROGRAMS[name].replace("COUNT", str(COUNT)))
+    done = gluon_mgpu("run", "old.py", cwd=tmp_path)
+    assert done.stdout == f"{printed} gpu({COUNT - 1})\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
+def test_two_processes_of_pytorch_on_gpus_have_the_parameters_of_scratch(name, run):  # noqa: F811
+    if finished(sys.executable, "-c", "import torch; assert torch.cuda.is_available()").returncode:
+        pytest.skip("needs a PyTorch that can use the GPU")
+    run(TORCHRUN, f"pytorch/{name}.py", "--device", "cuda")
+
+
+@pytest.mark.parametrize("name", ["scratch", "sharding"])
+def test_jax_on_gpus_has_the_parameters_of_scratch(name, run):  # noqa: F811
+    if finished(sys.executable, "-c", "import jax; jax.devices('gpu')").returncode:
+        pytest.skip("needs a JAX that can use the GPU")
+    run([sys.executable], f"jax/{name}.py", "--device", "gpu")
