@@ -2,17 +2,21 @@
 
 import json
 import os
+import random
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
+from mxnet import gluon, nd
 
-from gluon_mgpu import scratch
+from gluon_mgpu import networks, scratch
 from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, loop
+from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training import train as training
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES, Epoch, exists, open_run, read
@@ -20,8 +24,56 @@ from gluon_mgpu.training.workers import Group
 
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
+
+
+def with_dropout():
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Flatten(), gluon.nn.Dense(16, activation="relu"), gluon.nn.Dropout(0.5), gluon.nn.Dense(10))
+    return net
+
+
+networks.register("dropout", with_dropout)
+
+
+def noisy(device_params, Xs, ys):
+    """scratch.forward_backward on images with noise of all three generators."""
+    Xs = [X + nd.random.normal(scale=0.1, shape=X.shape, ctx=X.context) + np.random.normal() for X in Xs]
+    return scratch.forward_backward(device_params, [X * random.uniform(0.5, 1) for X in Xs], ys)
+
+
+# Appended to scratch.py; see momentum_lesson.
+STATE = """
+velocities = {}
+
+
+def state(device):
+    return {f"v{i}": v for i, v in enumerate([*velocities.values()][device])}
+"""
+
+
+def momentum_lesson(folder, has_state=True):
+    """The path of scratch.py with momentum, whose velocities the lesson itself keeps and hands to the checkpoint."""
+    text = Path(scratch.__file__).read_text()
+    copy = "    new_params = [p.copyto(ctx) for p in params]\n"
+    text = text.replace(copy, f"{copy}    velocities[ctx] = [nd.zeros_like(p) for p in new_params]\n")
+    update = "    for p in params:\n        nd.sgd_update(p, p.grad, out=p, lr=lr,"
+    assert copy in text and update in text
+    with_momentum = "nd.sgd_mom_update(p, p.grad, v, out=p, momentum=0.9, lr=lr,"
+    text = text.replace(update, f"    for p, v in zip(params, velocities[params[0].context]):\n        {with_momentum}")
+    path = Path(folder, "momentum.py")
+    path.write_text(text + (STATE if has_state else "\nvelocities = {}\n"))
+    return str(path)
+
+
 # {name: the lesson and the settings of a run}
-RUNS = {"scratch": ("scratch", {}), "extras": ("scratch", EXTRAS), "highlevel": ("highlevel", EXTRAS)}
+RUNS = {
+    "scratch": ("scratch", {}),
+    "extras": ("scratch", EXTRAS),
+    "highlevel": ("highlevel", EXTRAS),
+    "dropout": ("highlevel", {"model": "dropout"}),
+    "noise": (lessons.load("scratch", forward_backward=noisy), {}),
+    "state": (momentum_lesson(tempfile.mkdtemp()), {}),
+}
 BATCH, LR = 32, 0.1
 SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
 
@@ -94,6 +146,26 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(n
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(impl, resume=tmp_path, **options)
     np.testing.assert_equal(results(tmp_path), whole[name])
+
+
+def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
+    train("scratch", momentum=0.9, out=tmp_path)
+    kept, expected = whole["state"][0], results(tmp_path)[0]
+    for i, name in enumerate(networks.LENET_NAMES):
+        np.testing.assert_allclose(kept[f"state/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_holds_them(has_state, tmp_path, capsys):
+    train(momentum_lesson(tmp_path, has_state), out=tmp_path / "run", epochs=1, devices=1)
+    assert ("velocities" in capsys.readouterr().err) != has_state
+
+
+def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
+    reconfigure(begun, numpy="1.0", temperature=3)
+    train(resume=begun, epochs=3)
+    assert "numpy" in (said := capsys.readouterr().err) and "temperature" in said
+    assert json.loads((begun / "config.json").read_text())["numpy"] == np.__version__
 
 
 def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
