@@ -10,7 +10,7 @@ import click
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 
-COMMANDS = "train check exercise evaluate convert run kernel doctor".split()
+COMMANDS = "train check exercise evaluate convert run kernel compile doctor".split()
 
 
 class Commands(common.Group):

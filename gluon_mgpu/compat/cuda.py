@@ -29,6 +29,8 @@ LIBRARIES = (
     ("nvidia-cudnn-cu11<9", "libcudnn.so.8", *CUDNN_PARTS),
     ("nvidia-nccl-cu11", "libnccl.so.2"),
 )
+KERNELS = range(5, 9)  # major compute capabilities that the wheel has kernels for (docs/install.md)
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
 
@@ -48,6 +50,52 @@ def prepare() -> None:
         os.environ.setdefault("MXNET_CUDA_LIB_CHECKING", "0")
 
 
+def kernels_folder() -> Path:
+    """The folder in which `gluon-mgpu compile` builds kernels for newer GPUs."""
+    import platformdirs  # not at the top, because few machines need this
+
+    return platformdirs.user_cache_path("gluon_mgpu") / "kernels"
+
+
+def built_kernels() -> Path | None:
+    """The library that `gluon-mgpu compile` built, if any. It is named after nvcc's architecture: sm_90.so is for
+    compute capability 9.x, compute_80.so for 8.0 and newer."""
+    return next(kernels_folder().glob("*_*.so"), None)
+
+
+def has_kernels(major: int, minor: int) -> bool:
+    """Whether the wheel, or the library that was built, has kernels for a GPU of compute capability major.minor."""
+    library = built_kernels() if major not in KERNELS else None
+    if library is None:
+        return major in KERNELS
+    kind, _, number = library.stem.partition("_")
+    return 10 * major + minor >= int(number) and (kind == "compute" or major == int(number) // 10)
+
+
+def driver_gpus() -> list[tuple[str, int, int]]:
+    """Ask NVIDIA's driver for its GPUs, by index. MXNet uses the same indices. Returns (name, major, minor) of each;
+    major.minor is its compute capability. Raises Error if the driver fails."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return []
+    count, handle, major, minor = (ctypes.c_int() for _ in range(4))
+    name, gpus = ctypes.create_string_buffer(96), []
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    for index in range(count.value):
+        status = (
+            status
+            or driver.cuDeviceGet(ctypes.byref(handle), index)
+            or driver.cuDeviceGetName(name, len(name), handle)
+            or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
+            or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
+        )
+        gpus.append((name.value.decode(), major.value, minor.value))
+    if status and status != NO_DEVICE:
+        raise Error(f"the NVIDIA driver returned error {status}; run nvidia-smi for details")
+    return gpus
+
+
 def wheels() -> dict[str, str]:
     """Find the MXNet wheels in the folder that `import mxnet` uses. Returns {name: version}, normally only one."""
     spec = importlib.util.find_spec("mxnet")
@@ -59,6 +107,9 @@ def wheels() -> dict[str, str]:
 
 
 def _open_libraries() -> None:
+    kernels = built_kernels()
+    if kernels and any(major not in KERNELS for _, major, _ in driver_gpus()):
+        _open(str(kernels))  # before all others, so that MXNet registers its kernels there
     try:
         _open(DRIVER)
     except OSError as error:

@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 from gluon_mgpu.compat import cuda, startup
+from gluon_mgpu.compat.cuda import driver_gpus
 from gluon_mgpu.runtime import errors, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
-KERNELS = range(5, 9)  # major compute capabilities that MXNet 1.9.1's wheels support (docs/engine.md)
-NEW = range(9, 13)  # those for which there are other builds
-NEWER = ", MXNet 2's community fork, or NVIDIA's container 24.06 for up to 9.0 (docs/install.md)"
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def parse(given: int | str | Sequence[int], name: str = "gpus", first: int = 0, below: int = MOST) -> list[int]:
@@ -78,21 +75,23 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
             advice = f"{errors.setting('gpus', count)} uses {'it' if count == 1 else 'them'}"
             log.say(f"using {cpu}, because this machine has only {has}; {advice}")
         return ctx
-    for index, (name, major, minor) in enumerate(driver_gpus()):
+    for index, (name, major, minor) in enumerate(driver_gpus()):  # one GPU may be shown as several
         if index in indices and (reason := missing_kernels(major, minor)):
-            raise Error(f"GPU {index}, {name}, compute capability {major}.{minor}: {reason}")
+            gpu = f"GPU {index}, {name}, compute capability {major}.{minor}"
+            raise Error(f"{gpu}: {reason}, or use {errors.setting('device', 'cpu')}")
     if len(indices) > 1 and not _direct_access(indices):
         os.environ.setdefault("MXNET_ENABLE_GPU_P2P", "0")  # or MXNet warns of it in a line for each GPU
     return [mx.gpu(i) for i in indices]
 
 
 def missing_kernels(major: int, minor: int) -> str:
-    """Why the installed MXNet cannot run on a GPU of compute capability major.minor. Empty if it has kernels for it, or
-    if it was not installed from a wheel for CUDA."""
-    if major in KERNELS or not any(name.startswith("mxnet-cu") for name in cuda.wheels()):
+    """Why MXNet does not work on a GPU of compute capability major.minor, and what to do. Empty if it has kernels for
+    it, or if it was not installed from a wheel for CUDA."""
+    if cuda.has_kernels(major, minor) or not any(name.startswith("mxnet-cu") for name in cuda.wheels()):
         return ""
-    has = f"MXNet 1.9.1's wheels have kernels for {KERNELS[0]}.x to {KERNELS[-1]}.x only"
-    return f"{has}; use {errors.setting('device', 'cpu')}{NEWER * (major in NEW)}"
+    has = f"mxnet-cu112 has kernels for {cuda.KERNELS[0]}.x to {cuda.KERNELS[-1]}.x only"
+    build = f"`{errors.command('compile MXNET')}` builds them from MXNet's sources"
+    return f"{has}; {build if major > cuda.KERNELS[-1] else 'use a newer GPU'} (docs/install.md)"
 
 
 def try_gpu(index: int) -> None:
@@ -134,27 +133,3 @@ def _why_no_gpu() -> str:
     if not mx.runtime.Features().is_enabled("CUDA"):
         return "the installed MXNet is the build for CPUs"
     return "this machine has no GPU that MXNet can use"
-
-
-def driver_gpus() -> list[tuple[str, int, int]]:
-    """Ask NVIDIA's driver for its GPUs, by index. MXNet uses the same indices. Returns (name, major, minor) of each;
-    major.minor is its compute capability. Raises Error if the driver fails."""
-    try:
-        driver = ctypes.CDLL(cuda.DRIVER)
-    except OSError:
-        return []
-    count, handle, major, minor = (ctypes.c_int() for _ in range(4))
-    name, gpus = ctypes.create_string_buffer(96), []
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    for index in range(count.value):
-        status = (
-            status
-            or driver.cuDeviceGet(ctypes.byref(handle), index)
-            or driver.cuDeviceGetName(name, len(name), handle)
-            or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # ..._COMPUTE_CAPABILITY_MAJOR
-            or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ..._COMPUTE_CAPABILITY_MINOR
-        )
-        gpus.append((name.value.decode(), major.value, minor.value))
-    if status and status != NO_DEVICE:
-        raise Error(f"the NVIDIA driver returned error {status}; run nvidia-smi for details")
-    return gpus

@@ -12,10 +12,12 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+import fake_cuda
 import pytest
 from runs import ROOT, finished, python
 
 from gluon_mgpu.compat import cuda
+from gluon_mgpu.kernels import build
 
 LIBM = next(line.split()[-1] for line in open("/proc/self/maps") if re.search(r"/libm[.-][^/]*so", line))
 ALL = [library for _, *libraries in cuda.LIBRARIES for library in libraries]
@@ -171,10 +173,11 @@ def installed(wheel):
         cc = "cc -shared -fPIC -x c - -o driver/libcuda.so.1 -Wl,-soname,libcuda.so.1"
         subprocess.run(cc.split(), input=DRIVER_SOURCE, text=True, check=True, cwd=folder)
 
-        def run(*command):
-            environment = {**clean, "LD_LIBRARY_PATH": str(folder / "driver")}
+        def run(*command, **changes):
+            environment = {**clean, "LD_LIBRARY_PATH": str(folder / "driver"), **changes}
             return finished(folder / "venv/bin" / command[0], *command[1:], env=environment, cwd=folder, timeout=600)
 
+        run.folder = folder
         yield run
 
 
@@ -201,3 +204,67 @@ def test_it_trains_on_cpu_contexts_and_refuses_a_gpu_in_one_line(installed, impl
     assert done.stdout.startswith("running on: [cpu(0), cpu(1)]\nepoch 1, time: ")
     done = installed(*TRAIN, "--device", "gpu")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "no GPU" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def with_kernels(installed):
+    """run(*command): as `installed`, on two H100 that do nothing, with a library that knows the names of kernels."""
+    folder = installed.folder
+    links = folder / "site/nvidia/fake/lib"  # comes before NVIDIA's wheels
+    links.mkdir(parents=True)
+    [libmxnet] = folder.glob("venv/lib/*/site-packages/mxnet/libmxnet.so")
+    fake_cuda.build(libmxnet, links)
+    kernels = folder / "cache/gluon_mgpu/kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "all.fatbin").touch()
+    build.link({"all": build.NAMES.read_text().split()}, kernels / "sm_90.so", "run compile")
+
+    def run(*command):
+        done = installed(
+            *command,
+            **{"PYTHONPATH": str(folder / "site"), "LD_LIBRARY_PATH": str(links), "FAKE_GPUS": "2"},
+            **{"XDG_CACHE_HOME": str(folder / "cache"), "MXNET_CUDNN_LIB_CHECKING": "0", "MXNET_USE_FUSION": "0"},
+        )
+        missing = kernels / build.MISSING
+        return done, missing.read_text() if missing.exists() else ""
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "scratch",
+        "highlevel --momentum 0.9",
+        "highlevel --model resnet18 --no-hybridize",
+        "sharded --zero 3",
+    ],
+)
+@pytest.mark.cuda_wheels
+def test_the_lessons_launch_only_kernels_that_are_compiled(with_kernels, options):
+    done, missing = with_kernels(*TRAIN, "--device", "gpu", "--impl", *options.split())
+    assert (done.returncode, missing) == (0, ""), done.stderr
+    assert done.stdout.startswith("running on: [gpu(0), gpu(1)]\n")
+
+
+SORTING = """
+import gluon_mgpu; gluon_mgpu.configure(1)
+import mxnet as mx
+from mxnet import autograd, nd
+for shape in (20, 30), (1000, 1000):
+    x = nd.ones(shape, ctx=mx.gpu())
+    nd.sort(x); nd.argsort(x); nd.topk(x, k=3); nd.random.shuffle(x)
+    x.attach_grad()
+    with autograd.record():
+        y = nd.take(x, nd.arange(5, ctx=mx.gpu())) + nd.Embedding(nd.arange(5, ctx=mx.gpu()), x, *shape)
+    y.backward()
+nd.waitall()
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_sorting_and_the_gradient_of_take_launch_only_kernels_that_are_compiled(with_kernels):
+    done, missing = with_kernels("python", "-c", SORTING)
+    assert (done.returncode, missing) == (0, ""), done.stderr
+    done, missing = with_kernels("python", "-c", SORTING + "print(nd.arcsinh(x).asnumpy())")
+    assert done.returncode == 1 and "arcsinh" in missing and "run compile" in done.stderr

@@ -98,10 +98,11 @@ def test_a_gpu_that_mxnet_has_no_kernels_for_is_refused_by_name(monkeypatch, nam
     give_gpus(monkeypatch, ("A100", 8, 0), (name, major, minor))
     assert devices.contexts(2) == [mx.gpu(0), mx.gpu(1)]  # another build than the wheels may have kernels for it
     monkeypatch.setattr(devices.cuda, "wheels", lambda: {"mxnet-cu112": "1.9.1"})
+    monkeypatch.setattr(devices.cuda, "built_kernels", lambda: None)
     with pytest.raises(Error, match=f"{name}.* {major}.{minor}") as caught:
         devices.contexts(2)
     assert not isinstance(caught.value, UsageError) and "device='cpu'" in str(caught.value)
-    assert ("24.06" in str(caught.value)) == (major >= 9)
+    assert ("compile" in str(caught.value)) == (major >= 9)
     assert devices.contexts(1) == [mx.gpu(0)]
 
 

@@ -1,0 +1,39 @@
+"""`gluon-mgpu compile`: build MXNet's kernels for a GPU that is newer than its wheels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gluon_mgpu.commands import common
+
+
+@common.command(
+    examples="""
+        gluon-mgpu compile ~/mxnet
+        gluon-mgpu compile ~/mxnet --arch sm_90 --nvcc /usr/local/cuda-11.8/bin/nvcc --compiler g++-11
+    """
+)
+@click.argument("source", type=common.FOLDER, metavar="MXNET")
+@common.option(
+    "--arch",
+    default="compute_80",
+    help="compute_80: code for all GPUs of compute capability 8.0 or higher, "
+    "which NVIDIA's driver completes when it first runs. sm_90: machine code for 9.0 only.",
+)
+@common.option("--nvcc", default="nvcc", metavar="FILE", help="CUDA's compiler, version 11.8 or newer.")
+@common.option(
+    "--compiler", default="g++", metavar="FILE", help="The C++ compiler for nvcc. CUDA 11.8 needs g++ 11 or lower."
+)
+def compile(source: str, arch: str, nvcc: str, compiler: str) -> None:
+    """Compile kernels for GPUs that are newer than MXNet 1.9.1's wheel mxnet-cu112, such as H100. The wheel itself
+    stays unchanged: the first `import mxnet` finds the compiled kernels.
+
+    MXNET is the folder with MXNet 1.9.1's sources. If a program needs a kernel that is missing, it says so; call this
+    command again, and it adds that kernel.
+    """
+    from gluon_mgpu.kernels import build
+
+    library = build.build(Path(source), arch, nvcc, compiler)
+    click.echo(f"wrote {library}: the wheel mxnet-cu112 now works on GPUs that {arch} serves")

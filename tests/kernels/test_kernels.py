@@ -1,0 +1,148 @@
+"""Kernels for newer GPUs. No GPU is needed: fake_cuda.c stands in for NVIDIA's libraries.
+
+`make test-cuda` runs the lessons with the wheel mxnet-cu112.
+"""
+
+import os
+import subprocess
+import sys
+
+import fake_cuda
+import pytest
+
+from gluon_mgpu.compat import cuda
+from gluon_mgpu.kernels import build, sources
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+NAMES = build.NAMES.read_text().split()
+
+# Stands in for libmxnet.so: registers three kernels as nvcc's code does, and launches each.
+PROGRAM = """
+#include <stdio.h>
+typedef struct { unsigned x, y, z; } Dim;
+void **__cudaRegisterFatBinary(void *); void __cudaRegisterFatBinaryEnd(void **); int cudaGetLastError(void);
+void __cudaRegisterFunction(void **, const char *, char *, const char *, int, void *, void *, void *, void *, int *);
+int cudaLaunchKernel(const void *, Dim, Dim, void **, unsigned long, void *);
+static char first, second, third;
+int run(void) {
+  Dim one = {1, 1, 1};
+  void **binary = __cudaRegisterFatBinary(&one);
+  __cudaRegisterFunction(binary, &first, "first", "first", -1, 0, 0, 0, 0, 0);
+  __cudaRegisterFunction(binary, &second, "second", "second", -1, 0, 0, 0, 0, 0);
+  __cudaRegisterFunction(binary, &third, "third", "third", -1, 0, 0, 0, 0, 0);
+  __cudaRegisterFatBinaryEnd(binary);
+  for (int i = 0; i < 2; i++) {
+    printf("%d ", cudaLaunchKernel(&first, one, one, 0, 0, 0));
+    printf("%d ", cudaLaunchKernel(&second, one, one, 0, 0, 0));
+    printf("%d ", cudaLaunchKernel(&third, one, one, 0, 0, 0));
+    printf("%d ", cudaGetLastError());
+    printf("%d\\n", cudaGetLastError());
+  }
+  fflush(stdout);
+}
+"""
+
+
+def test_kernels_are_launched_from_the_built_library_and_a_missing_one_is_one_line_with_the_command(tmp_path):
+    (tmp_path / "fakes").mkdir()
+    program = tmp_path / "program.so"
+    gcc = ["gcc", "-shared", "-fPIC", "-w", "-o", program, "-x", "c", "-"]
+    subprocess.run(gcc, input=PROGRAM, text=True, check=True)
+    fake_cuda.build(program, tmp_path / "fakes")
+    for module in ("a", "b"):
+        (tmp_path / f"{module}.fatbin").write_bytes(b"compiled")
+    library = tmp_path / "sm_90.so"
+    build.link({"a": ["first"], "b": ["third"]}, library, "run this command")
+    code = f"""
+import ctypes
+for library in ({str(library)!r}, "libcudart.so.11.0"):
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+ctypes.CDLL({str(program)!r}).run()
+"""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "fakes")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0 209 0 209 0\n" * 2, done.stderr  # 209: cudaErrorNoKernelImageForDevice
+    [line] = done.stderr.splitlines()
+    assert "second" in line and "run this command" in line
+    assert (tmp_path / build.MISSING).read_text() == "second\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder that looks like MXNet's sources, with empty files."""
+    folder = tmp_path / "mxnet"
+    for path in build.INCLUDE:
+        (folder / path).mkdir(parents=True, exist_ok=True)
+    for _, _, headers in sources.GROUPS:
+        for path in headers:
+            (folder / "src" / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "src" / path).write_text("namespace mxnet {\nnamespace op {\nNNVM_REGISTER_OP(x)\n}\n}\n")
+    (folder / "include/mxnet").mkdir()
+    version = "".join(f"#define MXNET_{part} {n}\n" for part, n in (("MAJOR", 1), ("MINOR", 9), ("PATCH", 1)))
+    (folder / "include/mxnet/base.h").write_text(version)
+    return folder
+
+
+def test_every_kernel_is_instantiated_once_and_operators_are_left_out(source, tmp_path):
+    groups, unknown = sources.write([*NAMES, "_Z5otherPf"], source, tmp_path)
+    assert unknown == ["other(float*)"]
+    assert sorted(name for names in groups.values() for name in names) == sorted(NAMES)
+    for group, names in groups.items():
+        text = (tmp_path / f"{group}.cu").read_text()
+        assert text.count("template __global__ void ") >= len(names) - 2  # a few are no templates
+        assert "NNVM_REGISTER_OP" not in text
+
+
+PTX = """
+.visible .entry {0}(
+)
+{{
+ret;
+}}
+// .globl other
+.visible .entry other(
+)
+{{
+ret;
+}}
+"""
+
+
+def test_other_kernels_are_removed_and_marks_of_anonymous_namespaces_become_those_of_the_wheel():
+    name = "_Z6kernelN{}_GLOBAL__N__{}3abcE"
+    ours, wheels = name.format(22, "file_12345"), name.format(18, "x_1234")
+    assert build._without_mark(ours) == build._without_mark(wheels) == "_Z6kernelN3abcE"
+    text = build.only([wheels], PTX.format(ours))
+    assert f".entry {wheels}(" in text and ours not in text and "other" not in text.replace(".globl other", "")
+    with pytest.raises(Error, match="missing"):
+        build.only(["_Z7missingPf"], PTX.format(ours))
+
+
+def test_what_is_not_mxnets_source_is_refused_with_the_command_that_downloads_it(source, tmp_path):
+    build.check_source(source)
+    (source / "3rdparty/dlpack/include").rmdir()
+    for folder in (tmp_path, source):
+        with pytest.raises(UsageError, match="git"):
+            build.check_source(folder)
+    with pytest.raises(UsageError) as caught:
+        build.build(source, arch="hopper")
+    assert caught.value.name == "arch"
+
+
+@pytest.mark.parametrize(
+    "library, capability, has",
+    [
+        (None, (8, 6), True),
+        (None, (9, 0), False),
+        ("sm_90.so", (9, 0), True),
+        ("sm_90.so", (10, 0), False),
+        ("sm_100.so", (9, 0), False),
+        ("compute_80.so", (12, 0), True),
+        ("compute_80.so", (3, 7), False),
+    ],
+)
+def test_a_gpu_has_kernels_if_the_wheel_or_the_built_library_does(monkeypatch, tmp_path, library, capability, has):
+    monkeypatch.setattr(cuda, "kernels_folder", lambda: tmp_path)
+    if library:
+        (tmp_path / library).touch()
+    assert cuda.has_kernels(*capability) is has
