@@ -28,6 +28,7 @@ int cudaGetDeviceCount(int *count) {
   return status;
 }
 int cudaSetDevice(int device) {
+  if (alone() && device > 1) return 101;  /* cudaErrorInvalidDevice */
   current = device;
   return CUDA(cudaSetDevice, int)(real(device));
 }
@@ -50,12 +51,9 @@ int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
 int cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   return alone() ? 0 : CUDA(cudaDeviceEnablePeerAccess, int, unsigned)(peer, flags);
 }
-int cudaMemcpyPeer(void *to, int at, const void *from, int its, size_t size) {
-  return CUDA(cudaMemcpyPeer, void *, int, const void *, int, size_t)(to, real(at), from, real(its), size);
-}
 int cudaMemcpyPeerAsync(void *to, int at, const void *from, int its, size_t size, void *stream) {
-  return CUDA(cudaMemcpyPeerAsync, void *, int, const void *, int, size_t, void *)(to, real(at), from, real(its), size,
-                                                                                stream);
+  if (alone()) return CUDA(cudaMemcpyAsync, void *, const void *, size_t, int, void *)(to, from, size, 3, stream);
+  return CUDA(cudaMemcpyPeerAsync, void *, int, const void *, int, size_t, void *)(to, at, from, its, size, stream);
 }
 int cuDeviceGet(int *handle, int device) {  /* of the driver; MXNet asks for it when it compiles an operator */
   int (*get)(int *, int) = own("libcuda.so.1", "cuDeviceGet");

@@ -74,22 +74,23 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
             advice = f"{errors.setting('gpus', count)} uses {'it' if count == 1 else 'them'}"
             log.say(f"using {cpu}, because this machine has only {has}; {advice}")
         return ctx
-    for index, (name, major, minor) in enumerate(cuda.driver_gpus()):
+    for index, (name, major, minor) in enumerate(cuda.driver_gpus()):  # one GPU may be shown as several
         if index in indices and (reason := missing_kernels(major, minor)):
-            raise Error(f"GPU {index}, {name}, compute capability {major}.{minor}: {reason}")
+            gpu = f"GPU {index}, {name}, compute capability {major}.{minor}"
+            raise Error(f"{gpu}: {reason}, or use {errors.setting('device', 'cpu')}")
     if len(indices) > 1 and not _direct_access(indices):
         os.environ.setdefault("MXNET_ENABLE_GPU_P2P", "0")  # or MXNet warns of it in a line for each GPU
     return [mx.gpu(i) for i in indices]
 
 
 def missing_kernels(major: int, minor: int) -> str:
-    """Why the installed MXNet cannot run on a GPU of compute capability major.minor. Empty if it has kernels for it, or
-    if it was not installed from a wheel for CUDA."""
+    """Why MXNet does not work on a GPU of compute capability major.minor, and what to do. Empty if it has kernels for
+    it, or if it was not installed from a wheel for CUDA."""
     if cuda.has_kernels(major, minor) or not any(name.startswith("mxnet-cu") for name in cuda.wheels()):
         return ""
     has = f"mxnet-cu112 has kernels for {cuda.KERNELS[0]}.x to {cuda.KERNELS[-1]}.x only"
-    build = f"`{errors.command('compile MXNET')}` builds them from MXNet's sources (docs/install.md), or "
-    return f"{has}; {build * (major > cuda.KERNELS[-1])}use {errors.setting('device', 'cpu')}"
+    build = f"`{errors.command('compile MXNET')}` builds them from MXNet's sources"
+    return f"{has}; {build if major > cuda.KERNELS[-1] else 'use a newer GPU'} (docs/install.md)"
 
 
 def try_gpu(index: int) -> None:

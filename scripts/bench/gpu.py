@@ -15,7 +15,7 @@ from typing import Any
 from bench import harness
 from bench.harness import LR, TITLE, Job
 from gluon_mgpu.compat import cuda, devices, startup
-from gluon_mgpu.runtime import log
+from gluon_mgpu.runtime import log, subprocesses
 from gluon_mgpu.runtime.errors import Error
 
 ENGINES = {"mxnet": "MXNet, highlevel", "torch": "PyTorch"}
@@ -112,7 +112,8 @@ class PyTorch:
 def run(model: Sequence[str], batch_size: Sequence[int], device: str, steps: int) -> dict:
     """Measure each engine that is installed, in its own process. Returns the input of `table`."""
     found = [name for name in ENGINES if importlib.util.find_spec(name)]
-    env, engines = harness.environment({"NVIDIA_TF32_OVERRIDE": "0"}), {}
+    of_mxnet = {name: value for name, value in subprocesses.users_environment().items() if name.startswith("MXNET_")}
+    env, engines = harness.environment({**of_mxnet, "NVIDIA_TF32_OVERRIDE": "0"}), {}
     for engine in found:
         arguments = {"engine": engine, "model": model, "batch_size": batch_size, "device": device, "steps": steps}
         try:

@@ -6,12 +6,13 @@ missing.
 
 import importlib.util
 import sys
+import time
 from collections import Counter
 
 import mxnet as mx
 import numpy as np
 import pytest
-from bench import allreduce, distributed, harness, partition, scaling, steps, timeline
+from bench import allreduce, distributed, gpu, harness, partition, scaling, steps, timeline
 from bench.harness import TUNED, Job
 from mxnet import nd
 from runs import finished, program
@@ -143,3 +144,17 @@ def test_pytorchs_network_has_our_loss_and_our_gradients(model, tmp_path):
     done = finished(*words, env=harness.environment())
     assert done.returncode == 0, done.stderr
     assert max(map(float, done.stdout.split())) < 1e-12
+
+
+def test_the_time_until_a_call_returns_excludes_the_wait():
+    times = gpu._times(lambda: None, lambda: time.sleep(0.01), 4)
+    assert times["called_ms"] < 5 and times["alone_ms"] >= 10 and 10 / 4 <= times["each_ms"] < times["alone_ms"]
+
+
+def test_one_device_is_measured_by_batch_size_with_an_installed_engine(monkeypatch):
+    monkeypatch.setattr(gpu, "ENGINES", {"mxnet": "MXNet", "no_such_engine": "none"})
+    monkeypatch.setattr(harness, "start", lambda name, job: gpu.work(**job.arguments))
+    result = gpu.run(["lenet"], [2, 4], "cpu", 1)
+    assert [*result["engines"]] == ["MXNet"]
+    rows = [line.split("  ")[0] for line in gpu.table(result).splitlines()]
+    assert {"LeNet, batch 2", "LeNet, batch 4"} < {*rows}
