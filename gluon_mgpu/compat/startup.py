@@ -79,11 +79,13 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 class Plan(NamedTuple):
     """What to prepare MXNet for. contexts: number of contexts that compute at the same time; None: several.
 
-    processes: number of processes that share this machine's cores.
+    processes: number of processes that share this machine's cores. may_serve: whether this process may be one of
+    MXNet's parameter servers, which `import mxnet` runs until they are killed.
     """
 
     contexts: int | None = None
     processes: int = 1
+    may_serve: bool = False
 
 
 _plan = Plan()
@@ -178,6 +180,9 @@ def _prepare() -> None:
     if sys.flags.optimize > 1:
         raise UsageError(None, None, "MXNet needs docstrings: do not use -OO or PYTHONOPTIMIZE=2")
     check_environment()
+    role = os.environ.get("DMLC_ROLE", "worker")
+    if role != "worker" and not _plan.may_serve:
+        raise UsageError("DMLC_ROLE", role, "MXNet would run a parameter server, which never ends; unset it")
     users = subprocesses.users_environment()
     for name in subprocesses.changed:
         os.environ.pop(name, None)

@@ -130,6 +130,12 @@ def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused(setting, monkeyp
     assert (caught.value.name, caught.value.value) == (name, value)
 
 
+@pytest.mark.parametrize("role", ["server", "scheduler", ""])  # what a shell on an old cluster may have left
+def test_a_role_with_which_mxnet_would_serve_forever_is_refused(role):
+    done = python("import gluon_mgpu; gluon_mgpu.configure(1)", DMLC_ROLE=role)
+    assert done.returncode == 1 and "UsageError: DMLC_ROLE=" in done.stderr.splitlines()[-1]
+
+
 def test_an_interrupt_that_arrives_while_an_array_is_freed_stops_the_program():
     code = program("""
         import gluon_mgpu, signal, time
