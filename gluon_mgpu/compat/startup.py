@@ -14,11 +14,12 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gluon_mgpu.compat import aarch64, cuda
 from gluon_mgpu.runtime import log, subprocesses
@@ -112,6 +113,8 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
 
     if not _stock and _prepared != _plan:
         _prepare()
+    # MXNet uses names that NumPy and SciPy are going to remove; with PYTHONWARNINGS=error, it could not be imported.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"mxnet(\.|$)")
     with numpy_names.lent():
         exec_module(module)
     if module.__version__.startswith("2."):
@@ -134,7 +137,7 @@ def _repeat_lost_interrupts() -> None:
     sys.unraisablehook = repeat_or_report
 
 
-def plan(**changes: int) -> None:
+def plan(**changes: Any) -> None:
     """Change fields of the Plan for which the first `import mxnet` prepares this process."""
     global _plan
     _plan = _plan._replace(**changes)

@@ -59,7 +59,7 @@ def _images(name: str, array: np.ndarray) -> np.ndarray:
     images = np.asarray(array)
     if images.ndim == 3:
         images = images[:, None]
-    if images.ndim == 4 and images.shape[3] in (1, 3, 4) and images.shape[1] == images.shape[2] > 4:
+    if images.ndim == 4 and images.shape[3] in (1, 3, 4) and min(images.shape[1:3]) > 4:
         log.say(f"{name}: the shape {images.shape} has the channels last; they are moved to the second axis")
         images = images.transpose(0, 3, 1, 2)
     if images.ndim != 4 or not images.size:

@@ -134,6 +134,10 @@ class Run:
         if self.folder is None:
             return
         try:
+            import matplotlib.figure  # noqa: F401  # which curves.png needs after the first epoch
+        except ValueError:
+            raise UsageError("MPLBACKEND", os.environ.get("MPLBACKEND"), "not a backend of Matplotlib") from None
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()  # fail now, not after the first epoch
         except OSError as error:

@@ -27,7 +27,7 @@ SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": 
 
 
 def train(impl="scratch", devices=2, batch_size=BATCH, **options):
-    return training.train(impl, devices, batch_size, LR, **{**SIZE, **options})
+    return training(impl, devices, batch_size, LR, **{**SIZE, **options})
 
 
 def interrupted(impl, at_step, by=signal.SIGINT, **options):
@@ -139,7 +139,7 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
 def test_a_run_whose_epochs_are_reduced_to_the_finished_ones_keeps_that_number(begun):
     reconfigure(begun, epochs=10)
     train(resume=begun, epochs=2)
-    assert len(training.train(resume=begun)) == config(begun).epochs == 2
+    assert len(training(resume=begun)) == config(begun).epochs == 2
 
 
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun):
@@ -153,7 +153,7 @@ def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun
 def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are_passed(given, begun, monkeypatch):
     reconfigure(begun, epochs=4)
     monkeypatch.setattr(loop, "fit", lambda run, model, *_: (run.config, model.ctx))
-    found, ctx = training.train(resume=begun, **given)
+    found, ctx = training(resume=begun, **given)
     expected = Config(**{"gpus": 2, "device": "cpu", "epochs": 4, **given})
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
     assert ctx == [mx.cpu(index) for index in expected.gpus]

@@ -39,7 +39,7 @@ FIELDS = [field.name for field in dataclasses.fields(Config)]
 
 def train(impl="scratch", gpus=2, batch_size=50, lr=0.2, **options):
     defaults = {"dataset": "synthetic", "limit": 100, "epochs": 1, "seed": 0, "device": "cpu"}
-    return training.train(impl, gpus, batch_size, lr, **{**defaults, **options})
+    return training(impl, gpus, batch_size, lr, **{**defaults, **options})
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -147,11 +147,17 @@ def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_th
         assert all(works(int(size), examples, need) for size in offered), (examples, devices, batch_size)
 
 
-@pytest.mark.parametrize("folder", ["/proc", "/proc/run", "x" * 300])
+@pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
 def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_usage(folder, capsys):
     with pytest.raises(Error) as caught:
         train(out=folder)
     assert folder in str(caught.value) and caught.type is Error and capsys.readouterr().out == ""
+
+
+def test_an_invalid_backend_for_curves_is_refused_before_training(tmp_path):
+    environment = {**os.environ, "MPLBACKEND": "nonsense"}
+    done = finished(*runs.TRAIN, *SYNTHETIC, "--limit", 100, "--out", tmp_path / "run", env=environment)
+    assert (done.returncode, done.stdout) == (2, "") and "MPLBACKEND='nonsense'" in done.stderr.splitlines()[-1]
 
 
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
@@ -209,7 +215,8 @@ INVALID = [{"dataset": "cifar"}, {"out": ""}, {"schedule": "exponential"}, {"sch
 INVALID += [{"lr": 1e38, "batch_size": 512, "scale_lr": True}, {"batch_size": 10**400, "scale_lr": True}]
 INVALID += [{"limit": 5 * 10**9}, {"milestones": (2,)}, {"milestones": (4,), "schedule": "step"}]
 INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"batch_size": 64.5}, {"batch_size": True}, {"lr": True}]
-INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}]
+INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}, {"out": b"runs"}, {"resume": "a\0"}]
+INVALID += [{"out": "x" * 300}, {"data_dir": "a/" + "x" * 300}, {"gamma": 0.5}]
 
 
 @pytest.mark.parametrize("wrong", INVALID, ids=str)
@@ -229,11 +236,11 @@ def test_numpys_numbers_and_paths_are_accepted_like_pythons(tmp_path):
 
 
 def test_train_has_the_settings_as_arguments_and_rejects_others_as_every_function_does():
-    signature = inspect.signature(training.train)
+    signature = inspect.signature(training)
     assert [*signature.parameters] == FIELDS and signature.return_annotation == "list[Epoch]"
     for args, options in (((), {"momentun": 0.9}), (("scratch",), {"impl": "x"}), (range(len(FIELDS) + 1), {})):
         with pytest.raises(TypeError):
-            training.train(*args, **options)
+            training(*args, **options)
 
 
 @pytest.mark.parametrize("name", FIELDS)
