@@ -354,10 +354,11 @@ def test_a_folder_that_cannot_be_written_is_one_error(runs, tmp_path, monkeypatc
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
+    given = convert.from_run(runs / "lenet")
     monkeypatch.setattr(os, "mkdir", refuse)
     monkeypatch.setattr(os, "unlink", refuse)
     with pytest.raises(Error, match="Read-only file system"):
-        convert.save(convert.from_run(runs / "lenet"), "gluon", str(tmp_path / "net"))
+        convert.save(given, "gluon", str(tmp_path / "net"))
 
 
 def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):

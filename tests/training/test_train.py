@@ -80,6 +80,22 @@ def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 
 
+@pytest.mark.parametrize("output", ["a reader that ends", "/dev/full"])
+def test_if_nothing_can_be_printed_training_ends_with_one_line_and_what_was_printed_was_saved(output, tmp_path):
+    line = [*runs.TRAIN, *SYNTHETIC, "--limit", "100", "--epochs", "500", "--seed", "1", "--out", tmp_path]
+    with open(output, "wb") if output == "/dev/full" else contextlib.nullcontext(subprocess.PIPE) as stdout:
+        process = subprocess.Popen(line, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    printed = []
+    if process.stdout:
+        printed = [process.stdout.readline() for _ in range(2)]
+        process.stdout.close()
+    err = process.communicate()[1]
+    assert (process.returncode, err.count("\n")) == (1, 1) and err.startswith("error: cannot print ("), err
+    if printed:
+        assert f"--resume {tmp_path}" in err
+        assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["epoch"] == 1
+
+
 def test_a_terminal_shows_a_bar_with_examples_and_loss():
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # 24 lines of 120 characters
