@@ -85,7 +85,7 @@ RESTORE := [ ! -d $(VENV).old ] || { rm -rf $(VENV); mv $(VENV).old $(VENV); }
 install = if said=$$({ $(1); } 2>&1); then \
         rm -rf $(VENV).old $(filter-out $(INSTALLED) $(DEV_INSTALLED),$(wildcard $(VENV)/.*installed*)); touch $@; \
     elif [ -e $@ ] && $(BIN)/python -c 'import $(2)' 2>/dev/null; then \
-        echo "$(VENV) still works and is used as it is, because it could not be updated: $$(echo "$$said" | tail -n 1)"; \
+        echo "$(VENV) still works and is used as it is, because it could not be updated: $$(echo "$$said" | grep -o -m 1 'ERROR: .*')"; \
     else \
         echo "$$said" >&2; $(RESTORE); \
         echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $(3)" >&2; exit 1; \

@@ -154,20 +154,22 @@ def configure(contexts: int | None = None) -> None:
     """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
     import prepares for several contexts.
 
-    contexts: number of contexts that compute at the same time. None: as in an earlier call; several if there was none.
+    contexts: number of contexts that compute at the same time; later calls can only increase it. None: as in an earlier
+    call; several if there was none.
     Settings from the user's environment are kept if they are safe; a notice names each setting that is ignored.
     Raises UsageError for fewer than 1 context, and Error if MXNet is missing, if mxnet was imported earlier with
     settings that can make this number of CPU contexts hang, or if `cuda.prepare` fails.
     """
     global _prepared
-    if contexts is None and _prepared == _plan:
-        return
     if contexts is not None:
         if contexts < 1:
             raise UsageError("contexts", contexts, "must be at least 1")
-        plan(contexts=contexts)
+        plan(contexts=max(contexts, _plan.contexts or 1))
     if "mxnet" not in sys.modules:
-        _prepare()
+        if _prepared != _plan:
+            _prepare()
+        return
+    if contexts is None and _prepared == _plan:
         return
     _check_threads(contexts or 1)
     if _prepared is None and contexts != 1:
@@ -244,7 +246,7 @@ def openmp_threads() -> int:
 def _check_threads(contexts: int) -> None:
     if contexts > 1 and openmp_threads() > 1:
         if _prepared and _prepared.contexts == 1:
-            advice = f"call gluon_mgpu.configure({contexts}) first, or start a new process"
+            advice = f"call gluon_mgpu.configure({contexts}) before the first training, or start a new process"
             raise Error(f"{contexts} CPU contexts can hang: this process was prepared for 1; {advice}")
         loaded = f"OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu could limit them to 1"
         raise Error(f"{contexts} CPU contexts can hang: {loaded}; import gluon_mgpu first, or set OMP_NUM_THREADS=1")

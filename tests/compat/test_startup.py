@@ -1,6 +1,7 @@
 """Settings that MXNet reads when it loads. Checks run in separate processes."""
 
 import os
+import re
 
 import pytest
 from runs import PRODUCTS, overlap, program, python
@@ -47,6 +48,19 @@ def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
     done = python(f"{first}from gluon_mgpu.compat import devices; devices.contexts(2, 'cpu')", OMP_NUM_THREADS="2")
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and last.startswith("gluon_mgpu.runtime.errors.Error: 2 CPU contexts can hang"), last
+
+
+def test_one_and_then_two_contexts_train_in_one_process_after_the_call_that_the_error_advises():
+    code = program("""
+        from gluon_mgpu import train
+        options = {"dataset": "synthetic", "limit": 60, "batch_size": 30, "epochs": 1, "seed": 1, "device": "cpu"}
+        print(*(train(gpus=gpus, **options)[0].train_loss for gpus in (1, 2)))
+    """)
+    refused = python(code, OMP_NUM_THREADS="2")
+    [advice] = re.findall(r"call (gluon_mgpu\.configure\(.*?\)) before", refused.stderr.splitlines()[-1])
+    done = python(f"import gluon_mgpu; {advice}\n{code}", OMP_NUM_THREADS="2")
+    one, two = map(float, done.stdout.splitlines()[-1].split())
+    assert refused.returncode == 1 and one == pytest.approx(two, rel=1e-6)
 
 
 def test_mxnet_may_be_imported_first_if_its_threads_are_safe():
