@@ -14,6 +14,7 @@ import struct
 import subprocess
 import termios
 import time
+import types
 
 import interrupts
 import mxnet as mx
@@ -174,6 +175,12 @@ def test_an_invalid_backend_for_curves_is_refused_before_training(tmp_path):
     environment = {**os.environ, "MPLBACKEND": "nonsense"}
     done = finished(*runs.TRAIN, *SYNTHETIC, "--limit", 100, "--out", tmp_path / "run", env=environment)
     assert (done.returncode, done.stdout) == (2, "") and "MPLBACKEND='nonsense'" in done.stderr.splitlines()[-1]
+
+
+def test_a_lesson_without_a_file_trains_like_one_with_a_file():
+    lesson = types.ModuleType("mine")
+    vars(lesson).update({name: value for name, value in vars(scratch).items() if not name.startswith("__")})
+    assert train(lesson)[0].train_loss == train()[0].train_loss
 
 
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
