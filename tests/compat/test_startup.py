@@ -41,9 +41,7 @@ def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts,
         assert done.stderr.count(f"{name}={setting[name]} ") == 1  # a notice says that the setting is ignored
 
 
-@pytest.mark.parametrize(
-    "first", [STOCK, "import ctypes; ctypes.CDLL('libgomp.so.1')\n", CONFIGURE.format(1) + "import mxnet\n"]
-)
+@pytest.mark.parametrize("first", [STOCK, "import ctypes; ctypes.CDLL('libgomp.so.1')\n"])
 def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
     done = python(f"{first}from gluon_mgpu.compat import devices; devices.contexts(2, 'cpu')", OMP_NUM_THREADS="2")
     last = done.stderr.splitlines()[-1]
@@ -60,7 +58,7 @@ def test_one_and_then_two_contexts_train_in_one_process_after_the_call_that_the_
     [advice] = re.findall(r"call (gluon_mgpu\.configure\(.*?\)) before", refused.stderr.splitlines()[-1])
     done = python(f"import gluon_mgpu; {advice}\n{code}", OMP_NUM_THREADS="2")
     one, two = map(float, done.stdout.splitlines()[-1].split())
-    assert refused.returncode == 1 and one == pytest.approx(two, rel=1e-6)
+    assert "2 CPU contexts can hang" in refused.stderr and one == pytest.approx(two, rel=1e-6)
 
 
 def test_mxnet_may_be_imported_first_if_its_threads_are_safe():
