@@ -199,7 +199,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
             places = (cache_folder(name), mxnet_home / "datasets" / name, SYSTEM_FOLDER / name)
             return next((place for place in places if not _missing(place, name)), None)
     folder = Path(data_dir).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir fails for a name that is too long
         raise UsageError(source, data_dir, "the folder does not exist")
     for place in (folder / name, folder):
         if not _missing(place, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ def read(folder: str | Path) -> Parts:
     Raises UsageError if they are missing or invalid, and Error if a file is damaged.
     """
     folder = Path(folder).expanduser()
-    if folder.suffix == ".npz" and folder.is_file():
+    if folder.suffix == ".npz" and os.path.isfile(folder):
         return checked(*_read_npz(folder))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError("data_dir", folder, "does not exist")
     archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*-idx?-ubyte*"))
     try:

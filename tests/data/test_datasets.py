@@ -119,7 +119,7 @@ def test_each_place_is_searched_in_its_turn(tmp_path, monkeypatch):
     check(tmp_path / "argument", data_dir=put(tmp_path / "argument"))
 
 
-@pytest.mark.parametrize("given", ["nowhere", "."])
+@pytest.mark.parametrize("given", ["nowhere", ".", "x" * 300])
 def test_a_given_folder_without_the_data_is_a_usage_error_even_if_the_data_is_elsewhere(tmp_path, monkeypatch, given):
     put(tmp_path / "system" / NAME)
     with pytest.raises(UsageError, match="data_dir=.*" + re.escape(str(tmp_path / given))):

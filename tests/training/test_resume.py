@@ -249,8 +249,9 @@ def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(beg
     for path in (begun / "checkpoint.npz", begun.parent):
         with pytest.raises(UsageError, match=str(begun)):
             read(path)
-    with pytest.raises(UsageError):
-        read("nowhere")
+    for name in ("nowhere", "x" * 300):
+        with pytest.raises(UsageError):
+            read(name)
 
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):
