@@ -17,6 +17,7 @@ ifdef PYTHON
 version = $(shell $(1) -c 'import sys; print(sys.version)' 2>/dev/null)
 ifneq ($(call version,"$$(PYTHON=$(PYTHON) scripts/find-python.sh 2>/dev/null)"),$(call version,$(BIN)/python))
 .PHONY: $(INSTALLED)
+OTHER_PYTHON := yes
 endif
 endif
 
@@ -83,22 +84,29 @@ audit: install  ## run bandit, and check all installed packages for known vulner
 
 install: $(INSTALLED)  ## set up .venv with what training needs, and do nothing else
 
+RESTORE := [ ! -d $(VENV).old ] || { rm -rf $(VENV); mv $(VENV).old $(VENV); }
+# $(call install,COMMANDS,IMPORT,SPACE): run pip's commands. If they fail, the old $(VENV) stays, and is used if it works.
+install = if said=$$({ $(1); } 2>&1); then \
+        rm -rf $(VENV).old $(filter-out $(INSTALLED) $(DEV_INSTALLED),$(wildcard $(VENV)/.*installed*)); touch $@; \
+    elif [ -e $@ ] && $(BIN)/python -c 'import $(2)' 2>/dev/null; then \
+        echo "$(VENV) still works and is used as it is, because it could not be updated: $$(echo "$$said" | grep -o -m 1 'ERROR: .*')"; \
+    else \
+        echo "$$said" >&2; $(RESTORE); \
+        echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $(3)" >&2; exit 1; \
+    fi
+
 $(INSTALLED): setup.cfg scripts/find-python.sh
-	@python=$$(scripts/find-python.sh) && echo "setting up $(VENV) with $$($$python --version) ($$python)" && $$python -m venv --clear $(VENV)
-	@echo "installing MXNet (47 MB to download)"
-	@$(PIP) --no-deps $(MXNET) || $(call failed,410 MB)
-	@echo "installing NumPy, Matplotlib and other packages (43 MB to download)"
-	@$(PIP) --editable $(if $(NUMPY),. 'numpy==$(NUMPY).*','.[cpu]') || $(call failed,410 MB)
-	@touch $@
+	@$(if $(OTHER_PYTHON),false,$(BIN)/python -c '') 2>/dev/null || { python=$$(scripts/find-python.sh) && \
+	    echo "setting up $(VENV) with $$($$python --version) ($$python)" && \
+	    { [ ! -e $(VENV) ] || [ -e $(VENV).old ] || mv $(VENV) $(VENV).old; } && $$python -m venv --clear $(VENV); } || { $(RESTORE); exit 1; }
+	@echo "installing MXNet (47 MB to download), NumPy, Matplotlib and other packages (43 MB)"
+	@$(call install,$(PIP) --no-deps $(MXNET) && $(PIP) --editable $(if $(NUMPY),. 'numpy==$(NUMPY).*','.[cpu]'),gluon_mgpu; import mxnet,410 MB)
 
 dev: $(DEV_INSTALLED)  ## set up .venv with what training, tests and lint need
 
 $(DEV_INSTALLED): $(INSTALLED)
 	@echo "installing pytest, mypy and other tools (57 MB to download)"
-	@$(PIP) --editable '.[dev]' || $(call failed,240 MB)
-	@touch $@
-
-failed = { echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $(1)" >&2; exit 1; }
+	@$(call install,$(PIP) --editable '.[dev]',pytest,240 MB)
 
 # The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux, and for aarch64 from 2.11 on. uv
 # knows where the CPU build is.
@@ -114,7 +122,7 @@ old-books: install  ## install gluonbook, d2lzh and d2l, which programs for "Div
 	$(PIP) --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==$(D2L)
 
 clean:  ## remove .venv, .venvs and all build output
-	rm -rf $(VENV) .venvs build dist docs/api *.egg-info
+	rm -rf $(VENV) $(VENV).old .venvs build dist docs/api *.egg-info
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)

@@ -39,7 +39,7 @@ def run(module: str, command: str, program: str | None = None) -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except BrokenPipeError:  # nobody reads; from Python 3.14 on, the status would be 120
+            except OSError:  # nobody reads, or the disk is full; from Python 3.14 on, the status would be 120
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,7 +1,9 @@
 """Converted networks compute the same scores and gradients; what cannot be converted is refused and leaves no file."""
 
 import ast
+import errno
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -346,6 +348,17 @@ def test_other_scores_leave_no_file_and_existing_files_stay(to, runs, tmp_path):
         [left] = tmp_path.iterdir()
         assert left.read_text() == "mine"
         left.unlink()
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(runs, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    given = convert.from_run(runs / "lenet")
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(Error, match="Read-only file system"):
+        convert.save(given, "gluon", str(tmp_path / "net"))
 
 
 def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import runs
 
 from gluon_mgpu import exercises
+from gluon_mgpu.commands.exercise import exercise as command
 from gluon_mgpu.exercises import Mistake, cases, check
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
@@ -156,13 +157,11 @@ def test_an_answer_that_hangs_is_ended_with_one_clear_line(said):
 
 
 @pytest.mark.parametrize("text", ["", "x = 1\n", '"""Exercise swim: across the lake."""\n', None, b"\xff\xfe"])
-def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text):
+def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text, capfd):
     file = tmp_path / "answer.py"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    checked = run("check", "answer.py", folder=tmp_path)
-    assert (checked.returncode, checked.stdout, checked.stderr.count("\n")) == (2, "", 1)
-    assert "answer.py" in checked.stderr
+    assert "answer.py" in runs.error(capfd, command, "check", file)
 
 
 def test_an_answer_is_a_regular_file(tmp_path):
@@ -243,12 +242,12 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
         ["--json", "results.json"],
     ],
 )
-def test_a_wrong_command_for_a_class_is_refused_before_any_check(tmp_path, words):
+def test_a_wrong_command_for_a_class_is_refused_before_any_check(tmp_path, words, capfd, monkeypatch):
     (tmp_path / "empty").mkdir()
     for name, content in (("a.py", SUM), ("a.ipynb", notebook(SUM))):
         (tmp_path / name).write_text(content)
-    refused = run("check", *words, folder=tmp_path)
-    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    monkeypatch.chdir(tmp_path)
+    runs.error(capfd, command, "check", *words)
     assert (tmp_path / "a.py").read_text() == SUM and not (tmp_path / "results.json").exists()
 
 

@@ -116,10 +116,10 @@ def test_the_optimizers_compute_what_their_papers_say(optimizer):
 def run(folder, impl, devices, epochs=1, **options):
     """The arrays of the checkpoint after training or, if the folder holds a run, after continuing it."""
     if folder.exists():
-        training.train(impl=impl, gpus=devices, epochs=epochs, resume=folder, **options)
+        training(impl=impl, gpus=devices, epochs=epochs, resume=folder, **options)
     else:
         same = {"batch_size": 32, "lr": 0.05, "momentum": 0.9, "seed": 1, "dataset": "synthetic", "limit": 128}
-        training.train(impl, devices, epochs=epochs, device="cpu", out=folder, **same, **options)
+        training(impl, devices, epochs=epochs, device="cpu", out=folder, **same, **options)
     return checkpoint.load(folder / "checkpoint.npz")[0]
 
 

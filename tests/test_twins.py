@@ -18,7 +18,7 @@ from gluon_mgpu import scratch
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.runtime import subprocesses
 
-SIZE, STEPS, LR = 256, 20, 0.02
+SIZE, STEPS, LR = 256, 8, 0.02
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
 
@@ -33,7 +33,7 @@ def initial():
 
 @cache
 def trained_by_scratch():
-    """The parameters after 20 steps on two contexts, and the largest change of each array in each step."""
+    """The parameters after 8 steps on two contexts, and the largest change of each array in each step."""
     data, ctx = datasets.load("synthetic", limit=SIZE * STEPS), [mx.cpu(0), mx.cpu(1)]
     replicas = [scratch.get_params([nd.array(p) for p in initial()], c) for c in ctx]
     order = batches.shuffled(SIZE * STEPS, seed=1, epoch=1)
@@ -80,13 +80,13 @@ def run(tmp_path):
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
 @pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
-def test_after_20_steps_a_program_for_pytorch_has_the_parameters_of_scratch(name, run):
+def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_scratch(name, run):
     run(TORCHRUN, f"pytorch/{name}.py", "--device", "cpu")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
 @pytest.mark.parametrize("name", ["scratch", "sharding"])
-def test_after_20_steps_a_program_for_jax_has_the_parameters_of_scratch(name, run):
+def test_after_8_steps_a_program_for_jax_has_the_parameters_of_scratch(name, run):
     printed = run([sys.executable], f"jax/{name}.py", "--device", "cpu")
     if name == "sharding":  # the compiler inserts sums of all gradients
         lines = [line.split("all-reduce of ")[1] for line in printed.splitlines() if "all-reduce" in line]

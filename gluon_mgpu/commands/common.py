@@ -17,6 +17,7 @@ import click
 
 from gluon_mgpu.runtime import errors, log, mpi
 from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.runtime.files import Location
 
 COLUMN = 30  # width of the column of option names in --help
 
@@ -148,5 +149,5 @@ def renamed(old: str, new: str) -> Callable[[Any], Any]:
     return click.option(old, hidden=True, expose_value=False, callback=refuse)
 
 
-FOLDER = click.Path(file_okay=False)
-FILE = click.Path()
+FOLDER = Location(file_okay=False)
+FILE = Location()

@@ -99,8 +99,9 @@ def convert(
     names = {name for name, _ in input}
     if "" in names and len(names) > 1 or "" not in names and len(names) < len(input):
         raise UsageError("input", None, "give each input's name once, or no names")
-    if len(sources) == 2 and options["impl"] is not None:
-        raise UsageError("impl", options["impl"], "only for a RUN; omit it")
+    for name, value in options.items():
+        if (len(sources) == 2 or to == "folder") and value is not None:
+            raise UsageError(name, value, "only for a RUN; omit it")
     if to == "folder":
         from gluon_mgpu.convert import records
 

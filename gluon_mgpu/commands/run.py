@@ -13,7 +13,7 @@ import click
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
 from gluon_mgpu.legacy import contexts, launch, notebook, prepare
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime.errors import UsageError, setting
 
 MOST_PROCESSES = 128  # of workers, and of servers
 OPTIONS = (
@@ -62,7 +62,7 @@ def settings_of(**options: Any) -> prepare.Preparation:
     help="Start N processes of a program that uses kv=dist_sync or dist_async, and MXNet's servers, on this machine.",
 )
 @common.option(
-    "--servers", type=click.IntRange(1, MOST_PROCESSES), metavar="N", help="With --workers: servers.", default=1
+    "--servers", type=click.IntRange(1, MOST_PROCESSES), metavar="N", help="With --workers: servers. Default: 1."
 )
 @click.argument("program", metavar="PROGRAM|NOTEBOOK")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
@@ -72,7 +72,7 @@ def run(
     is_module: bool,
     out: str | None,
     workers: int | None,
-    servers: int,
+    servers: int | None,
     program: str,
     arguments: tuple[str, ...],
     **options: Any,
@@ -83,6 +83,8 @@ def run(
     del context.obj[len(context.obj) - len(arguments) :]  # a --debug among them is the program's
     settings = settings_of(**options)
     startup.check_environment()
+    if servers and not workers:
+        raise UsageError("servers", servers, f"needs {setting('workers')}")
     if program.endswith(".ipynb") and not is_module:
         if workers:
             raise UsageError("workers", workers, "does not work with notebooks; omit it")
@@ -98,6 +100,6 @@ def run(
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
     command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
     if workers:
-        context.exit(launch.launch(command, settings, workers, servers))
+        context.exit(launch.launch(command, settings, workers, servers or 1))
     environment = prepare.environment(settings)
     os.execve(sys.executable, command, environment)  # nosec B606  # without a shell

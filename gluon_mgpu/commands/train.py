@@ -9,8 +9,8 @@ from click.core import ParameterSource
 
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime.errors import UsageError, setting
-from gluon_mgpu.training import recipes
+from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.training import recipes, run
 from gluon_mgpu.training.train import train as train_lesson
 
 
@@ -45,4 +45,11 @@ def train(context: click.Context, recipe: str | None, **options: Any) -> None:
         raise UsageError("recipe", recipe, f"cannot be combined with {setting('resume')}: a run has its own settings")
     if recipe:
         given = {**recipes.RECIPES[recipe].options, **given}
-    train_lesson(**given)
+    try:
+        train_lesson(**given)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        folder = options["resume"] or options["out"]
+        rest = f"; continue with {setting('resume', folder)}" if folder and run.exists(folder) else ""
+        raise Error(f"cannot print ({error.strerror}), so training stopped{rest}") from None

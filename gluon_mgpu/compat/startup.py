@@ -14,11 +14,12 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gluon_mgpu.compat import aarch64, cuda
 from gluon_mgpu.runtime import log, subprocesses
@@ -79,11 +80,13 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 class Plan(NamedTuple):
     """What to prepare MXNet for. contexts: number of contexts that compute at the same time; None: several.
 
-    processes: number of processes that share this machine's cores.
+    processes: number of processes that share this machine's cores. may_serve: whether this process may be one of
+    MXNet's parameter servers, which `import mxnet` runs until they are killed.
     """
 
     contexts: int | None = None
     processes: int = 1
+    may_serve: bool = False
 
 
 _plan = Plan()
@@ -110,6 +113,8 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
 
     if not _stock and _prepared != _plan:
         _prepare()
+    # MXNet uses names that NumPy and SciPy are going to remove; with PYTHONWARNINGS=error, it could not be imported.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"mxnet(\.|$)")
     with numpy_names.lent():
         exec_module(module)
     if module.__version__.startswith("2."):
@@ -132,7 +137,7 @@ def _repeat_lost_interrupts() -> None:
     sys.unraisablehook = repeat_or_report
 
 
-def plan(**changes: int) -> None:
+def plan(**changes: Any) -> None:
     """Change fields of the Plan for which the first `import mxnet` prepares this process."""
     global _plan
     _plan = _plan._replace(**changes)
@@ -149,20 +154,22 @@ def configure(contexts: int | None = None) -> None:
     """Prepare this process for training on CPU contexts. Call this before the first `import mxnet`; otherwise, that
     import prepares for several contexts.
 
-    contexts: number of contexts that compute at the same time. None: as in an earlier call; several if there was none.
+    contexts: number of contexts that compute at the same time; later calls can only increase it. None: as in an earlier
+    call; several if there was none.
     Settings from the user's environment are kept if they are safe; a notice names each setting that is ignored.
     Raises UsageError for fewer than 1 context, and Error if MXNet is missing, if mxnet was imported earlier with
     settings that can make this number of CPU contexts hang, or if `cuda.prepare` fails.
     """
     global _prepared
-    if contexts is None and _prepared == _plan:
-        return
     if contexts is not None:
         if contexts < 1:
             raise UsageError("contexts", contexts, "must be at least 1")
-        plan(contexts=contexts)
+        plan(contexts=max(contexts, _plan.contexts or 1))
     if "mxnet" not in sys.modules:
-        _prepare()
+        if _prepared != _plan:
+            _prepare()
+        return
+    if contexts is None and _prepared == _plan:
         return
     _check_threads(contexts or 1)
     if _prepared is None and contexts != 1:
@@ -178,6 +185,9 @@ def _prepare() -> None:
     if sys.flags.optimize > 1:
         raise UsageError(None, None, "MXNet needs docstrings: do not use -OO or PYTHONOPTIMIZE=2")
     check_environment()
+    role = os.environ.get("DMLC_ROLE", "worker")
+    if role != "worker" and not _plan.may_serve:
+        raise UsageError("DMLC_ROLE", role, "MXNet would run a parameter server, which never ends; unset it")
     users = subprocesses.users_environment()
     for name in subprocesses.changed:
         os.environ.pop(name, None)
@@ -236,7 +246,7 @@ def openmp_threads() -> int:
 def _check_threads(contexts: int) -> None:
     if contexts > 1 and openmp_threads() > 1:
         if _prepared and _prepared.contexts == 1:
-            advice = f"call gluon_mgpu.configure({contexts}) first, or start a new process"
+            advice = f"call gluon_mgpu.configure({contexts}) before the first training, or start a new process"
             raise Error(f"{contexts} CPU contexts can hang: this process was prepared for 1; {advice}")
         loaded = f"OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu could limit them to 1"
         raise Error(f"{contexts} CPU contexts can hang: {loaded}; import gluon_mgpu first, or set OMP_NUM_THREADS=1")

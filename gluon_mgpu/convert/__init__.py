@@ -12,6 +12,7 @@ import importlib.util
 import keyword
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -73,7 +74,8 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
                 os.replace(base + suffix, file)
     except (OSError, mx.MXNetError) as failure:
         for file in files:
-            file.unlink(missing_ok=True)
+            with suppress(OSError):  # it was never created
+                file.unlink()
         reason = getattr(failure, "strerror", None) or last_line(failure)
         raise Error(f"{prefix}: cannot be written ({reason})") from None
     batches = [X[0].shape[network.batch_axes.get(network.inputs[0], 0)] for X, _ in network.samples]

@@ -140,6 +140,8 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     if limit is not None and limit < 1:
         raise UsageError("limit", limit, "must be at least 1")
     if name == "synthetic":
+        if data_dir is not None:
+            raise UsageError("data_dir", data_dir, "synthetic data needs no files; omit this setting")
         train_size = LARGEST if limit is None else limit
         if train_size > LARGEST:
             raise UsageError("limit", limit, f"must be at most {LARGEST} for synthetic")
@@ -160,7 +162,8 @@ def own(
 ) -> Dataset:
     """Make a data set of your own arrays: `train(dataset=datasets.own(...))`.
 
-    images: (n, height, width), (n, channels, height, width) or, if they are square, (n, height, width, channels).
+    images: (n, height, width), (n, channels, height, width) or (n, height, width, channels); the last with more than 4
+    rows and columns, and 1, 3 or 4 channels.
     Training divides uint8 by 255, and uses floating-point numbers as they are. labels: whole numbers from 0, (n,) or
     (n, 1).
     Raises UsageError if an array has another form, or if two of them do not fit together.
@@ -196,7 +199,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
             places = (cache_folder(name), mxnet_home / "datasets" / name, SYSTEM_FOLDER / name)
             return next((place for place in places if not _missing(place, name)), None)
     folder = Path(data_dir).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir fails for a name that is too long
         raise UsageError(source, data_dir, "the folder does not exist")
     for place in (folder / name, folder):
         if not _missing(place, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ def read(folder: str | Path) -> Parts:
     Raises UsageError if they are missing or invalid, and Error if a file is damaged.
     """
     folder = Path(folder).expanduser()
-    if folder.suffix == ".npz" and folder.is_file():
+    if folder.suffix == ".npz" and os.path.isfile(folder):
         return checked(*_read_npz(folder))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError("data_dir", folder, "does not exist")
     archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*-idx?-ubyte*"))
     try:
@@ -59,7 +60,7 @@ def _images(name: str, array: np.ndarray) -> np.ndarray:
     images = np.asarray(array)
     if images.ndim == 3:
         images = images[:, None]
-    if images.ndim == 4 and images.shape[3] in (1, 3, 4) and images.shape[1] == images.shape[2] > 4:
+    if images.ndim == 4 and images.shape[3] in (1, 3, 4) and min(images.shape[1:3]) > 4:
         log.say(f"{name}: the shape {images.shape} has the channels last; they are moved to the second axis")
         images = images.transpose(0, 3, 1, 2)
     if images.ndim != 4 or not images.size:

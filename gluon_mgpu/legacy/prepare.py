@@ -63,7 +63,7 @@ def prepare() -> None:
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
-    startup.plan(contexts=settings.gpus or 1)
+    startup.plan(contexts=settings.gpus or 1, may_serve=True)
     if settings.launched:
         kvstore.prepare_process()
 

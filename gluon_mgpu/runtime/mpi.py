@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import atexit
 import fcntl
 import os
 import signal
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
 SECONDS_TO_START = 120  # for all processes; MPI would wait forever for one that has failed before
 SECONDS_FOR_WORKER_0 = 1.0
 SECONDS_TO_READ = 2.0  # for mpiexec to read the error
+ENDED = 1  # tag of the message that a worker sends when its program ends
 
 
 def world() -> MPI.Intracomm:
     """All processes of the run, once all of them have called this. Raises Error if mpi4py is missing."""
-    signal.alarm(SECONDS_TO_START)  # ends this process, and then mpiexec ends the others
+    # The alarm ends this process, and then mpiexec ends the others. An alarm of the caller's does that, too.
+    alarm = "mpi4py.MPI" not in sys.modules and not any(signal.getitimer(signal.ITIMER_REAL))
+    if alarm:
+        signal.alarm(SECONDS_TO_START)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about an mpiexec of another library, which `join` refuses
@@ -35,8 +40,28 @@ def world() -> MPI.Intracomm:
     except (ImportError, RuntimeError) as error:  # RuntimeError: the MPI library cannot be loaded
         raise Error(f"mpi4py cannot be imported ({error}): run `pip install mpi4py mpich`") from None
     finally:
-        signal.alarm(0)
+        if alarm:
+            signal.alarm(0)
     return MPI.COMM_WORLD
+
+
+def meet(comm: MPI.Intracomm) -> None:
+    """Wait until all processes have called this. Raises Error if the program of one of them has ended, for example with
+    an exception between two trainings: MPI would wait forever."""
+    from mpi4py import MPI
+
+    atexit.unregister(_say_that_this_worker_has_ended)  # from an earlier call
+    atexit.register(_say_that_this_worker_has_ended, comm)
+    arrived, message = comm.Ibarrier(), MPI.Status()
+    while not arrived.Test():
+        if comm.Iprobe(tag=ENDED, status=message):
+            raise Error(f"the program of worker {message.source} has ended, but this worker trains again")
+        time.sleep(0.01)
+
+
+def _say_that_this_worker_has_ended(comm: MPI.Intracomm) -> None:
+    for other in range(comm.size):
+        comm.Isend(b"", other, ENDED)
 
 
 def fail(line: str, status: int, error: BaseException | None = None) -> NoReturn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,9 @@ from click.shell_completion import CompletionItem
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import DATASETS
+from gluon_mgpu.runtime import log
 from gluon_mgpu.runtime.errors import UsageError, setting, shown
+from gluon_mgpu.runtime.files import Location
 
 MOST = 2**31 - 1  # largest value of an integer setting
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
@@ -87,15 +88,6 @@ class Word(click.types.StringParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
-
-
-class Location(click.Path):
-    """A path that is not empty."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if not os.fspath(value):
-            self.fail("the path is empty.", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 FOLDER = Location(file_okay=False)
@@ -326,6 +318,8 @@ class Config:
             raise UsageError("milestones", self.milestones, f"needs {setting('schedule', 'step')}")
         if list(self.milestones) != sorted({epoch for epoch in self.milestones if epoch < self.epochs}):
             raise UsageError("milestones", self.milestones, f"must be increasing epoch numbers below {self.epochs}")
+        if self.schedule != "step" and self.gamma != type(self).gamma:
+            raise UsageError("gamma", self.gamma, f"needs {setting('schedule', 'step')}")
         if self.out and self.resume and Path(self.out) != Path(self.resume):
             raise UsageError("out", self.out, f"a resumed run stays in its folder, {self.resume}; omit this setting")
 
@@ -359,10 +353,9 @@ class Config:
         works = [size for size in range(need, max(examples, need) + 1) if last(size) >= need]
         near = sorted(sorted(works, key=lambda size: abs(size - self.batch_size))[:2])
         parts = f" in each of {self.grad_accum_steps} parts" if self.grad_accum_steps > 1 else ""
-        advice = (
-            f"leaves {last(self.batch_size)} examples for the last step of an epoch, but {device_count} devices need "
-        )
-        advice += f"{need} (one each{parts}); use {' or '.join(map(str, near)) or 'more data'}"
+        rest = last(self.batch_size)
+        advice = f"leaves {rest} {log.plural(rest, 'example')} for the last step of an epoch, which needs {need} "
+        advice += f"(one for each device{parts}); use {' or '.join(map(str, near)) or 'more data'}"
         raise UsageError("batch_size", self.batch_size, advice)
 
     def changed(self, names: Iterable[str]) -> list[str]:

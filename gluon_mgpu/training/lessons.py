@@ -90,11 +90,11 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
 
 
 def fresh(lesson: ModuleType) -> ModuleType:
-    """Your own lesson, loaded again, without the values that it has kept since."""
-    if name_of(lesson) in LESSONS:
+    """Your own lesson, loaded again, without the values that it has kept since, if it was loaded from a file."""
+    if name_of(lesson) in LESSONS or not (hasattr(lesson, "__reload__") or getattr(lesson, "__file__", None)):
         return lesson
     with redirect_stdout(io.StringIO()):  # what a file prints when it is loaded has been printed
-        return getattr(lesson, "__reload__", partial(load, str(lesson.__file__)))()
+        return getattr(lesson, "__reload__", partial(load, str(getattr(lesson, "__file__", ""))))()
 
 
 def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:

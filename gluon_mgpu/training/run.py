@@ -164,6 +164,10 @@ class Run:
         if self.folder is None:
             return
         try:
+            import matplotlib.figure  # noqa: F401  # which curves.png needs after the first epoch
+        except ValueError:
+            raise UsageError("MPLBACKEND", os.environ.get("MPLBACKEND"), "not a backend of Matplotlib") from None
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()  # fail now, not after the first epoch
         except OSError as error:
@@ -309,9 +313,9 @@ def exists(folder: str | Path) -> bool:
 
 def _no_run(folder: Path) -> str:
     """Explain why a path is not the folder of a run, and what to do."""
-    if folder.is_file():
+    if os.path.isfile(folder):
         return f"a file; pass the run's folder, such as {folder.parent}"
-    runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}"))
+    runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}")) if os.path.isdir(folder) else []
     if runs:
         return f"not a run; did you mean {runs[0]}?"
     return "not a run: it has no checkpoint; pass the folder of a run, such as runs/first"

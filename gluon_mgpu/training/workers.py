@@ -101,8 +101,9 @@ def _sharing_cores(comm: Any) -> int:
 def join(kvstore: str) -> Iterator[Group]:
     """Join the other processes of a run. kvstore: "local" for a single process, or "mpi".
 
-    If the `with` block fails in one of several processes, that process prints the error and ends all of them. Raises
-    UsageError if this process was not started for this kvstore, and Error if mpi4py is missing.
+    If the `with` block fails in one of several processes, that process prints the error and ends all of them: the
+    others may not have failed, and would wait for it. So with "mpi", `except Error` around this block has no effect.
+    Raises UsageError if this process was not started for this kvstore, and Error if mpi4py is missing.
     """
     if kvstore == "local":
         if log.rank() is not None and log.size() != 1:
@@ -120,8 +121,9 @@ def join(kvstore: str) -> Iterator[Group]:
         library = " ".join(MPI.Get_library_version().split("\n")[0].split())
         advice = f"{log.size()} processes were started, but not by the mpiexec of mpi4py's library, {library}"
         raise UsageError("kvstore", kvstore, advice)
-    startup.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
     try:
+        mpi.meet(comm)
+        startup.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
         yield Group(comm)
     except Interrupted:  # raised by all workers at the same step
         comm.Barrier()

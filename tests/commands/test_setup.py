@@ -57,6 +57,25 @@ def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, machine):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/python3.11\n", "")
 
 
+@pytest.mark.parametrize("fault", ["no network", "no network, and another Python", "no network, and no MXNet", None])
+def test_make_keeps_an_environment_that_cannot_be_updated_and_uses_it_if_it_works(fault, tmp_path):
+    for name in ("Makefile", "setup.cfg", "scripts"):
+        os.symlink(ROOT / name, tmp_path / name)
+    python, stamp = tmp_path / ".venv/bin/python", tmp_path / ".venv/.installed"
+    pip = "true" if fault is None else "echo no network >&2; false"
+    mxnet = "false" if fault and "MXNet" in fault else "true"
+    write_program(python, f"""case "$*" in *pip*) {pip} ;; *mxnet*) {mxnet} ;; *version*) echo 1 ;; esac""")
+    write_program(tmp_path / "other", 'case "$*" in "-m venv"*) mkdir .venv; touch .venv/new ;; *) echo 2; esac')
+    stamp.touch()
+    os.utime(stamp, (1, 1))  # older than setup.cfg
+    other = ["PYTHON=./other"] if fault and "Python" in fault else []
+    done = finished("make", "install", *other, cwd=tmp_path, env={**os.environ, "MAKEFLAGS": ""})
+    assert python.exists() and (stamp.stat().st_mtime == 1) == (fault is not None)
+    assert not (tmp_path / ".venv.old").exists() and not (tmp_path / ".venv/new").exists()
+    assert (done.returncode == 0) == (fault in ("no network", None)), done
+    assert ("used as it is" in done.stdout) == (fault == "no network")
+
+
 def run(*command, cwd):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = finished(*command, cwd=cwd, env=environment, timeout=900)

@@ -1,6 +1,7 @@
 """Settings that MXNet reads when it loads. Checks run in separate processes."""
 
 import os
+import re
 
 import pytest
 from runs import PRODUCTS, overlap, program, python
@@ -23,7 +24,7 @@ CONVOLUTION = program("""
 RIGHT = {2: (PRODUCTS, "1.0 1.0\n"), 1: (CONVOLUTION, f"{20 * 5 * 5}.0 {20 * 5 * 5}.0 {64 * 9 * 9}.0 {64 * 9 * 9}.0\n")}
 OF_2_CONTEXTS = ["OMP_NUM_THREADS=2", "OMP_NUM_THREADS=2,2 OMP_NESTED=true OMP_DYNAMIC=true", "MXNET_OMP_MAX_THREADS=4"]
 OF_2_CONTEXTS += ["MXNET_CPU_WORKER_NTHREADS=3 OMP_NUM_THREADS=2", "MXNET_ENGINE_TYPE=ThreadedEngine OMP_NUM_THREADS=2"]
-OF_2_CONTEXTS += ["MXNET_ENGINE_TYPE=NaiveEngine"]
+OF_2_CONTEXTS += ["MXNET_ENGINE_TYPE=NaiveEngine PYTHONWARNINGS=error"]
 OF_2_CONTEXTS += ["MXNET_MKLDNN_CACHE_NUM=-1 MXNET_USE_FUSION=false MXNET_KVSTORE_USETREE="]
 # Without configure, the first of these hangs, and these give wrong results.
 OF_1_CONTEXT = [f"OMP_NUM_THREADS=2 OMP_{more}" for more in ("DYNAMIC=true", "THREAD_LIMIT=1", "MAX_ACTIVE_LEVELS=0")]
@@ -40,13 +41,24 @@ def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts,
         assert done.stderr.count(f"{name}={setting[name]} ") == 1  # a notice says that the setting is ignored
 
 
-@pytest.mark.parametrize(
-    "first", [STOCK, "import ctypes; ctypes.CDLL('libgomp.so.1')\n", CONFIGURE.format(1) + "import mxnet\n"]
-)
+@pytest.mark.parametrize("first", [STOCK, "import ctypes; ctypes.CDLL('libgomp.so.1')\n"])
 def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
     done = python(f"{first}from gluon_mgpu.compat import devices; devices.contexts(2, 'cpu')", OMP_NUM_THREADS="2")
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and last.startswith("gluon_mgpu.runtime.errors.Error: 2 CPU contexts can hang"), last
+
+
+def test_one_and_then_two_contexts_train_in_one_process_after_the_call_that_the_error_advises():
+    code = program("""
+        from gluon_mgpu import train
+        options = {"dataset": "synthetic", "limit": 60, "batch_size": 30, "epochs": 1, "seed": 1, "device": "cpu"}
+        print(*(train(gpus=gpus, **options)[0].train_loss for gpus in (1, 2)))
+    """)
+    refused = python(code, OMP_NUM_THREADS="2")
+    [advice] = re.findall(r"call (gluon_mgpu\.configure\(.*?\)) before", refused.stderr.splitlines()[-1])
+    done = python(f"import gluon_mgpu; {advice}\n{code}", OMP_NUM_THREADS="2")
+    one, two = map(float, done.stdout.splitlines()[-1].split())
+    assert "2 CPU contexts can hang" in refused.stderr and one == pytest.approx(two, rel=1e-6)
 
 
 def test_mxnet_may_be_imported_first_if_its_threads_are_safe():
@@ -128,6 +140,12 @@ def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused(setting, monkeyp
     with pytest.raises(UsageError) as caught:
         startup.check_environment()
     assert (caught.value.name, caught.value.value) == (name, value)
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler", ""])  # what a shell on an old cluster may have left
+def test_a_role_with_which_mxnet_would_serve_forever_is_refused(role):
+    done = python("import gluon_mgpu; gluon_mgpu.configure(1)", DMLC_ROLE=role)
+    assert done.returncode == 1 and "UsageError: DMLC_ROLE=" in done.stderr.splitlines()[-1]
 
 
 def test_an_interrupt_that_arrives_while_an_array_is_freed_stops_the_program():

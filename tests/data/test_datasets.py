@@ -119,7 +119,7 @@ def test_each_place_is_searched_in_its_turn(tmp_path, monkeypatch):
     check(tmp_path / "argument", data_dir=put(tmp_path / "argument"))
 
 
-@pytest.mark.parametrize("given", ["nowhere", "."])
+@pytest.mark.parametrize("given", ["nowhere", ".", "x" * 300])
 def test_a_given_folder_without_the_data_is_a_usage_error_even_if_the_data_is_elsewhere(tmp_path, monkeypatch, given):
     put(tmp_path / "system" / NAME)
     with pytest.raises(UsageError, match="data_dir=.*" + re.escape(str(tmp_path / given))):
@@ -158,10 +158,16 @@ def test_limit_keeps_the_first_examples_and_a_sixth_but_at_least_100_tests(tmp_p
         np.testing.assert_array_equal(data[part], TINY[part][:size])
 
 
-@pytest.mark.parametrize("name, limit", [("cifar", None), (NAME, 0), (NAME, 701), ("synthetic", 60001)])
-def test_an_unknown_name_and_a_limit_out_of_range_are_usage_errors(tmp_path, name, limit):
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    "name, limit, subject",
+    [("cifar", None, "dataset"), (NAME, 0, "limit"), (NAME, 701, "limit"), ("synthetic", 60, "data_dir")],
+)
+def test_an_unknown_name_a_wrong_limit_and_a_folder_that_is_not_needed_are_refused(name, limit, subject, tmp_path):
+    with pytest.raises(UsageError) as caught:
         datasets.load(name, data_dir=put(tmp_path / "given"), limit=limit)
+    assert caught.value.name == subject
+    with pytest.raises(UsageError):
+        datasets.load("synthetic", limit=datasets.LARGEST + 1)
 
 
 def test_a_download_fills_the_cache_once_from_the_users_own_mirror_if_there_is_one(server, monkeypatch, capsys):

@@ -40,7 +40,7 @@ networks.register("mlp for one class", lambda: mlp(1))
 
 
 def train(**options):
-    return training.train("highlevel", 2, **{**OPTIONS, **options})
+    return training("highlevel", 2, **{**OPTIONS, **options})
 
 
 def test_evaluate_refuses_other_data_and_labels_that_the_network_has_no_score_for(tmp_path):
@@ -135,6 +135,17 @@ def test_an_array_that_does_not_fit_is_a_usage_error_that_names_it(name, wrong):
     with pytest.raises(UsageError) as caught:
         datasets.own(**{**dict(zip(own_data.PARTS, ARRAYS)), name: wrong})
     assert caught.value.name == name
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 48), (1, 32, 48), (3, 5, 6), (4, 8, 8)])
+def test_images_with_the_channels_last_are_moved_with_a_notice(shape, capsys):
+    images, labels = examples(20, shape=shape)
+    last = images.transpose(0, 2, 3, 1)
+    data = datasets.own(last, labels, last, labels)
+    np.testing.assert_array_equal(data.train_images, images)
+    assert capsys.readouterr().err.count("channels last") == 2
+    assert datasets.own(images, labels, images, labels).checksum() == data.checksum()
+    assert capsys.readouterr().err == ""
 
 
 def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_trained_with():

@@ -79,7 +79,7 @@ SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": 
 
 
 def train(impl="scratch", devices=2, batch_size=BATCH, **options):
-    return training.train(impl, devices, batch_size, LR, **{**SIZE, **options})
+    return training(impl, devices, batch_size, LR, **{**SIZE, **options})
 
 
 def interrupted(impl, at_step, by=signal.SIGINT, **options):
@@ -211,7 +211,7 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
 def test_a_run_whose_epochs_are_reduced_to_the_finished_ones_keeps_that_number(begun):
     reconfigure(begun, epochs=10)
     train(resume=begun, epochs=2)
-    assert len(training.train(resume=begun)) == config(begun).epochs == 2
+    assert len(training(resume=begun)) == config(begun).epochs == 2
 
 
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun):
@@ -321,8 +321,9 @@ def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(beg
     for path in (begun / "checkpoint.npz", begun.parent):
         with pytest.raises(UsageError, match=str(begun)):
             read(path)
-    with pytest.raises(UsageError):
-        read("nowhere")
+    for name in ("nowhere", "x" * 300):
+        with pytest.raises(UsageError):
+            read(name)
 
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):

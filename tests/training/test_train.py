@@ -14,6 +14,7 @@ import struct
 import subprocess
 import termios
 import time
+import types
 
 import interrupts
 import mxnet as mx
@@ -39,7 +40,7 @@ FIELDS = [field.name for field in dataclasses.fields(Config)]
 
 def train(impl="scratch", gpus=2, batch_size=50, lr=0.2, **options):
     defaults = {"dataset": "synthetic", "limit": 100, "epochs": 1, "seed": 0, "device": "cpu"}
-    return training.train(impl, gpus, batch_size, lr, **{**defaults, **options})
+    return training(impl, gpus, batch_size, lr, **{**defaults, **options})
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -78,6 +79,22 @@ def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
         assert not read or f"--resume {tmp_path}" in process.stdout.read().decode().splitlines()[-1]
     assert checkpoint.load(tmp_path / "checkpoint.npz")[1]["history"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("output", ["a reader that ends", "/dev/full"])
+def test_if_nothing_can_be_printed_training_ends_with_one_line_and_what_was_printed_was_saved(output, tmp_path):
+    line = [*runs.TRAIN, *SYNTHETIC, "--limit", "100", "--epochs", "500", "--seed", "1", "--out", tmp_path]
+    with open(output, "wb") if output == "/dev/full" else contextlib.nullcontext(subprocess.PIPE) as stdout:
+        process = subprocess.Popen(line, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    printed = []
+    if process.stdout:
+        printed = [process.stdout.readline() for _ in range(2)]
+        process.stdout.close()
+    err = process.communicate()[1]
+    assert (process.returncode, err.count("\n")) == (1, 1) and err.startswith("error: cannot print ("), err
+    if printed:
+        assert f"--resume {tmp_path}" in err
+        assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["epoch"] == 1
 
 
 def test_a_terminal_shows_a_bar_with_examples_and_loss():
@@ -147,11 +164,23 @@ def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_th
         assert all(works(int(size), examples, need) for size in offered), (examples, devices, batch_size)
 
 
-@pytest.mark.parametrize("folder", ["/proc", "/proc/run", "x" * 300])
+@pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
 def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_usage(folder, capsys):
     with pytest.raises(Error) as caught:
         train(out=folder)
     assert folder in str(caught.value) and caught.type is Error and capsys.readouterr().out == ""
+
+
+def test_an_invalid_backend_for_curves_is_refused_before_training(tmp_path):
+    environment = {**os.environ, "MPLBACKEND": "nonsense"}
+    done = finished(*runs.TRAIN, *SYNTHETIC, "--limit", 100, "--out", tmp_path / "run", env=environment)
+    assert (done.returncode, done.stdout) == (2, "") and "MPLBACKEND='nonsense'" in done.stderr.splitlines()[-1]
+
+
+def test_a_lesson_without_a_file_trains_like_one_with_a_file():
+    lesson = types.ModuleType("mine")
+    vars(lesson).update({name: value for name, value in vars(scratch).items() if not name.startswith("__")})
+    assert train(lesson)[0].train_loss == train()[0].train_loss
 
 
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
@@ -209,7 +238,8 @@ INVALID = [{"dataset": "cifar"}, {"out": ""}, {"schedule": "exponential"}, {"sch
 INVALID += [{"lr": 1e38, "batch_size": 512, "scale_lr": True}, {"batch_size": 10**400, "scale_lr": True}]
 INVALID += [{"limit": 5 * 10**9}, {"milestones": (2,)}, {"milestones": (4,), "schedule": "step"}]
 INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"batch_size": 64.5}, {"batch_size": True}, {"lr": True}]
-INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}]
+INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}, {"out": b"runs"}, {"resume": "a\0"}]
+INVALID += [{"out": "x" * 300}, {"data_dir": "a/" + "x" * 300}, {"gamma": 0.5}]
 
 
 @pytest.mark.parametrize("wrong", INVALID, ids=str)
@@ -229,11 +259,11 @@ def test_numpys_numbers_and_paths_are_accepted_like_pythons(tmp_path):
 
 
 def test_train_has_the_settings_as_arguments_and_rejects_others_as_every_function_does():
-    signature = inspect.signature(training.train)
+    signature = inspect.signature(training)
     assert [*signature.parameters] == FIELDS and signature.return_annotation == "list[Epoch]"
     for args, options in (((), {"momentun": 0.9}), (("scratch",), {"impl": "x"}), (range(len(FIELDS) + 1), {})):
         with pytest.raises(TypeError):
-            training.train(*args, **options)
+            training(*args, **options)
 
 
 @pytest.mark.parametrize("name", FIELDS)
