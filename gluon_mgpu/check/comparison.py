@@ -227,6 +227,8 @@ def update(
     differ = {n: error[n] / (np.linalg.norm(expected[n]) + 1e-30) for n in expected if error[n] > bound[n]}
     if not differ:
         return ""
+    if not any(value.any() for value in expected.values()):
+        return "the step changes the parameters on several devices, but not on one; treat all devices alike"
     k, worst = len(names), max(differ, key=lambda name: error[name] / bound[name] if bound[name] else np.inf)
 
     def is_like(guess: Arrays, tolerance: float = k) -> bool:
@@ -236,7 +238,7 @@ def update(
     if is_like({name: factor * value for name, value in expected.items()}):
         advice = "use the same learning rate and divisor for any number of devices"
         if abs(factor - k) < 1e-3:
-            advice = "add the gradients once, and divide by the size of the batch, not of a shard"
+            advice = "add them once, keep the learning rate, and divide by the size of the batch, not of a shard"
         elif abs(factor - 1 / k) < 1e-3:
             advice = "add the gradients, and divide only by the size of the batch"
         return f"the update is {factor:.4g} times that of one device; {advice}"
@@ -251,7 +253,7 @@ def update(
     more = {name: change[name] - value for name, value in expected.items()}
     decay = sum(np.vdot(more[n], start[n]) for n in more) / (sum(np.vdot(a, a) for a in start.values()) + 1e-30)
     if abs(decay) > 1e-6 and all(np.linalg.norm(more[n] - decay * start[n]) <= 2 * k * bound[n] for n in differ):
-        return f"the update has {decay:.2g} times the parameters too much; add weight decay once, after the sum"
+        return f"the update differs by {decay:.2g} times the parameters; add weight decay once, after the sum"
     if max(differ.values()) < 0.02:
         return (
             f"the update differs from that of one device, by {differ[worst]:.1g} for {worst}; rounding explains only "
@@ -286,7 +288,7 @@ def _weighted_names(weights: np.ndarray | None, names: Sequence[str]) -> str:
     """A sum in words, such as 2 × cpu(0) + 1 × cpu(1)."""
     if weights is None:
         return ""
-    return " + ".join(f"{weight + 0:.2g} × {name}" for weight, name in zip(np.round(weights, 3), names))
+    return " + ".join(f"{w:.2g} × {name}" for w, name in zip(np.round(weights, 3), names) if w) or "0"
 
 
 def _bits(error: float) -> int:

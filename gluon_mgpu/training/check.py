@@ -221,7 +221,7 @@ class _Comparison:
         if not idle or not self.several.calls.examples:
             return ""
         where = ", ".join(str(c) for c in self.several.calls.examples)
-        return f"{idle} computes no examples, because all shards are on {where}; put shard i on ctx[i]"
+        return f"no examples are computed on {idle}, because all shards are on {where}; put shard i on ctx[i]"
 
     def _is_called(self, name: str) -> bool:
         """Whether the step calls a function of the lesson, or of another module with the same code."""
@@ -337,6 +337,8 @@ class _Comparison:
         if wrong := [X.shape for X in Xs if X.shape[1:] != self.image_shape]:
             return usual, f"split_and_load returns images of shape {wrong[0][1:]}; split along the first axis"
         found = [(X.reshape((X.shape[0], -1))[:, 0].asnumpy() - first).astype(int).tolist() for X in Xs if X.size]
+        if any(not (0 <= number < n or 0 <= number + first - 10**7 < n) for number in sum(found, [])):
+            return usual, "split_and_load changes the images; leave each as it is"
         if found != [(y.asnumpy() - first).astype(int).tolist() for y in ys if y.size] and not self.random:
             return usual, "split_and_load splits images and labels differently; give each image its own label"
         split = comparison.split(found, n)
