@@ -5,11 +5,14 @@ from itertools import count
 from pathlib import Path
 
 import mxnet as mx
+import numpy as np
 import pytest
+from click.testing import CliRunner
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, scratch, train
+from gluon_mgpu.commands.check import check
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.check import compare
 
@@ -466,6 +469,15 @@ def test_a_failed_claim_is_shown_even_if_the_step_is_right():
 def test_other_images_and_classes_can_be_checked():
     lesson = lessons.load("highlevel", lenet=network(lambda: nn.Activation("relu"), classes=4))
     assert compare(lesson, CPUS[:2], image_shape=(3, 32, 32), classes=4).verdict == ""
+
+
+def test_the_command_takes_the_shape_of_your_own_data(tmp_path):
+    parts = {"images": np.zeros((9, 3, 20, 20), np.uint8), "labels": np.arange(9, dtype=np.uint8) % 4}
+    np.savez(tmp_path / "data.npz", **{f"{of}_{part}": a for of in ("train", "test") for part, a in parts.items()})
+    (tmp_path / "rgb.py").write_text(Path(highlevel.__file__).read_text().replace("nn.Dense(10)", "nn.Dense(4)"))
+    words = [str(tmp_path / "rgb.py"), "--device", "cpu", "--dataset", "own", "--data-dir", str(tmp_path)]
+    result = CliRunner().invoke(check, words, standalone_mode=False)
+    assert result.exit_code == 0 and result.output.endswith("takes the same step as on one device\n")
 
 
 def test_rounding_is_told_from_a_mistake():
