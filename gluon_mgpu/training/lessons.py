@@ -9,12 +9,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import io
 import os
 import sys
 from collections.abc import Callable, Collection
-from contextlib import redirect_stdout
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -82,19 +79,11 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")
-    vars(lesson).update(functions, __reload__=partial(load, impl, **functions))
+    vars(lesson).update(functions)
     _check_functions(lesson)
     for function in RETURNING & {*vars(lesson)}:
         setattr(lesson, function, _returning(lesson, function))
     return lesson
-
-
-def fresh(lesson: ModuleType) -> ModuleType:
-    """Your own lesson, loaded again, without the values that it has kept since, if it was loaded from a file."""
-    if name_of(lesson) in LESSONS or not (hasattr(lesson, "__reload__") or getattr(lesson, "__file__", None)):
-        return lesson
-    with redirect_stdout(io.StringIO()):  # what a file prints when it is loaded has been printed
-        return getattr(lesson, "__reload__", partial(load, str(getattr(lesson, "__file__", ""))))()
 
 
 def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:

@@ -142,12 +142,12 @@ def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Con
         return ""
     from gluon_mgpu.training import check
 
-    verdict = check.verdict(check.compare(lesson, ctx, config, data.image_shape, data.classes))
-    if verdict or config.check:
+    report = check.compare(lesson, ctx, config, data.image_shape, data.classes)
+    if report.verdict or config.check:
         omitted = config.changed(name for name in SETTINGS if SETTINGS[name].extended)
         without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
-        log.say(f"{name_of(lesson)} {verdict or 'takes the same step as on one device'}{without}")
-    return verdict and f"{name_of(lesson)} {verdict}"
+        log.say(f"{name_of(lesson)} {report.line}{without}")
+    return report.verdict and f"{name_of(lesson)} {report.verdict}"
 
 
 def _say_what_is_not_called(lesson: ModuleType, config: Config, group: Group) -> None:
