@@ -31,6 +31,15 @@ def lenet(scale=0.1, seed=1):
     return net
 
 
+def init_net(lr):
+    net, mesh = lenet(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            fully_shard(layer, mesh=mesh)  # gathered before it is used, and freed afterward
+    fully_shard(net, mesh=mesh)
+    return net, torch.optim.SGD(net.parameters(), lr=lr)
+
+
 def shard(data):
     """This process's part of a batch."""
     return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()]
@@ -63,12 +72,7 @@ def batches(images, labels, order, batch_size=256):
 
 def train(dataset, limit, epochs, lr, out):
     data = datasets.load(dataset, limit=limit)
-    net, mesh = lenet(), init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in net:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            fully_shard(layer, mesh=mesh)  # gathered before it is used, and freed afterward
-    fully_shard(net, mesh=mesh)
-    trainer = torch.optim.SGD(net.parameters(), lr=lr)
+    net, trainer = init_net(lr)
     for epoch in range(1, epochs + 1):
         start = time()
         order = np.random.default_rng([1, epoch]).permutation(len(data.train_labels))  # as scratch.train with seed=1
@@ -84,13 +88,14 @@ def train(dataset, limit, epochs, lr, out):
         np.savez(out, *params)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--dataset", default="fashion-mnist")
-parser.add_argument("--limit", type=int)
-parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--lr", type=float, default=0.05)
-parser.add_argument("--out", help="save the parameters in this .npz file")
-dist.init_process_group("gloo")
-train(**vars(parser.parse_args()))
-dist.destroy_process_group()
-os._exit(0)  # PyTorch 2.13's gloo threads sometimes abort the process while Python shuts down
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset", default="fashion-mnist")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--out", help="save the parameters in this .npz file")
+    dist.init_process_group("gloo")
+    train(**vars(parser.parse_args()))
+    dist.destroy_process_group()
+    os._exit(0)  # PyTorch 2.13's gloo threads sometimes abort the process while Python shuts down

@@ -86,12 +86,13 @@ def train(dataset, limit, epochs, lr, out):
         np.savez(out, *[p.detach().numpy() for p in params])
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--dataset", default="fashion-mnist")
-parser.add_argument("--limit", type=int)
-parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--lr", type=float, default=0.05)
-parser.add_argument("--out", help="save the parameters in this .npz file")
-dist.init_process_group("gloo")
-train(**vars(parser.parse_args()))
-dist.destroy_process_group()
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset", default="fashion-mnist")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--out", help="save the parameters in this .npz file")
+    dist.init_process_group("gloo")
+    train(**vars(parser.parse_args()))
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Compares a step on several devices with the same step on one: `gluon-mgpu check`."""

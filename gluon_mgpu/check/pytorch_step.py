@@ -1,0 +1,292 @@
+"""Takes steps with a PyTorch file in two processes over gloo and in one, for `gluon-mgpu check`.
+
+`python -m gluon_mgpu.check.pytorch_step FILE FOLDER` starts the two processes, then takes the same steps itself, and writes
+the claims to FOLDER. The processes exchange nothing but what the file's step does: their results are files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gluon_mgpu.check.contributions import Arrays, Case, judge, shard_sizes
+
+WORLD = 2
+BATCHES = {"even": 16, "next": 12, "uneven": 13}  # "next" continues with the same network
+SECONDS, AFTER_OTHER = 60, 8  # limits for a step, and after the other process has completed it
+HINTS = {  # {part of PyTorch's message: what to do}
+    "Expected to have finished reduction": "a parameter gets no gradient; use it, or pass find_unused_parameters=True",
+    "process group twice": "the file starts when it is imported; put this under `if __name__ == \"__main__\"`",
+    "closed by peer": "the processes do not make the same calls in the same order",
+    "op.preamble": "the processes do not make the same calls in the same order, with the same shapes",
+}
+
+
+class Stepper:
+    """A fresh copy of the file, with its parameters. rank: also the seed, so that only what is sent, or drawn with a
+    seed of its own, is equal."""
+
+    def __init__(self, file: str, rank: int, double: bool = False) -> None:
+        import torch
+
+        self.file, self.dtype = file, torch.float64 if double else torch.float32
+        torch.manual_seed(rank)
+        np.random.seed(rank)
+        spec = spec_from_file_location("step", file)
+        assert spec and spec.loader
+        self.module = sys.modules["step"] = module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        if hasattr(self.module, "init_net"):
+            net, trainer = self.module.init_net(1.0)
+            self.arguments = (net, trainer)
+            state = net.state_dict(keep_vars=True)
+            self.state = {name.replace("module.", ""): array for name, array in state.items()}
+            self.buffers = frozenset(n.replace("module.", "") for n, _ in net.named_buffers()) & self.state.keys()
+            self.synced = getattr(net, "broadcast_buffers", False)
+        else:
+            params = self.module.init_params()
+            self.arguments = (params, 1.0)
+            items = params.items() if isinstance(params, dict) else enumerate(params)
+            self.state = {f"params[{name}]": array for name, array in items}
+            self.buffers, self.synced = frozenset(), False
+        if double:
+            for array in self.state.values():
+                array.data = array.data.double() if array.is_floating_point() else array.data
+        self.initial = self.arrays()
+
+    def arrays(self) -> Arrays:
+        """The parameters and buffers, with those that are divided among the processes gathered."""
+        gathered = [a.full_tensor() if hasattr(a, "full_tensor") else a for a in self.state.values()]
+        return {n: a.detach().numpy().astype(np.float64) for n, a in zip(self.state, gathered)}
+
+    def start(self) -> Arrays:
+        """Parameters that give each example its own loss and gradient."""
+        rng, start = np.random.default_rng(0), {}
+        for name, a in self.initial.items():
+            spread = rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape) if a.ndim > 1 else 0.5 + rng.random(a.shape) / 2
+            start[name] = spread.astype(np.float32).astype(np.float64) if name not in self.buffers or a.ndim else a
+        return start
+
+    def batch(self, kind: str) -> tuple[Any, Any]:
+        """X and y of a batch: the file's own `example_batch(n)`, or images and labels as of MNIST."""
+        import torch
+
+        n, rng = BATCHES[kind], np.random.default_rng(list(BATCHES).index(kind))
+        if hasattr(self.module, "example_batch"):
+            torch.manual_seed(n)
+            X, y = self.module.example_batch(n)
+        else:
+            X, y = torch.tensor(rng.random((n, 1, 28, 28)), dtype=torch.float32), torch.tensor(rng.integers(0, 10, n))
+        return tuple(a.to(self.dtype) if a.is_floating_point() else a for a in (X, y))  # type: ignore[return-value]
+
+    def step(self, X: Any, y: Any) -> tuple[Arrays, Any]:
+        """Take a step from `start`. Returns how it changes the arrays, and the losses if it returns them."""
+        import torch
+
+        start = self.start()
+        with torch.no_grad():
+            for name, array in self.state.items():
+                value = torch.tensor(start[name], dtype=array.dtype)
+                if hasattr(array, "full_tensor"):
+                    from torch.distributed.tensor import distribute_tensor
+
+                    value = distribute_tensor(value, array.device_mesh, array.placements)
+                array.copy_(value)
+        losses = self.module.train_batch(X, y, *self.arguments)
+        after = self.arrays()
+        losses = losses.detach().numpy().ravel() if isinstance(losses, torch.Tensor) else np.zeros(0)
+        return {name: after[name] - start[name] for name in start}, losses
+
+    def examples(self, X: Any, y: Any) -> list[int]:
+        """The examples whose gradients a step computes in this process; empty if this is unknown."""
+        if not X.is_floating_point():
+            return []
+        X = X.clone().requires_grad_()
+        self.step(X, y)
+        return [] if X.grad is None else X.grad.flatten(1).abs().sum(1).nonzero().ravel().tolist()
+
+
+class Watch:
+    """Ends a process that waits forever in a step, and says in which line."""
+
+    def __init__(self, file: str, folder: Path, rank: int) -> None:
+        self.file, self.folder, self.rank, self.name, self.begun = file, folder, rank, "", 0.0
+        self.thread = threading.main_thread().ident
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def step(self, name: str, function: Any, *arguments: Any) -> Any:
+        self.name, self.begun = name, time.monotonic()
+        result = function(*arguments)
+        self.name = ""
+        (self.folder / f"{name}.{self.rank}").touch()
+        while not (self.folder / f"{name}.{1 - self.rank}").exists():  # the launcher ends this if the other fails
+            time.sleep(0.002)
+        return result
+
+    def fail(self, reason: str) -> None:
+        (self.folder / f"failed.{self.rank}").write_text(reason)
+        os._exit(3)
+
+    def _watch(self) -> None:
+        other_done = 0.0
+        while True:
+            time.sleep(0.1)
+            name, begun, now = self.name, self.begun, time.monotonic()
+            if not name:
+                other_done = 0.0
+                continue
+            if (self.folder / f"{name}.{1 - self.rank}").exists():
+                other_done = other_done or now
+            if now - begun > SECONDS or (other_done and now - other_done > AFTER_OTHER):
+                frame, line = sys._current_frames()[self.thread], 0  # type: ignore[index]
+                while frame:
+                    if frame.f_code.co_filename == self.file:
+                        line = frame.f_lineno
+                        break
+                    frame = frame.f_back  # type: ignore[assignment]
+                other = "has completed the step" if other_done else "waits, too"
+                self.fail(f"line {line} waits forever, while the other process {other}; all processes must make the same calls in the same order")
+
+
+def _where(error: BaseException, file: str) -> str:
+    """An error in one line, with the line of the user's file."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    message = str(error).strip().splitlines() or [""]
+    hint = next((f" ({hint})" for part, hint in HINTS.items() if part in str(error)), "")
+    return f"{f'line {lines[-1]}: ' if lines else ''}{type(error).__name__}: {message[0][:160]}{hint}"
+
+
+def _connect(folder: Path, rank: int, world: int) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+
+
+def process(file: str, folder: Path, rank: int) -> None:
+    """What each of the two processes does."""
+    watch = Watch(file, folder, rank)
+    try:
+        _connect(folder, rank, WORLD)
+        stepper = watch.step("build", Stepper, file, rank)
+        results = {f"start/{name}": a for name, a in stepper.initial.items()}
+        for kind in BATCHES:
+            if kind == "uneven":
+                stepper = watch.step("build again", Stepper, file, rank)
+            change, losses = watch.step(kind, stepper.step, *stepper.batch(kind))
+            results |= {f"{kind}/{name}": a for name, a in change.items()} | {f"losses/{kind}": losses}
+        np.savez(folder / f"result.{rank}.npz", **results)
+        for kind in BATCHES:
+            stepper = watch.step(f"build {kind}", Stepper, file, rank)
+            examples = watch.step(f"examples {kind}", stepper.examples, *stepper.batch(kind))
+            (folder / f"examples.{kind}.{rank}").write_text(json.dumps(examples))
+    except BaseException as error:
+        watch.fail(_where(error, file))
+    os._exit(0)  # gloo's threads sometimes abort while Python shuts down
+
+
+def _run_processes(file: str, folder: Path) -> str:
+    """Returns what is wrong if one of the processes fails."""
+    command = [sys.executable, "-m", "gluon_mgpu.check.pytorch_step", file, str(folder)]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(WORLD)]
+    import torch  # noqa: F401  # meanwhile
+
+    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+        time.sleep(0.02)
+    if any(p.poll() for p in processes):
+        for p in processes:
+            with suppress(subprocess.TimeoutExpired):
+                p.wait(1)
+            p.kill()
+        reasons = {r: (folder / f"failed.{r}").read_text() for r in range(WORLD) if (folder / f"failed.{r}").exists()}
+        if not reasons and not all((folder / f"result.{r}.npz").exists() for r in range(WORLD)):
+            ended = next(r for r, p in enumerate(processes) if p.returncode)
+            return f"process {ended} ended with status {processes[ended].returncode}"
+        # A process whose partner has failed loses its connection: that is not the reason.
+        first = sorted(reasons, key=lambda r: ("closed by peer" in reasons[r], "waits" in reasons[r]))
+        if first and not all((folder / f"result.{r}.npz").exists() for r in range(WORLD)):
+            return f"process {first[0]}: {reasons[first[0]]}"
+    return ""
+
+
+def _examples(folder: Path, kind: str) -> list[list[int]] | None:
+    files = [folder / f"examples.{kind}.{rank}" for rank in range(WORLD)]
+    found = [json.loads(f.read_text()) for f in files if f.exists()]
+    return found if len(found) == WORLD and all(found) else None
+
+
+def main(file: str, folder: Path) -> dict[str, Any]:
+    """The claims, and how far the steps are from float64."""
+    if reason := _run_processes(file, folder):
+        return {"claims": {"update": reason}}
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    _connect(folder, 0, 1)
+    try:
+        steppers, cases, exacts = {}, [], {}
+        one = Stepper(file, 0)
+        for kind in BATCHES:
+            one = Stepper(file, 0) if kind == "uneven" else one
+            steppers[kind] = (one, *one.step(*one.batch(kind)))
+        again = Stepper(file, 0)
+        change, _ = again.step(*again.batch("even"))
+        if any((change[n] != steppers["even"][1][n]).any() for n in change):
+            return {"claims": {"repeatable": "a step uses random numbers, such as dropout; check it without them"}}
+        alone = {}
+        for kind, n in BATCHES.items():
+            ends = np.cumsum([0, *shard_sizes(n, WORLD)])
+            for r, examples in enumerate(_examples(folder, kind) or [list(range(*ends[i : i + 2])) for i in range(WORLD)]):
+                aside = Stepper(file, 0)
+                X, y = aside.batch(kind)
+                alone[kind, r] = aside.step(X[examples], y[examples])[0]
+        with suppress(Exception):  # a step that insists on float32 is compared without
+            torch.set_default_dtype(torch.float64)
+            init = DistributedDataParallel.__init__
+            DistributedDataParallel.__init__ = lambda self, net, *a, **k: init(self, net.double(), *a, **k)  # type: ignore
+            exact = Stepper(file, 0, double=True)
+            for kind in BATCHES:
+                exact = Stepper(file, 0, double=True) if kind == "uneven" else exact
+                exacts[kind] = exact.step(*exact.batch(kind))[0]
+    except Exception as error:
+        return {"claims": {"update": f"in one process, {_where(error, file)}"}}
+    results = [np.load(folder / f"result.{rank}.npz") for rank in range(WORLD)]
+
+    def of(kind: str) -> list[Arrays]:
+        return [{n: r[f"{kind}/{n}"] for n in change} for r in results]
+
+    for kind, (one, whole, losses) in steppers.items():
+        X, y = one.batch(kind)
+        cases.append(
+            Case(
+                n=len(X), terms=X.numel(), start=one.start(), replicas=of(kind), whole=whole, exact=exacts.get(kind),
+                alone=[alone[kind, r] for r in range(WORLD)], examples=_examples(folder, kind),
+                losses=[r[f"losses/{kind}"] for r in results], whole_losses=losses, buffers=one.buffers, synced=one.synced,
+            )
+        )
+    claims = judge(of("start"), cases)
+    first = cases[0]
+    numbers = {"bound": first.bound()}
+    if first.exact:
+        numbers |= {"several": first.distance(first.replicas[0], first.exact), "one": first.distance(first.whole, first.exact)}
+    return {"claims": claims, "numbers": numbers}
+
+
+if __name__ == "__main__":
+    file, folder, *rank = sys.argv[1:]
+    sys.path.insert(0, str(Path(file).parent))
+    if rank:
+        process(file, Path(folder), int(rank[0]))
+    Path(folder, "found.json").write_text(json.dumps(main(file, Path(folder))))
+    os._exit(0)
