@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LAYERS = [
     ["runtime"],
     ["compat"],
+    ["check"],
     ["data"],
     ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks", "legacy"],
     ["training"],

@@ -1,1 +1,1 @@
-"""Compares a step on several devices with the same step on one: `gluon-mgpu check`."""
+"""Compares a training step on several devices with the same step on one: the parts that every framework shares."""

@@ -33,8 +33,9 @@ def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: st
     """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
     changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ or cannot be compared."""
     ctx = devices.contexts(gpus, device)
+    from gluon_mgpu.check.comparison import verdict
     from gluon_mgpu.training import lessons
-    from gluon_mgpu.training.check import compare, verdict
+    from gluon_mgpu.training.check import compare
 
     config = Config(impl=lesson, model=model)
     claims = compare(lessons.load(lesson), ctx, config)

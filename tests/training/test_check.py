@@ -10,8 +10,9 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, scratch, train
+from gluon_mgpu.check.comparison import verdict
 from gluon_mgpu.training import lessons
-from gluon_mgpu.training.check import compare, verdict
+from gluon_mgpu.training.check import compare
 
 CPUS = [mx.cpu(i) for i in range(3)]
 
