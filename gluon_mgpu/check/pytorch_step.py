@@ -1,18 +1,19 @@
 """Takes steps with a PyTorch file in two processes over gloo and in one, for `gluon-mgpu check`.
 
-`python -m gluon_mgpu.check.pytorch_step FILE FOLDER` starts the two processes, then takes the same steps itself, and writes
-the claims to FOLDER. The processes exchange nothing but what the file's step does: their results are files.
+`python -m gluon_mgpu.check.pytorch_step FILE FOLDER` forks the two, then takes the same steps itself, and writes what it
+found to FOLDER. The two exchange only what the file's step does: their results are files.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.check.contributions import Arrays, Case, judge, shard_sizes
+from gluon_mgpu.check.comparison import Arrays
+from gluon_mgpu.check.contributions import Batch, judge
+from gluon_mgpu.runtime.subprocesses import how_it_ended
 
 WORLD = 2
-BATCHES = {"even": 16, "next": 12, "uneven": 13}  # "next" continues with the same network
+BATCHES = {"even": 16, "later": 12, "uneven": 13}  # "later" continues with the same network
 SECONDS, AFTER_OTHER = 60, 8  # limits for a step, and after the other process has completed it
 HINTS = {  # {part of PyTorch's message: what to do}
     "Expected to have finished reduction": "a parameter gets no gradient; use it, or pass find_unused_parameters=True",
@@ -159,7 +162,7 @@ class Watch:
                 self.fail(f"line {line} waits forever, while the other process {other}; all processes must make the same calls in the same order")
 
 
-def _where(error: BaseException, file: str) -> str:
+def where(error: BaseException, file: str) -> str:
     """An error in one line, with the line of the user's file."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     message = str(error).strip().splitlines() or [""]
@@ -192,32 +195,35 @@ def process(file: str, folder: Path, rank: int) -> None:
             examples = watch.step(f"examples {kind}", stepper.examples, *stepper.batch(kind))
             (folder / f"examples.{kind}.{rank}").write_text(json.dumps(examples))
     except BaseException as error:
-        watch.fail(_where(error, file))
-    os._exit(0)  # gloo's threads sometimes abort while Python shuts down
+        watch.fail(where(error, file))
+    os._exit(0)
 
 
 def _run_processes(file: str, folder: Path) -> str:
-    """Returns what is wrong if one of the processes fails."""
-    command = [sys.executable, "-m", "gluon_mgpu.check.pytorch_step", file, str(folder)]
-    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(WORLD)]
-    import torch  # noqa: F401  # meanwhile
-
-    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-        time.sleep(0.02)
-    if any(p.poll() for p in processes):
-        for p in processes:
-            with suppress(subprocess.TimeoutExpired):
-                p.wait(1)
-            p.kill()
-        reasons = {r: (folder / f"failed.{r}").read_text() for r in range(WORLD) if (folder / f"failed.{r}").exists()}
-        if not reasons and not all((folder / f"result.{r}.npz").exists() for r in range(WORLD)):
-            ended = next(r for r, p in enumerate(processes) if p.returncode)
-            return f"process {ended} ended with status {processes[ended].returncode}"
-        # A process whose partner has failed loses its connection: that is not the reason.
-        first = sorted(reasons, key=lambda r: ("closed by peer" in reasons[r], "waits" in reasons[r]))
-        if first and not all((folder / f"result.{r}.npz").exists() for r in range(WORLD)):
-            return f"process {first[0]}: {reasons[first[0]]}"
-    return ""
+    """Run the two processes. Returns what is wrong if one of them fails before it has taken its steps."""
+    children: list[int] = []
+    for rank in range(WORLD):
+        child = os.fork()
+        if not child:
+            process(file, folder, rank)
+        children.append(child)
+    ended: dict[int, int] = {}  # {rank: exit status}
+    while len(ended) < WORLD:
+        child, status = os.waitpid(-1, 0)
+        ended[children.index(child)] = os.waitstatus_to_exitcode(status)
+        if status and len(ended) < WORLD:  # the other may be about to fail, too
+            time.sleep(0.5)
+            for other in set(children) - {child}:
+                os.kill(other, signal.SIGKILL)
+    if all((folder / f"result.{rank}.npz").exists() for rank in range(WORLD)):
+        return ""
+    failed = {r: f.read_text() for r in ended if (f := folder / f"failed.{r}").exists()}
+    for rank, status in ended.items():
+        if rank not in failed and status != -signal.SIGKILL:
+            failed[rank] = how_it_ended(status)
+    # if one fails, the other loses its connection
+    rank = min(failed, key=lambda rank: ("closed by peer" in failed[rank], "waits" in failed[rank]), default=0)
+    return f"process {rank}: {failed.get(rank, 'was killed')}"
 
 
 def _examples(folder: Path, kind: str) -> list[list[int]] | None:
@@ -228,65 +234,70 @@ def _examples(folder: Path, kind: str) -> list[list[int]] | None:
 
 def main(file: str, folder: Path) -> dict[str, Any]:
     """The claims, and how far the steps are from float64."""
+    import torch
+    import torch.nn.parallel
+
+    torch.set_num_threads(1)
+    if "optim" in Path(file).read_text():
+        import torch._dynamo  # takes seconds, and the first optimizer would import it in each process
     if reason := _run_processes(file, folder):
         return {"claims": {"update": reason}}
+    _connect(folder, 0, 1)
+    try:
+        steps = _in_one_process(file, folder)
+    except Exception as error:
+        return {"claims": {"update": f"in one process, {where(error, file)}"}}
+    if not steps:
+        return {"claims": {"repeatable": "a step uses random numbers, such as dropout; check it without them"}}
+    results = [np.load(folder / f"result.{rank}.npz") for rank in range(WORLD)]
+    names = steps["even"]["whole"]
+
+    def of(kind: str) -> list[Arrays]:
+        return [{name: result[f"{kind}/{name}"] for name in names} for result in results]
+
+    batches = {}
+    for kind, step in steps.items():
+        losses = [result[f"losses/{kind}"] for result in results], step.pop("losses")
+        batches[kind] = Batch(changes=of(kind), examples=_examples(folder, kind), losses=losses, **step)
+    return {"claims": judge(of("start"), **batches), "numbers": batches["even"].distances()}
+
+
+def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """{batch: fields of its `Batch`}; empty if a step gives another result the second time."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    _connect(folder, 0, 1)
-    try:
-        steppers, cases, exacts = {}, [], {}
-        one = Stepper(file, 0)
-        for kind in BATCHES:
-            one = Stepper(file, 0) if kind == "uneven" else one
-            steppers[kind] = (one, *one.step(*one.batch(kind)))
-        again = Stepper(file, 0)
-        change, _ = again.step(*again.batch("even"))
-        if any((change[n] != steppers["even"][1][n]).any() for n in change):
-            return {"claims": {"repeatable": "a step uses random numbers, such as dropout; check it without them"}}
-        alone = {}
-        for kind, n in BATCHES.items():
-            ends = np.cumsum([0, *shard_sizes(n, WORLD)])
-            for r, examples in enumerate(_examples(folder, kind) or [list(range(*ends[i : i + 2])) for i in range(WORLD)]):
-                aside = Stepper(file, 0)
-                X, y = aside.batch(kind)
-                alone[kind, r] = aside.step(X[examples], y[examples])[0]
-        with suppress(Exception):  # a step that insists on float32 is compared without
-            torch.set_default_dtype(torch.float64)
-            init = DistributedDataParallel.__init__
-            DistributedDataParallel.__init__ = lambda self, net, *a, **k: init(self, net.double(), *a, **k)  # type: ignore
-            exact = Stepper(file, 0, double=True)
-            for kind in BATCHES:
-                exact = Stepper(file, 0, double=True) if kind == "uneven" else exact
-                exacts[kind] = exact.step(*exact.batch(kind))[0]
-    except Exception as error:
-        return {"claims": {"update": f"in one process, {_where(error, file)}"}}
-    results = [np.load(folder / f"result.{rank}.npz") for rank in range(WORLD)]
+    found = {}
+    for kind, stepper in _steppers(file):
+        X, y = stepper.batch(kind)
+        whole, losses = stepper.step(X, y)
+        if kind == "even":
+            again, _ = Stepper(file, 0).step(X, y)
+            if any((again[name] != whole[name]).any() for name in whole):
+                return {}
+        examples = _examples(folder, kind) or np.array_split(range(len(X)), WORLD)
+        alone = [Stepper(file, 0).step(X[part], y[part])[0] for part in map(list, examples)]
+        fields = {"n": len(X), "terms": X.numel(), "start": stepper.start(), "whole": whole, "alone": alone, "exact": None}
+        found[kind] = {**fields, "losses": losses, "buffers": stepper.buffers, "synced": stepper.synced}
+    with suppress(Exception):  # a step that insists on float32 is compared without
+        torch.set_default_dtype(torch.float64)
+        init = DistributedDataParallel.__init__
+        DistributedDataParallel.__init__ = lambda self, net, *a, **k: init(self, net.double(), *a, **k)  # type: ignore
+        for kind, stepper in _steppers(file, double=True):
+            found[kind]["exact"], _ = stepper.step(*stepper.batch(kind))
+    return found
 
-    def of(kind: str) -> list[Arrays]:
-        return [{n: r[f"{kind}/{n}"] for n in change} for r in results]
 
-    for kind, (one, whole, losses) in steppers.items():
-        X, y = one.batch(kind)
-        cases.append(
-            Case(
-                n=len(X), terms=X.numel(), start=one.start(), replicas=of(kind), whole=whole, exact=exacts.get(kind),
-                alone=[alone[kind, r] for r in range(WORLD)], examples=_examples(folder, kind),
-                losses=[r[f"losses/{kind}"] for r in results], whole_losses=losses, buffers=one.buffers, synced=one.synced,
-            )
-        )
-    claims = judge(of("start"), cases)
-    first = cases[0]
-    numbers = {"bound": first.bound()}
-    if first.exact:
-        numbers |= {"several": first.distance(first.replicas[0], first.exact), "one": first.distance(first.whole, first.exact)}
-    return {"claims": claims, "numbers": numbers}
+def _steppers(file: str, **options: bool) -> Iterator[tuple[str, Stepper]]:
+    """Each batch, and what takes its step: the network that has taken the step before, or a new one."""
+    stepper = Stepper(file, 0, **options)
+    for kind in BATCHES:
+        stepper = Stepper(file, 0, **options) if kind == "uneven" else stepper
+        yield kind, stepper
 
 
 if __name__ == "__main__":
-    file, folder, *rank = sys.argv[1:]
+    file, folder = sys.argv[1:]
     sys.path.insert(0, str(Path(file).parent))
-    if rank:
-        process(file, Path(folder), int(rank[0]))
     Path(folder, "found.json").write_text(json.dumps(main(file, Path(folder))))
-    os._exit(0)
+    os._exit(0)  # gloo's threads sometimes abort while Python shuts down

@@ -1,0 +1,74 @@
+"""Checks a file with a step in PyTorch or JAX, in a process of its own. Needs no MXNet."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.runtime.errors import Error, UsageError
+
+SECONDS = 300  # limit for a check, on a busy machine
+CLAIMS = {
+    "start": "all processes start with the same parameters",
+    "split": "each example is in exactly one process",
+    "sum": "each process updates with the gradients of all",
+    "losses": "the losses are those of the batch's examples",
+    "replicas": "after a step, all processes have the same parameters",
+    "update": "the step changes the parameters as in one process",
+    "repeatable": "the same step twice gives the same result",
+}
+FUNCTIONS = {
+    "torch": "train_batch(X, y, params, lr) and init_params(), or train_batch(X, y, net, trainer) and init_net(lr)",
+    "jax": "train_batch(X, y, device_params, devices, lr) and init_params()",
+}
+
+
+def engine(path: str) -> str | None:
+    """What a Python file imports: "torch" or "jax"; None if it imports neither, or is not a Python file.
+
+    Raises UsageError if the file has not the functions of a step, or if PyTorch or JAX is not installed.
+    """
+    if not os.path.isfile(path):
+        return None
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError):
+        return None  # the other check says so
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules = {name.partition(".")[0] for name in names}
+    found = next((name for name in FUNCTIONS if name in modules and "mxnet" not in modules), None)
+    if found:
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if "train_batch" not in defined or not {"init_params", "init_net"} & defined:
+            raise UsageError(None, path, f"must define {FUNCTIONS[found]}")
+        if not find_spec(found):
+            advice = "run `make torch`, or install torch" if found == "torch" else "run `pip install '.[jax]'`"
+            raise UsageError(None, path, f"{found} is not installed for {sys.executable}; {advice}")
+    return found
+
+
+def run(path: str, name: str) -> dict[str, Any]:
+    """Check a file. name: its engine. Returns the claims, and differences from the same step in float64, if known:
+    {"claims": {claim: what is wrong}, "numbers": {"several": ..., "one": ..., "bound": ...}}."""
+    module = {"torch": "pytorch_step", "jax": "jax_step"}[name]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", f"gluon_mgpu.check.{module}", os.path.realpath(path), folder]
+        # One thread: the batches are small. Modules of the user's folder must not hide others.
+        env = {**subprocesses.users_environment(), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), env.get("PYTHONPATH")]))
+        finished = subprocesses.run(command, env=env, seconds=SECONDS)
+        result = Path(folder, "found.json")
+        if result.exists():
+            return json.loads(result.read_text())  # type: ignore[no-any-return]
+    if finished.status == 0:
+        raise Error(f"{path} ended the check before its result")
+    subprocesses.raise_for_status(path, finished)
+    raise AssertionError
