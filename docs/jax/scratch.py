@@ -1,6 +1,7 @@
 """gluon_mgpu/scratch.py in JAX: one process, and the same functions. Arrays never change, so each returns new ones."""
 
 import argparse
+import sys
 from time import time
 
 import jax
@@ -71,8 +72,10 @@ def batches(images, labels, order, batch_size=256):
         yield images[chosen].astype(np.float32) / 255, labels[chosen].astype(np.int32)
 
 
-def train(dataset, limit, epochs, lr, out):
-    data, devices = datasets.load(dataset, limit=limit), jax.devices("cpu")
+def train(dataset, limit, epochs, lr, out, device):
+    data, devices = datasets.load(dataset, limit=limit), jax.devices(device)
+    if 0 < (rest := len(data.train_labels) % 256) < len(devices):
+        sys.exit(f"--limit {limit}: the last batch has {rest} image, for {len(devices)} devices; choose another limit")
     device_params = [get_params(init_params(), d) for d in devices]
     tests = data.test_images, data.test_labels, np.arange(len(data.test_labels))
     for epoch in range(1, epochs + 1):
@@ -86,14 +89,19 @@ def train(dataset, limit, epochs, lr, out):
         print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}")
     if out:
         np.savez(out, *device_params[0])
+    several, one = (train_batch(X, y, device_params[:k], devices[:k], lr)[0] for k in (len(devices), 1))
+    largest = max(abs(a - b).max() for a, b in zip(several, one))
+    print(f"largest difference from one device after another step: {largest:.1e}")
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_default_matmul_precision", "highest")  # or a GPU rounds float32 to 10 bits
     parser = argparse.ArgumentParser()
     parser.add_argument("--dataset", default="fashion-mnist")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--out", help="save the parameters in this .npz file")
+    parser.add_argument("--device", choices=["cpu", "gpu"], help="default: the GPUs, or two CPU devices")
     train(**vars(parser.parse_args()))

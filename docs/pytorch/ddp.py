@@ -36,8 +36,8 @@ def init_net(lr):
 
 
 def shard(data):
-    """This process's part of a batch."""
-    return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()]
+    """This process's part of a batch, on its device."""
+    return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()].to(torch.get_default_device())
 
 
 def train_batch(X, y, net, trainer):
@@ -47,6 +47,22 @@ def train_batch(X, y, net, trainer):
     loss.backward()
     trainer.step()
     trainer.zero_grad()
+
+
+def full(net):
+    """The parameters."""
+    return [p.detach() for p in net.parameters()]
+
+
+def difference(X, y, net, trainer):
+    """The largest difference of a parameter after a step, from the same step on one device."""
+    device, one = torch.get_default_device(), lenet()
+    for p, value in zip(one.parameters(), full(net)):
+        p.data.copy_(value)
+    F.cross_entropy(one(X.to(device)), y.to(device)).backward()
+    torch.optim.SGD(one.parameters(), lr=trainer.param_groups[0]["lr"]).step()
+    train_batch(X, y, net, trainer)
+    return max((a - b).abs().max().item() for a, b in zip(full(net), one.parameters()))
 
 
 @torch.no_grad()
@@ -62,7 +78,17 @@ def evaluate_accuracy(data_iter, net):
 
 def batches(images, labels, order, batch_size=256):
     for chosen in np.split(order, range(batch_size, len(order), batch_size)):
-        yield torch.tensor(images[chosen]) / 255, torch.tensor(labels[chosen]).long()
+        yield torch.from_numpy(images[chosen]) / 255, torch.from_numpy(labels[chosen]).long()
+
+
+def join(device):
+    """Connect the processes: with nccl if each has a GPU of its own, else with gloo. New tensors are on `device`."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+    torch.set_default_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # or convolutions on a GPU are rounded to 10 bits
+    dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
 
 
 def train(dataset, limit, epochs, lr, out):
@@ -73,13 +99,18 @@ def train(dataset, limit, epochs, lr, out):
         order = np.random.default_rng([1, epoch]).permutation(len(data.train_labels))  # as scratch.train with seed=1
         for X, y in batches(data.train_images, data.train_labels, order):
             train_batch(X, y, net, trainer)
+        next(net.parameters()).cpu()  # waits until a GPU has updated it
         seconds = time() - start
         test_iter = batches(data.test_images, data.test_labels, np.arange(len(data.test_labels)))
         accuracy = evaluate_accuracy(test_iter, net)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
+    params = [p.cpu().numpy() for p in full(net)]
     if out and dist.get_rank() == 0:
-        np.savez(out, *[p.detach().numpy() for p in net.parameters()])
+        np.savez(out, *params)
+    largest = difference(X, y, net, trainer)  # with the last batch
+    if dist.get_rank() == 0:
+        print(f"largest difference from one device after another step: {largest:.1e}", flush=True)
 
 
 if __name__ == "__main__":
@@ -89,7 +120,9 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--out", help="save the parameters in this .npz file")
-    dist.init_process_group("gloo")
-    train(**vars(parser.parse_args()))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    options = vars(parser.parse_args())
+    join(options.pop("device"))
+    train(**options)
     dist.destroy_process_group()
     os._exit(0)  # PyTorch 2.13's gloo threads sometimes abort the process while Python shuts down

@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 docs/pytorch/scratch.py
 """
 
 import argparse
+import os
 from time import time
 
 import numpy as np
@@ -33,8 +34,8 @@ def lenet(X, params):
 
 
 def shard(data):
-    """This process's part of a batch."""
-    return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()]
+    """This process's part of a batch, on its device."""
+    return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()].to(torch.get_default_device())
 
 
 def sgd(params, lr, batch_size):
@@ -53,6 +54,16 @@ def train_batch(X, y, params, lr):
     sgd(params, lr, len(X))
 
 
+def difference(X, y, params, lr):
+    """The largest difference of a parameter after a step, from the same step on one device."""
+    device = torch.get_default_device()
+    one = [p.detach().clone().requires_grad_() for p in params]
+    F.cross_entropy(lenet(X.to(device), one), y.to(device), reduction="sum").backward()
+    sgd(one, lr, len(X))
+    train_batch(X, y, params, lr)
+    return max((a - b).abs().max().item() for a, b in zip(params, one))
+
+
 @torch.no_grad()
 def evaluate_accuracy(data_iter, net):
     """Each process scores its part of each batch."""
@@ -66,7 +77,17 @@ def evaluate_accuracy(data_iter, net):
 
 def batches(images, labels, order, batch_size=256):
     for chosen in np.split(order, range(batch_size, len(order), batch_size)):
-        yield torch.tensor(images[chosen]) / 255, torch.tensor(labels[chosen]).long()
+        yield torch.from_numpy(images[chosen]) / 255, torch.from_numpy(labels[chosen]).long()
+
+
+def join(device):
+    """Connect the processes: with nccl if each has a GPU of its own, else with gloo. New tensors are on `device`."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+    torch.set_default_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # or convolutions on a GPU are rounded to 10 bits
+    dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
 
 
 def train(dataset, limit, epochs, lr, out):
@@ -77,13 +98,17 @@ def train(dataset, limit, epochs, lr, out):
         order = np.random.default_rng([1, epoch]).permutation(len(data.train_labels))  # as scratch.train with seed=1
         for X, y in batches(data.train_images, data.train_labels, order):
             train_batch(X, y, params, lr)
+        params[0].cpu()  # waits until a GPU has updated it
         seconds = time() - start
         test_iter = batches(data.test_images, data.test_labels, np.arange(len(data.test_labels)))
         accuracy = evaluate_accuracy(test_iter, lambda X: lenet(X, params))
         if dist.get_rank() == 0:
             print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
     if out and dist.get_rank() == 0:
-        np.savez(out, *[p.detach().numpy() for p in params])
+        np.savez(out, *[p.detach().cpu().numpy() for p in params])
+    largest = difference(X, y, params, lr)  # with the last batch
+    if dist.get_rank() == 0:
+        print(f"largest difference from one device after another step: {largest:.1e}", flush=True)
 
 
 if __name__ == "__main__":
@@ -93,6 +118,8 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--out", help="save the parameters in this .npz file")
-    dist.init_process_group("gloo")
-    train(**vars(parser.parse_args()))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    options = vars(parser.parse_args())
+    join(options.pop("device"))
+    train(**options)
     dist.destroy_process_group()

@@ -1,27 +1,29 @@
 """What each process adds to an update, for steps in several processes: `gluon-mgpu check` of PyTorch and JAX files.
 
-Each process's examples add their part to the update of an array. The weights of the parts, (1, 1) in a right step of two
-processes, tell what a wrong step does. It extends `comparison`, and needs only NumPy.
+Each process's examples add their part to the update of an array. The weights of the parts, (1, 1) in a right step of
+two processes, tell what a wrong step does. It extends `comparison`, and needs only NumPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gluon_mgpu.check import comparison
 from gluon_mgpu.check.comparison import EQUALLY, ROUNDING, Arrays, Claims, distance
 
+
 @dataclass
 class Batch:
     """What one step did, from the parameters `start`.
 
     changes: in each process. whole: in one process; exact: there, in float64, if it can be computed. alone: in one
-    process, with only the examples of each process. examples: those of which each process computed gradients, if known.
-    losses: of each process, and of one, if the step returns them. terms: in the longest sum of a gradient. buffers: names
-    of running statistics; synced: the next forward pass makes them equal.
+    process, with only the examples of each process. examples: those of which each process computed gradients, if
+    known. losses: of each process, and of one, if the step returns them. terms: in the longest sum of a gradient.
+    buffers: names of running statistics; synced: the next forward pass makes them equal.
     """
 
     n: int
@@ -41,7 +43,9 @@ class Batch:
         self.names = [name for name in self.whole if name not in self.buffers]
         self.processes = [f"process {rank}" for rank in range(k)]
         self.sizes = [len(e) for e in self.examples or np.array_split(range(self.n), k)]
-        self.mean = self._sum([{a: c * s / self.n for a, c in alone.items()} for s, alone in zip(self.sizes, self.alone)])
+        self.mean = self._sum(
+            [{a: c * s / self.n for a, c in alone.items()} for s, alone in zip(self.sizes, self.alone)]
+        )
         scale = np.divide(self.sizes, self.n)
         if self._far(self._sum(self.alone)) < self._far(self.mean):  # the step does not divide by the size of the batch
             scale = np.ones(k)
@@ -90,7 +94,13 @@ class Batch:
 
     def claims(self) -> Claims:
         split = comparison.split(self.examples, self.n, "the step") if self.examples else ""
-        return {"split": split, "sum": _sum(self), "losses": _losses(self), "replicas": _replicas(self), "update": _update(self)}
+        return {
+            "split": split,
+            "sum": _sum(self),
+            "losses": _losses(self),
+            "replicas": _replicas(self),
+            "update": _update(self),
+        }
 
 
 def judge(start: Sequence[Arrays], even: Batch, uneven: Batch, later: Batch) -> Claims:
@@ -101,14 +111,16 @@ def judge(start: Sequence[Arrays], even: Batch, uneven: Batch, later: Batch) -> 
     if not any(a.any() for b in batches for change in [b.whole, *b.changes] for a in change.values()):
         claims["update"] = "the steps do not change the parameters; assign in place"
     elif found[2]["update"] and not found[0]["update"]:  # not a missing sum, though the parts may look like one
-        claims = {"start": claims["start"], "update": claims["update"], **claims}
+        claims |= {"sum": "", "replicas": ""}
+    elif list(filter(None, found[0].values())) == [found[0]["update"]]:  # the uneven batch says nothing more
+        claims |= {"sum": "", "replicas": ""}
     elif found[1]["update"] and not found[0]["update"] and not claims["split"]:
         claims["sum"] = ""
     return claims
 
 
-def norm(array: object) -> float:
-    return float(np.linalg.norm(array))  # type: ignore[arg-type]
+def norm(array: Any) -> float:
+    return float(np.linalg.norm(array))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -118,7 +130,9 @@ def _some(names: Sequence[str]) -> str:
 def _sum(batch: Batch) -> str:
     """Whether each process updates with the gradients of all."""
     wrong = [batch.wrong(change) for change in batch.changes]
-    own, not_all, only = [], [], []
+    own: list[str] = []
+    not_all: list[str] = []
+    only: list[tuple[str, int]] = []
     for name in batch.names:
         ranks = [rank for rank, names in enumerate(wrong) if name in names and batch.whole[name].any()]
         contained = [_contained(batch, rank, name) for rank in range(len(wrong))]
@@ -130,9 +144,12 @@ def _sum(batch: Batch) -> str:
         of = "" if len(own) == len(batch.names) else f" for {_some(own)}"
         return f"each process updates with its own gradients{of}; sum them in the last backward pass, before the update"
     if not_all:
-        return f"one process updates with its own gradients ({_some(not_all)}); leave the sum in all, as all_reduce does"
+        return (
+            f"one process updates with its own gradients ({_some(not_all)}); leave the sum in all, as all_reduce does"
+        )
     if only and not (batch.examples and comparison.split(batch.examples, batch.n)):
-        return f"the update uses only the gradients of process {only[0][1]} ({_some([n for n, _ in only])}); add the others'"
+        names = _some([name for name, _ in only])
+        return f"the update uses only the gradients of process {only[0][1]} ({names}); add those of the others"
     return ""
 
 
@@ -160,8 +177,13 @@ def _replicas(batch: Batch) -> str:
         return _some([n for n in names if any((first[n] != other[n]).any() for other in others)])
 
     if names := differ(batch.names):
-        by = "" if any(batch.wrong(change) for change in batch.changes) else ", by rounding; add in the same order"
-        return f"after a step, the processes have different parameters ({names}){by}"
+        wrong = [rank for rank, change in enumerate(batch.changes) if batch.wrong(change)]
+        if not wrong:
+            return f"the processes have parameters that differ by rounding ({names}); add in the same order in each"
+        if len(wrong) < len(batch.changes):
+            return f"the step of process {wrong[0]} is not that of the others ({names}); leave the sum in each process"
+        advice = "sum all gradients before the update; DDP does so in the last backward pass if it is not in no_sync"
+        return f"after a step, the processes have different parameters ({names}); {advice}"
     if not batch.synced and (names := differ(sorted(batch.buffers))):
         return f"the processes have different running statistics ({names}); average or broadcast them, as DDP does"
     return ""
@@ -175,7 +197,9 @@ def _update(batch: Batch) -> str:
     if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
         return f"the update is not finite ({_some(infinite)})"
     weights = [batch.weights(change, name) for name in wrong if batch.whole[name].any()]
-    if weights and all(w is not None and np.ptp(w * batch.sizes) < 0.01 * abs(w[0]) and np.ptp(w) > 0.01 for w in weights):
+    if weights and all(
+        w is not None and np.ptp(w * batch.sizes) < 0.01 * abs(w[0]) and np.ptp(w) > 0.01 for w in weights
+    ):
         return f"the parts of {' and '.join(map(str, batch.sizes))} examples have the same weight; {EQUALLY}"
     if batch.wrong(batch.mean) and not batch.wrong(change, batch.mean):
         return "each process changes its gradients before the sum, for example by clipping; sum first"

@@ -7,10 +7,15 @@ import json
 import os
 import sys
 import tempfile
-from importlib.util import find_spec
+import traceback
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from gluon_mgpu.check.comparison import Arrays
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -27,6 +32,13 @@ CLAIMS = {
 FUNCTIONS = {
     "torch": "train_batch(X, y, params, lr) and init_params(), or train_batch(X, y, net, trainer) and init_net(lr)",
     "jax": "train_batch(X, y, device_params, devices, lr) and init_params()",
+}
+
+HINTS = {  # {part of PyTorch's message: what to do}
+    "Expected to have finished reduction": "a parameter gets no gradient; use it, or pass find_unused_parameters=True",
+    "process group twice": 'the file starts when it is imported; put this under `if __name__ == "__main__"`',
+    "by peer": "the processes do not make the same calls in the same order",
+    "op.preamble": "the processes do not make the same calls in the same order, with the same shapes",
 }
 
 
@@ -61,14 +73,41 @@ def run(path: str, name: str) -> dict[str, Any]:
     module = {"torch": "pytorch_step", "jax": "jax_step"}[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"gluon_mgpu.check.{module}", os.path.realpath(path), folder]
-        # One thread: the batches are small. Modules of the user's folder must not hide others.
+        # CPUs, and one thread, because the batches are small. The current folder's modules hide no others.
         env = {**subprocesses.users_environment(), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), env.get("PYTHONPATH")]))
         finished = subprocesses.run(command, env=env, seconds=SECONDS)
         result = Path(folder, "found.json")
         if result.exists():
-            return json.loads(result.read_text())  # type: ignore[no-any-return]
+            return json.loads(result.read_text())
     if finished.status == 0:
         raise Error(f"{path} ended the check before its result")
     subprocesses.raise_for_status(path, finished)
     raise AssertionError
+
+
+def load(file: str) -> ModuleType:
+    """Import a new copy of the user's file."""
+    spec = spec_from_file_location("step", file)
+    assert spec and spec.loader
+    module = sys.modules["step"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def spread(arrays: Arrays) -> Arrays:
+    """Parameters with these shapes, from which each example has its own loss and gradient."""
+    rng, found = np.random.default_rng(0), {}
+    for name, a in arrays.items():
+        weight = rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape) if a.ndim > 1 else 0.5 + rng.random(a.shape)
+        found[name] = weight.astype(np.float32).astype(np.float64)
+    return found
+
+
+def where(error: BaseException, file: str) -> str:
+    """An error in one line, with the line of the user's file."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    message = (str(error).strip().splitlines() or [""])[0][:160]
+    hint = next((f" ({hint})" for part, hint in HINTS.items() if part in str(error)), "")
+    return f"{f'line {lines[-1]}: ' if lines else ''}{type(error).__name__}: {message}{hint}"

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from contextlib import suppress
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,21 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gluon_mgpu.check import comparison
+from gluon_mgpu.check import files
 from gluon_mgpu.check.comparison import Arrays
 from gluon_mgpu.check.contributions import Batch, judge
-from gluon_mgpu.check.pytorch_step import where
 
 DEVICES = 2
 BATCHES = {"even": 16, "uneven": 15, "later": 16}  # few sizes, because JAX compiles for each
-
-
-def load(file: str) -> ModuleType:
-    spec = spec_from_file_location("step", file)
-    assert spec and spec.loader
-    module = sys.modules["step"] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def arrays(params: Any) -> Arrays:
@@ -47,7 +37,7 @@ def replicas(module: ModuleType, devices: list[Any]) -> list[Any]:
 
 def step(module: ModuleType, params: Any, X: Any, y: Any, devices: list[Any], dtype: Any = jnp.float32) -> list[Arrays]:
     """How a step changes the parameters, on each device."""
-    start = values(params)
+    start = files.spread(arrays(params))
     leaves = [jnp.asarray(a, dtype) for a in start.values()]
     whole = jax.tree.unflatten(jax.tree.structure(params), leaves)
     after = module.train_batch(X.astype(dtype), y, [jax.device_put(whole, d) for d in devices], devices, 1.0)
@@ -57,27 +47,18 @@ def step(module: ModuleType, params: Any, X: Any, y: Any, devices: list[Any], dt
     return [{name: a - start[name] for name, a in arrays(of_device).items()} for of_device in after]
 
 
-def values(params: Any) -> Arrays:
-    """Parameters that give each example its own loss and gradient."""
-    rng, found = np.random.default_rng(0), {}
-    for name, a in arrays(params).items():
-        value = rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape) if a.ndim > 1 else 0.5 + rng.random(a.shape) / 2
-        found[name] = value.astype(np.float32).astype(np.float64)
-    return found
-
-
 def main(file: str) -> dict[str, Any]:
     devices = jax.devices("cpu")[:DEVICES]
     try:
         return compare(file, devices)
     except Exception as error:
-        return {"claims": {"update": where(error, file)}}
+        return {"claims": {"update": files.where(error, file)}}
 
 
 def compare(file: str, devices: list[Any]) -> dict[str, Any]:
-    module = load(file)
+    module = files.load(file)
     initial = replicas(module, devices)
-    params, batches, split = initial[0], {}, ""
+    params, batches = initial[0], {}
     for i, (kind, n) in enumerate(BATCHES.items()):
         rng = np.random.default_rng(i)
         X, y = rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n).astype(np.int32)
@@ -93,7 +74,7 @@ def compare(file: str, devices: list[Any]) -> dict[str, Any]:
                 exact = step(module, params, X, y, devices[:1], jnp.float64)[0]
         alone = [step(module, params, X[part], y[part], devices[:1])[0] for part in examples]
         changes = step(module, params, X, y, devices)
-        batches[kind] = Batch(n, X.size, values(params), changes, whole, exact, alone, examples)
+        batches[kind] = Batch(n, X.size, files.spread(arrays(params)), changes, whole, exact, alone, examples)
     claims = judge([arrays(p) for p in initial], **batches)
     return {"claims": claims, "numbers": batches["even"].distances()}
 

@@ -1,7 +1,7 @@
 """Takes steps with a PyTorch file in two processes over gloo and in one, for `gluon-mgpu check`.
 
-`python -m gluon_mgpu.check.pytorch_step FILE FOLDER` forks the two, then takes the same steps itself, and writes what it
-found to FOLDER. The two exchange only what the file's step does: their results are files.
+`python -m gluon_mgpu.check.pytorch_step FILE FOLDER` forks the two, then takes the same steps itself, and writes what
+it found to FOLDER. The two exchange only what the file's step does: their results are files.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gluon_mgpu.check import files
 from gluon_mgpu.check.comparison import Arrays
 from gluon_mgpu.check.contributions import Batch, judge
 from gluon_mgpu.runtime.subprocesses import how_it_ended
@@ -28,12 +28,6 @@ from gluon_mgpu.runtime.subprocesses import how_it_ended
 WORLD = 2
 BATCHES = {"even": 16, "later": 12, "uneven": 13}  # "later" continues with the same network
 SECONDS, AFTER_OTHER = 60, 8  # limits for a step, and after the other process has completed it
-HINTS = {  # {part of PyTorch's message: what to do}
-    "Expected to have finished reduction": "a parameter gets no gradient; use it, or pass find_unused_parameters=True",
-    "process group twice": "the file starts when it is imported; put this under `if __name__ == \"__main__\"`",
-    "closed by peer": "the processes do not make the same calls in the same order",
-    "op.preamble": "the processes do not make the same calls in the same order, with the same shapes",
-}
 
 
 class Stepper:
@@ -46,10 +40,7 @@ class Stepper:
         self.file, self.dtype = file, torch.float64 if double else torch.float32
         torch.manual_seed(rank)
         np.random.seed(rank)
-        spec = spec_from_file_location("step", file)
-        assert spec and spec.loader
-        self.module = sys.modules["step"] = module_from_spec(spec)
-        spec.loader.exec_module(self.module)
+        self.module = files.load(file)
         if hasattr(self.module, "init_net"):
             net, trainer = self.module.init_net(1.0)
             self.arguments = (net, trainer)
@@ -74,12 +65,9 @@ class Stepper:
         return {n: a.detach().numpy().astype(np.float64) for n, a in zip(self.state, gathered)}
 
     def start(self) -> Arrays:
-        """Parameters that give each example its own loss and gradient."""
-        rng, start = np.random.default_rng(0), {}
-        for name, a in self.initial.items():
-            spread = rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape) if a.ndim > 1 else 0.5 + rng.random(a.shape) / 2
-            start[name] = spread.astype(np.float32).astype(np.float64) if name not in self.buffers or a.ndim else a
-        return start
+        """The parameters before each step."""
+        counters = {name: a for name, a in self.initial.items() if name in self.buffers and not a.ndim}
+        return {**files.spread(self.initial), **counters}
 
     def batch(self, kind: str) -> tuple[Any, Any]:
         """X and y of a batch: the file's own `example_batch(n)`, or images and labels as of MNIST."""
@@ -91,7 +79,7 @@ class Stepper:
             X, y = self.module.example_batch(n)
         else:
             X, y = torch.tensor(rng.random((n, 1, 28, 28)), dtype=torch.float32), torch.tensor(rng.integers(0, 10, n))
-        return tuple(a.to(self.dtype) if a.is_floating_point() else a for a in (X, y))  # type: ignore[return-value]
+        return tuple(a.to(self.dtype) if a.is_floating_point() else a for a in (X, y))
 
     def step(self, X: Any, y: Any) -> tuple[Arrays, Any]:
         """Take a step from `start`. Returns how it changes the arrays, and the losses if it returns them."""
@@ -152,22 +140,11 @@ class Watch:
             if (self.folder / f"{name}.{1 - self.rank}").exists():
                 other_done = other_done or now
             if now - begun > SECONDS or (other_done and now - other_done > AFTER_OTHER):
-                frame, line = sys._current_frames()[self.thread], 0  # type: ignore[index]
-                while frame:
-                    if frame.f_code.co_filename == self.file:
-                        line = frame.f_lineno
-                        break
-                    frame = frame.f_back  # type: ignore[assignment]
+                frame = sys._current_frames()[self.thread]  # type: ignore[index]
+                lines = [number for f, number in traceback.walk_stack(frame) if f.f_code.co_filename == self.file]
                 other = "has completed the step" if other_done else "waits, too"
-                self.fail(f"line {line} waits forever, while the other process {other}; all processes must make the same calls in the same order")
-
-
-def where(error: BaseException, file: str) -> str:
-    """An error in one line, with the line of the user's file."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    message = str(error).strip().splitlines() or [""]
-    hint = next((f" ({hint})" for part, hint in HINTS.items() if part in str(error)), "")
-    return f"{f'line {lines[-1]}: ' if lines else ''}{type(error).__name__}: {message[0][:160]}{hint}"
+                advice = "all processes must make the same calls in the same order"
+                self.fail(f"line {lines[0] if lines else '?'} waits forever; the other process {other}; {advice}")
 
 
 def _connect(folder: Path, rank: int, world: int) -> None:
@@ -195,7 +172,7 @@ def process(file: str, folder: Path, rank: int) -> None:
             examples = watch.step(f"examples {kind}", stepper.examples, *stepper.batch(kind))
             (folder / f"examples.{kind}.{rank}").write_text(json.dumps(examples))
     except BaseException as error:
-        watch.fail(where(error, file))
+        watch.fail(files.where(error, file))
     os._exit(0)
 
 
@@ -222,7 +199,7 @@ def _run_processes(file: str, folder: Path) -> str:
         if rank not in failed and status != -signal.SIGKILL:
             failed[rank] = how_it_ended(status)
     # if one fails, the other loses its connection
-    rank = min(failed, key=lambda rank: ("closed by peer" in failed[rank], "waits" in failed[rank]), default=0)
+    rank = min(failed, key=lambda rank: ("by peer" in failed[rank], "waits" in failed[rank]), default=0)
     return f"process {rank}: {failed.get(rank, 'was killed')}"
 
 
@@ -240,13 +217,14 @@ def main(file: str, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     if "optim" in Path(file).read_text():
         import torch._dynamo  # takes seconds, and the first optimizer would import it in each process
+    sys.path.insert(0, str(Path(file).parent))  # as for a script, but its modules hide none that are imported above
     if reason := _run_processes(file, folder):
         return {"claims": {"update": reason}}
     _connect(folder, 0, 1)
     try:
         steps = _in_one_process(file, folder)
     except Exception as error:
-        return {"claims": {"update": f"in one process, {where(error, file)}"}}
+        return {"claims": {"update": f"in one process, {files.where(error, file)}"}}
     if not steps:
         return {"claims": {"repeatable": "a step uses random numbers, such as dropout; check it without them"}}
     results = [np.load(folder / f"result.{rank}.npz") for rank in range(WORLD)]
@@ -277,12 +255,19 @@ def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
                 return {}
         examples = _examples(folder, kind) or np.array_split(range(len(X)), WORLD)
         alone = [Stepper(file, 0).step(X[part], y[part])[0] for part in map(list, examples)]
-        fields = {"n": len(X), "terms": X.numel(), "start": stepper.start(), "whole": whole, "alone": alone, "exact": None}
+        fields = {
+            "n": len(X),
+            "terms": X.numel(),
+            "start": stepper.start(),
+            "whole": whole,
+            "alone": alone,
+            "exact": None,
+        }
         found[kind] = {**fields, "losses": losses, "buffers": stepper.buffers, "synced": stepper.synced}
     with suppress(Exception):  # a step that insists on float32 is compared without
         torch.set_default_dtype(torch.float64)
         init = DistributedDataParallel.__init__
-        DistributedDataParallel.__init__ = lambda self, net, *a, **k: init(self, net.double(), *a, **k)  # type: ignore
+        DistributedDataParallel.__init__ = lambda self, net, *a, **k: init(self, net.double(), *a, **k)
         for kind, stepper in _steppers(file, double=True):
             found[kind]["exact"], _ = stepper.step(*stepper.batch(kind))
     return found
@@ -298,6 +283,5 @@ def _steppers(file: str, **options: bool) -> Iterator[tuple[str, Stepper]]:
 
 if __name__ == "__main__":
     file, folder = sys.argv[1:]
-    sys.path.insert(0, str(Path(file).parent))
     Path(folder, "found.json").write_text(json.dumps(main(file, Path(folder))))
     os._exit(0)  # gloo's threads sometimes abort while Python shuts down
