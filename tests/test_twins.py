@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import sys
+import textwrap
 from functools import cache
 from itertools import combinations
 
@@ -16,6 +17,8 @@ from mxnet import nd
 from runs import ROOT, finished
 
 from gluon_mgpu import scratch
+from gluon_mgpu.check import comparison
+from gluon_mgpu.check import files as check_file
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.runtime import subprocesses
 
@@ -106,6 +109,23 @@ def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_
 def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_110_lines():
     assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
     assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 110
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
+    page, program = (ROOT / "docs/pytorch.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
+    answer = textwrap.dedent(re.search(r"```python\n( +class Buckets:.*?)```", page, re.DOTALL)[1])
+    file = tmp_path / "by_hand.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    results = []
+    for wait in ("\n            self.sums[-1][2].wait()", ""):  # at once: no overlap; and in `finish`
+        code = answer.replace("all_reduce(vector)))", f"all_reduce(vector))){wait}")
+        head, rest = program.split("class Buckets:")
+        file.write_text(head + code + "\n\nclass " + rest.partition("\n\nclass ")[2])
+        lines = finished(*torchrun, file).stdout.splitlines()[-2:]
+        results.append([line.endswith("correct") for line in lines])
+    assert results == [[True, False], [True, True]]
+    assert not comparison.verdict(check_file.run(str(file), "torch")["claims"])
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
