@@ -197,7 +197,8 @@ def _run_processes(file: str, folder: Path) -> str:
     failed = {r: f.read_text() for r in ended if (f := folder / f"failed.{r}").exists()}
     for rank, status in ended.items():
         if rank not in failed and status != -signal.SIGKILL:
-            failed[rank] = how_it_ended(status)
+            aborted = " (as gloo does if the shapes of a sum differ)" if status == -signal.SIGABRT else ""
+            failed[rank] = how_it_ended(status) + aborted
     # if one fails, the other loses its connection
     rank = min(failed, key=lambda rank: ("by peer" in failed[rank], "waits" in failed[rank]), default=0)
     return f"process {rank}: {failed.get(rank, 'was killed')}"
