@@ -3,22 +3,26 @@ come from MXNet, PyTorch or JAX.
 
 Each function checks one claim, and returns what is wrong, or an empty string. A driver takes the steps: the whole batch
 on several devices and on one, each shard alone on one, all from the same parameters. `combine` joins the claims of
-several batches, and `verdict` is the line for the user.
+several batches, and a `Report` has the line for the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Optional
 
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-Claims = dict[str, str]  # {claim: what is wrong; empty if the claim holds}
+Claims = dict[str, Optional[str]]  # {claim: what is wrong}; "": nothing; None: there was nothing to check
 EXAMPLES = (4, 3, 5)  # per device, in each of the three batches; the second one has one more example, so it is uneven
+RATES = (0.7, 0.9, 0.6)  # the learning rate in each batch; not 1, so that a power of it is another number
 ROUNDING = 2.0**-24  # largest relative error of one float32 operation
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
 EQUALLY = "add the gradients of all examples, and divide by the size of the batch"
+LESS_PRECISE = "as after float16 or 8-bit numbers; keep float32 until the sum is complete"
+MAY_BE_RIGHT = {"split", "sum"}  # an unusual split or sum may be right, if the step is that of one device
 
 
 @dataclass
@@ -29,6 +33,35 @@ class Step:
     losses: np.ndarray
     changes: list[Arrays]
     grads: list[Arrays] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """The claims, how the step was compared (such as "with dropout off"), and lines with numbers, if there are any."""
+
+    claims: Claims
+    how: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """Empty if the step on several devices is the step on one, else the likeliest reason."""
+        wrong = {claim: reason for claim, reason in self.claims.items() if reason}
+        if not {*wrong} - MAY_BE_RIGHT:
+            return ""
+        claim, reason = next(iter(wrong.items()))
+        beginnings = {
+            "runs": "cannot be compared with one device",
+            "repeatable": "cannot be compared with one device",
+            "called": "does not use all of its functions",
+            "accuracy": "does not measure the accuracy of one device",
+        }
+        return f"{beginnings.get(claim, 'does not take the same step as on one device')}: {reason}"
+
+    @property
+    def line(self) -> str:
+        """What to tell the user, whatever the verdict."""
+        return self.verdict or ", ".join(["takes the same step as on one device", *self.how])
 
 
 def start(devices: Sequence[Arrays]) -> str:
@@ -50,7 +83,7 @@ def replicas(step: Step) -> str:
 
 def split(shards: Sequence[Sequence[int]], n: int, function: str = "split_and_load") -> str:
     """Whether each of n examples is on exactly one device. shards: the indices of the examples on each device;
-    negative: not an example of this batch."""
+    negative or too large: not an example of this batch."""
     indices = [list(shard) for shard in shards]
     found, batch, k = sorted(sum(indices, [])), list(range(n)), len(indices)
     if found == batch:
@@ -67,29 +100,59 @@ def split(shards: Sequence[Sequence[int]], n: int, function: str = "split_and_lo
 
 def reduced(values: np.ndarray, results: np.ndarray, names: Sequence[str], function: str = "allreduce") -> str:
     """Whether each device has the sum. values, results (k, ...): what device i had before and after."""
-    k = len(values)
-    right, mean, first = (
-        np.isclose(results, value, rtol=1e-5, atol=1e-5) for value in (values.sum(0), values.mean(0), values[0])
+    k, total = len(values), values.sum(0)
+    right, mean, first, unchanged = (
+        np.isclose(results, value, rtol=1e-5, atol=1e-5) for value in (total, values.mean(0), values[0], values)
     )
     if right.all():
         return ""
+    if unchanged.all():
+        return f"{function} does not change the arrays; write the sum into them, as in d[:] = total"
     if mean.all():
         return f"{function} divides the sum by {k}, the number of devices; divide once, by the size of the batch"
     if first.all():
         return f"{function} copies the first device's array to the others, without adding theirs"
+    error = np.abs(results - total).max() / np.abs(total).max()
+    if error < 0.02:
+        return f"{function} leaves a sum of only about {_bits(error)} bits, {LESS_PRECISE}"
     if all(part.any() and not part.all() for part in right):
         return f"{function} sums only a part of the array: {right[0].sum()} of {right[0].size} elements"
-    return f"{function} leaves no sum on {', '.join(name for name, part in zip(names, right) if not part.all())}"
+    wrong = [i for i in range(k) if not right[i].all()]
+    left = [_weighted_names(_weights(results[i], values), names) for i in wrong]
+    if not all(left):
+        return f"{function} leaves no sum on {', '.join(names[i] for i in wrong)}"
+    if len({*left}) == 1:
+        return f"{function} leaves {left[0]} on {', '.join(names[i] for i in wrong)}, not the sum"
+    return f"{function} leaves no sum, but {', '.join(f'{sum} on {names[i]}' for i, sum in zip(wrong, left))}"
 
 
-def losses(step: Step, expected: np.ndarray, terms: int) -> str:
-    """Whether the losses of a step are those of the batch, in any order. terms: see `rounding_bound`."""
+def not_finite(step: Step) -> str:
+    """Whether all numbers are finite."""
+    arrays = {"losses": step.losses, **step.changes[0]}
+    wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
+    if not wrong:
+        return ""
+    value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
+    where = "losses" if wrong[0] == "losses" else f"gradients ({', '.join(wrong[:4])})"
+    return f"the {where} of a step are {value}; look for a logarithm or a division of 0, or for overflow"
+
+
+def losses(step: Step, expected: np.ndarray, terms: int, by_shard: np.ndarray | None = None) -> str:
+    """Whether the losses of a step are those of the batch, in any order. terms: see `order_bound`. by_shard: the losses
+    if each shard is computed alone."""
+    n = len(expected)
     if step.losses.shape != expected.shape:
-        n = len(expected)
         return f"the losses of a step on {n} examples are {step.losses.size}; return one for each example"
-    if not alike(step.losses, expected, terms):
-        return "the losses are not those of the batch; leave each image as it is, with its own label"
-    return ""
+    if alike(step.losses, expected, terms):
+        return ""
+    if by_shard is not None and alike(step.losses, by_shard, terms):
+        return (
+            "losses depend on the shard's other examples, as with statistics (mean, variance) of a shard; use constants"
+        )
+    factor = step.losses.sum() / expected.sum()
+    if alike(step.losses, expected * factor, terms):
+        return f"the losses are {factor:.4g} times those of one device; do not scale them by the number of devices"
+    return "the losses are not those of the batch; leave each image as it is, with its own label"
 
 
 def alike(losses: np.ndarray, expected: np.ndarray, terms: int) -> bool:
@@ -105,11 +168,26 @@ def weighted(shards: Sequence[Step], sizes: Sequence[int]) -> list[Arrays]:
     return [{name: c * size / n for name, c in shard.changes[0].items()} for shard, size in zip(shards, sizes)]
 
 
-def rounding_bound(parts: Sequence[Arrays], start: Arrays, terms: int) -> dict[str, float]:
-    """How far the update of each parameter can be from another order of the same operations, in float32 (a norm).
+def rounding_bound(one: Arrays, exact: Arrays, parts: Sequence[Arrays], start: Arrays, terms: int) -> dict[str, float]:
+    """How far the update of each parameter can be from that of one device because of rounding (a norm): 8 times as far
+    as that of one device is from the same update in float64, or as random errors in a sum of `terms` numbers add up to.
 
-    parts: as in `weighted`. start: the parameters before the step. terms: the number of terms in the longest sum of a
-    gradient, such as the examples times the positions of a convolution.
+    one, exact: the update on one device, in float32 and in float64. parts: see `weighted`. start: the parameters before
+    the step. terms: see `order_bound`. A mistake does not shrink with the precision, so it is farther away.
+    """
+    bound = {}
+    for name, value in exact.items():
+        size = sum(np.linalg.norm(part[name]) for part in parts)
+        random = ROUNDING * (terms**0.5 * size + np.linalg.norm(start[name]))
+        bound[name] = 8 * float(max(np.linalg.norm(one[name] - value), random))
+    return bound
+
+
+def order_bound(parts: Sequence[Arrays], start: Arrays, terms: int) -> dict[str, float]:
+    """The same bound if a step cannot be taken in float64: the largest error of sums in another order.
+
+    terms: the number of terms in the longest sum of a gradient, such as the examples times the positions of a
+    convolution.
     """
     bound = {}
     for name in start:
@@ -124,39 +202,70 @@ def distance(change: Arrays, expected: Arrays) -> float:
     return (error / (sum(float(np.sum(value**2)) for value in expected.values()) or 1)) ** 0.5
 
 
+def rounding_note(several: Arrays, one: Arrays, exact: Arrays, bound: dict[str, float]) -> str:
+    """How far both updates are from the same update in float64, and how far rounding explains."""
+    explained = (
+        sum(b**2 for b in bound.values()) / (sum(float(np.sum(value**2)) for value in exact.values()) or 1)
+    ) ** 0.5
+    return (
+        f"distance from the same step in float64: {distance(several, exact):.1e} on several devices, "
+        f"{distance(one, exact):.1e} on one; rounding explains {explained:.1e}"
+    )
+
+
 def update(
-    names: Sequence[str], change: Arrays, expected: Arrays, parts: Sequence[Arrays], bound: dict[str, float]
+    names: Sequence[str],
+    change: Arrays,
+    expected: Arrays,
+    parts: Sequence[Arrays],
+    bound: dict[str, float],
+    start: Arrays,
 ) -> str:
     """Whether an update is that of one device, or what it looks like. names: of the devices. parts: see `weighted`.
-    bound: see `rounding_bound`."""
+    bound: see `rounding_bound`. start: the parameters before the step."""
     error = {name: np.linalg.norm(change[name] - value) for name, value in expected.items()}
     differ = {n: error[n] / (np.linalg.norm(expected[n]) + 1e-30) for n in expected if error[n] > bound[n]}
     if not differ:
         return ""
-    k, worst = len(names), max(differ, key=lambda name: differ[name])
+    k, worst = len(names), max(differ, key=lambda name: error[name] / bound[name] if bound[name] else np.inf)
+
+    def is_like(guess: Arrays, tolerance: float = k) -> bool:
+        return all(np.linalg.norm(change[n] - guess[n]) <= tolerance * bound[n] for n in differ)
+
     factor = np.vdot(change[worst], expected[worst]) / (np.vdot(expected[worst], expected[worst]) + 1e-30)
-
-    def is_like(guess: Arrays, factor: float = 1) -> bool:
-        return all(np.linalg.norm(change[n] - factor * guess[n]) <= k * bound[n] for n in differ)
-
-    if is_like(expected, factor):
+    if is_like({name: factor * value for name, value in expected.items()}):
         advice = "use the same learning rate and divisor for any number of devices"
-        if is_like(expected, k):
+        if abs(factor - k) < 1e-3:
             advice = "add the gradients once, and divide by the size of the batch, not of a shard"
-        elif is_like(expected, 1 / k):
+        elif abs(factor - 1 / k) < 1e-3:
             advice = "add the gradients, and divide only by the size of the batch"
         return f"the update is {factor:.4g} times that of one device; {advice}"
-    for name, part in zip(names, parts):
-        if is_like(part):
-            return f"the update uses only the gradients of {name}; add those of the others"
+    flat = [np.concatenate([part[name].ravel() for name in expected]) for part in parts]
+    weights = _weights(np.concatenate([change[name].ravel() for name in expected]), flat, 1e-3)
+    if weights is not None and np.abs(weights - 1).max() > 0.01:
+        used = [name for name, weight in zip(names, weights) if abs(weight) > 1e-3]
+        if len(used) < k and np.allclose(weights[np.abs(weights) > 1e-3], 1, atol=1e-2):
+            return f"the update uses only the gradients of {', '.join(used)}; add those of the others"
+        advice = "each shard must count once; look for clipping, or a scale, before the sum"
+        return f"the update adds the shards' gradients as {_weighted_names(weights, names)}; {advice}"
+    more = {name: change[name] - value for name, value in expected.items()}
+    decay = sum(np.vdot(more[n], start[n]) for n in more) / (sum(np.vdot(a, a) for a in start.values()) + 1e-30)
+    if abs(decay) > 1e-6 and all(np.linalg.norm(more[n] - decay * start[n]) <= 2 * k * bound[n] for n in differ):
+        return f"the update has {decay:.2g} times the parameters too much; add weight decay once, after the sum"
+    if max(differ.values()) < 0.02:
+        return (
+            f"the update differs from that of one device, by {differ[worst]:.1g} for {worst}; rounding explains only "
+            f"{bound[worst] / np.linalg.norm(expected[worst]):.1g}; {LESS_PRECISE}"
+        )
+    by = f"{differ[worst]:.0%}" if differ[worst] < 100 else "far"
     advice = "if all else is right, look for clipping or weight decay before the sum"
-    return f"the update differs from that of one device, by {differ[worst]:.0%} for {worst}; {advice}"
+    return f"the update differs from that of one device, by {by} for {worst}; {advice}"
 
 
 def combine(batches: Sequence[Claims]) -> Claims:
     """The claims of all batches. There are three, with `EXAMPLES` per device: what goes wrong only later, or only in
     the uneven batch, has a reason of its own."""
-    claims = {name: next((batch[name] for batch in batches if batch[name]), "") for name in batches[0]}
+    claims = {name: next((batch[name] for batch in batches if batch[name]), batches[0][name]) for name in batches[0]}
     even, uneven, later = (batch["update"] for batch in batches)
     if later and not even:
         claims["update"] = f"only the first update is that of one device; {LEFT}"
@@ -165,13 +274,23 @@ def combine(batches: Sequence[Claims]) -> Claims:
     return claims
 
 
-def verdict(claims: Claims) -> str:
-    """What to tell the user: empty if the step on several devices is the step on one, else the likeliest reason."""
-    for claim, reason in claims.items():
-        if reason:
-            differs = "cannot be compared with" if claim == "repeatable" else "does not take the same step as on"
-            return f"{differs} one device: {reason}"
-    return ""
+def _weights(result: np.ndarray, parts: Iterable[np.ndarray], tolerance: float = 1e-4) -> np.ndarray | None:
+    """The weights with which a result is a sum of parts; None if it is no such sum."""
+    columns = np.stack([np.ravel(part).astype(np.float64) for part in parts], axis=1)
+    weights = np.linalg.lstsq(columns, np.ravel(result).astype(np.float64), rcond=None)[0]
+    error = np.linalg.norm(columns @ weights - np.ravel(result))
+    return weights if error <= tolerance * np.linalg.norm(result) else None
+
+
+def _weighted_names(weights: np.ndarray | None, names: Sequence[str]) -> str:
+    """A sum in words, such as 2 × cpu(0) + 1 × cpu(1)."""
+    if weights is None:
+        return ""
+    return " + ".join(f"{weight + 0:.2g} × {name}" for weight, name in zip(np.round(weights, 3), names))
+
+
+def _bits(error: float) -> int:
+    return round(float(-np.log2(error)))
 
 
 def _differ(devices: Sequence[Arrays]) -> str:

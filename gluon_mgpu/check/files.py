@@ -11,18 +11,17 @@ import traceback
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.check.comparison import Arrays
+from gluon_mgpu.check.comparison import Arrays, Report
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS = 300  # limit for a check, on a busy machine
 CLAIMS = {
     "start": "all processes start with the same parameters",
-    "split": "each example is in exactly one process",
+    "devices": "each example is in exactly one process",
     "sum": "each process updates with the gradients of all",
     "losses": "the losses are those of the batch's examples",
     "replicas": "after a step, all processes have the same parameters",
@@ -67,9 +66,8 @@ def engine(path: str) -> str | None:
     return found
 
 
-def run(path: str, name: str) -> dict[str, Any]:
-    """Check a file. name: its engine. Returns the claims, and differences from the same step in float64, if known:
-    {"claims": {claim: what is wrong}, "numbers": {"several": ..., "one": ..., "bound": ...}}."""
+def run(path: str, name: str) -> Report:
+    """Check a file. name: its engine."""
     module = {"torch": "pytorch_step", "jax": "jax_step"}[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"gluon_mgpu.check.{module}", os.path.realpath(path), folder]
@@ -80,7 +78,7 @@ def run(path: str, name: str) -> dict[str, Any]:
         finished = subprocesses.run(command, env=env, seconds=SECONDS)
         result = Path(folder, "found.json")
         if result.exists():
-            return json.loads(result.read_text())
+            return Report(**json.loads(result.read_text()))
     if finished.status == 0:
         raise Error(f"{path} ended the check before its result")
     subprocesses.raise_for_status(path, finished)

@@ -76,7 +76,7 @@ def compare(file: str, devices: list[Any]) -> dict[str, Any]:
         changes = step(module, params, X, y, devices)
         batches[kind] = Batch(n, X.size, files.spread(arrays(params)), changes, whole, exact, alone, examples)
     claims = judge([arrays(p) for p in initial], **batches)
-    return {"claims": claims, "numbers": batches["even"].distances()}
+    return {"claims": claims, "notes": batches["even"].notes()}
 
 
 if __name__ == "__main__":

@@ -1,27 +1,43 @@
 """Takes a lesson's step on several devices and on one, and compares them: the same batch, from the same parameters.
 
-That both give the same update is the claim of data parallelism. `compare` checks it claim by claim; what holds and what
-the likeliest mistake is follows from arrays alone, in `gluon_mgpu.check.comparison`.
+That both give the same update is the claim of data parallelism. `compare` checks it claim by claim. This module takes
+the steps, and sees on which devices they compute; `gluon_mgpu.check.comparison` judges the arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import copy
+import functools
+import inspect
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
+import mxnet as mx
 import numpy as np
-from mxnet import Context, nd
+from mxnet import Context, gluon, nd
+from mxnet.ndarray import NDArray
 
+from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.check import comparison
-from gluon_mgpu.check.comparison import Arrays, Claims, Step
+from gluon_mgpu.check.comparison import EXAMPLES, RATES, Arrays, Claims, Report, Step
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import shard_sizes
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime.errors import UsageError, reason
 from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import Model, state_dict
+from gluon_mgpu.training.model import state_dict
+
+Batch = tuple[np.ndarray, np.ndarray, float]  # images, labels, learning rate
+Kept = dict[tuple[int, str, Any], Any]  # {(index of the function or -1, kind of variable, its name): value}
+NETWORK = scratch.lenet.__name__
+FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", NETWORK)
 
 
 def compare(
@@ -30,7 +46,7 @@ def compare(
     config: Config | None = None,
     image_shape: Sequence[int] = IMAGE_SHAPE,
     classes: int = 10,
-) -> Claims:
+) -> Report:
     """Take steps with a lesson's `train_batch` on ctx and on ctx[0], and check what a step must do.
 
     ctx: at least two devices. config: only its network, and how the network is computed, are used. image_shape,
@@ -38,93 +54,532 @@ def compare(
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
-    config = config or Config()
-    plain = Config(impl=lessons.name_of(lesson), model=config.model)
-    same = replace(plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
-    # Each model has its own copy of the lesson, because a lesson may keep values between steps, such as velocities.
-    several, one, aside = (
-        models.build(lessons.fresh(lesson), c, settings, image_shape, classes)
-        for c, settings in ((ctx, same), (ctx[:1], plain), (ctx[:1], plain))
-    )
-    rng, k = np.random.default_rng(0), len(ctx)
-    start = {  # larger than a lesson's parameters, so that each example has its own loss and gradient
-        name: rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape).astype(np.float32) if a.ndim > 1 else a
-        for name, a in state_dict(one).items()
-    }
-    claims = {"start": comparison.start(_replicas(several)), "split": "", "sum": _sum(aside.lesson, ctx)}
-    batches, moves = [], False
-    for i, per_device in enumerate(comparison.EXAMPLES):
-        n = k * per_device + (i == 1)
-        X, y = rng.random((n, *image_shape)), rng.integers(0, classes, n)
-        taken, whole, again = (_step(model, start, X, y) for model in (several, one, aside))
-        if i == 0 and (whole.losses != again.losses).any():
-            return {"repeatable": "a step uses random numbers, such as dropout; check it without them"}
-        batches.append(
-            {"split": _split(aside.lesson, ctx, n), **_compare_step(several, one, aside, start, X, y, taken, whole)}
-        )
-        moves |= any(change.any() for change in whole.changes[0].values())
-    claims |= comparison.combine(batches)
-    if not (moves or any(batch["update"] for batch in batches)):
-        claims["update"] = "the steps do not change the parameters; assign in place, as in p[:] = p - lr * p.grad"
-    if any(claims[name] for name in ("start", "losses", "replicas", "update")):
+    with _copyable(), _without_dropout() as dropped, _random_state():
+        try:
+            report = _Comparison(lesson, ctx, config or Config(), image_shape, classes).report()
+        except _StepFailed as failure:
+            report = Report(failure.claims)
+    report.how += ["with dropout off"] * bool(dropped)
+    return report
+
+
+class _StepFailed(Exception):
+    """A step fails, so the comparison ends. claims: what is known then."""
+
+    def __init__(self, claims: Claims) -> None:
+        super().__init__()
+        self.claims = claims
+
+
+@dataclass
+class _Calls:
+    """What a step called. own, others: the functions of the lesson, and those of the same name in other modules.
+    examples: how many the network computed on each device. labels: how the labels do not match their images."""
+
+    own: set[str] = field(default_factory=set)
+    others: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    examples: Counter[Context] = field(default_factory=Counter)
+    labels: str = ""
+
+
+class _Side:
+    """A model with its own copy of what the lesson's module keeps between steps, such as velocities."""
+
+    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, *data: Any) -> None:
+        self.lesson, self.calls = lesson, _Calls()
+        self.state = _copied(_kept(lesson))
+        with self.active():
+            self.model = models.build(lesson, ctx, config, *data)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Put this model's values into the lesson's module; afterward, the module has its own again."""
+        original = _kept(self.lesson)
+        _keep(self.lesson, self.state)
+        try:
+            yield
+        finally:
+            self.state = _kept(self.lesson)
+            _keep(self.lesson, original)
+
+    def step(self, start: Arrays, batch: Batch, seed: int = 0, shards: Sequence[Sequence[int]] = ()) -> Step:
+        """Take one step from the parameters `start`. shards: see `_watched`."""
+        self.load(start)
+        self.calls = _Calls()
+        for draw in (mx.random.seed, np.random.seed, random.seed):
+            draw(seed)
+        with self.active(), _watched(self.lesson, self.calls, shards):
+            losses = self.run(*batch)
+            nd.waitall()
+        if not self.calls.examples:  # the network was called by another name
+            self.calls.examples.update({shard.context: shard.size for shard in losses})
+        replicas = self.arrays()
+        changes = [{name: a.astype(np.float64) - start[name] for name, a in arrays.items()} for arrays in replicas]
+        grads = [{n: g.asnumpy() for n, g in self.model.grads(i).items()} for i in range(len(replicas))]
+        return Step(np.concatenate([shard.asnumpy().reshape(-1) for shard in losses]), changes, grads)
+
+    def run(self, X: np.ndarray, y: np.ndarray, lr: float) -> list[NDArray]:
+        return self.model.step(nd.array(X), nd.array(y), lr)
+
+    def load(self, start: Arrays) -> None:
+        self.model.load(start)
+
+    def arrays(self) -> list[Arrays]:
+        return [state_dict(self.model, device) for device in range(len(self.model.ctx))]
+
+
+class _Float64(_Side):
+    """A model on one device that computes in float64. Raises an error if the lesson cannot."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        model: Any = self.model
+        if isinstance(model, models.ArrayModel):
+            params = self.lesson.get_params([p.astype("float64") for p in model.device_params[0]], model.ctx[0])
+            model.device_params[0][:] = params
+            self.now = dict(zip(model.names, params))
+        else:
+            model.net.cast("float64")
+            self.now = {name: p.data() for name, p in model.parameters.items()}
+
+    def run(self, X: np.ndarray, y: np.ndarray, lr: float) -> list[NDArray]:
+        return self.model.step(nd.array(X, dtype="float64"), nd.array(y, dtype="float64"), lr)
+
+    def load(self, start: Arrays) -> None:
+        for name, array in self.now.items():
+            nd.array(start[name], dtype="float64").copyto(array)
+
+    def arrays(self) -> list[Arrays]:
+        nd.waitall()
+        return [{name: array.asnumpy() for name, array in self.now.items()}]
+
+
+class _Comparison:
+    """one, several: the models that take the same steps, on one device and on all. aside: for other steps, on one.
+    exact: as one, in float64; None if the lesson cannot. by_shard: whether the network has batch normalization, which
+    sees only a shard, so that the network gets one shard after the other on one device, too."""
+
+    def __init__(
+        self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int], classes: int
+    ) -> None:
+        self.lesson, self.ctx, self.names = lesson, ctx, [str(c) for c in ctx]
+        self.rng, self.image_shape, self.classes = np.random.default_rng(0), tuple(image_shape), classes
+        plain = Config(impl=lessons.name_of(lesson), model=config.model)
+        same = replace(plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
+        data = (image_shape, classes)
+        self.one, self.aside = (_Side(lesson, ctx[:1], plain, *data) for _ in range(2))
+        try:
+            self.several = _Side(lesson, ctx, same, *data)
+        except Exception as error:
+            raise _StepFailed({"several": _explained(error, _Calls())}) from error
+        self.exact: _Float64 | None = None
+        with suppress(Exception):
+            self.exact = _Float64(lesson, ctx[:1], plain, *data)
+        self.start = {  # larger than a lesson's parameters, so that each example has its own loss and gradient
+            name: self.rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape).astype(np.float32) if a.ndim > 1 else a
+            for name, a in self.one.arrays()[0].items()
+        }
+        self.by_shard, self.random, self.moves = bool(self.one.model.running_stats), False, False
+        self.fresh, self.alone = _copied(self.aside.state), ""  # alone: what is wrong on one device, too
+        self.notes: list[str] = []
+
+    def report(self) -> Report:
+        claims: Claims = {"start": comparison.start(self.several.arrays()), "devices": self._placed()}
+        batches = [
+            self._compare_step(claims, self._batch(len(self.ctx) * n + (i == 1), lr), first=i == 0)
+            for i, (n, lr) in enumerate(zip(EXAMPLES, RATES))
+        ]
+        steps = comparison.combine(batches)
+        if not self.moves and not any(batch["update"] for batch in batches):
+            steps["update"] = "the steps do not change the parameters; assign in place, as in p[:] = p - lr * p.grad"
+        placed, computed, split = claims["devices"], steps.pop("devices"), steps.pop("split")
+        claims |= {"devices": placed or computed, "called": self._called(), "split": split, **self._sum(), **steps}
+        claims["update"] = claims["update"] or self.alone or self._late()
+        claims["accuracy"] = self._accuracy()
+        if self.random and Report(claims).verdict:
+            claims = {"repeatable": "a step uses random numbers, other ones on each device; check it without them"}
+        how = ["compared shard by shard"] * self.by_shard + ["with the same random numbers"] * self.random
+        return Report(claims, how, self.notes)
+
+    def _batch(self, n: int, lr: float) -> Batch:
+        return self.rng.random((n, *self.image_shape)).astype(np.float32), self.rng.integers(0, self.classes, n), lr
+
+    def _placed(self) -> str:
+        """Whether each replica is on its own device."""
+        for i, c in enumerate(self.ctx):
+            arrays = self.several.model.arrays(i).values()
+            places = {a.context for a in arrays} | {a.grad.context for a in arrays if a.grad is not None}
+            if places != {c}:
+                where = ", ".join(sorted(str(place) for place in places - {c}))
+                return f"the replica of {c} is on {where}; copy the parameters to each device, as in p.copyto(ctx)"
+        return ""
+
+    def _computed(self) -> str:
+        """Whether each device computes examples."""
+        used = [c for c in self.ctx if self.several.calls.examples[c]]
+        idle = ", ".join(str(c) for c in self.ctx if c not in used)
+        if not idle or not self.several.calls.examples:
+            return ""
+        where = ", ".join(str(c) for c in self.several.calls.examples)
+        return f"{idle} computes no examples, because all shards are on {where}; put shard i on ctx[i]"
+
+    def _is_called(self, name: str) -> bool:
+        """Whether the step calls a function of the lesson, or of another module with the same code."""
+        own, other = getattr(self.lesson, name, None), self.several.calls.others.get(name)
+        same = own and other and inspect.unwrap(own).__code__ == inspect.unwrap(other).__code__
+        return name in self.several.calls.own or bool(same)
+
+    def _called(self) -> str:
+        """Whether the step calls the lesson's own functions, and no others with the same names."""
+        for name, other in self.several.calls.others.items():
+            if hasattr(self.lesson, name) and not self._is_called(name):
+                advice = "copy the whole lesson into your file, instead of importing it"
+                return f"{name} is not called; the step calls that of {other.__module__}; {advice}"
+        return ""
+
+    def _compare_step(self, before: Claims, batch: Batch, first: bool) -> Claims:
+        """The claims for one batch. before: what is known, if the step fails."""
+        X, y, lr = batch
+        n, start, kept = len(X), self.start, _copied(self.one.state)
+
+        def step(
+            chosen: Any = slice(None), seed: int = 0, shards: Sequence[Sequence[int]] = (), lr: float = lr
+        ) -> Step:
+            """Take another step on one device, from the same parameters, with what the lesson had kept."""
+            self.aside.state = _copied(kept)
+            return self.aside.step(start, (X[chosen], y[chosen], lr), seed, shards)
+
+        try:
+            whole = self.one.step(start, batch)
+            again = step(seed=1) if first else whole
+        except UsageError:
+            raise
+        except Exception as error:
+            raise _StepFailed({"runs": _explained(error, self.one.calls)}) from error
+        if wrong := comparison.not_finite(whole):
+            raise _StepFailed({"runs": wrong})
+        self.random |= bool((whole.losses != again.losses).any())
+        shards, split = self._split(n)
+        claims: Claims = {"devices": "", "split": split}
+        try:
+            taken = self.several.step(start, batch)
+        except UsageError:
+            raise
+        except Exception as error:
+            idle = self._computed() if "has not been updated by backward" in str(error) else ""
+            why = {"devices": before["devices"] or idle, "split": split}
+            raise _StepFailed({**before, **why, "several": _explained(error, self.several.calls)}) from error
+        if not self._is_called("split_and_load"):
+            claims["split"] = None
+        alone = [step(shard) for shard in shards]
+        parts = comparison.weighted(alone, [len(shard) for shard in shards])
+        by_shard = np.concatenate([shard.losses for shard in alone])
+        losses, [expected] = whole.losses, whole.changes
+        if self.by_shard:
+            losses, [expected] = by_shard, step(shards=shards).changes
+            for name in self.one.model.running_stats:  # `models` averages those of all devices after each step
+                expected[name] = np.sum([part[name] for part in parts], axis=0)
+        order = np.random.default_rng(1).permutation(n)
+        moved = whole if self.random else step(order)
+        terms = n * int(np.prod(X.shape[2:]))
+        claims["losses"] = comparison.losses(moved, whole.losses, terms)
+        claims["losses"] = claims["losses"] or comparison.losses(taken, losses, terms, by_shard)
+        if claims["losses"] and taken.losses.shape == whole.losses.shape and not self.random:
+            still = [step(lr=0.0), step(order, lr=0.0)]
+            state = _copied(self.several.state)
+            still += [self.several.step(start, (X[o], y[o], 0.0)) for o in (np.arange(n), order)]
+            self.several.state = state
+            if all(comparison.alike(other.losses, still[0].losses, terms) for other in still):
+                claims["losses"] = "losses are computed with parameters that this step has changed; update last"
+        bound = comparison.order_bound(parts, start, terms)
+        if exact := self._exact(batch, shards, parts):
+            bound = comparison.rounding_bound(expected, exact, parts, start, terms)
+            if first:
+                self.notes.append(comparison.rounding_note(taken.changes[0], expected, exact, bound))
+        if self.by_shard and first:
+            far = comparison.distance(taken.changes[0], whole.changes[0])
+            self.notes.append(f"batch normalization: the step on the whole batch differs by {far:.0%}")
+        claims["devices"] = self._computed()
+        claims["replicas"] = comparison.replicas(taken)
+        claims["update"] = comparison.update(self.names, taken.changes[0], expected, parts, bound, start)
+        self.moves |= any(change.any() for change in whole.changes[0].values())
         return claims
-    return {name: reason for name, reason in claims.items() if not reason}  # an unusual split or sum may be right
 
+    def _exact(self, batch: Batch, shards: Sequence[Sequence[int]], parts: Sequence[Arrays]) -> Arrays | None:
+        """The update in float64, if the lesson can compute it."""
+        if not self.exact or self.random:
+            return None
+        try:
+            [exact] = self.exact.step(self.start, batch, shards=shards if self.by_shard else ()).changes
+        except Exception:
+            self.exact = None
+            return None
+        return exact | {name: np.sum([part[name] for part in parts], axis=0) for name in self.one.model.running_stats}
 
-def _step(model: Model, start: Arrays, X: np.ndarray, y: np.ndarray, lr: float = 1.0) -> Step:
-    """Take one step from the parameters `start`."""
-    model.load(start)
-    losses = model.step(nd.array(X), nd.array(y), lr)
-    changes = [{name: a.astype(np.float64) - start[name] for name, a in arrays.items()} for arrays in _replicas(model)]
-    grads = [{name: g.asnumpy() for name, g in model.grads(device).items()} for device in range(len(model.ctx))]
-    return Step(np.concatenate([shard.asnumpy().reshape(-1) for shard in losses]), changes, grads)
+    def _split(self, n: int) -> tuple[list[list[int]], str]:
+        """The indices of each shard's examples, and whether each example is on exactly one device."""
+        ends = [*accumulate(shard_sizes(n, len(self.ctx)))]
+        usual = [list(range(start, end)) for start, end in zip([0, *ends], ends)]
+        if not hasattr(self.lesson, "split_and_load"):
+            return usual, ""
+        kept = _copied(self.aside.state)
+        try:
+            with self.aside.active():
+                for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
+                    numbers = nd.arange(first, first + n)
+                    images = numbers.reshape((n, 1, 1, 1)).broadcast_to((n, *self.image_shape))
+                    Xs, ys = (self.lesson.split_and_load(data, self.ctx) for data in (images, numbers))
+        except UsageError:
+            raise
+        except Exception as error:
+            return usual, f"split_and_load fails for {n} examples: {_explained(error, _Calls())}"
+        self.aside.state = kept
+        if wrong := [X.shape for X in Xs if X.shape[1:] != self.image_shape]:
+            return usual, f"split_and_load returns images of shape {wrong[0][1:]}; split along the first axis"
+        found = [(X.reshape((X.shape[0], -1))[:, 0].asnumpy() - first).astype(int).tolist() for X in Xs if X.size]
+        if found != [(y.asnumpy() - first).astype(int).tolist() for y in ys if y.size] and not self.random:
+            return usual, "split_and_load splits images and labels differently; give each image its own label"
+        split = comparison.split(found, n)
+        return (usual if split else found), split
 
+    def _sum(self) -> Claims:
+        """Whether `allreduce` leaves the sum in the arrays of each device, also if it is called again. What it does to
+        the array of a single device is wrong for any step."""
+        if not hasattr(self.lesson, "allreduce"):
+            return {}
+        if not self._is_called("allreduce"):
+            return {"sum": None}
+        rng, found = np.random.default_rng(1), []
+        with self.aside.active():
+            for ctx in (self.ctx, self.ctx, self.ctx[:1], self.ctx[:1]):
+                values = rng.normal(size=(len(ctx), 7, 3)).astype(np.float32)
+                arrays = [nd.array(value, ctx=c) for value, c in zip(values, ctx)]
+                given = list(arrays)
+                returned = self.lesson.allreduce(given) or arrays
+                results = [np.stack([a.asnumpy() for a in some]) for some in (arrays, given, returned)]
+                found.append([comparison.reduced(values, result, self.names) for result in results])
+        (first, in_list, in_returned), again, *alone = found
+        if (again[0] and not first) or (all(alone[1]) and not all(alone[0])):
+            self.alone = "allreduce adds what an earlier call left; start each sum from 0"
+        elif all(alone[0]):
+            self.alone = first or "allreduce changes the gradients of one device; leave the sum of one array as it is"
+        if first and not in_list:
+            first = "allreduce puts the sum into the list, not into the caller's arrays; use d[:] = total"
+        return {"sum": self.alone or (first if in_returned else "")}
 
-def _replicas(model: Model) -> list[Arrays]:
-    return [state_dict(model, device) for device in range(len(model.ctx))]
-
-
-def _compare_step(
-    several: Model, one: Model, aside: Model, start: Arrays, X: np.ndarray, y: np.ndarray, taken: Step, whole: Step
-) -> Claims:
-    """The claims for one batch. taken, whole: the step on several devices and on one. aside: for further steps."""
-    n, sizes = len(X), shard_sizes(len(X), len(several.ctx))
-    terms = n * int(np.prod(X.shape[2:]))
-    shards = [
-        _step(aside, start, X[end - size : end], y[end - size : end]) for size, end in zip(sizes, accumulate(sizes))
-    ]
-    parts = comparison.weighted(shards, sizes)
-    losses, [expected] = whole.losses, whole.changes
-    if one.running_stats:  # batch normalization sees only a shard, so a whole batch gives another result
-        losses = np.concatenate([shard.losses for shard in shards])
-        expected = {name: np.sum([part[name] for part in parts], axis=0) for name in expected}
-    order = np.random.default_rng(1).permutation(n)
-    moved = _step(aside, start, X[order], y[order])
-    reason = comparison.losses(taken, losses, terms) or comparison.losses(moved, whole.losses, terms)
-    if reason and len(taken.losses) == n:
-        still = [_step(m, start, X[o], y[o], 0.0).losses for m in (one, several) for o in (np.arange(n), order)]
-        if all(comparison.alike(other, still[0], terms) for other in still):
-            reason = "a loss is computed with parameters that this step has changed; update after all backward passes"
-    bound = comparison.rounding_bound(parts, start, terms)
-    names = [str(c) for c in several.ctx]
-    update = comparison.update(names, taken.changes[0], expected, parts, bound)
-    return {"losses": reason, "replicas": comparison.replicas(taken), "update": update}
-
-
-def _split(lesson: ModuleType, ctx: list[Context], n: int) -> str:
-    """Whether `split_and_load` puts each example on exactly one device."""
-    if not hasattr(lesson, "split_and_load"):
+    def _late(self) -> str:
+        """Whether a step uses the gradients of its own batch. What a step does may depend on earlier batches, too, as
+        with momentum."""
+        if self.random or not self.moves:
+            return ""
+        first, second, other = (self._batch(4, 0.7) for _ in range(3))
+        changes = []
+        for batch in (second, other):
+            self.aside.state = _copied(self.fresh)
+            self.aside.step(self.start, first)
+            changes.append(self.aside.step(self.start, batch).changes[0])
+        moves = any(change.any() for change in changes[0].values())
+        if moves and all((changes[0][name] == changes[1][name]).all() for name in changes[0]):
+            return "a step uses the gradients of an earlier batch; update with those of its own"
         return ""
-    for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
-        shards = lesson.split_and_load(nd.arange(first, first + n), ctx)
-    return comparison.split([(shard.asnumpy() - first).astype(int).tolist() for shard in shards], n)
+
+    def _accuracy(self) -> str:
+        """Whether `evaluate_accuracy` counts each example once."""
+        if not hasattr(self.lesson, "evaluate_accuracy"):
+            return ""
+        k, batches = len(self.ctx), []
+        for model in (self.one, self.several):
+            model.load(self.start)
+        for n in (3 * k + 1, 2 * k + 1):
+            X = nd.array(self.rng.random((n, *self.image_shape)))
+            with self.one.active():
+                best = self.one.model.predict(X.as_in_context(self.ctx[0])).asnumpy()[:, : self.classes].argmax(axis=1)
+            labels = best + ((np.arange(n) > 0) & (np.arange(n) < n - 2))  # three of each batch are right
+            batches.append((X, nd.array(labels % self.classes)))
+        expected = 3 * len(batches) / sum(len(y) for _, y in batches)
+        try:
+            with self.several.active():
+                accuracy = float(self.several.model.evaluate_accuracy(iter(batches)))
+        except UsageError:
+            raise
+        except Exception as error:
+            return f"evaluate_accuracy fails: {_explained(error, _Calls())}"
+        if abs(accuracy - expected) < 1e-6:
+            return ""
+        return f"evaluate_accuracy returns {accuracy:.4f} where {expected:.4f} is right; count each example once"
 
 
-def _sum(lesson: ModuleType, ctx: list[Context]) -> str:
-    """Whether `allreduce` leaves the sum on each device."""
-    if not hasattr(lesson, "allreduce"):
-        return ""
-    values = np.random.default_rng(1).normal(size=(len(ctx), 7, 3)).astype(np.float32)
-    data = [nd.array(value, ctx=c) for value, c in zip(values, ctx)]
-    lesson.allreduce(data)
-    return comparison.reduced(values, np.stack([array.asnumpy() for array in data]), [str(c) for c in ctx])
+def _explained(error: Exception, calls: _Calls) -> str:
+    """Why a step fails, in the lesson's terms where the cause is known."""
+    text = str(error)
+    if calls.labels:
+        return calls.labels
+    if "not in a computational graph" in text:
+        return "backward finds nothing recorded; compute the loss in autograd.record(), and call attach_grad"
+    if stale := re.search(r"on context (\S+) has not been updated by backward", text):
+        return f"trainer.step finds no new gradients on {stale[1]}; call backward on each device, and step once"
+    if re.search(r"same context|not initialized on context|ctx\(\) ==", text):
+        return "the network is not on all devices; call initialize once, with the whole list: initialize(ctx=ctx)"
+    if "evenly split" in text:
+        return "a remainder is refused; give some shards one more example (even_split=False)"
+    return reason(error)
+
+
+@contextmanager
+def _watched(lesson: ModuleType, calls: _Calls, shards: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Record what a step calls, in the lesson and where it may take its functions from. shards: the indices of the
+    examples that the Gluon network gets at a time; empty: all at once."""
+    functions = [inspect.unwrap(getattr(lesson, name)) for name in FUNCTIONS if hasattr(lesson, name)]
+    spaces = {id(space): space for space in map(vars, (lesson, scratch, highlevel))}
+    spaces |= {id(f.__globals__): f.__globals__ for f in functions}
+
+    def count(_: Any, inputs: Sequence[NDArray]) -> None:
+        calls.examples[inputs[0].context] += inputs[0].shape[0]
+
+    def watch(name: str, function: Callable[..., Any], own: bool) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            if own:
+                calls.own.add(name)
+            else:
+                calls.others[name] = function
+            with ExitStack() as stack:
+                if name == NETWORK and args:
+                    count(args[1], args)
+                if name == "forward_backward" and len(args) == 3:
+                    sizes = [[array.shape[0] for array in arrays] for arrays in args[1:]]
+                    if sizes[0] != sizes[1]:
+                        found = f"{sizes[1]} labels for shards of {sizes[0]} images"
+                        calls.labels = f"{found}; split the labels like the images"
+                if name == "train_batch" and own and isinstance(args[2], gluon.Block):
+                    stack.callback(args[2].register_forward_pre_hook(count).detach)
+                    if shards:
+                        args = (*args[:2], _ByShard(args[2], shards), *args[3:])
+                return function(*args, **options)
+
+        return call
+
+    replaced = [(space, name, space[name]) for space in spaces.values() for name in FUNCTIONS if name in space]
+    for space, name, function in replaced:
+        space[name] = watch(name, function, space is vars(lesson))
+    try:
+        yield
+    finally:
+        for space, name, function in replaced:
+            space[name] = function
+
+
+class _ByShard:
+    """A network that gets one shard after the other. shards: the indices of their examples."""
+
+    def __init__(self, net: gluon.Block, shards: Sequence[Sequence[int]]) -> None:
+        self.net, self.shards = net, shards
+
+    def __call__(self, X: NDArray) -> NDArray:
+        parts = [self.net(nd.take(X, nd.array(shard, ctx=X.context))) for shard in self.shards]
+        return nd.take(nd.concat(*parts, dim=0), nd.array(np.argsort(np.concatenate(self.shards)), ctx=X.context))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.net, name)
+
+
+def _kept(lesson: ModuleType) -> Kept:
+    """What a lesson's module and functions may keep between steps: globals, closures, attributes and defaults."""
+    values = {name: value for name, value in vars(lesson).items() if _is_value(value) and not name.startswith("__")}
+    kept: Kept = {(-1, "global", name): value for name, value in values.items()}
+    for i, function in enumerate(_functions(lesson)):
+        kept |= {(i, "cell", j): cell.cell_contents for j, cell in enumerate(_cells(function))}
+        kept |= {(i, "attribute", name): value for name, value in vars(function).items() if _is_value(value)}
+        kept[i, "defaults", ""] = function.__defaults__
+    return kept
+
+
+def _keep(lesson: ModuleType, kept: Kept) -> None:
+    """Put what `_kept` returned, or a copy of it, back into a lesson's module."""
+    functions = _functions(lesson)
+    for i, _, name in _kept(lesson).keys() - kept.keys():
+        vars(lesson if i < 0 else functions[i]).pop(name)
+    for (i, kind, name), value in kept.items():
+        if kind == "cell":
+            _cells(functions[i])[name].cell_contents = value
+        elif kind == "defaults":
+            functions[i].__defaults__ = value
+        else:
+            vars(lesson if i < 0 else functions[i])[name] = value
+
+
+def _copied(kept: Kept) -> Kept:
+    """Copies of all values. What cannot be copied, such as a lock, is shared."""
+    memo: dict[int, Any] = {}
+    copies = dict(kept)
+    for key, value in kept.items():
+        with suppress(Exception):
+            copies[key] = copy.deepcopy(value, memo)
+    return copies
+
+
+def _functions(lesson: ModuleType) -> list[FunctionType]:
+    functions = [value for value in vars(lesson).values() if isinstance(value, FunctionType)]
+    return [*functions, *(inspect.unwrap(function) for function in functions if hasattr(function, "__wrapped__"))]
+
+
+def _cells(function: FunctionType) -> list[Any]:
+    """The variables of a function's closure that hold values."""
+    cells = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            if _is_value(cell.cell_contents):
+                cells.append(cell)
+    return cells
+
+
+def _is_value(value: Any) -> bool:
+    return not (callable(value) or isinstance(value, ModuleType))
+
+
+@contextmanager
+def _copyable() -> Iterator[None]:
+    """Let copy.deepcopy copy arrays to their own device, and share networks and trainers."""
+    copies: dict[type, Callable[..., Any]] = {NDArray: lambda array, _: array.copy()}
+    copies |= dict.fromkeys((gluon.Block, gluon.Parameter, gluon.Trainer), lambda value, _: value)
+    for kind, function in copies.items():
+        kind.__deepcopy__ = function  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for kind in copies:
+            del kind.__deepcopy__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _without_dropout() -> Iterator[list[float]]:
+    """Let dropout keep all values. Yields the rates that were asked for."""
+    rates: list[float] = []
+
+    def keeping(dropout: Callable[..., Any]) -> Callable[..., Any]:
+        def call(data: Any, p: float = 0.5, **options: Any) -> Any:
+            rates.extend([p] * (p > 0))
+            return dropout(data, p=0, **options)
+
+        return call
+
+    originals = [(space, name, getattr(space, name)) for space, name in ((nd, "Dropout"), (mx.sym, "Dropout"))]
+    originals.append((mx.npx, "dropout", mx.npx.dropout))
+    for space, name, dropout in originals:
+        setattr(space, name, keeping(dropout))
+    try:
+        yield rates
+    finally:
+        for space, name, dropout in originals:
+            setattr(space, name, dropout)
+
+
+@contextmanager
+def _random_state() -> Iterator[None]:
+    """Leave the random numbers of Python and NumPy as they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

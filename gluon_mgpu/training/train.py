@@ -112,15 +112,14 @@ def _doubt(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
         return ""
-    from gluon_mgpu.check import comparison
     from gluon_mgpu.training import check, models, step
 
-    verdict = comparison.verdict(check.compare(lesson, ctx, config, data.image_shape, data.classes))
-    if verdict or config.check:
+    report = check.compare(lesson, ctx, config, data.image_shape, data.classes)
+    if report.verdict or config.check:
         omitted = config.changed((*models.ArrayModel.extensions, *step.EXTENSIONS))
         without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
-        log.say(f"{name_of(lesson)} {verdict or 'takes the same step as on one device'}{without}")
-    return verdict and f"{name_of(lesson)} {verdict}"
+        log.say(f"{name_of(lesson)} {report.line}{without}")
+    return report.verdict and f"{name_of(lesson)} {report.verdict}"
 
 
 def _check_checksum(run: Run, data: Dataset, group: Group) -> None:

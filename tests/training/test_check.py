@@ -10,7 +10,6 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, scratch, train
-from gluon_mgpu.check.comparison import verdict
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.check import compare
 
@@ -55,6 +54,48 @@ def from_the_last(data):
     scratch.allreduce(data[::-1])
 
 
+def into_the_list(data):
+    total = nd.add_n(*[d.as_in_context(data[0].context) for d in data])
+    for i, d in enumerate(data):
+        data[i] = total.as_in_context(d.context)
+
+
+def rebinding_loop(data):
+    total = nd.add_n(*[d.as_in_context(data[0].context) for d in data])
+    for d in data:
+        d = total.as_in_context(d.context)
+
+
+def returned(data):
+    total = nd.add_n(*[d.as_in_context(data[0].context) for d in data])
+    return [total.copyto(d.context) for d in data]
+
+
+def coded(encode):
+    def allreduce(data):
+        total = sum(encode(d.as_in_context(data[0].context)) for d in data)
+        for d in data:
+            total.copyto(d)
+
+    return allreduce
+
+
+def in_8_bits(d):
+    scale = d.abs().max() / 127 + 1e-30
+    return (d / scale).round() * scale
+
+
+def with_leftovers(buffers):
+    def allreduce(data):
+        total = buffers.setdefault(data[0].shape, nd.zeros(data[0].shape))
+        for d in data:
+            total += d.as_in_context(total.context)
+        for d in data:
+            total.copyto(d)
+
+    return allreduce
+
+
 def drop(data, ctx):
     n = data.shape[0] // len(ctx)
     return [data[i * n : (i + 1) * n].as_in_context(c) for i, c in enumerate(ctx)]
@@ -76,8 +117,9 @@ def size(X, Xs):
     return X.shape[0]
 
 
-def array_step(labels=lambda ys: ys, divisor=size, norm=None):
+def array_step(labels=lambda ys: ys, divisor=size, norm=None, devices=lambda ctx: ctx, rate=lambda lr, ctx: lr):
     def train_batch(X, y, device_params, ctx, lr):
+        ctx, lr = devices(ctx), rate(lr, ctx)
         Xs, ys = scratch.split_and_load(X, ctx), labels(scratch.split_and_load(y, ctx))
         losses = scratch.forward_backward(device_params, Xs, ys)
         for i in range(len(device_params[0])):
@@ -89,6 +131,45 @@ def array_step(labels=lambda ys: ys, divisor=size, norm=None):
         return losses
 
     return train_batch
+
+
+def not_split(X, y, device_params, ctx, lr):
+    Xs, ys = scratch.split_and_load(X, ctx), [y.as_in_context(c) for c in ctx]
+    return scratch.forward_backward(device_params, Xs, ys)
+
+
+def shared_sums(X, y, device_params, ctx, lr):
+    losses = scratch.forward_backward(device_params, scratch.split_and_load(X, ctx), scratch.split_and_load(y, ctx))
+    for i in range(len(device_params[0])):
+        for params, total in zip(device_params, returned([params[i].grad for params in device_params])):
+            params[i].grad[:] = total
+    for params in device_params:
+        scratch.sgd(params, lr, X.shape[0])
+    return losses
+
+
+def stale(kept):
+    def sgd(params, lr, batch_size):
+        for i, p in enumerate(params):
+            old = kept.get((i, p.context), nd.zeros_like(p))
+            kept[i, p.context] = p.grad.copy()
+            p[:] -= lr * old / batch_size
+
+    return sgd
+
+
+def normalized(X, params):
+    return scratch.lenet(X - X.mean(), params)
+
+
+def on_cpu_0(params, ctx):
+    return scratch.get_params(params, mx.cpu(0))
+
+
+def of_the_first_shard(data_iter, net, ctx):
+    shards = [(scratch.split_and_load(X, ctx)[0], scratch.split_and_load(y, ctx)[0]) for X, y in data_iter]
+    hits = [(net(X).argmax(axis=1) == y).mean().asscalar() for X, y in shards]
+    return sum(hits) / len(hits)
 
 
 def drawn(params, ctx):
@@ -124,6 +205,25 @@ def mean_of_means(net, data, label):
         losses = [highlevel.loss(net(X), y) for X, y in zip(data, label)]
         means = [shard_loss.mean() for shard_loss in losses]
     autograd.backward(means)
+    return losses
+
+
+def rounded(X, y, net, ctx, trainer):
+    losses = highlevel.forward_backward(net, highlevel.split_and_load(X, ctx), highlevel.split_and_load(y, ctx))
+    for p in net.collect_params().values():
+        for g in p.list_grad():
+            g[:] = g.astype("float16").astype("float32")
+    trainer.step(X.shape[0])
+    return losses
+
+
+def clipped_sum(X, y, net, ctx, trainer):
+    losses = highlevel.forward_backward(net, highlevel.split_and_load(X, ctx), highlevel.split_and_load(y, ctx))
+    trainer.allreduce_grads()
+    for c in ctx:
+        grads = [p.grad(c) for p in net.collect_params().values() if p.grad_req != "null"]
+        gluon.utils.clip_global_norm(grads, 0.1 * X.shape[0])
+    trainer.update(X.shape[0])
     return losses
 
 
@@ -179,10 +279,10 @@ def gluon_step(divisor, forward_backward=highlevel.forward_backward):
     return train_batch
 
 
-def network(*layers):
+def network(*layers, classes=10):
     def lenet():
         net = nn.HybridSequential()
-        net.add(nn.Conv2D(8, 3), *[layer() for layer in layers], nn.GlobalAvgPool2D(), nn.Dense(10))
+        net.add(nn.Conv2D(8, 3), *[layer() for layer in layers], nn.GlobalAvgPool2D(), nn.Dense(classes))
         return net
 
     return lenet
@@ -228,6 +328,38 @@ WRONG = {
         {"forward_backward": lambda *args: [shard.mean() for shard in highlevel.forward_backward(*args)]},
         ("losses", "each example"),
     ),
+    "the sum in the list": ("scratch", {"allreduce": into_the_list}, ("sum", "list")),
+    "the sum in a variable": ("scratch", {"allreduce": rebinding_loop}, ("sum", "write the sum into them")),
+    "sums in float16": ("scratch", {"allreduce": coded(lambda d: d.astype("float16"))}, ("sum", "float16")),
+    "8-bit gradients": ("scratch", {"allreduce": coded(in_8_bits)}, ("sum", "8-bit")),
+    "sums of earlier calls": ("scratch", {"allreduce": with_leftovers({})}, ("update", "earlier")),
+    "gradients of the step before": ("scratch", {"sgd": stale({})}, ("update", "earlier batch")),
+    "lr to the power of the devices": (
+        "scratch",
+        {"train_batch": array_step(rate=lambda lr, ctx: lr ** len(ctx))},
+        ("update", "learning rate"),
+    ),
+    "the first device k times": (
+        "scratch",
+        {"train_batch": array_step(devices=lambda ctx: ctx[:1] * len(ctx))},
+        ("devices", "no examples"),
+    ),
+    "no shard on the last device": (
+        "scratch",
+        {"train_batch": array_step(devices=lambda ctx: ctx[: max(1, len(ctx) - 1)])},
+        ("devices", "no examples"),
+    ),
+    "all replicas on cpu(0)": ("scratch", {"get_params": on_cpu_0}, ("devices", "is on cpu(0)")),
+    "the mean of a shard": ("scratch", {"lenet": normalized}, ("losses", "statistics")),
+    "nan": ("scratch", {"loss": lambda y_hat, y: y_hat[:, 0] * float("nan")}, ("runs", "nan")),
+    "labels not split": ("scratch", {"train_batch": not_split}, ("several", "split the labels")),
+    "the first shard's accuracy": ("scratch", {"evaluate_accuracy": of_the_first_shard}, ("accuracy", "once")),
+    "Gluon, initialized on one device": (
+        "highlevel",
+        {"initialize": lambda net, ctx: net.initialize(ctx=ctx[0])},
+        ("several", "initialize"),
+    ),
+    "Gluon, gradients in float16": ("highlevel", {"train_batch": rounded}, ("update", "float16")),
     "Gluon, no sum": ("highlevel", {"train_batch": not_summing}, ("replicas", "different gradients")),
     "Gluon, shards clipped": ("highlevel", {"train_batch": gluon_step(size, clipped)}, ("update", "clip")),
 }
@@ -252,6 +384,12 @@ RIGHT = {
     "an own step": ("scratch", {"train_batch": array_step()}),
     "another network": ("highlevel", {"lenet": network(lambda: nn.Activation("relu"))}),
     "batch normalization": ("highlevel", {"lenet": network(nn.BatchNorm)}),
+    "batch normalization, the sum clipped": (
+        "highlevel",
+        {"lenet": network(nn.BatchNorm), "train_batch": clipped_sum},
+    ),
+    "dropout": ("highlevel", {"lenet": network(lambda: nn.Dropout(0.5))}),
+    "a function that returns sums": ("scratch", {"allreduce": returned, "train_batch": shared_sums}),
     "another loss": ("highlevel", {"train_batch": gluon_step(size, hinge)}),
     "a Gluon step": ("highlevel", {"train_batch": gluon_step(size)}),
 }
@@ -261,17 +399,22 @@ RIGHT = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_step_is_named(name, devices):
     impl, functions, (claim, word) = WRONG[name]
-    claims = compare(lessons.load(impl, **functions), CPUS[:devices])
-    assert word in claims[claim]
-    assert word in verdict(claims)
+    report = compare(lessons.load(impl, **functions), CPUS[:devices])
+    assert word in report.claims[claim]
+    assert word in report.verdict
 
 
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_not_accused(name, devices):
     impl, functions = RIGHT[name]
-    claims = compare(lessons.load(impl, **functions), CPUS[:devices])
-    assert claims.keys() >= {"losses", "replicas", "update"} and not any(claims.values())
+    report = compare(lessons.load(impl, **functions), CPUS[:devices])
+    assert report.claims.keys() >= {"losses", "replicas", "update"} and not any(report.claims.values())
+    assert report.how == {
+        "dropout": ["with dropout off"],
+        "batch normalization": ["compared shard by shard"],
+        "batch normalization, the sum clipped": ["compared shard by shard"],
+    }.get(name, [])
 
 
 @pytest.mark.parametrize("by", [lessons.load, lambda path: importlib.import_module(Path(path).stem)])
@@ -280,13 +423,50 @@ def test_a_lesson_may_keep_values_between_steps(by, tmp_path, monkeypatch):
     file = tmp_path / f"momentum_{by.__name__.strip('<>')}.py"
     file.write_text(Path(scratch.__file__).read_text() + MOMENTUM)
     lesson = by(str(file))
-    assert verdict(compare(lesson, CPUS)) == "" and lesson.velocities == {}
+    assert compare(lesson, CPUS).verdict == "" and lesson.velocities == {}
 
 
-def test_a_step_with_dropout_is_not_compared():
-    lesson = lessons.load("highlevel", lenet=network(lambda: nn.Dropout(0.5)))
-    claims = compare(lesson, CPUS[:2])
-    assert [*claims] == ["repeatable"] and "cannot be compared" in verdict(claims)
+def test_what_is_checked_is_what_runs(tmp_path, monkeypatch):
+    """A module that was imported and then patched is not loaded again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "patched_lesson.py").write_text(Path(scratch.__file__).read_text())
+    lesson = importlib.import_module("patched_lesson")
+    assert compare(lesson, CPUS).verdict == ""
+    lesson.allreduce = mean
+    assert "divides" in compare(lesson, CPUS).verdict
+
+
+def test_functions_that_are_not_called_are_named(tmp_path):
+    file = tmp_path / "star.py"
+    file.write_text("from gluon_mgpu.scratch import *\n\n\ndef allreduce(data):\n    pass\n")
+    report = compare(lessons.load(str(file)), CPUS)
+    assert report.claims["sum"] is None and "allreduce is not called" in report.verdict
+    own_step = compare(lessons.load("highlevel", split_and_load=drop, train_batch=gluon_step(size)), CPUS)
+    assert own_step.claims["split"] is None and "split_and_load is not called" in own_step.verdict
+
+
+def test_a_failed_claim_is_shown_even_if_the_step_is_right():
+    def train_batch(X, y, device_params, ctx, lr):
+        losses = scratch.forward_backward(device_params, scratch.split_and_load(X, ctx), scratch.split_and_load(y, ctx))
+        for i in range(len(device_params[0])):
+            lesson.allreduce([params[i].grad for params in device_params])
+        for params in device_params:
+            scratch.sgd(params, lr * len(ctx), X.shape[0])
+        return losses
+
+    lesson = lessons.load("scratch", allreduce=mean, train_batch=train_batch)
+    report = compare(lesson, CPUS[:2])
+    assert "divides" in report.claims["sum"] and report.verdict == ""
+
+
+def test_other_images_and_classes_can_be_checked():
+    lesson = lessons.load("highlevel", lenet=network(lambda: nn.Activation("relu"), classes=4))
+    assert compare(lesson, CPUS[:2], image_shape=(3, 32, 32), classes=4).verdict == ""
+
+
+def test_rounding_is_told_from_a_mistake():
+    lesson = lessons.load("scratch", lenet=lambda X, params: scratch.lenet(X, params))
+    assert "float64" in " ".join(compare(lesson, CPUS[:2]).notes)
 
 
 def test_an_own_lesson_is_compared_before_training_and_named_again_at_the_end(capsys):
