@@ -73,7 +73,7 @@ WRONG = {
     "mean of means": ("update", ddp(MEAN)),
     "not scaled": ("update", ddp([" * dist.get_world_size() / len(X)", " / len(X)"])),
     "the whole batch": (
-        "split",
+        "devices",
         ddp(MEAN, ["tensor_split(data, dist.get_world_size())", "tensor_split(data, 1)"], FIRST),
     ),
     "no broadcast": ("start", scratch(["np.random.default_rng(seed)", OWN_DRAW])),
