@@ -65,8 +65,8 @@ torture: dev  ## test random runs with random faults, and fuzz every file reader
 parity: install  ## compare this project's results with everything that the notebooks printed: QUICK=1 for one run of each of two recipes
 	$(BIN)/python scripts/parity.py $(if $(QUICK),--quick)
 
-docs: dev  ## build the website in build/docs, and its lessons as executed notebooks: QUICK=1 with few examples, without slow cells
-	$(PIP) --editable '.[docs]'
+docs: dev torch  ## build the website in build/docs, and its lessons as executed notebooks: QUICK=1 with few examples, without slow cells
+	$(PIP) --editable '.[docs,jax]'
 	rm -rf build/docs docs/api
 	$(if $(QUICK),GLUON_MGPU_DOCS_QUICK=1) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs/notebooks .

@@ -9,7 +9,7 @@ import pytest
 from lenet64 import additions, assert_close, losses_and_gradients
 from mxnet import nd
 from mxnet.ndarray import register
-from runs import overlap
+from runs import ROOT, overlap
 
 from gluon_mgpu import partition, scratch
 from gluon_mgpu.runtime.errors import UsageError
@@ -142,3 +142,29 @@ def test_the_devices_of_network_partitioning_take_turns_and_overlap_with_micro_b
 def test_more_devices_than_parts_are_a_usage_error(way, devices):
     with pytest.raises(UsageError):
         partition.WAYS[way][0](parameters(), contexts(devices))
+
+
+def schedule(k, m, ahead):
+    """Units of time of a step with k stages and m micro-batches. ahead: each stage's forward passes before its first
+    backward pass; then, it computes one backward and one forward pass in turn."""
+    stages = [[("F", i) for i in range(first)] for first in ahead]
+    for first, tasks in zip(ahead, stages):
+        for i in range(m):
+            tasks += [("B", i), *[("F", first + i)] * (first + i < m)]
+    done, time = {}, 0
+    while any(stages):
+        time += 1
+        for d, tasks in enumerate(stages):
+            kind, i = tasks[0] if tasks else (None, None)
+            before = (kind, d - 1 if kind == "F" else d + 1, i)
+            if kind and (d == (0 if kind == "F" else k - 1) or done.get(before, time) < time):
+                done[kind, d, i] = time
+                tasks.pop(0)
+    return time
+
+
+def test_the_page_s_table_of_pipelines_is_that_of_a_simulation():
+    page, k, m = (ROOT / "docs/partition.md").read_text(), 4, 8
+    for name, kept in (("all forward, then all backward", [m] * k), ("1F1B", [k - d for d in range(k)])):
+        units = schedule(k, m, kept)
+        assert f"| {name} | {units} | {1 - 2 * m / units:.0%} | {', '.join(map(str, kept))} |" in page

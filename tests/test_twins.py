@@ -3,7 +3,9 @@
 import ast
 import importlib.util
 import os
+import re
 import sys
+import textwrap
 from functools import cache
 from itertools import combinations
 
@@ -15,6 +17,7 @@ from mxnet import nd
 from runs import ROOT, finished
 
 from gluon_mgpu import scratch
+from gluon_mgpu.check import files as check_file
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.runtime import subprocesses
 
@@ -73,6 +76,8 @@ def run(tmp_path):
         done = finished(*command, ROOT / "docs" / program, *OPTIONS, *options, "--out", out, env=environment)
         assert done.returncode == 0, done.stderr
         assert_trained_as_scratch(out)
+        [difference] = re.findall(r"^largest difference from one device .*: (\S+)$", done.stdout, re.MULTILINE)
+        assert 0 < float(difference) < 1e-6
         return done.stdout
 
     return run
@@ -98,10 +103,34 @@ def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_
     codes = [functions(f"docs/pytorch/{name}.py") for name in ("scratch", "ddp", "fsdp")]
     names = {name for code in codes for name in code}
     differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)]
-    own = {"init_params", "lenet", "sgd", "train_batch", "train"}
-    assert differing == [own, own, {"train"}]
+    own = {"init_params", "init_net", "lenet", "sgd", "train_batch", "full", "difference", "train"}
+    assert differing == [own, own, {"init_net", "full"}]
 
 
 def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_110_lines():
     assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
     assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 110
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
+    page, program = (ROOT / "docs/pytorch.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
+    answer = textwrap.dedent(re.search(r"```python\n( +class Buckets:.*?)```", page, re.DOTALL)[1])
+    file = tmp_path / "by_hand.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    results = []
+    for wait in ("\n            self.sums[-1][2].wait()", ""):  # at once: no overlap; and in `finish`
+        code = answer.replace("all_reduce(vector)))", f"all_reduce(vector))){wait}")
+        head, rest = program.split("class Buckets:")
+        file.write_text(head + code + "\n\nclass " + rest.partition("\n\nclass ")[2])
+        lines = finished(*torchrun, file).stdout.splitlines()[-2:]
+        results.append([line.endswith("correct") for line in lines])
+    assert results == [[True, False], [True, True]]
+    assert not check_file.run(str(file), "torch").verdict
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
+@pytest.mark.parametrize("name", ["scratch", "sharding"])
+def test_a_last_batch_that_jax_cannot_divide_is_refused_in_one_line(name):
+    done = finished(sys.executable, ROOT / f"docs/jax/{name}.py", "--dataset", "synthetic", "--limit", "257")
+    assert done.returncode == 1 and done.stderr.startswith("--limit 257: ") and done.stderr.count("\n") == 1

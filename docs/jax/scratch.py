@@ -1,6 +1,7 @@
 """gluon_mgpu/scratch.py in JAX: one process, and the same functions. Arrays never change, so each returns new ones."""
 
 import argparse
+import sys
 from time import time
 
 import jax
@@ -73,6 +74,8 @@ def batches(images, labels, order, batch_size=256):
 
 def train(dataset, limit, epochs, lr, out, device):
     data, devices = datasets.load(dataset, limit=limit), jax.devices(device)
+    if 0 < (rest := len(data.train_labels) % 256) < len(devices):
+        sys.exit(f"--limit {limit}: the last batch has {rest} image, for {len(devices)} devices; choose another limit")
     device_params = [get_params(init_params(), d) for d in devices]
     tests = data.test_images, data.test_labels, np.arange(len(data.test_labels))
     for epoch in range(1, epochs + 1):
@@ -86,6 +89,9 @@ def train(dataset, limit, epochs, lr, out, device):
         print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}")
     if out:
         np.savez(out, *device_params[0])
+    several, one = (train_batch(X, y, device_params[:k], devices[:k], lr)[0] for k in (len(devices), 1))
+    largest = max(abs(a - b).max() for a, b in zip(several, one))
+    print(f"largest difference from one device after another step: {largest:.1e}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ compiler inserts the sums. Prints where they are in the compiled step, then trai
 
 import argparse
 import re
+import sys
 from time import time
 
 import jax
@@ -31,8 +32,10 @@ def print_sums(*arguments):
 def train(dataset, limit, epochs, lr, out, device):
     data = datasets.load(dataset, limit=limit)
     mesh = Mesh(jax.devices(device), ("devices",))
+    if (rest := len(data.train_labels) % 256) % mesh.size:
+        sys.exit(f"--limit {limit}: JAX cannot divide the last batch, of {rest}, evenly among {mesh.size} devices")
     whole = NamedSharding(mesh, PartitionSpec())  # a replica on each device
-    split = NamedSharding(mesh, PartitionSpec("devices"))  # the first axis is divided; its size must be even
+    split = NamedSharding(mesh, PartitionSpec("devices"))  # the first axis is divided evenly
     params = jax.device_put(init_params(), whole)
     tests = data.test_images, data.test_labels, np.arange(len(data.test_labels))
     for epoch in range(1, epochs + 1):
@@ -49,6 +52,10 @@ def train(dataset, limit, epochs, lr, out, device):
         print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
     if out:
         np.savez(out, *params)
+    several = train_batch(*jax.device_put((X, y), split), params, lr)
+    one = train_batch(X, y, jax.device_put(params, mesh.devices[0]), lr)
+    largest = max(abs(np.asarray(a) - b).max() for a, b in zip(several, one))
+    print(f"largest difference from one device after another step: {largest:.1e}")
 
 
 if __name__ == "__main__":

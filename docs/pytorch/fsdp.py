@@ -31,6 +31,16 @@ def lenet(scale=0.1, seed=1):
     return net
 
 
+def init_net(lr):
+    net, device = lenet(), torch.get_default_device().type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for layer in net:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            fully_shard(layer, mesh=mesh)  # gathered before it is used, and freed afterward
+    fully_shard(net, mesh=mesh)
+    return net, torch.optim.SGD(net.parameters(), lr=lr)
+
+
 def shard(data):
     """This process's part of a batch, on its device."""
     return torch.tensor_split(data, dist.get_world_size())[dist.get_rank()].to(torch.get_default_device())
@@ -43,6 +53,22 @@ def train_batch(X, y, net, trainer):
     loss.backward()
     trainer.step()
     trainer.zero_grad()
+
+
+def full(net):
+    """The parameters, gathered from the chunks of all processes."""
+    return [p.full_tensor().detach() for p in net.parameters()]
+
+
+def difference(X, y, net, trainer):
+    """The largest difference of a parameter after a step, from the same step on one device."""
+    device, one = torch.get_default_device(), lenet()
+    for p, value in zip(one.parameters(), full(net)):
+        p.data.copy_(value)
+    F.cross_entropy(one(X.to(device)), y.to(device)).backward()
+    torch.optim.SGD(one.parameters(), lr=trainer.param_groups[0]["lr"]).step()
+    train_batch(X, y, net, trainer)
+    return max((a - b).abs().max().item() for a, b in zip(full(net), one.parameters()))
 
 
 @torch.no_grad()
@@ -73,13 +99,7 @@ def join(device):
 
 def train(dataset, limit, epochs, lr, out):
     data = datasets.load(dataset, limit=limit)
-    net, device = lenet(), torch.get_default_device().type
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    for layer in net:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            fully_shard(layer, mesh=mesh)  # gathered before it is used, and freed afterward
-    fully_shard(net, mesh=mesh)
-    trainer = torch.optim.SGD(net.parameters(), lr=lr)
+    net, trainer = init_net(lr)
     for epoch in range(1, epochs + 1):
         start = time()
         order = np.random.default_rng([1, epoch]).permutation(len(data.train_labels))  # as scratch.train with seed=1
@@ -91,20 +111,24 @@ def train(dataset, limit, epochs, lr, out):
         accuracy = evaluate_accuracy(test_iter, net)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
-    params = [p.full_tensor().detach().cpu().numpy() for p in net.parameters()]  # gathers the chunks of all processes
+    params = [p.cpu().numpy() for p in full(net)]
     if out and dist.get_rank() == 0:
         np.savez(out, *params)
+    largest = difference(X, y, net, trainer)  # with the last batch
+    if dist.get_rank() == 0:
+        print(f"largest difference from one device after another step: {largest:.1e}", flush=True)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--dataset", default="fashion-mnist")
-parser.add_argument("--limit", type=int)
-parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--lr", type=float, default=0.05)
-parser.add_argument("--out", help="save the parameters in this .npz file")
-parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-options = vars(parser.parse_args())
-join(options.pop("device"))
-train(**options)
-dist.destroy_process_group()
-os._exit(0)  # PyTorch 2.13's gloo threads sometimes abort the process while Python shuts down
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset", default="fashion-mnist")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--out", help="save the parameters in this .npz file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    options = vars(parser.parse_args())
+    join(options.pop("device"))
+    train(**options)
+    dist.destroy_process_group()
+    os._exit(0)  # PyTorch 2.13's gloo threads sometimes abort the process while Python shuts down

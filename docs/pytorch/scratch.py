@@ -54,6 +54,16 @@ def train_batch(X, y, params, lr):
     sgd(params, lr, len(X))
 
 
+def difference(X, y, params, lr):
+    """The largest difference of a parameter after a step, from the same step on one device."""
+    device = torch.get_default_device()
+    one = [p.detach().clone().requires_grad_() for p in params]
+    F.cross_entropy(lenet(X.to(device), one), y.to(device), reduction="sum").backward()
+    sgd(one, lr, len(X))
+    train_batch(X, y, params, lr)
+    return max((a - b).abs().max().item() for a, b in zip(params, one))
+
+
 @torch.no_grad()
 def evaluate_accuracy(data_iter, net):
     """Each process scores its part of each batch."""
@@ -96,16 +106,20 @@ def train(dataset, limit, epochs, lr, out):
             print(f"epoch {epoch}, time: {seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
     if out and dist.get_rank() == 0:
         np.savez(out, *[p.detach().cpu().numpy() for p in params])
+    largest = difference(X, y, params, lr)  # with the last batch
+    if dist.get_rank() == 0:
+        print(f"largest difference from one device after another step: {largest:.1e}", flush=True)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--dataset", default="fashion-mnist")
-parser.add_argument("--limit", type=int)
-parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--lr", type=float, default=0.05)
-parser.add_argument("--out", help="save the parameters in this .npz file")
-parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-options = vars(parser.parse_args())
-join(options.pop("device"))
-train(**options)
-dist.destroy_process_group()
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset", default="fashion-mnist")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--out", help="save the parameters in this .npz file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    options = vars(parser.parse_args())
+    join(options.pop("device"))
+    train(**options)
+    dist.destroy_process_group()

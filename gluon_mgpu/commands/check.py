@@ -7,9 +7,12 @@ from typing import Any
 
 import click
 
+from gluon_mgpu.check import files
+from gluon_mgpu.check.comparison import Report
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
 from gluon_mgpu.runtime import log
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.config import Config
 
 CLAIMS = {
@@ -32,6 +35,7 @@ CLAIMS = {
     examples="""
         gluon-mgpu check my_scratch.py --gpus 4
         gluon-mgpu check highlevel --model resnet18
+        gluon-mgpu check my_ddp.py
     """,
 )
 @click.argument("lesson", metavar="FILE.py|scratch|highlevel")
@@ -39,9 +43,12 @@ CLAIMS = {
 @click.pass_context
 def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: str, model: str, **data: Any) -> None:
     """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
-    changed copy of scratch.py or highlevel.py. The exit status is 1 if the steps differ or cannot be compared.
+    changed copy of scratch.py or highlevel.py, or a file with a step in PyTorch (two processes) or JAX (two devices),
+    such as docs/pytorch/ddp.py. The exit status is 1 if the steps differ or cannot be compared.
 
     The images are random. With --dataset own, they have the shape and the classes of your data."""
+    if engine := files.engine(lesson):
+        _check_file(context, lesson, engine)
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
     ctx = devices.contexts(gpus, device)
     from gluon_mgpu.data import datasets
@@ -53,8 +60,20 @@ def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: st
         own = datasets.load("own", data["data_dir"])
         shape, classes = own.image_shape, own.classes
     report = compare(lessons.load(lesson), ctx, Config(impl=lesson, model=model), shape, classes)
+    _print(context, lesson, report, CLAIMS)
+
+
+def _check_file(context: click.Context, path: str, engine: str) -> None:
+    """Check a step in PyTorch or JAX."""
+    for name in context.params:
+        if name != "lesson" and context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(name, None, "only for MXNet; PyTorch and JAX are checked on two CPU devices")
+    _print(context, path, files.run(path, engine), files.CLAIMS)
+
+
+def _print(context: click.Context, lesson: str, report: Report, texts: dict[str, str]) -> None:
     answers = {None: "not called", "": "yes"}
-    rows = [[answers.get(reason, "no"), CLAIMS[claim], reason or ""] for claim, reason in report.claims.items()]
+    rows = [[answers.get(reason, "no"), texts[claim], reason or ""] for claim, reason in report.claims.items()]
     for line in [*log.table(rows, align="<"), *report.notes, f"{lesson} {report.line}"]:
         click.echo(line)
     context.exit(1 if report.verdict else 0)

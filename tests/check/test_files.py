@@ -1,0 +1,160 @@
+"""Steps in PyTorch and JAX: wrong ones are named, right ones are not accused."""
+
+import importlib.util
+import os
+import re
+from functools import partial
+
+import pytest
+from runs import ROOT, gluon_mgpu
+
+from gluon_mgpu.check import comparison, files
+from gluon_mgpu.runtime.errors import UsageError
+
+torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
+RIGHT = {name: (ROOT / "docs" / f"{name}.py").read_text() for name in ("pytorch/scratch", "pytorch/ddp", "jax/scratch")}
+SUM = "    for p in params:\n        dist.all_reduce(p.grad)\n"
+ACCUMULATED = """
+    n, k = len(X), dist.get_world_size()
+    (X1, X2), (y1, y2) = shard(X).chunk(2), shard(y).chunk(2)
+    with {first}:
+        (F.cross_entropy(net(X1), y1, reduction="sum") * k / n).backward()
+    with {last}:
+        (F.cross_entropy(net(X2), y2, reduction="sum") * k / n).backward()
+    trainer.step()
+    trainer.zero_grad()
+"""
+NORMALIZED = """
+def init_net(lr):
+    net = nn.Sequential(nn.BatchNorm2d(1), lenet())
+    return net, torch.optim.SGD(net.parameters(), lr=lr)
+
+
+def train_batch(X, y, net, trainer):
+    (F.cross_entropy(net(shard(X)), shard(y), reduction="sum") / len(X)).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+    trainer.step()
+    trainer.zero_grad()
+"""
+BRANCH = "    if dist.get_rank() == 0:\n        for p in params:\n            dist.all_reduce(p.grad)\n"
+OWN_DRAW = "np.random.default_rng(dist.get_rank())"
+
+
+def changed(name, *edits):
+    """The text of a program with edits [old, new]."""
+    text = RIGHT[name]
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def accumulated(first, last):
+    head, _, rest = RIGHT["pytorch/ddp"].partition("    losses = F.cross_entropy")
+    body = ACCUMULATED.format(first=first, last=last)
+    imports = "from contextlib import nullcontext\n"
+    return imports + head + body + "\n\ndef full" + rest.partition("\n\ndef full")[2]
+
+
+FIRST = ["[dist.get_rank()]", "[0]"]
+MEAN = ["losses.sum() * dist.get_world_size() / len(X)", "losses.mean()"]
+STEP = SUM + "    sgd(params, lr, len(X))"
+NORM = ["DistributedDataParallel(lenet())", "DistributedDataParallel(nn.Sequential(nn.BatchNorm2d(1), lenet()))"]
+ADAM = ["torch.optim.SGD(net.parameters(), lr=lr)", "torch.optim.Adam(net.parameters(), lr=lr / 100)"]
+scratch, ddp = partial(changed, "pytorch/scratch"), partial(changed, "pytorch/ddp")
+# {case: (the claim that does not hold, the file)}
+WRONG = {
+    "no all_reduce of one parameter": ("sum", scratch([SUM, SUM.replace("params:", "params[1:]:")])),
+    "the same shard": ("devices", scratch(FIRST)),
+    "a deadlock": ("update", scratch([SUM, BRANCH])),
+    "a step before the sum": ("sum", scratch([STEP, "    sgd(params, lr, len(X))"])),
+    "mean of means": ("update", ddp(MEAN)),
+    "not scaled": ("update", ddp([" * dist.get_world_size() / len(X)", " / len(X)"])),
+    "the whole batch": (
+        "devices",
+        ddp(MEAN, ["tensor_split(data, dist.get_world_size())", "tensor_split(data, 1)"], FIRST),
+    ),
+    "no broadcast": ("start", scratch(["np.random.default_rng(seed)", OWN_DRAW])),
+    "no_sync in the last part": ("replicas", accumulated("nullcontext()", "net.no_sync()")),
+    "running statistics": ("replicas", RIGHT["pytorch/ddp"].partition("\nif __name__")[0] + NORMALIZED),
+    "an error in one process": ("update", scratch([SUM, "    assert dist.get_rank() == 0\n" + SUM])),
+    "an exit": ("update", scratch([SUM, "    os._exit(0)\n"])),
+}
+RIGHT_STEPS = {
+    "broadcast by DDP": ddp(["np.random.default_rng(seed)", OWN_DRAW]),
+    "no_sync in the first part": accumulated("net.no_sync()", "nullcontext()"),
+    "Adam": ddp(ADAM),
+    "normalization in DDP": ddp(NORM),
+    "FSDP": (ROOT / "docs/pytorch/fsdp.py").read_text(),
+}
+
+
+def cases(table, fast):
+    """The first cases are in the normal suite."""
+    return [pytest.param(key, marks=() if i < fast else pytest.mark.slow) for i, key in enumerate(table)]
+
+
+def claims(tmp_path, text, engine="torch"):
+    path = tmp_path / "step.py"
+    path.write_text(text)
+    assert files.engine(str(path)) == engine
+    return files.run(str(path), engine).claims
+
+
+@torch
+@pytest.mark.parametrize("case", cases(WRONG, fast=3))
+def test_a_wrong_step_is_named(tmp_path, case):
+    claim, text = WRONG[case]
+    found = claims(tmp_path, text)
+    assert next(name for name, reason in found.items() if reason) == claim, found
+
+
+@torch
+@pytest.mark.parametrize("case", cases(RIGHT_STEPS, fast=1))
+def test_a_right_step_is_not_accused(tmp_path, case):
+    assert not comparison.Report(claims(tmp_path, RIGHT_STEPS[case])).verdict
+
+
+@torch
+def test_both_steps_are_near_float64_and_rounding_explains_more():
+    report = files.run(str(ROOT / "docs/pytorch/scratch.py"), "torch")
+    several, one, bound = (float(number) for number in re.findall(r"\d\.\de-\d\d", report.notes[0]))
+    assert not report.verdict and 0 < one < bound / 8 and 0 < several < bound / 8
+
+
+@jax
+@pytest.mark.parametrize(
+    "old, new, claim",
+    [
+        ("", "", None),
+        ("total = sum(jax.device_put(x, data[0].device) for x in data)", "total = data[0]", "sum"),
+        pytest.param("lr / batch_size * g", "lr / 8 * g", None, marks=pytest.mark.slow),
+        pytest.param("lr, len(X))", "lr, len(Xs[0]))", "update", marks=pytest.mark.slow),
+        pytest.param("np.array_split(data, len(devices))", "[data] * len(devices)", "devices", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_step_in_jax_is_judged(tmp_path, old, new, claim):
+    found = claims(tmp_path, changed("jax/scratch", (old, new)), "jax")
+    assert next((name for name, reason in found.items() if reason), None) == claim, found
+
+
+def test_the_engine_is_what_a_file_imports(tmp_path):
+    path = tmp_path / "step.py"
+    path.write_text("import mxnet as mx\nimport torch\ndef train_batch(X, y, device_params, ctx, lr): ...\n")
+    assert files.engine(str(path)) is None and files.engine("scratch") is None
+    path.write_text("from torch import nn\n")
+    with pytest.raises(UsageError, match="must define train_batch"):
+        files.engine(str(path))
+
+
+@torch
+def test_the_command_needs_no_mxnet_and_is_not_confused_by_other_files(tmp_path):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/mxnet.py").write_text("raise ImportError('not installed')")
+    (tmp_path / "random.py").write_text("raise ImportError('a file of the user')")
+    (tmp_path / "step.py").write_text(changed("pytorch/scratch", (SUM, "")))
+    path = os.pathsep.join([str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")])
+    done = gluon_mgpu("check", tmp_path / "step.py", env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 1 and "does not take the same step" in done.stdout.splitlines()[-1], done.stderr
