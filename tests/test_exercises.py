@@ -1,6 +1,7 @@
 """The exercises: each planted wrong answer is diagnosed as its mistake, and correct answers pass."""
 
 import configparser
+import csv
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 import runs
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises import Mistake, cases, check
+from gluon_mgpu.exercises import Mistake, cases, grading
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
 # replaces its function, or edits to our solution: lines "< OLD", then lines "> NEW".
@@ -26,9 +27,9 @@ CORRECT += [(name, "") for name in exercises.NAMES]  # our solutions
 def found(name, code, path="answer.py"):
     """The mistake in a learner's code, or None."""
     try:
-        check.check(name, code, path)
+        grading.run_cases(name, code, path)
     except Mistake as mistake:
-        check.report(path, name, mistake)  # the mistake must have an explanation
+        grading.report(path, name, mistake)  # the mistake must have an explanation
         return mistake
 
 
@@ -60,7 +61,7 @@ def test_what_start_writes_is_an_unfinished_answer(name):
 
 def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     texts = configparser.ConfigParser(interpolation=None)
-    texts.read(Path(check.__file__).with_name("mistakes.ini"))
+    texts.read(Path(grading.__file__).with_name("mistakes.ini"))
     own = {name: set(texts._sections[name]) for name in texts.sections()}
     assert own.keys() == {*exercises.NAMES}
     for name, mistakes in own.items():
@@ -69,7 +70,7 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     shared = re.findall(r'"([a-z]+(?:-[a-z]+)+)"', Path(cases.__file__).read_text())
     assert {*shared} <= texts.defaults().keys()
     everywhere = {mistake for _, mistake, _ in PLANTED}
-    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "changes-check"}
+    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "changes-grading", "not-graded"}
     assert texts.defaults().keys() - everywhere == other_tests
 
 
@@ -87,8 +88,9 @@ def split_and_load(data, ctx):
 
 WRONG = "def allreduce(data): pass\n"
 ENDS = ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise KeyboardInterrupt"]
+ENDS += ["import os, time; os.kill(os.getppid(), 9); time.sleep(60)", "import os; os.killpg(0, 9)"]
 ENDS += ["import os; os.execvp('true', ['true'])", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
-CHECKS = "from gluon_mgpu.exercises import checks; checks."
+HIDDEN = "from gluon_mgpu.exercises import sums; sums."
 CHEATS = [
     "import sys; print('null'); sys.stdout.close()",
     "import numpy; numpy.allclose = lambda *args, **kwargs: True",
@@ -96,8 +98,9 @@ CHEATS = [
 
 
 CASES = [(WRONG + end, "ended-early") for end in ENDS] + [(WRONG + cheat, "not-in-place") for cheat in CHEATS]
+CASES += [(f"{WRONG}x = bytearray(5 << 30)", "error"), (f"{WRONG}while True: print('x' * 10**6, end='')", "time-limit")]
 CASES += [("def allreduce(data):\n    import os\n    print('answer.py: correct')\n    os._exit(0)", "ended-early")]
-CASES += [(f"{WRONG}{CHECKS}{name} = lambda *args: []", "changes-check") for name in ("allreduce", "compare")]
+CASES += [(f"{WRONG}{HIDDEN}{name} = lambda *args: []", "changes-grading") for name in ("allreduce", "compare")]
 
 
 @pytest.fixture
@@ -107,15 +110,16 @@ def said(tmp_path, capfd):
     def said(answer, **options):
         (tmp_path / "answer.py").write_text(answer)
         [found] = exercises.answers(str(tmp_path / "answer.py"))
-        mistake = check.run(found, **options)
-        return f"{capfd.readouterr().out}{check.report(found.label, found.name, mistake)}"
+        mistake = grading.grade(found, **options)
+        return f"{capfd.readouterr().out}{grading.report(found.label, found.name, mistake)}"
 
     return said
 
 
 @pytest.mark.parametrize("code, mistake", CASES)
 def test_an_answer_is_correct_only_if_all_cases_ran(said, code, mistake):
-    assert f"Mistake: {mistake}\n" in said(f"{exercises.solution('allreduce')}\n{code}\n")
+    options = {"seconds": 5} if mistake == "time-limit" else {}
+    assert f"Mistake: {mistake}\n" in said(f"{exercises.solution('allreduce')}\n{code}\n", **options)
 
 
 def test_numbers_that_differ_between_processes_are_not_repeatable(said, tmp_path):
@@ -139,13 +143,13 @@ def test_start_edit_check_and_correct(tmp_path):
     assert (again.returncode, again.stdout) == (2, "") and "allreduce.py" in again.stderr
 
     file.write_text(exercises.solution("allreduce").replace("        total.copyto(array)", "        print('here')"))
-    checked = run("check", "allreduce.py", "--solution", folder=tmp_path)
+    checked = run("grade", "allreduce.py", "--solution", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (1, "")
     assert checked.stdout.startswith("here\n") and "Mistake: no-broadcast" in checked.stdout
     assert checked.stdout.endswith(exercises.solution("allreduce"))
 
     file.write_text(exercises.solution("allreduce"))
-    checked = run("check", "allreduce.py", folder=tmp_path)
+    checked = run("grade", "allreduce.py", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "") and "start step" in checked.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"allreduce.py", ".cache"}
 
@@ -160,7 +164,7 @@ def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text):
     file = tmp_path / "answer.py"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    checked = run("check", "answer.py", folder=tmp_path)
+    checked = run("grade", "answer.py", folder=tmp_path)
     assert (checked.returncode, checked.stdout, checked.stderr.count("\n")) == (2, "", 1)
     assert "answer.py" in checked.stderr
 
@@ -176,7 +180,7 @@ def test_the_page_shows_what_check_prints():
     attempt, printed = (
         re.search(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1] for kind in ("python", "text")
     )
-    assert check.report("allreduce.py", "allreduce", found("allreduce", attempt)) + "\n" == printed
+    assert grading.report("allreduce.py", "allreduce", found("allreduce", attempt)) + "\n" == printed
 
 
 # A class
@@ -207,6 +211,8 @@ CLASS = {
     "cy/empty.py": ("", [(None, None, "no-answer")]),
     "cy/list.ipynb": ("[1]", [(None, None, "no-answer")]),
     "cy/nul.py": (f"{SUM}\0", [(None, None, "no-answer")]),
+    "cy/numpy.py": ("raise SystemExit", [(None, None, "no-answer")]),
+    "cy/surrogate.ipynb": (notebook(SUM).replace("\\n", "\\ud800"), [(1, None, "no-answer")]),
     "cy/swim.ipynb": (notebook('"""Exercise swim: x."""', SPLIT), [(1, None, "no-answer"), (2, "split", None)]),
 }
 
@@ -220,13 +226,23 @@ def write_class(folder):
 def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     write_class(tmp_path / "answers")
     expected = [(f"answers/{name}", *row) for name, (_, rows) in CLASS.items() for row in rows]
-    checked = run("check", "answers", "--json", "results.json", folder=tmp_path)
+    for module in ("numpy", "mxnet"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('not a module')")
+    reports = ("--json", "results.json", "--csv", "results.csv")
+    checked = run("grade", "answers", "--jobs", "2", *reports, folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (1, "")
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(r["file"], r["cell"], r["exercise"], r["mistake"]) for r in results] == expected
     assert all(r["correct"] == (r["mistake"] is None) and r["report"] for r in results)
-    _, *rows, summary, _ = checked.stdout.splitlines()
-    assert len(rows) == len(expected) and f"4 of {len(expected)}" in summary
+    _, *rows = checked.stdout.splitlines()[: len(expected) + 1]
+    assert f"4 of {len(expected)}" in checked.stdout
+    students = {row["student"]: row for row in csv.DictReader(open(tmp_path / "results.csv"))}
+    assert [(name, row["allreduce"], row["split"]) for name, row in students.items()] == [
+        ("ada", "correct", "unfinished"),
+        ("bob", "correct", "correct"),
+        ("cy", "", "correct"),
+    ]
+    assert re.search(r"^ada +no +yes\nbob +yes +yes\ncy +yes\n", checked.stdout, re.MULTILINE)
     for row, (file, cell, exercise, mistake) in zip(rows, expected):
         assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row
         assert mistake == "no-answer" or row.endswith(mistake or "correct")
@@ -240,6 +256,7 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
         ["a.py", "a.ipynb", "--solution"],
         ["--json", "a.py", "a.ipynb"],  # must not overwrite an answer
         ["a.py", "--json", "missing/results.json"],
+        ["--csv", "a.py", "a.ipynb"],
         ["--json", "results.json"],
     ],
 )
@@ -247,7 +264,7 @@ def test_a_wrong_command_for_a_class_is_refused_before_any_check(tmp_path, words
     (tmp_path / "empty").mkdir()
     for name, content in (("a.py", SUM), ("a.ipynb", notebook(SUM))):
         (tmp_path / name).write_text(content)
-    refused = run("check", *words, folder=tmp_path)
+    refused = run("grade", *words, folder=tmp_path)
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert (tmp_path / "a.py").read_text() == SUM and not (tmp_path / "results.json").exists()
 
@@ -260,7 +277,7 @@ def test_the_list_says_what_is_solved_in_this_folder(tmp_path):
         return dict(re.findall(r"^ *\d+ +(\w+) +(solved|started)\b", run("list", folder=tmp_path).stdout, re.MULTILINE))
 
     assert states() == {"split": "started", "allreduce": "started", "step": "started"}
-    run("check", "a.py", folder=tmp_path)
+    run("grade", "a.py", folder=tmp_path)
     assert states() == {"split": "started", "allreduce": "solved", "step": "started"}
     (tmp_path / "a.py").write_text(NO_COPY)  # another answer than the one that was checked
     assert states()["allreduce"] == "started"

@@ -1,4 +1,4 @@
-"""The hidden cases of `process`, whose answer runs in several processes; see `checks`."""
+"""The hidden cases of `process`, whose answer runs in several processes; see `grading`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hidden cases of the exercises that return a number which needs no devices; see `checks`."""
+"""The hidden cases of the exercises that return a number which needs no devices; see `grading`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hidden cases of the exercises that sum vectors over devices, or join them; see `checks`."""
+"""The hidden cases of the exercises that sum vectors over devices, or join them; see `grading`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hidden cases: one function per exercise, named after it, which raises the first Mistake that it finds."""
+"""The hidden cases of the exercises on training steps, Gluon and asynchronous execution; see `grading`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Answer, Backward, Copy, Wait, compare, contexts, recording, shown, values
-from gluon_mgpu.exercises.processes import process  # noqa: F401
-from gluon_mgpu.exercises.rates import rate, speedup  # noqa: F401
-from gluon_mgpu.exercises.sums import all_gather, allreduce, block, buckets, reduce_scatter, ring, tree, zero1  # noqa: F401
 
 K = 3  # devices in the Gluon exercises
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
