@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import mxnet as mx
 import numpy as np
 from mxnet import Context, MXNetError, gluon, nd
 from mxnet.gluon import nn
@@ -240,6 +243,10 @@ def stats(answer: Answer) -> None:
     for parameter in net.collect_params(running).values():
         for replica in parameter.list_data():
             replica[:] = nd.array(K * random.randint(1, 30, 2))
+    for i, c in enumerate(contexts(K)):  # real replicas are equal, so a mean over them would change nothing
+        for parameter in net.collect_params(".*(gamma|beta)").values():
+            parameter.data(c)[:] = i
+    others = _numbers(net, ".*(gamma|beta)")
     before = _numbers(net, running)  # means and variances of the first layer, then of the second layer
     with recording() as events:
         answer(net)
@@ -259,13 +266,43 @@ def stats(answer: Answer) -> None:
     case = f"{K} devices, each with means and variances of 2 channels in layer 1, then in layer 2:\n{shown(before)}"
     compare(case, found, mean, mistakes, before)
     cases.copies(case, events, 2 * (K - 1) * mean.size, allow_numpy=True)
+    cases.first(case, {"changes-others": not cases.same(_numbers(net, ".*(gamma|beta)"), others)})
+
+
+@contextmanager
+def _sources() -> Iterator[list[Context | None]]:
+    """Record where a device's random numbers may come from: each device that is seeded, or that receives a mask from
+    the host. None: all devices are seeded."""
+    found: list[Context | None] = []
+    library, copy_from = mx.base._LIB, NDArray._sync_copyfrom
+    seed_all, seed_one = library.MXRandomSeed, library.MXRandomSeedContext
+
+    def all_seeded(*seed: Any) -> Any:
+        found.append(None)
+        return seed_all(*seed)
+
+    def one_seeded(seed: Any, kind: int, number: int) -> Any:
+        found.append(Context(Context.devtype2str[kind], number))
+        return seed_one(seed, kind, number)
+
+    def copied(array: NDArray, source: Any) -> Any:
+        if array.shape == SHAPES[1]:
+            found.append(array.context)
+        return copy_from(array, source)
+
+    library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = all_seeded, one_seeded, copied
+    try:
+        yield found
+    finally:
+        library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = seed_all, seed_one, copy_from
 
 
 def seeds(answer: Answer) -> str:
     """Returns the numbers of the first call, which must be the same in every process."""
     ctx, drawn = contexts(K), []
     for seed in (1, 1, *range(2, SEEDS)):
-        result = answer(ctx, seed) or (None, None)
+        with recording() as events, _sources() as sources:
+            result = answer(ctx, seed) or (None, None)
         if isinstance(result, (list, tuple)) and len(result) != 2:
             raise Mistake("wrong-number", f"expected two lists; the function returned a list of {len(result)}")
         weights, masks = (values(cases.listed(arrays, ctx, shape)) for arrays, shape in zip(result, SHAPES))
@@ -278,6 +315,10 @@ def seeds(answer: Answer) -> str:
             "not-a-mask": any(not set(m) <= {0, 1} for m in masks),
         }
         cases.first(case, mistakes)
+        sources += [event.target for event in events if isinstance(event, Copy) and event.size >= masks[0].size]
+        missing = [c for c in ctx if c not in sources]
+        if sources and missing and None not in sources:
+            raise Mistake("seeds-one-device", f"seed {seed}; not seeded: {missing}")
         drawn.append((case, weights[0], np.array(masks)))
     first, again, *_ = drawn
     for part in (1, 2):
