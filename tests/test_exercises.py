@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import mxnet as mx
@@ -57,6 +58,16 @@ def test_a_correct_answer_passes(name, code):
 @pytest.mark.parametrize("name", exercises.NAMES)
 def test_what_start_writes_is_an_unfinished_answer(name):
     assert found(name, exercises.skeleton(name)).name == "unfinished"
+
+
+def test_what_start_writes_also_runs_on_its_own(tmp_path):
+    for name in exercises.NAMES:
+        (tmp_path / f"{name}.py").write_text(exercises.skeleton(name))
+    ours, mxnet = r"^(?:import|from) gluon_mgpu", r"^(?:import|from) mxnet"
+    for text in map(exercises.skeleton, exercises.NAMES):
+        first = re.search(f"{ours}|{mxnet}", text, re.MULTILINE)
+        assert not first or re.match(ours, first[0])  # otherwise, current versions of NumPy lack names that MXNet uses
+    assert runs.finished(sys.executable, "timing.py", cwd=tmp_path).returncode == 0
 
 
 def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
