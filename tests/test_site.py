@@ -1,5 +1,5 @@
-"""What `make docs` has written (`make test-docs`). The lesson pages as notebooks are complete, without errors and readable
-in Jupyter; the website is usable on a phone and with a screen reader."""
+"""What `make docs` has written (`make test-docs`). The lesson pages as notebooks are complete, without errors and
+readable in Jupyter; the website is usable on a phone and with a screen reader."""
 
 import re
 import shutil
