@@ -80,7 +80,7 @@ def step(answer: Answer) -> None:
         wrong: dict[str, list[Any]] = {
             "not-in-place": [zero],
             "mean-of-means": [sum(means) / k],
-            "mean-loss": [sum(means) / size for size in (1, n)] if averaged else [],
+            "mean-loss": [gradient / n**2] + [sum(means) / size for size in (1, n) if averaged],
             "no-division": [gradient],
             "same-shard": [g * k / n for g in own],
             "drops-examples": [cases.gradient_of(X[:cut], y[:cut], w) / size for size in (n, cut) if cut < n],
@@ -270,24 +270,24 @@ def stats(answer: Answer) -> None:
 
 
 @contextmanager
-def _sources() -> Iterator[list[Context | None]]:
-    """Record where a device's random numbers may come from: each device that is seeded, or that receives a mask from
-    the host. None: all devices are seeded."""
-    found: list[Context | None] = []
+def _sources() -> Iterator[dict[Context | None, int | None]]:
+    """Record where a device's random numbers may come from: {device: its seed, or None for a mask from the host}.
+    The device None stands for all devices."""
+    found: dict[Context | None, int | None] = {}
     library, copy_from = mx.base._LIB, NDArray._sync_copyfrom
     seed_all, seed_one = library.MXRandomSeed, library.MXRandomSeedContext
 
     def all_seeded(*seed: Any) -> Any:
-        found.append(None)
+        found[None] = None
         return seed_all(*seed)
 
     def one_seeded(seed: Any, kind: int, number: int) -> Any:
-        found.append(Context(Context.devtype2str[kind], number))
+        found[Context(Context.devtype2str[kind], number)] = seed.value
         return seed_one(seed, kind, number)
 
     def copied(array: NDArray, source: Any) -> Any:
         if array.shape == SHAPES[1]:
-            found.append(array.context)
+            found[array.context] = None
         return copy_from(array, source)
 
     library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = all_seeded, one_seeded, copied
@@ -315,10 +315,13 @@ def seeds(answer: Answer) -> str:
             "not-a-mask": any(not set(m) <= {0, 1} for m in masks),
         }
         cases.first(case, mistakes)
-        sources += [event.target for event in events if isinstance(event, Copy) and event.size >= masks[0].size]
-        missing = [c for c in ctx if c not in sources]
-        if sources and missing and None not in sources:
-            raise Mistake("seeds-one-device", f"seed {seed}; not seeded: {missing}")
+        copied = [event.target for event in events if isinstance(event, Copy) and event.size >= masks[0].size]
+        sources |= dict.fromkeys(copied)
+        if sources and None not in sources:
+            seeded = [number for c, number in sources.items() if c in ctx and number is not None]
+            missing = [c for c in ctx if c not in sources]
+            case = f"{case}\nseeds of the devices: {seeded}; not seeded: {missing}"
+            cases.first(case, {"seeds-one-device": missing, "same-masks": len(set(seeded)) < len(seeded)})
         drawn.append((case, weights[0], np.array(masks)))
     first, again, *_ = drawn
     for part in (1, 2):
