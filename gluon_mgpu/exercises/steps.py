@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import mxnet as mx
@@ -154,10 +155,11 @@ def accumulate(answer: Answer) -> None:
         }
         mistakes: dict[str, list[Any]] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         mistakes["step-per-part"] = []
-        for divisors in (sizes, [n] * len(sizes)):
-            p = w
+        for divisors, again in product((sizes, [n] * len(sizes)), (0, k)):  # again: sums are kept, and summed again
+            p, total = w, 0 * w
             for (X, y), size in zip(parts, divisors):
-                p = p - lr * cases.gradient_of(X, y, p) / size
+                total = again * total + cases.gradient_of(X, y, p)
+                p = p - lr * total / size
             mistakes["step-per-part"].append(p)
         right = w - lr * gradient / n
         case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
