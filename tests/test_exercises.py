@@ -259,6 +259,19 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
         assert mistake == "no-answer" or row.endswith(mistake or "correct")
 
 
+def test_answers_that_cannot_be_graded_are_rows_and_one_is_an_error(tmp_path):
+    for name, content in (("a.py", SUM), ("b.py", SPLIT)):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/mxnet.py").write_text("raise ImportError('broken')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "broken")}
+    both, one = (
+        runs.gluon_mgpu("exercise", "grade", *words, cwd=tmp_path, env=env) for words in (["a.py", "b.py"], ["a.py"])
+    )
+    assert (both.returncode, both.stderr) == (1, "") and both.stdout.count("ImportError: broken") == 2
+    assert (one.returncode, one.stdout, one.stderr.count("\n")) == (1, "", 1) and "ImportError: broken" in one.stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -151,6 +151,8 @@ def _each(answers: Sequence[Answer], seconds: float, jobs: int) -> Iterator[Mist
 
 
 def _result(answer: Answer, mistake: Mistake | None) -> str:
+    if mistake and mistake.name == "not-graded":
+        return f"not graded: {log.printable(mistake.case)}"
     return (answer.problem.partition(";")[0] or mistake.name) if mistake else "correct"
 
 

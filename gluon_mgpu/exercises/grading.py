@@ -192,7 +192,7 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
         finished = subprocesses.run(command, seconds=seconds, on_line=on_line)
     except OSError as error:
         return Mistake("not-graded", f"no process could start ({error.strerror})"), None
-    for line in finished.err.splitlines():
+    for line in finished.err.splitlines() if results else ():  # without results, it is not the answer's
         if not line.startswith("gluon_mgpu: "):  # notices have already been printed
             show(line, file=sys.stderr)
     if finished.status is None:
@@ -200,7 +200,7 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
     if results:
         return results[-1]
     try:
-        subprocesses.raise_for_status(answer.label, finished)
+        subprocesses.raise_for_status("the process", finished)
     except Error as error:
         return Mistake("not-graded", str(error)), None
     return Mistake("not-graded", "the process ended before any case"), None
