@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
 .PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda test-gpu torture parity \
-    docs lint audit install dev torch old-books clean help
+    docs test-docs lint audit install dev torch old-books clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -65,11 +65,14 @@ torture: dev  ## test random runs with random faults, and fuzz every file reader
 parity: install  ## compare this project's results with everything that the notebooks printed: QUICK=1 for one run of each of two recipes
 	$(BIN)/python scripts/parity.py $(if $(QUICK),--quick)
 
-docs: dev torch  ## build the website in build/docs, and its lessons as executed notebooks: QUICK=1 with few examples, without slow cells
-	$(PIP) --editable '.[docs,jax]'
+docs: torch  ## build the website in build/docs, and its lessons as executed notebooks: QUICK=1 with few examples; slow cells do not run
+	$(PIP) --editable '.[docs,mpi,jax]'
 	rm -rf build/docs docs/api
 	$(if $(QUICK),GLUON_MGPU_DOCS_QUICK=1) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs/notebooks .
+	@echo "open build/docs/index.html in a browser; the notebooks are in build/docs/notebooks"
+
+test-docs: dev docs  ## build the website, and test it
 	$(BIN)/python -m pytest -m notebooks tests/test_site.py
 
 lint: dev  ## run ruff and mypy

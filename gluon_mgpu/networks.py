@@ -20,13 +20,13 @@ from gluon_mgpu.runtime.errors import UsageError
 LENET_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 
 
-class Network(NamedTuple):
+class Registered(NamedTuple):
     build: Callable[[], gluon.Block]  # returns a new network, not yet initialized
     init: mx.init.Initializer | None = None  # for the weights; None: the lesson's
     names: tuple[str, ...] = ()  # names of the arrays in checkpoints; (): Gluon's names
 
 
-NETWORKS: dict[str, Network] = {}
+NETWORKS: dict[str, Registered] = {}
 
 
 def register(
@@ -40,10 +40,10 @@ def register(
     """
     if name == "lenet":
         raise UsageError("name", name, "the lesson's own network; use another name, or a changed copy of highlevel.py")
-    NETWORKS[name] = Network(build, init, names)
+    NETWORKS[name] = Registered(build, init, names)
 
 
-def get(name: str) -> Network | None:
+def get(name: str) -> Registered | None:
     """The network that is registered with this name; None for "lenet", the lesson's own network."""
     if name != "lenet" and name not in NETWORKS:
         known = ", ".join(["lenet", *NETWORKS])

@@ -1,9 +1,11 @@
 """The exercises: each planted wrong answer is diagnosed as its mistake, and correct answers pass."""
 
 import configparser
+import csv
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import mxnet as mx
@@ -12,7 +14,7 @@ import runs
 
 from gluon_mgpu import exercises
 from gluon_mgpu.commands.exercise import exercise as command
-from gluon_mgpu.exercises import Mistake, cases, check
+from gluon_mgpu.exercises import Mistake, cases, grading
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
 # replaces its function, or edits to our solution: lines "< OLD", then lines "> NEW".
@@ -27,9 +29,9 @@ CORRECT += [(name, "") for name in exercises.NAMES]  # our solutions
 def found(name, code, path="answer.py"):
     """The mistake in a learner's code, or None."""
     try:
-        check.check(name, code, path)
+        grading.run_cases(name, code, path)
     except Mistake as mistake:
-        check.report(path, name, mistake)  # the mistake must have an explanation
+        grading.report(path, name, mistake)  # the mistake must have an explanation
         return mistake
 
 
@@ -59,9 +61,19 @@ def test_what_start_writes_is_an_unfinished_answer(name):
     assert found(name, exercises.skeleton(name)).name == "unfinished"
 
 
+def test_what_start_writes_also_runs_on_its_own(tmp_path):
+    for name in exercises.NAMES:
+        (tmp_path / f"{name}.py").write_text(exercises.skeleton(name))
+    ours, mxnet = r"^(?:import|from) gluon_mgpu", r"^(?:import|from) mxnet"
+    for text in map(exercises.skeleton, exercises.NAMES):
+        first = re.search(f"{ours}|{mxnet}", text, re.MULTILINE)
+        assert not first or re.match(ours, first[0])  # otherwise, current versions of NumPy lack names that MXNet uses
+    assert runs.finished(sys.executable, "timing.py", cwd=tmp_path).returncode == 0
+
+
 def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     texts = configparser.ConfigParser(interpolation=None)
-    texts.read(Path(check.__file__).with_name("mistakes.ini"))
+    texts.read(Path(grading.__file__).with_name("mistakes.ini"))
     own = {name: set(texts._sections[name]) for name in texts.sections()}
     assert own.keys() == {*exercises.NAMES}
     for name, mistakes in own.items():
@@ -70,7 +82,7 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     shared = re.findall(r'"([a-z]+(?:-[a-z]+)+)"', Path(cases.__file__).read_text())
     assert {*shared} <= texts.defaults().keys()
     everywhere = {mistake for _, mistake, _ in PLANTED}
-    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "changes-check"}
+    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "changes-grading", "not-graded"}
     assert texts.defaults().keys() - everywhere == other_tests
 
 
@@ -88,8 +100,9 @@ def split_and_load(data, ctx):
 
 WRONG = "def allreduce(data): pass\n"
 ENDS = ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise KeyboardInterrupt"]
+ENDS += ["import os, time; os.kill(os.getppid(), 9); time.sleep(60)", "import os; os.killpg(0, 9)"]
 ENDS += ["import os; os.execvp('true', ['true'])", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
-CHECKS = "from gluon_mgpu.exercises import checks; checks."
+HIDDEN = "from gluon_mgpu.exercises import sums; sums."
 CHEATS = [
     "import sys; print('null'); sys.stdout.close()",
     "import numpy; numpy.allclose = lambda *args, **kwargs: True",
@@ -97,8 +110,9 @@ CHEATS = [
 
 
 CASES = [(WRONG + end, "ended-early") for end in ENDS] + [(WRONG + cheat, "not-in-place") for cheat in CHEATS]
+CASES += [(f"{WRONG}x = bytearray(5 << 30)", "error"), (f"{WRONG}while True: print('x' * 10**6, end='')", "time-limit")]
 CASES += [("def allreduce(data):\n    import os\n    print('answer.py: correct')\n    os._exit(0)", "ended-early")]
-CASES += [(f"{WRONG}{CHECKS}{name} = lambda *args: []", "changes-check") for name in ("allreduce", "compare")]
+CASES += [(f"{WRONG}{HIDDEN}{name} = lambda *args: []", "changes-grading") for name in ("allreduce", "compare")]
 
 
 @pytest.fixture
@@ -108,15 +122,16 @@ def said(tmp_path, capfd):
     def said(answer, **options):
         (tmp_path / "answer.py").write_text(answer)
         [found] = exercises.answers(str(tmp_path / "answer.py"))
-        mistake = check.run(found, **options)
-        return f"{capfd.readouterr().out}{check.report(found.label, found.name, mistake)}"
+        mistake = grading.grade(found, **options)
+        return f"{capfd.readouterr().out}{grading.report(found.label, found.name, mistake)}"
 
     return said
 
 
 @pytest.mark.parametrize("code, mistake", CASES)
 def test_an_answer_is_correct_only_if_all_cases_ran(said, code, mistake):
-    assert f"Mistake: {mistake}\n" in said(f"{exercises.solution('allreduce')}\n{code}\n")
+    options = {"seconds": 5} if mistake == "time-limit" else {}
+    assert f"Mistake: {mistake}\n" in said(f"{exercises.solution('allreduce')}\n{code}\n", **options)
 
 
 def test_numbers_that_differ_between_processes_are_not_repeatable(said, tmp_path):
@@ -140,13 +155,13 @@ def test_start_edit_check_and_correct(tmp_path):
     assert (again.returncode, again.stdout) == (2, "") and "allreduce.py" in again.stderr
 
     file.write_text(exercises.solution("allreduce").replace("        total.copyto(array)", "        print('here')"))
-    checked = run("check", "allreduce.py", "--solution", folder=tmp_path)
+    checked = run("grade", "allreduce.py", "--solution", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (1, "")
     assert checked.stdout.startswith("here\n") and "Mistake: no-broadcast" in checked.stdout
     assert checked.stdout.endswith(exercises.solution("allreduce"))
 
     file.write_text(exercises.solution("allreduce"))
-    checked = run("check", "allreduce.py", folder=tmp_path)
+    checked = run("grade", "allreduce.py", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "") and "start step" in checked.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"allreduce.py", ".cache"}
 
@@ -161,7 +176,7 @@ def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text, capfd)
     file = tmp_path / "answer.py"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert "answer.py" in runs.error(capfd, command, "check", file)
+    assert "answer.py" in runs.error(capfd, command, "grade", file)
 
 
 def test_an_answer_is_a_regular_file(tmp_path):
@@ -175,7 +190,7 @@ def test_the_page_shows_what_check_prints():
     attempt, printed = (
         re.search(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1] for kind in ("python", "text")
     )
-    assert check.report("allreduce.py", "allreduce", found("allreduce", attempt)) + "\n" == printed
+    assert grading.report("allreduce.py", "allreduce", found("allreduce", attempt)) + "\n" == printed
 
 
 # A class
@@ -206,6 +221,8 @@ CLASS = {
     "cy/empty.py": ("", [(None, None, "no-answer")]),
     "cy/list.ipynb": ("[1]", [(None, None, "no-answer")]),
     "cy/nul.py": (f"{SUM}\0", [(None, None, "no-answer")]),
+    "cy/numpy.py": ("raise SystemExit", [(None, None, "no-answer")]),
+    "cy/surrogate.ipynb": (notebook(SUM).replace("\\n", "\\ud800"), [(1, None, "no-answer")]),
     "cy/swim.ipynb": (notebook('"""Exercise swim: x."""', SPLIT), [(1, None, "no-answer"), (2, "split", None)]),
 }
 
@@ -219,16 +236,39 @@ def write_class(folder):
 def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     write_class(tmp_path / "answers")
     expected = [(f"answers/{name}", *row) for name, (_, rows) in CLASS.items() for row in rows]
-    checked = run("check", "answers", "--json", "results.json", folder=tmp_path)
+    for module in ("numpy", "mxnet"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('not a module')")
+    reports = ("--json", "results.json", "--csv", "results.csv")
+    checked = run("grade", "answers", "--jobs", "2", *reports, folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (1, "")
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(r["file"], r["cell"], r["exercise"], r["mistake"]) for r in results] == expected
     assert all(r["correct"] == (r["mistake"] is None) and r["report"] for r in results)
-    _, *rows, summary, _ = checked.stdout.splitlines()
-    assert len(rows) == len(expected) and f"4 of {len(expected)}" in summary
+    _, *rows = checked.stdout.splitlines()[: len(expected) + 1]
+    assert f"4 of {len(expected)}" in checked.stdout
+    students = {row["student"]: row for row in csv.DictReader(open(tmp_path / "results.csv"))}
+    assert [(name, row["allreduce"], row["split"]) for name, row in students.items()] == [
+        ("ada", "correct", "unfinished"),
+        ("bob", "correct", "correct"),
+        ("cy", "", "correct"),
+    ]
+    assert re.search(r"^ada +no +yes\nbob +yes +yes\ncy +yes\n", checked.stdout, re.MULTILINE)
     for row, (file, cell, exercise, mistake) in zip(rows, expected):
         assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row
         assert mistake == "no-answer" or row.endswith(mistake or "correct")
+
+
+def test_answers_that_cannot_be_graded_are_rows_and_one_is_an_error(tmp_path):
+    for name, content in (("a.py", SUM), ("b.py", SPLIT)):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/mxnet.py").write_text("raise ImportError('broken')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "broken")}
+    both, one = (
+        runs.gluon_mgpu("exercise", "grade", *words, cwd=tmp_path, env=env) for words in (["a.py", "b.py"], ["a.py"])
+    )
+    assert (both.returncode, both.stderr) == (1, "") and both.stdout.count("ImportError: broken") == 2
+    assert (one.returncode, one.stdout, one.stderr.count("\n")) == (1, "", 1) and "ImportError: broken" in one.stderr
 
 
 @pytest.mark.parametrize(
@@ -239,6 +279,7 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
         ["a.py", "a.ipynb", "--solution"],
         ["--json", "a.py", "a.ipynb"],  # must not overwrite an answer
         ["a.py", "--json", "missing/results.json"],
+        ["--csv", "a.py", "a.ipynb"],
         ["--json", "results.json"],
     ],
 )
@@ -247,7 +288,7 @@ def test_a_wrong_command_for_a_class_is_refused_before_any_check(tmp_path, words
     for name, content in (("a.py", SUM), ("a.ipynb", notebook(SUM))):
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
-    runs.error(capfd, command, "check", *words)
+    runs.error(capfd, command, "grade", *words)
     assert (tmp_path / "a.py").read_text() == SUM and not (tmp_path / "results.json").exists()
 
 
@@ -259,7 +300,7 @@ def test_the_list_says_what_is_solved_in_this_folder(tmp_path):
         return dict(re.findall(r"^ *\d+ +(\w+) +(solved|started)\b", run("list", folder=tmp_path).stdout, re.MULTILINE))
 
     assert states() == {"split": "started", "allreduce": "started", "step": "started"}
-    run("check", "a.py", folder=tmp_path)
+    run("grade", "a.py", folder=tmp_path)
     assert states() == {"split": "started", "allreduce": "solved", "step": "started"}
     (tmp_path / "a.py").write_text(NO_COPY)  # another answer than the one that was checked
     assert states()["allreduce"] == "started"

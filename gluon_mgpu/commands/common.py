@@ -71,7 +71,7 @@ class Command(click.Command):
                 formatter.write(f"  {first}{''.join(map(errors.command, commands))}\n")
 
 
-class Group(Command, click.Group):
+class CommandGroup(Command, click.Group):
     command_class = Command
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,31 +1,37 @@
-"""`gluon-mgpu exercise`: exercises on data parallelism with automatic checks."""
+"""`gluon-mgpu exercise`: exercises on data parallelism that are graded automatically."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import BinaryIO
 
 import click
 
 from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
-from gluon_mgpu.exercises import Answer, Mistake
-from gluon_mgpu.exercises import check as checker
-from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import UsageError, command
+from gluon_mgpu.exercises import Answer, Mistake, grading
+from gluon_mgpu.runtime import files, log, subprocesses
+from gluon_mgpu.runtime.errors import Error, UsageError, command
+
+Graded = list[tuple[Answer, "Mistake | None"]]
 
 
 @click.group(
-    cls=common.Group,
+    cls=common.CommandGroup,
     examples="""
         gluon-mgpu exercise list
         gluon-mgpu exercise start allreduce
-        gluon-mgpu exercise check allreduce.py
+        gluon-mgpu exercise grade allreduce.py
     """,
 )
 def exercise() -> None:
-    """Solve exercises with automatic checks. Start an exercise, complete the function in its file, and check it."""
+    """Solve exercises. Start one, complete the function in its file, and have it graded."""
 
 
 @exercise.command("list", examples="gluon-mgpu exercise list")
@@ -55,42 +61,70 @@ def start(name: str, out: str | None) -> None:
     if os.path.lexists(path):
         raise UsageError("out", path, "this file already exists; choose another one")
     files.write_whole(path, lambda file: file.write(exercises.skeleton(name).encode()))
-    click.echo(f"wrote {path}: complete the function, then run `{command(f'exercise check {path}')}`")
+    click.echo(f"wrote {path}: complete the function, then run `{command(f'exercise grade {path}')}`")
 
 
 @exercise.command(
     examples="""
-        gluon-mgpu exercise check allreduce.py --solution
-        gluon-mgpu exercise check answers --json results.json
+        gluon-mgpu exercise grade allreduce.py --solution
+        gluon-mgpu exercise grade answers --csv results.csv
     """
 )
 @click.argument("paths", nargs=-1, required=True, type=common.FILE, metavar="FILE|FOLDER...")
 @common.option("--solution", is_flag=True, help="Also show a solution. Only for a single answer.")
 @common.option(
-    "--json", "json_file", type=common.FILE, metavar="FILE.json", help="Also write the results to this file."
+    "--csv", "csv_file", type=common.FILE, metavar="FILE.csv", help="Write a table of students by exercises."
 )
+@common.option("--json", "json_file", type=common.FILE, metavar="FILE.json", help="Write all results, explained.")
+@common.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=grading.SECONDS,
+    metavar="FLOAT",
+    help="Time limit for each answer.",
+)
+@common.option("--jobs", type=click.IntRange(1), default=1, metavar="INT", help="Answers to grade at the same time.")
 @click.pass_context
-def check(context: click.Context, paths: tuple[str, ...], solution: bool, json_file: str | None) -> None:
-    """Check answers: Python files, notebooks with a cell for each answer, and folders with such files. Each answer runs
-    on hidden cases in a new process. For a single answer, the mistake is explained; for several, a table names the
-    mistakes. The exit status is 0 if all answers are correct, and 1 otherwise."""
+def grade(
+    context: click.Context,
+    paths: tuple[str, ...],
+    solution: bool,
+    csv_file: str | None,
+    json_file: str | None,
+    seconds: float,
+    jobs: int,
+) -> None:
+    """Grade answers: Python files, notebooks with a cell for each answer, and folders with such files. Each answer runs
+    on hidden cases in a new process, with at most 4 GB of memory. For a single answer, the mistake is explained; for
+    several, a table names the mistakes, and for folders of students, another one shows who has solved what. The reports
+    are rewritten after each answer. The exit status is 0 if all answers are correct, and 1 otherwise."""
     answers = exercises.find(paths)
-    _check_writable(json_file)
+    reports = {path: content for path, content in ((csv_file, _csv), (json_file, _json)) if path}
+    _check_writable("csv_file", csv_file, ".csv")
+    _check_writable("json_file", json_file, ".json")
     if len(answers) > 1 and solution:
         raise UsageError("solution", True, f"needs a single answer, not {len(answers)}")
-    mistakes = _each(answers) if len(answers) > 1 else [_single(answers[0], solution)]
-    if json_file:
-        results = [_result(answer, mistake) for answer, mistake in zip(answers, mistakes)]
-        files.write_whole(json_file, lambda file: file.write(f"{json.dumps(results, indent=2)}\n".encode()))
-        click.echo(f"wrote {json_file}")
-    context.exit(1 if any(mistakes) else 0)
+    graded: Graded = []
+    for mistake in _each(answers, seconds, jobs) if len(answers) > 1 else [_single(answers[0], solution, seconds)]:
+        graded.append((answers[len(graded)], mistake))
+        problem = _write(reports, graded)
+    correct = [mistake for _, mistake in graded].count(None)
+    if len(answers) > 1:
+        click.echo("\n".join([f"{correct} of {len(answers)} correct", *_by_student(graded)]))
+    if problem:
+        raise problem
+    for path in reports:
+        click.echo(f"wrote {path}")
+    context.exit(0 if correct == len(answers) else 1)
 
 
-def _single(answer: Answer, solution: bool) -> Mistake | None:
+def _single(answer: Answer, solution: bool, seconds: float) -> Mistake | None:
     if answer.problem:
         raise UsageError(None, answer.label, answer.problem)
-    mistake = checker.run(answer)
-    click.echo(checker.report(answer.label, answer.name, mistake))
+    mistake = grading.grade(answer, seconds)
+    if mistake and mistake.name == "not-graded":
+        raise Error(mistake.case)
+    click.echo(grading.report(answer.label, answer.name, mistake))
     following = exercises.NAMES[exercises.NAMES.index(answer.name) + 1 :]
     if following and not mistake:
         click.echo(f"next: `{command(f'exercise start {following[0]}')}`")
@@ -99,34 +133,96 @@ def _single(answer: Answer, solution: bool) -> Mistake | None:
     return mistake
 
 
-def _each(answers: Sequence[Answer]) -> list[Mistake | None]:
-    """Check several answers. Prints each row of a table as soon as it is known."""
+def _each(answers: Sequence[Answer], seconds: float, jobs: int) -> Iterator[Mistake | None]:
+    """Grade several answers. Prints each row of a table as soon as it is known."""
     header = ("file", "exercise", "result")
     rows = [(log.printable(answer.label), answer.name or "-", header[-1]) for answer in answers]
     first, *lines = log.table([header, *rows], "<")
     click.echo(first)
-    mistakes = []
-    for line, answer in zip(lines, answers):
-        mistake = checker.run(answer, show=lambda *_, **__: None)
-        result = (answer.problem.partition(";")[0] or mistake.name) if mistake else "correct"
-        click.echo(line.removesuffix(header[-1]) + result)
-        mistakes.append(mistake)
-    click.echo(f"{mistakes.count(None)} of {len(answers)} correct")
-    return mistakes
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        mistakes = pool.map(partial(grading.grade, seconds=seconds, show=lambda *_, **__: None), answers)
+        for line, answer, mistake in zip(lines, answers, mistakes):
+            click.echo(line.removesuffix(header[-1]) + _result(answer, mistake))
+            yield mistake
+    finally:  # after Ctrl-C, too
+        pool.shutdown(wait=False, cancel_futures=True)
+        subprocesses.kill_running()
 
 
-def _result(answer: Answer, mistake: Mistake | None) -> dict[str, object]:
-    report = answer.problem or checker.report(answer.label, answer.name, mistake)
-    found = {"exercise": answer.name or None, "correct": not mistake, "mistake": mistake and mistake.name}
-    return {"file": answer.path, "cell": answer.cell, **found, "report": report}
+def _result(answer: Answer, mistake: Mistake | None) -> str:
+    if mistake and mistake.name == "not-graded":
+        return f"not graded: {log.printable(mistake.case)}"
+    return (answer.problem.partition(";")[0] or mistake.name) if mistake else "correct"
 
 
-def _check_writable(json_file: str | None) -> None:
+def _write(reports: Mapping[str, Callable[[Graded], bytes]], graded: Graded) -> Error | None:
+    """Write the reports on the answers that are graded so far. An error does not stop the grading: it may be gone after
+    the next answer."""
+    try:
+        for path, report in reports.items():
+            files.write_whole(path, partial(_fill, report(graded)))
+    except Error as error:
+        return error
+    return None
+
+
+def _fill(content: bytes, file: BinaryIO) -> None:
+    file.write(content)
+
+
+def _json(graded: Graded) -> bytes:
+    results = [
+        {
+            "student": answer.student or None,
+            "file": answer.path,
+            "cell": answer.cell,
+            "exercise": answer.name or None,
+            "correct": not mistake,
+            "mistake": mistake and mistake.name,
+            "report": answer.problem or grading.report(answer.label, answer.name, mistake),
+        }
+        for answer, mistake in graded
+    ]
+    return f"{json.dumps(results, indent=2)}\n".encode()
+
+
+def _students(graded: Graded) -> dict[str, dict[str, str]]:
+    """{student: {exercise: result}}. A student's best answer to an exercise counts: the correct one, or the last."""
+    students: dict[str, dict[str, str]] = {}
+    for answer, mistake in graded:
+        results = students.setdefault(log.printable(answer.student), {})
+        if answer.name and results.get(answer.name) != "correct":
+            results[answer.name] = _result(answer, mistake)
+    return students
+
+
+def _by_student(graded: Graded) -> list[str]:
+    students = _students(graded)
+    if students.keys() <= {""}:
+        return []
+    names = [name for name in exercises.NAMES if any(name in results for results in students.values())]
+    rows = [
+        (student or "-", *({"correct": "yes", "": ""}.get(results.get(name, ""), "no") for name in names))
+        for student, results in students.items()
+    ]
+    return ["", *log.table([("student", *names), *rows], "<")]
+
+
+def _csv(graded: Graded) -> bytes:
+    file = io.StringIO()
+    rows = csv.DictWriter(file, ("student", *exercises.NAMES), lineterminator="\n")
+    rows.writeheader()
+    rows.writerows({"student": student, **results} for student, results in _students(graded).items())
+    return file.getvalue().encode()
+
+
+def _check_writable(name: str, path: str | None, suffix: str) -> None:
     """Raise UsageError now, not after minutes, if the file cannot be written, or is one of the answers."""
-    if json_file is None:
+    if path is None:
         return
-    folder = os.path.dirname(json_file) or "."
-    if not json_file.endswith(".json"):
-        raise UsageError("json_file", json_file, "must end with .json")
+    folder = os.path.dirname(path) or "."
+    if not path.endswith(suffix):
+        raise UsageError(name, path, f"must end with {suffix}")
     if not os.access(folder, os.W_OK):
-        raise UsageError("json_file", json_file, f"cannot write to the folder {folder}; choose another one")
+        raise UsageError(name, path, f"cannot write to the folder {folder}; choose another one")

@@ -12,7 +12,7 @@ from gluon_mgpu.commands.run import preparation, settings_of
 from gluon_mgpu.legacy import notebook
 
 
-@click.group(cls=common.Group, examples="gluon-mgpu kernel install --gpus 2")
+@click.group(cls=common.CommandGroup, examples="gluon-mgpu kernel install --gpus 2")
 def kernel() -> None:
     """Install the Jupyter kernel "MXNet (gluon_mgpu)", which runs old MXNet notebooks unchanged."""
 

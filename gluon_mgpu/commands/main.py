@@ -13,7 +13,7 @@ from gluon_mgpu.commands import common
 COMMANDS = "train check exercise evaluate convert run kernel compile doctor".split()
 
 
-class Commands(common.Group):
+class Commands(common.CommandGroup):
     def list_commands(self, context: click.Context) -> list[str]:
         return COMMANDS
 

@@ -1,9 +1,9 @@
-"""Exercises with automatic checks. `solutions` contains the tasks and our answers, and `checks` contains the hidden
-cases.
+"""Exercises that are graded automatically. `solutions` contains the tasks and our answers; `steps`, `sums`, `rates` and
+`processes` contain the hidden cases: one function per exercise, named after it, which raises the first Mistake.
 
-An answer, a Python file or a notebook's cell, begins with the exercise's docstring, which names the exercise. A check
-calls the answer's function that has the same name as the solution's last function. The check recognizes known mistakes
-by what the function computes, not by reading the code.
+An answer, a Python file or a notebook's cell, begins with the exercise's docstring, which names the exercise. The cases
+call the answer's function that has the same name as the solution's last function. They recognize known mistakes by what
+the function computes, not by reading the code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ LESSONS = {
 PAGES = {name: page for page, names in LESSONS.items() for name in names}
 NAMES = tuple(PAGES)
 SUFFIXES = (".py", ".ipynb")  # of files with answers
+LARGEST = 100 << 20  # bytes of a file with answers
 
 
 class Mistake(Exception):
@@ -73,13 +75,15 @@ def skeleton(name: str) -> str:
 
 
 class Answer(NamedTuple):
-    """A learner's answer. label: what messages call it. problem: why it cannot be checked; then, it has no name."""
+    """A learner's answer. label: what messages call it. problem: why it cannot be graded; then, it has no name.
+    student: the subfolder that contains it, if a folder is graded."""
 
     path: str
     cell: int | None = None  # its number in a notebook, from 1
     name: str = ""  # the exercise
     code: str = ""
     problem: str = ""
+    student: str = ""
 
     @property
     def label(self) -> str:
@@ -87,7 +91,7 @@ class Answer(NamedTuple):
 
     @property
     def is_solved(self) -> bool:
-        """Whether a check on this machine has found exactly this code correct."""
+        """Whether exactly this code was graded as correct on this machine."""
         return self._record().exists()
 
     def record(self) -> None:
@@ -104,9 +108,9 @@ class Answer(NamedTuple):
 def answers(path: str) -> list[Answer]:
     """The answers in a Python file or a notebook, or one with a problem, if there are none."""
     try:
+        if os.path.getsize(path) > LARGEST:
+            return [Answer(path, problem=f"larger than {LARGEST >> 20} MB")]
         text = files.read(path).decode("utf-8-sig")
-        if "\0" in text:
-            raise ValueError
     except OSError as error:
         return [Answer(path, problem=f"cannot be read ({error.strerror})")]
     except ValueError:
@@ -121,10 +125,12 @@ def answers(path: str) -> list[Answer]:
     found = []
     for number, code in cells:
         first = re.search(r'^"""Exercise (\w+):', code, re.MULTILINE)  # perhaps after comments or imports
-        if first:
-            known = first[1] in NAMES
-            problem = "" if known else f"{first[1]} is not an exercise; {_how_to_begin()}"
-            found.append(Answer(path, number, first[1] if known else "", code, problem))
+        if re.search("[\0\ud800-\udfff]", code):  # a surrogate in a notebook
+            found.append(Answer(path, number, problem="not text"))
+        elif first and first[1] in NAMES:
+            found.append(Answer(path, number, first[1], code))
+        elif first:
+            found.append(Answer(path, number, problem=f"{first[1]} is not an exercise; {_how_to_begin()}"))
     return found or [Answer(path, problem=f"names no exercise; {_how_to_begin()}")]
 
 
@@ -135,16 +141,18 @@ def _how_to_begin() -> str:
 def find(paths: Sequence[str]) -> list[Answer]:
     """The answers in files, and in all Python files and notebooks in folders, with their subfolders. Raises UsageError
     if a path does not exist, or if a folder contains no such file."""
-    found: list[str] = []
+    students: dict[str, str] = {}  # {file: its student}
     for path in paths:
         if not Path(path).exists():
             raise UsageError(None, path, "does not exist")
-        if Path(path).is_dir():
-            inside = sorted(file for file in Path(path).rglob("*") if file.suffix in SUFFIXES)
-            inside = [file for file in inside if not re.search(r"(^|/)\.", str(file.relative_to(path)))]
-            if not inside:
-                raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
-            found += map(str, inside)
-        else:
-            found.append(path)
-    return [answer for path in dict.fromkeys(found) for answer in answers(path)]
+        if not Path(path).is_dir():
+            students.setdefault(path, "")
+            continue
+        inside = sorted(file for file in Path(path).rglob("*") if file.suffix in SUFFIXES)
+        within = {file: file.relative_to(path).parts for file in inside}
+        within = {file: parts for file, parts in within.items() if not any(part.startswith(".") for part in parts)}
+        if not within:
+            raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
+        for file, parts in within.items():
+            students.setdefault(str(file), parts[0] if len(parts) > 1 else "")
+    return [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]

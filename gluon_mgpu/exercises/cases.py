@@ -1,4 +1,4 @@
-"""Code that the checks share: it compares results with known mistakes, and records copies and waits."""
+"""Code that the hidden cases share: it compares results with known mistakes, and records copies and waits."""
 
 from __future__ import annotations
 

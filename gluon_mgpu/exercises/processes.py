@@ -1,4 +1,4 @@
-"""The hidden cases of `process`, whose answer runs in several processes; see `checks`."""
+"""The hidden cases of `process`, whose answer runs in several processes; see `grading`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def process(answer: Answer) -> None:
             means = [g / size for g, size in zip(own, sizes)]
             also: dict[str, list[Any]] = {
                 "no-allreduce": [[g / size for g in own] for size in (n, n // k, 1)] + [means],
-                "mean-of-means": [sum(means) * weight for weight in (1 / k, n // k / n, math.ceil(n / k) / n)],
+                "mean-of-means": [sum(means) * weight for weight in (1 / k, 1 / n, n // k / n, math.ceil(n / k) / n)],
                 "sum-of-means": [sum(means)],
                 "same-shard": [g * factor for g in own for factor in (k / n, 1 / n)] + means,
                 "sums-parameters": [sum(means) - (k - 1) * w / lr, gradient / n - (k - 1) * w / lr],

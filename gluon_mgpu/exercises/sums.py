@@ -1,4 +1,4 @@
-"""The hidden cases of the exercises that sum vectors over devices, or join them; see `checks`."""
+"""The hidden cases of the exercises that sum vectors over devices, or join them; see `grading`."""
 
 from __future__ import annotations
 
@@ -130,13 +130,22 @@ def _chunks(vectors: Numbers) -> Numbers:
 
 def _exchange(answer: Answer, before: Numbers, right: Numbers, mistakes: Known) -> None:
     """Check half a ring allreduce. before, right: each device's array before the call, and the correct one after it."""
-    k = len(before)
+    k, arrays = len(before), cases.on_devices(before)
     with recording() as events:
-        result = answer(cases.on_devices(before))
+        result = answer([*arrays])
     found = values(cases.listed(result, contexts(k)))
+    if "misplaced-chunks" in mistakes and not cases.same(values(arrays), before):  # sums are somewhere else
+        others = [name for name in mistakes if name not in ("misplaced-chunks", "no-sum")]
+        mistakes = {
+            "misplaced-chunks": [*mistakes["misplaced-chunks"], _chunks(before)],
+            **{name: mistakes[name] for name in others},
+            "no-sum": np.isin(np.concatenate(found), before).all(),
+        }
     case = f"{k} devices with {shown(before)}"
+    rounds = _rounds(found, right, events, k - 1)
     in_order = all(sorted(x) == sorted(r) for x, r in zip(found, right))
-    compare(case, found, right, {**mistakes, "wrong-order": in_order, **_rounds(found, right, events, k - 1)})
+    too_few = {name: made for name, made in rounds.items() if name == "missing-round" and made and len(events) >= k}
+    compare(case, found, right, {**too_few, **mistakes, "wrong-order": in_order, **rounds})
     for array, x in zip(result, right):
         cases.listed([array], shape=x.shape)
     _traffic(case, events, k - 1, k, max(len(x) for x in [*before, *right]))
@@ -175,9 +184,9 @@ def zero1(answer: Answer) -> None:
     lr, momentum, batch_size = 0.25, 0.9, 5
     for k, n in ((2, 4), (3, 7)):
         random = np.random.RandomState(k)
-        w, v = random.randint(-5, 5, n).astype(float), np.zeros(n)
+        w, v = random.randint(-5, 5, n).astype(float), random.randint(1, 5, n).astype(float)
         params, velocities = cases.on_devices([w] * k), cases.on_devices(_chunks([v] * k))
-        for number in (1, 2, 3):
+        for number in (1, 2):
             grads = list(random.randint(1, 20, (k, n)).astype(float))
             with recording() as events:
                 answer([*params], cases.on_devices(grads), [*velocities], lr, momentum, batch_size)
@@ -189,16 +198,20 @@ def zero1(answer: Answer) -> None:
                 "mean": [old - lr * total / k / batch_size],
                 "sums-twice": [old - lr * total * k / batch_size],
                 "no-momentum": [new - old],
+                "wrong-sign": [2 * old - new],
                 "other-momentum": [
                     momentum * new + new - old,
                     *(old + factor * (new - old) for factor in (momentum, 1 - momentum)),
                     old / momentum + new - old,
+                    new - old - lr * old,
                 ],
                 "no-allreduce": [old - lr * g / batch_size for g in (own, np.array(grads))],
             }
             unchanged = [np.array_equal(x, y) for x, y in zip(values(velocities), _chunks([v] * k))]
             mistakes = {
                 "nothing-new": all(unchanged) and [w],
+                "parameters-first": [w + v],
+                "no-gradient": [w + old],
                 "not-in-place": [w],
                 "idle-devices": not unchanged[0] and all(unchanged[1:]) and [np.concatenate([after[0], *before[1:]])],
                 "gathers-velocities": [new],

@@ -18,9 +18,11 @@ from typing import IO, NamedTuple
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
-LINES = 100_000  # the last lines that are kept; a program may print without end
+LINES, LONGEST = 10_000, 10_000  # the last lines that are kept, and their characters; a program may print without end
 END = "\0end of output\n"  # `run` itself writes this into a pipe that a process in another session may keep open
 
+
+running: set[subprocess.Popen[str]] = set()  # processes that `run` has started
 
 # What `compat.startup` changed: {variable: (the user's value, new value)}; None: not set
 changed: dict[str, tuple[str | None, str | None]] = {}
@@ -38,6 +40,12 @@ def users_environment() -> dict[str, str]:
     """The environment without the changes in `changed`, for a child process that calls `configure` itself."""
     restored = {name: before for name, (before, after) in changed.items() if os.environ.get(name) == after}
     return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
+
+
+def kill_running() -> None:
+    """Kill the programs that `run` has started in other threads, which Ctrl-C does not interrupt."""
+    for process in [*running]:
+        process.kill()
 
 
 def run(
@@ -65,6 +73,7 @@ def run(
         errors="replace",
         start_new_session=True,  # Ctrl-C in the terminal reaches the program only through this process
     )
+    running.add(process)
     assert process.stdout and process.stderr
     out: deque[str] = deque(maxlen=LINES)
     err: deque[str] = deque(maxlen=LINES)
@@ -84,6 +93,7 @@ def run(
             process.wait(SECONDS_TO_STOP)
         raise
     finally:
+        running.discard(process)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # SIGKILL cannot stop a process that hangs in a driver
@@ -122,7 +132,7 @@ def how_it_ended(status: int) -> str:
 
 
 def _read(stream: IO[str], lines: deque[str], on_line: Callable[[str], object] | None) -> None:
-    for text in stream:
+    for text in iter(lambda: stream.readline(LONGEST), ""):
         line = text.removesuffix(END)
         if line:
             lines.append(line)

@@ -13,7 +13,7 @@ from gluon_mgpu.commands import common
 
 
 @click.group(
-    cls=common.Group,
+    cls=common.CommandGroup,
     examples="""
         python scripts/bench.py steps
         python scripts/bench.py allreduce --out runs/bench

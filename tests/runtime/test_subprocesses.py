@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import runs
@@ -79,6 +80,18 @@ def test_a_failure_becomes_an_error_in_the_programs_own_words(status, err, kind,
         subprocesses.raise_for_status("x", Finished(status, "", err), advice="use fewer steps")
     assert type(caught.value) is kind and text in str(caught.value)
     subprocesses.raise_for_status("x", Finished(0, "", "error: none"))
+
+
+def test_programs_that_run_in_threads_can_be_killed_and_lines_without_an_end_are_read_in_pieces():
+    pieces = []
+    program = "import sys, time; sys.stdout.write('x' * 10**6); sys.stdout.flush(); time.sleep(60)"
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(subprocesses.run, [sys.executable, "-c", program], on_line=pieces.append)
+        while sum(map(len, pieces)) < 900_000:  # the last piece is not complete
+            time.sleep(0.1)
+        subprocesses.kill_running()
+        assert done.result(10).status == -signal.SIGKILL
+    assert max(map(len, pieces)) <= subprocesses.LONGEST
 
 
 WORKERS = [({}, None, 1), *(({name: str(rank)}, rank, rank == 0) for name in log.RANKS for rank in (0, 1))]

@@ -9,6 +9,7 @@ Write a training step for the whole batch:
 `forward_backward` runs the forward and the backward pass for one part. Parts may differ in size.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import autograd
 
 from gluon_mgpu.scratch import allreduce, sgd, split_and_load

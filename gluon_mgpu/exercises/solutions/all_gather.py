@@ -4,6 +4,7 @@ This is the second half of a ring allreduce. In ZeRO, device i has updated chunk
 needs all chunks for its next step. With k devices, each device sends and receives k - 1 chunks.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 

@@ -8,6 +8,7 @@ their parts, once. If the hidden values cannot be divided evenly, the devices' n
 Use the functions imported from gluon_mgpu.scratch, or write your own.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 from gluon_mgpu.scratch import allreduce, split_and_load

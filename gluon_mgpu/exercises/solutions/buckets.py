@@ -9,6 +9,7 @@ the gradients of the last parameters first, so buckets are filled and sent in th
 - A gradient that exceeds the limit alone has its own bucket.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 from gluon_mgpu.scratch import allreduce

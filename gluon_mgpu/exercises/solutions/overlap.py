@@ -4,6 +4,7 @@ A GPU can compute one result while it copies the previous one to the host, but o
 each copy as soon as the result is computed, but never make the device wait for a copy.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 

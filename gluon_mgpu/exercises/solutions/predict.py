@@ -4,6 +4,7 @@ This is an exercise from the notebook: use several devices for prediction too. T
 to wait for another device. The number of examples need not be a multiple of the number of devices.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 from gluon_mgpu.scratch import split_and_load

@@ -6,6 +6,7 @@ Make such a change: limit the absolute values of all parameters, as is done afte
 networks are trained.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 

@@ -5,6 +5,7 @@ devices: otherwise, the examples of different shards share masks, which adds noi
 same seed, weights and masks must be the same as before.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 import mxnet as mx
 from mxnet import nd
 

@@ -7,6 +7,7 @@ sets them to their average over the devices. net.collect_params(".*running.*") r
 stores as parameters.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 

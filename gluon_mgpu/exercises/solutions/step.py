@@ -8,6 +8,7 @@ every replica as if a single device had trained on the whole batch:
 Do not wait for the devices. Use the functions imported from gluon_mgpu.scratch, or write your own.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import autograd
 
 from gluon_mgpu.scratch import allreduce, sgd, split_and_load

@@ -5,6 +5,7 @@ measures only the time to fill the queue. Write a function that measures how lon
 Do not measure anything else: the devices may still be busy with earlier work when the function is called.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 

@@ -10,6 +10,7 @@ Afterward, all devices have all new parameters again. Each device sends at most 
 allreduce. Use the functions below, or write your own.
 """
 
+import gluon_mgpu  # before mxnet, so that it works with current versions of NumPy
 from mxnet import nd
 
 

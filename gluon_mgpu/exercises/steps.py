@@ -1,11 +1,15 @@
-"""The hidden cases: one function per exercise, named after it, which raises the first Mistake that it finds."""
+"""The hidden cases of the exercises on training steps, Gluon and asynchronous execution; see `grading`."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
+import mxnet as mx
 import numpy as np
 from mxnet import Context, MXNetError, gluon, nd
 from mxnet.gluon import nn
@@ -13,9 +17,6 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Answer, Backward, Copy, Wait, compare, contexts, recording, shown, values
-from gluon_mgpu.exercises.processes import process  # noqa: F401
-from gluon_mgpu.exercises.rates import rate, speedup  # noqa: F401
-from gluon_mgpu.exercises.sums import all_gather, allreduce, block, buckets, reduce_scatter, ring, tree, zero1  # noqa: F401
 
 K = 3  # devices in the Gluon exercises
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
@@ -80,7 +81,7 @@ def step(answer: Answer) -> None:
         wrong: dict[str, list[Any]] = {
             "not-in-place": [zero],
             "mean-of-means": [sum(means) / k],
-            "mean-loss": [sum(means) / size for size in (1, n)] if averaged else [],
+            "mean-loss": [gradient / n**2] + [sum(means) / size for size in (1, n) if averaged],
             "no-division": [gradient],
             "same-shard": [g * k / n for g in own],
             "drops-examples": [cases.gradient_of(X[:cut], y[:cut], w) / size for size in (n, cut) if cut < n],
@@ -154,10 +155,11 @@ def accumulate(answer: Answer) -> None:
         }
         mistakes: dict[str, list[Any]] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         mistakes["step-per-part"] = []
-        for divisors in (sizes, [n] * len(sizes)):
-            p = w
+        for divisors, again in product((sizes, [n] * len(sizes)), (0, k)):  # again: sums are kept, and summed again
+            p, total = w, 0 * w
             for (X, y), size in zip(parts, divisors):
-                p = p - lr * cases.gradient_of(X, y, p) / size
+                total = again * total + cases.gradient_of(X, y, p)
+                p = p - lr * total / size
             mistakes["step-per-part"].append(p)
         right = w - lr * gradient / n
         case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
@@ -243,6 +245,10 @@ def stats(answer: Answer) -> None:
     for parameter in net.collect_params(running).values():
         for replica in parameter.list_data():
             replica[:] = nd.array(K * random.randint(1, 30, 2))
+    for i, c in enumerate(contexts(K)):  # real replicas are equal, so a mean over them would change nothing
+        for parameter in net.collect_params(".*(gamma|beta)").values():
+            parameter.data(c)[:] = i
+    others = _numbers(net, ".*(gamma|beta)")
     before = _numbers(net, running)  # means and variances of the first layer, then of the second layer
     with recording() as events:
         answer(net)
@@ -262,13 +268,43 @@ def stats(answer: Answer) -> None:
     case = f"{K} devices, each with means and variances of 2 channels in layer 1, then in layer 2:\n{shown(before)}"
     compare(case, found, mean, mistakes, before)
     cases.copies(case, events, 2 * (K - 1) * mean.size, allow_numpy=True)
+    cases.first(case, {"changes-others": not cases.same(_numbers(net, ".*(gamma|beta)"), others)})
+
+
+@contextmanager
+def _sources() -> Iterator[dict[Context | None, int | None]]:
+    """Record where a device's random numbers may come from: {device: its seed, or None for a mask from the host}.
+    The device None stands for all devices."""
+    found: dict[Context | None, int | None] = {}
+    library, copy_from = mx.base._LIB, NDArray._sync_copyfrom
+    seed_all, seed_one = library.MXRandomSeed, library.MXRandomSeedContext
+
+    def all_seeded(*seed: Any) -> Any:
+        found[None] = None
+        return seed_all(*seed)
+
+    def one_seeded(seed: Any, kind: int, number: int) -> Any:
+        found[Context(Context.devtype2str[kind], number)] = seed.value
+        return seed_one(seed, kind, number)
+
+    def copied(array: NDArray, source: Any) -> Any:
+        if array.shape == SHAPES[1]:
+            found[array.context] = None
+        return copy_from(array, source)
+
+    library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = all_seeded, one_seeded, copied
+    try:
+        yield found
+    finally:
+        library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = seed_all, seed_one, copy_from
 
 
 def seeds(answer: Answer) -> str:
     """Returns the numbers of the first call, which must be the same in every process."""
     ctx, drawn = contexts(K), []
     for seed in (1, 1, *range(2, SEEDS)):
-        result = answer(ctx, seed) or (None, None)
+        with recording() as events, _sources() as sources:
+            result = answer(ctx, seed) or (None, None)
         if isinstance(result, (list, tuple)) and len(result) != 2:
             raise Mistake("wrong-number", f"expected two lists; the function returned a list of {len(result)}")
         weights, masks = (values(cases.listed(arrays, ctx, shape)) for arrays, shape in zip(result, SHAPES))
@@ -281,6 +317,13 @@ def seeds(answer: Answer) -> str:
             "not-a-mask": any(not set(m) <= {0, 1} for m in masks),
         }
         cases.first(case, mistakes)
+        copied = [event.target for event in events if isinstance(event, Copy) and event.size >= masks[0].size]
+        sources |= dict.fromkeys(copied)
+        if sources and None not in sources:
+            seeded = [number for c, number in sources.items() if c in ctx and number is not None]
+            missing = [c for c in ctx if c not in sources]
+            case = f"{case}\nseeds of the devices: {seeded}; not seeded: {missing}"
+            cases.first(case, {"seeds-one-device": missing, "same-masks": len(set(seeded)) < len(seeded)})
         drawn.append((case, weights[0], np.array(masks)))
     first, again, *_ = drawn
     for part in (1, 2):

@@ -1,24 +1,35 @@
-"""Checks an answer. `check` runs in this process, which imports MXNet; `run` uses a new process with a time limit."""
+"""Grades an answer. `run_cases` runs the hidden cases in this process, which imports MXNet; `grade` uses a new process,
+with limits of time and memory."""
 
 from __future__ import annotations
 
 import configparser
 import json
 import os
+import resource
 import secrets
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gluon_mgpu import exercises
 from gluon_mgpu.exercises import Answer, Mistake
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.runtime import log, subprocesses
+from gluon_mgpu.runtime.errors import Error
 
-SECONDS = 60  # time limit; a check takes 2 seconds, or longer on a busy machine
+SECONDS = 60  # time limit; grading takes 2 seconds, or longer on a busy machine
+LIMITS = {resource.RLIMIT_DATA: 4 << 30, resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CORE: 0}  # bytes per answer
+ROOT = str(Path(__file__).parents[2])  # the folder that contains the package
+# The current folder's files, such as a random.py, must not replace modules.
+START = f"""import sys
+sys.path = [*filter(None, sys.path), {ROOT!r}]
+from gluon_mgpu.exercises.grading import main
+main(*sys.argv[1:3], sys.argv.pop())"""
 WIDTH = 100
 TORCH = {  # {attribute of a PyTorch tensor that an NDArray x lacks: what to write instead}
     "clone": "x.copy()",
@@ -37,6 +48,9 @@ HINTS = {  # {part of an error message: what to do}
     "Cannot find argument 'dim'": "PyTorch's dim is axis in MXNet",
     "Assigning to NDArrays that are already in a": "only the forward pass belongs inside `with autograd.record():`",
     "The any container is empty": "copy shards to the devices before `with autograd.record():`, not inside",
+    "MemoryError": "an answer may use 4 GB of memory",
+    "to allocate": "an answer may use 4 GB of memory",
+    "do not match total elements": "arrays of different sizes were stacked; nd.concat joins arrays of any length",
     "could not be broadcast": "the shapes differ; an allreduce, for example, adds arrays of one shape, one per device",
     "Shape inconsistent": "the shapes of the arrays do not fit each other; print them",
     "for Parameter num_args": "an operator was called without arrays; perhaps a list, such as a bucket, is empty",
@@ -47,16 +61,17 @@ HINTS = {  # {part of an error message: what to do}
 }
 
 
-def check(name: str, code: str, path: str) -> str | None:
+def run_cases(name: str, code: str, path: str) -> str | None:
     """Run the hidden cases on a learner's code. Returns numbers that must be equal in every process, if there are any.
 
     Raises the first Mistake.
     """
     import mxnet as mx
 
-    from gluon_mgpu.exercises import cases, checks, processes, rates, sums
+    from gluon_mgpu.exercises import cases, processes, rates, steps, sums
 
-    run_cases, ours = getattr(checks, name), (cases, checks, processes, rates, sums)
+    ours = (steps, sums, processes, rates, cases)
+    hidden = next(getattr(module, name) for module in ours if hasattr(module, name))
     unchanged = [{**vars(module)} for module in ours]
     module, wanted = ModuleType(name), exercises.answer_of(name).name
     call, returned = "", None
@@ -73,7 +88,7 @@ def check(name: str, code: str, path: str) -> str | None:
         exec(program, module.__dict__)  # nosec B102  # the user's own file
         if not callable(getattr(module, wanted, None)):
             raise Mistake("missing", f"the file does not define the function {wanted}")
-        numbers = run_cases(answer)
+        numbers = hidden(answer)
         mx.nd.waitall()  # raises errors from operators whose results no case has read
         return numbers
     except Mistake:
@@ -87,16 +102,18 @@ def check(name: str, code: str, path: str) -> str | None:
         if lines:
             ended = isinstance(error, (SystemExit, KeyboardInterrupt))
             where = f"line {lines[-1]}{call and f', in the call {call}'}"
-            case = f"{where}:\n{_message(error)}{_hint(str(error))}"
+            case = f"{where}:\n{_message(error)}{_hint(error)}"
             raise Mistake("ended-early" if ended else "error", case) from None
         if type(error).__name__ == "MXNetError":
-            raise Mistake("failed-operator", _message(error)) from None
+            raise Mistake("failed-operator", f"{_message(error)}{_hint(error)}") from None
+        if not call:
+            raise Mistake("error", _message(error)) from None
         value = textwrap.shorten(repr(returned), WIDTH)
-        unusable = f"{wanted} returned {value}, which the check cannot use ({_message(error)})"
+        unusable = f"{wanted} returned {value}, which cannot be used ({_message(error)})"
         raise Mistake("wrong-type", unusable) from None
     finally:
         if [{**vars(module)} for module in ours] != unchanged:
-            raise Mistake("changes-check", "the file changes the modules of the check")
+            raise Mistake("changes-grading", "the file changes the modules that grade it")
 
 
 def _shown(value: Any) -> str:
@@ -111,10 +128,14 @@ def _shown(value: Any) -> str:
 def _message(error: BaseException) -> str:
     """The most informative line of an error message. Errors in MXNet's C++ code begin with a traceback."""
     lines = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()
-    return [line for line in lines if "MXNetError: " in line][-1] if type(error).__name__ == "MXNetError" else lines[0]
+    if type(error).__name__ == "MXNetError":
+        lines = [line for line in lines if "MXNetError: " in line and "Traceback" not in line] or lines
+        lines = lines[::-1]
+    return lines[0][:500]
 
 
-def _hint(message: str) -> str:
+def _hint(error: BaseException) -> str:
+    message = f"{type(error).__name__}: {error}"
     attribute = message.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
     if attribute in TORCH:
         return f"\nPyTorch's x.{attribute} is {TORCH[attribute]} in MXNet"
@@ -122,25 +143,27 @@ def _hint(message: str) -> str:
 
 
 def report(label: str, name: str, mistake: Mistake | None) -> str:
-    """Format the result of a check for the learner. label, name: of the `Answer`."""
+    """Explain the result to the learner. label, name: of the `Answer`."""
     if mistake is None:
         return f"{label}: correct"
     texts = configparser.ConfigParser(interpolation=None)
     texts.read(Path(__file__).with_name("mistakes.ini"))
     why = textwrap.fill(texts[name][mistake.name], WIDTH)
-    return f"{label}: not correct yet. Mistake: {mistake.name}\n{textwrap.indent(mistake.case, '  ')}\n{why}"
+    case = "\n".join(f"  {log.printable(line)}" for line in mistake.case.splitlines())
+    return f"{label}: not correct yet. Mistake: {mistake.name}\n{case}\n{why}"
 
 
-def run(answer: Answer, seconds: float = SECONDS, show: Callable[..., object] = print) -> Mistake | None:
-    """Check an answer in a new process. Returns its mistake, if any.
+def grade(answer: Answer, seconds: float = SECONDS, show: Callable[..., object] = print) -> Mistake | None:
+    """Run the hidden cases on an answer, in a new process. Returns its mistake, if any; "not-graded" if no case could
+    start, for example because MXNet is not installed.
 
-    show: prints the answer's own output. Raises Error if the check cannot start.
+    seconds: time limit. show: prints the answer's own output.
     """
     if answer.problem:
         return Mistake("no-answer", answer.problem)
-    mistake, numbers = _run(answer, seconds, show)
+    mistake, numbers = _in_new_process(answer, seconds, show)
     if numbers and not mistake:
-        mistake, again = _run(answer, seconds, lambda *_, **__: None)
+        mistake, again = _in_new_process(answer, seconds, lambda *_, **__: None)
         if numbers != again and not mistake:
             mistake = Mistake("not-repeatable", f"seed 1, in one process: {numbers}\nseed 1, in another: {again}")
     if not mistake:
@@ -148,46 +171,63 @@ def run(answer: Answer, seconds: float = SECONDS, show: Callable[..., object] = 
     return mistake
 
 
-def _run(answer: Answer, seconds: float, show: Callable[..., object]) -> tuple[Mistake | None, str | None]:
-    """Check an answer in a new process. Returns the mistake, if any, and what `check` returned."""
-    key, results = secrets.token_hex(), []  # the process begins its results with the key; other output is the answer's
+def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object]) -> tuple[Mistake | None, str | None]:
+    """Returns the mistake, if any, and what `run_cases` returned."""
+    key = secrets.token_hex()  # the process begins its results with the key; other output is the answer's
+    results: list[tuple[Mistake | None, str | None]] = []
 
     def on_line(line: str) -> None:
         text, found, result = line.partition(key)
         if text:
             show(text.rstrip("\n"), flush=True)
-        if found:
-            results.append(json.loads(result))
+        with suppress(ValueError, TypeError, LookupError, AttributeError):  # an answer can read the key, and forge this
+            if found:
+                made, numbers = json.loads(result)
+                mistake = Mistake(*made) if made else None
+                report(answer.label, answer.name, mistake)
+                results.append((mistake, numbers))
 
-    command = [sys.executable, "-u", "-m", "gluon_mgpu.exercises.check", answer.path, str(answer.cell or ""), key]
-    finished = subprocesses.run(command, seconds=seconds, on_line=on_line)
-    for line in finished.err.splitlines():
+    command = [sys.executable, "-u", "-c", START, answer.path, str(answer.cell or ""), key]
+    try:
+        finished = subprocesses.run(command, seconds=seconds, on_line=on_line)
+    except OSError as error:
+        return Mistake("not-graded", f"no process could start ({error.strerror})"), None
+    for line in finished.err.splitlines() if results else ():  # without results, it is not the answer's
         if not line.startswith("gluon_mgpu: "):  # notices have already been printed
             show(line, file=sys.stderr)
     if finished.status is None:
         return Mistake("time-limit", f"no result after {seconds:g} seconds"), None
-    if not results:
-        subprocesses.raise_for_status(answer.label, finished)
-    mistake, numbers = results[-1]
-    return mistake and Mistake(*mistake), numbers
+    if results:
+        return results[-1]
+    try:
+        subprocesses.raise_for_status("the process", finished)
+    except Error as error:
+        return Mistake("not-graded", str(error)), None
+    return Mistake("not-graded", "the process ended before any case"), None
 
 
 def main(path: str, cell: str, key: str) -> None:
-    from gluon_mgpu.exercises import checks  # noqa: F401  # if MXNet cannot be imported, this fails before any result
+    """Run the hidden cases, and print the result, after the key. A process in between is the parent of the answer's
+    process, so that an answer which kills its parent does not end the grading."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1)
+    from gluon_mgpu.exercises import steps  # noqa: F401  # if MXNet cannot be imported, this fails before any result
 
     output = os.fdopen(os.dup(1), "w")  # the answer may close or replace sys.stdout
 
     def send(*result: Any) -> None:
         print(key + json.dumps(result), file=output, flush=True)
 
-    send(("ended-early", "the process ended before all cases were checked"), None)  # holds unless a result follows
+    send(("ended-early", "the process ended before all cases were tried"), None)  # holds unless a result follows
+    for limit, value in LIMITS.items():
+        with suppress(ValueError):  # a lower limit is set
+            resource.setrlimit(limit, (value, value))
+    sys.path.append(str(Path(path).parent.absolute()))  # the last: it may contain a random.py, too
     try:
         [answer] = [answer for answer in exercises.answers(path) if str(answer.cell or "") == cell]
-        send(None, check(answer.name, answer.code, answer.label))
+        send(None, run_cases(answer.name, answer.code, answer.label))
     except Mistake as mistake:
         send((mistake.name, mistake.case), None)
     os._exit(0)  # does not wait for operators that the answer left in the engine's queue
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv.pop())
