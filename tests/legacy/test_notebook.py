@@ -102,6 +102,16 @@ def test_ctrl_c_ends_with_one_line(tmp_path, environment):
     assert process.returncode == 130 and "Traceback" not in error, error
 
 
+def test_a_killed_run_leaves_no_kernel(tmp_path, environment):
+    cell = "import os, time; open('new', 'w').write(str(os.getpid())); os.rename('new', 'started'); time.sleep(60)"
+    path = write(tmp_path / "old.ipynb", [cell])
+    process = subprocess.Popen([sys.executable, "-m", "gluon_mgpu", "run", str(path)], env=environment)
+    runs.wait((tmp_path / "started").exists, 100)
+    process.kill()
+    process.wait()
+    runs.wait(lambda: not runs.alive([(tmp_path / "started").read_text()]), 10)
+
+
 def test_a_missing_folder_and_a_file_that_is_not_a_notebook_are_refused_before_anything_runs(tmp_path, environment):
     path = write(tmp_path / "old.ipynb", ["open('started', 'w').close()"])
     assert command(environment, "run", "--out", tmp_path / "no" / "new.ipynb", path).returncode == 2
