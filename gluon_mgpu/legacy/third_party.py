@@ -1,4 +1,4 @@
-"""Restores names that pandas, Pillow, SciPy and IPython have removed."""
+"""Restores names that pandas, Pillow, SciPy, IPython and PyYAML have removed."""
 
 from __future__ import annotations
 
@@ -78,9 +78,40 @@ def _display(display: ModuleType) -> None:
     restore(display, {"set_matplotlib_formats": set_matplotlib_formats})
 
 
+def _core_display(module: ModuleType) -> None:
+    def display(*objects: Any, **options: Any) -> Any:
+        from IPython import display  # imports this module
+
+        return display.display(*objects, **options)
+
+    restore(module, {"display": display})
+
+
+def _yaml(yaml: ModuleType) -> None:
+    load = yaml.load
+    yaml.load = lambda stream, Loader=yaml.FullLoader: load(stream, Loader)  # type: ignore[attr-defined]
+
+
+def _size(box: tuple[float, ...]) -> tuple[int, int]:
+    return int(box[2] - box[0]), int(box[3])
+
+
+def _image_font(module: ModuleType) -> None:
+    for font in (module.FreeTypeFont, module.ImageFont):
+        restore(font, {"getsize": lambda self, text, *a, **options: _size(self.getbbox(text, *a, **options))})
+
+
+def _image_draw(module: ModuleType) -> None:
+    restore(module.ImageDraw, {"textsize": lambda self, *a, **options: _size(self.textbbox((0, 0), *a, **options))})
+
+
 RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "pandas": _pandas,
     "PIL.Image": lambda image: restore(image, {"ANTIALIAS": "LANCZOS", "LINEAR": "BILINEAR", "CUBIC": "BICUBIC"}),
+    "PIL.ImageDraw": _image_draw,
+    "PIL.ImageFont": _image_font,
     "scipy.misc": _scipy_misc,
+    "IPython.core.display": _core_display,
     "IPython.display": _display,
+    "yaml": _yaml,
 }

@@ -25,6 +25,19 @@ def test_pillows_filters_have_their_former_names():
     assert (Image.ANTIALIAS, Image.CUBIC) == (Image.LANCZOS, Image.BICUBIC)
 
 
+def test_texts_have_sizes_and_yaml_needs_no_loader(program):
+    pytest.importorskip("yaml")
+    run = program("""
+        import yaml
+        from PIL import Image, ImageDraw, ImageFont
+        draw, font = ImageDraw.Draw(Image.new("L", (80, 40))), ImageFont.load_default()
+        width, height = font.getsize("ab")
+        assert draw.textsize("ab") == draw.textsize("ab", font=font) == (width, height) and width > 0 < height
+        print(yaml.load("a: [1]"), yaml.load("b: 2", Loader=yaml.SafeLoader), yaml.load("c", yaml.SafeLoader))
+    """)
+    assert run.stdout == "{'a': [1]} {'b': 2} c\n", run.stderr
+
+
 def test_pandas_appends_converts_and_fills():
     pd = pytest.importorskip("pandas")
     third_party.RESTORE["pandas"](pd)
