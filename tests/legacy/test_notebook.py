@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lenet64
@@ -103,10 +104,12 @@ def test_ctrl_c_ends_with_one_line(tmp_path, environment):
 
 
 def test_a_killed_run_leaves_no_kernel(tmp_path, environment):
-    cell = "import os, time; open('new', 'w').write(str(os.getpid())); os.rename('new', 'started'); time.sleep(60)"
-    path = write(tmp_path / "old.ipynb", [cell])
+    start = "import os; open('new', 'w').write(str(os.getpid())); os.rename('new', 'started')"
+    busy = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # no other thread of the kernel can run
+    path = write(tmp_path / "old.ipynb", [start, busy])
     process = subprocess.Popen([sys.executable, "-m", "gluon_mgpu", "run", str(path)], env=environment)
     runs.wait((tmp_path / "started").exists, 100)
+    time.sleep(0.5)
     process.kill()
     process.wait()
     runs.wait(lambda: not runs.alive([(tmp_path / "started").read_text()]), 10)
