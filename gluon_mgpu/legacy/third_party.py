@@ -20,10 +20,21 @@ def _pandas(pd: ModuleType) -> None:
     def as_matrix(self: Any, columns: Any = None) -> Any:
         return (self if columns is None else self[columns]).to_numpy()
 
+    if pd.__version__ >= "3":
+        _refuse_chained_assignment(pd.errors.ChainedAssignmentError)
     for owner in (pd.DataFrame, pd.Series):
         restore(owner, {"as_matrix": as_matrix, "append": append, "iteritems": "items"})
         if "method" not in inspect.signature(owner.fillna).parameters:
             _restore_method_of_fillna(owner)
+
+
+def _refuse_chained_assignment(error: Any) -> None:
+    """pandas 3 only warns that it ignores an assignment. Programs often hide warnings."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("pandas 3 ignores frame[column][row] = value: run `pip install 'pandas<3'`")
+
+    error.__init__ = refuse
 
 
 def _restore_method_of_fillna(owner: Any) -> None:

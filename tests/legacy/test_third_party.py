@@ -38,6 +38,24 @@ def test_texts_have_sizes_and_yaml_needs_no_loader(program):
     assert run.stdout == "{'a': [1]} {'b': 2} c\n", run.stderr
 
 
+def test_chained_assignment_works_or_is_an_error(program):
+    pytest.importorskip("pandas")
+    run = program("""
+        import warnings, pandas as pd
+        warnings.filterwarnings("ignore")
+        frame = pd.DataFrame({"a": [1, 2]})
+        frame.loc[1, "a"] = 4
+        frame["a"] = frame["a"] + 1
+        print(frame["a"].tolist())
+        frame["a"][0] = 3
+        print(frame["a"][0])
+    """)
+    if run.returncode:
+        assert run.stdout == "[2, 5]\n" and "'pandas<3'" in run.stderr.splitlines()[-1]
+    else:
+        assert run.stdout == "[2, 5]\n3\n"
+
+
 def test_pandas_appends_converts_and_fills():
     pd = pytest.importorskip("pandas")
     third_party.RESTORE["pandas"](pd)
