@@ -26,6 +26,11 @@ SECONDS_TO_STOP = 5  # for each worker after Ctrl-C
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
+def end_with_parent() -> None:
+    """Let Linux kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+
+
 def launch(command: Sequence[str], settings: prepare.Preparation, workers: int, servers: int) -> int:
     """Run a command until all workers have exited or a process has failed. Returns 0, or the failure's status. Call
     this in the main thread, because it raises SystemExit after Ctrl-C or SIGTERM."""
@@ -37,7 +42,7 @@ def launch(command: Sequence[str], settings: prepare.Preparation, workers: int, 
     env.pop("PORT", None)  # every process would listen on this port
     if settings.gpus in (None, 1):  # several contexts use one thread each
         env.setdefault("OMP_NUM_THREADS", str(max(1, startup.cores() // workers)))
-    libc, processes = ctypes.CDLL(None), list["Popen[bytes]"]()
+    processes = list["Popen[bytes]"]()
     roles = ["scheduler", *["server"] * servers, *["worker"] * workers]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -48,7 +53,7 @@ def launch(command: Sequence[str], settings: prepare.Preparation, workers: int, 
                 env={**env, "DMLC_ROLE": role, "DMLC_TASK_ID": str(index - roles.index(role))},
                 stdin=DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher
-                preexec_fn=lambda: libc.prctl(END_WITH_PARENT, signal.SIGKILL),
+                preexec_fn=end_with_parent,
             )
             processes.append(process)
         running = True

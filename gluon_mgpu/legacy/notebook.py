@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gluon_mgpu.legacy import prepare
+from gluon_mgpu.legacy import launch, prepare
 from gluon_mgpu.runtime import files, log
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -60,7 +60,7 @@ def run(path: str, out: str | None, settings: prepare.Preparation) -> bool:
         client.on_cell_executed = lambda **_: bar.update()
         client.on_notebook_start = lambda **_: _pass_on_interrupts(client)
         try:
-            client.execute(env=prepare.environment(settings))
+            client.execute(env=prepare.environment(settings), preexec_fn=launch.end_with_parent)
         except CellExecutionError as error:
             if error.ename == "KeyboardInterrupt":
                 raise KeyboardInterrupt from None

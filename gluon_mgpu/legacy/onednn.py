@@ -7,7 +7,10 @@ from types import ModuleType
 from typing import Any
 
 ADVICE = (  # (pattern of MXNet's error, what to do)
-    ("Check failed: !is_view|descriptor for a reorder", "start the program with MXNET_MKLDNN_ENABLED=0 (slower)"),
+    (
+        "Check failed: !is_view|could not (create|execute) a (primitive|reorder)|descriptor for a reorder",
+        "start the program with MXNET_MKLDNN_ENABLED=0 (slower)",
+    ),
     ("(?i)float16|fp16", "MXNet has few operators for float16 on CPUs; use float32, without AMP"),
 )
 

@@ -1,4 +1,4 @@
-"""Restores names that pandas, Pillow, SciPy and IPython have removed."""
+"""Restores names that pandas, Pillow, SciPy, IPython and PyYAML have removed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,21 @@ def _pandas(pd: ModuleType) -> None:
     def as_matrix(self: Any, columns: Any = None) -> Any:
         return (self if columns is None else self[columns]).to_numpy()
 
+    if pd.__version__ >= "3":
+        _refuse_chained_assignment(pd.errors.ChainedAssignmentError)
     for owner in (pd.DataFrame, pd.Series):
         restore(owner, {"as_matrix": as_matrix, "append": append, "iteritems": "items"})
         if "method" not in inspect.signature(owner.fillna).parameters:
             _restore_method_of_fillna(owner)
+
+
+def _refuse_chained_assignment(error: Any) -> None:
+    """pandas 3 only warns that it ignores an assignment. Programs often hide warnings."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("pandas 3 ignores frame[column][row] = value: run `pip install 'pandas<3'`")
+
+    error.__init__ = refuse
 
 
 def _restore_method_of_fillna(owner: Any) -> None:
@@ -78,9 +89,40 @@ def _display(display: ModuleType) -> None:
     restore(display, {"set_matplotlib_formats": set_matplotlib_formats})
 
 
+def _core_display(module: ModuleType) -> None:
+    def display(*objects: Any, **options: Any) -> Any:
+        from IPython import display  # imports this module
+
+        return display.display(*objects, **options)
+
+    restore(module, {"display": display})
+
+
+def _yaml(yaml: ModuleType) -> None:
+    load = yaml.load
+    yaml.load = lambda stream, Loader=yaml.FullLoader: load(stream, Loader)  # type: ignore[attr-defined]
+
+
+def _size(box: tuple[float, ...]) -> tuple[int, int]:
+    return int(box[2] - box[0]), int(box[3])
+
+
+def _image_font(module: ModuleType) -> None:
+    for font in (module.FreeTypeFont, module.ImageFont):
+        restore(font, {"getsize": lambda self, text, *a, **options: _size(self.getbbox(text, *a, **options))})
+
+
+def _image_draw(module: ModuleType) -> None:
+    restore(module.ImageDraw, {"textsize": lambda self, *a, **options: _size(self.textbbox((0, 0), *a, **options))})
+
+
 RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "pandas": _pandas,
     "PIL.Image": lambda image: restore(image, {"ANTIALIAS": "LANCZOS", "LINEAR": "BILINEAR", "CUBIC": "BICUBIC"}),
+    "PIL.ImageDraw": _image_draw,
+    "PIL.ImageFont": _image_font,
     "scipy.misc": _scipy_misc,
+    "IPython.core.display": _core_display,
     "IPython.display": _display,
+    "yaml": _yaml,
 }

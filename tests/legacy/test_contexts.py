@@ -23,9 +23,95 @@ def test_pinned_arrays_keep_their_context_and_are_copied_to_the_gpus(program):
             [copy] = mx.gluon.utils.split_and_load(X, [mx.gpu(0)])
             print(X.context, copy.context, X.as_in_context(mx.gpu(0)).context, net(copy).sum().asscalar())
     """)
-    assert run.stdout == f"cpu_pinned(0) cpu(0) cpu(0) {6 * 2 * 3 * 64}.0\ncpu_pinned(0) cpu(0) cpu(0) 24.0\n", (
+    assert run.stdout == f"cpu_pinned(0) cpu(1) cpu(1) {6 * 2 * 3 * 64}.0\ncpu_pinned(0) cpu(1) cpu(1) 24.0\n", (
         run.stderr
     )
+
+
+SNAPSHOT = """
+    import mxnet as mx
+    from mxnet import gluon, nd
+    ctx = [mx.gpu(i) for i in range(2)]
+    net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One(), ctx=ctx)
+    best = net.weight.data(ctx[0]).as_in_context(mx.cpu())
+    net.weight.set_data(nd.zeros((1, 2)))
+    batch = best.as_in_context(ctx[0])
+    batch += 1
+    print(best.asnumpy().tolist(), net.weight.data(ctx[1]).asnumpy().tolist(), batch.asnumpy().tolist())
+"""
+
+
+def test_an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu(program):
+    run = program(SNAPSHOT)
+    assert run.stdout == "[[1.0, 1.0]] [[0.0, 0.0]] [[2.0, 2.0]]\n", run.stderr
+
+
+def test_arrays_return_to_the_gpu_on_which_they_were_saved(program):
+    run = program("""
+        import copy, pickle
+        import mxnet as mx
+        sparse = mx.nd.sparse.row_sparse_array(([[1.0]], [2]), shape=(3, 1), ctx=mx.gpu(0))
+        for a in (mx.nd.ones((2, 3), mx.gpu(0)), sparse):
+            print(copy.deepcopy(a).context == pickle.loads(pickle.dumps(a)).context == mx.gpu(0))
+        arrays = {"host": mx.nd.ones(3), "half": mx.nd.ones(3, mx.gpu(1), "float16"), "gpu": mx.nd.ones(2, mx.gpu(0))}
+        mx.nd.save("dict", arrays)
+        mx.nd.save("list", list(arrays.values()))
+        loaded = mx.nd.load("dict")
+        for name, b in zip(loaded, mx.nd.load("list")):
+            a, before = loaded[name], arrays[name]
+            assert a.context == b.context == before.context and (a.asnumpy() == b.asnumpy()).all()
+    """)
+    assert (run.returncode, run.stdout) == (0, "True\nTrue\n"), run.stderr
+
+
+def test_updates_of_gpu_0_are_counted_as_on_a_machine_with_gpus(program):
+    run = program("""
+        import mxnet as mx
+        for device in (mx.cpu, mx.gpu):
+            ctx = [device(i) for i in range(2)]
+            net = mx.gluon.nn.Dense(1, in_units=2)
+            net.initialize(ctx=ctx)
+            trainer = mx.gluon.Trainer(net.collect_params(), "adam", kvstore=None)
+            for c in ctx:
+                with mx.autograd.record():
+                    loss = net(mx.nd.ones((1, 2), c))
+                loss.backward()
+            trainer.step(1)
+            print(trainer._updaters[0].optimizer._all_index_update_counts)
+    """)
+    assert run.stdout == "{0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}}\n" * 2, run.stderr
+
+
+BUSY = """
+    import ctypes, threading
+    import mxnet as mx
+    class Context(ctypes.Structure):
+        _fields_ = [("type", ctypes.c_int), ("index", ctypes.c_int)]
+    def threads(index):
+        found, done, none = [], threading.Event(), ctypes.c_void_p()
+        def ask(*_):
+            found.append(ctypes.CDLL("libgomp.so.1").omp_get_max_threads())
+            done.set()
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(ask)
+        where = ctypes.byref(Context(1, index))
+        mx.base._LIB.MXEnginePushSync(function, none, none, where, none, 0, none, 0, none, 0, b"threads")
+        done.wait()
+        return found[0]
+    products = [mx.nd.ones((600, 600), ctx) for ctx in (mx.cpu(), mx.gpu(0))]
+    for _ in range(10):
+        products = [mx.nd.dot(x, x) / 600 for x in products]
+    print(*(x.mean().asscalar() for x in products), threads(0), threads(1))
+    data = mx.gluon.data.ArrayDataset(mx.nd.ones((2, 2)))
+    list(mx.gluon.data.DataLoader(data, 2, num_workers=1))  # forks, so MXNet starts new threads
+    print(threads(0), threads(1))
+"""
+
+
+def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang(program):
+    for gpus in ([], ["--gpus", 1]):
+        run = program(BUSY, options=gpus, OMP_NUM_THREADS="2")
+        assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
 
 
 def test_sync_batch_norm_in_two_contexts_equals_batch_norm_in_one(program):
@@ -85,7 +171,7 @@ def test_every_query_about_gpus_is_answered(program):
         mx.context.gpu_memory_info(2)
     """
     run = program(text, options=["--gpus", 2])
-    assert run.stdout == "2 2 2 2 0 1\nTrue True\ncpu(1) cpu(0)\n"
+    assert run.stdout == "2 2 2 2 0 1\nTrue True\ncpu(2) cpu(2)\n"
     assert run.returncode == 1 and "MXNetError: gpu(2)" in run.stderr.splitlines()[-1]
     assert program(text).stdout.splitlines()[0] == "0 0 0 0"
 
@@ -97,7 +183,7 @@ def test_fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet(progra
         gpus = [mx.gpu(i) for i in range(4)]
         for n in (2, 5):
             shards = split_and_load(mx.nd.ones((n, 3)), gpus, even_split=False)
-            print([(x.shape[0], x.context.device_id) for x in shards])
+            print([(x.shape[0], x.context.device_id - 1) for x in shards])
         split_and_load(mx.nd.ones((2, 3)), gpus)
     """)
     assert run.stdout == "[(1, 0), (1, 1)]\n[(2, 0), (1, 1), (1, 2), (1, 3)]\n", run.stderr

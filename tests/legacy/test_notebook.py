@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lenet64
@@ -82,7 +83,7 @@ def test_a_notebook_is_executed_in_place_or_written_to_another_file(tmp_path, en
     run = command(environment, "run", path)
     assert run.returncode == 0, run.stderr
     for name in ("new.ipynb", "old.ipynb"):
-        assert "cpu(1) float64\n" in outputs(tmp_path / name)[1]
+        assert "cpu(2) float64\n" in outputs(tmp_path / name)[1]
 
 
 def test_a_cell_that_fails_is_the_last_and_its_output_is_kept(tmp_path, environment):
@@ -102,6 +103,18 @@ def test_ctrl_c_ends_with_one_line(tmp_path, environment):
     assert process.returncode == 130 and "Traceback" not in error, error
 
 
+def test_a_killed_run_leaves_no_kernel(tmp_path, environment):
+    start = "import os; open('new', 'w').write(str(os.getpid())); os.rename('new', 'started')"
+    busy = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # no other thread of the kernel can run
+    path = write(tmp_path / "old.ipynb", [start, busy])
+    process = subprocess.Popen([sys.executable, "-m", "gluon_mgpu", "run", str(path)], env=environment)
+    runs.wait((tmp_path / "started").exists, 100)
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    runs.wait(lambda: not runs.alive([(tmp_path / "started").read_text()]), 10)
+
+
 def test_a_missing_folder_and_a_file_that_is_not_a_notebook_are_refused_before_anything_runs(tmp_path, environment):
     path = write(tmp_path / "old.ipynb", ["open('started', 'w').close()"])
     assert command(environment, "run", "--out", tmp_path / "no" / "new.ipynb", path).returncode == 2
@@ -119,7 +132,7 @@ def test_the_kernel_runs_notebooks(tmp_path, environment, install):
     assert json.loads(spec.read_text())["display_name"] == notebook.TITLE
     path = write(tmp_path / "old.ipynb", [*CELLS, "print(mx.context.num_gpus())"])
     execute(path, environment)
-    assert "cpu(1) float64\n" in outputs(path)[1] and outputs(path)[2] == "3\n"
+    assert "cpu(2) float64\n" in outputs(path)[1] and outputs(path)[2] == "3\n"
 
 
 def test_an_interrupt_stops_the_cell_and_the_next_cell_runs(tmp_path, environment, install, monkeypatch):
@@ -209,12 +222,12 @@ def test_the_original_from_scratch_prints_the_books_values_and_its_step_is_numpy
     text = original("multiple-gpus.ipynb", 2, "fashion-mnist", 512, STEP)
     bias, grad, *reduced, batch, half, other_half = arrays(text)
     for array, context in (bias, grad):
-        assert (array.tolist(), context) == (examples.COPIED_BIAS, "cpu(0)")
+        assert (array.tolist(), context) == (examples.COPIED_BIAS, "cpu(1)")
     sums = [*examples.ALLREDUCE["before"], *examples.ALLREDUCE["after"]]
-    assert [(array.tolist(), context) for array, context in reduced] == list(zip(sums, ["cpu(0)", "cpu(1)"] * 2))
+    assert [(array.tolist(), context) for array, context in reduced] == list(zip(sums, ["cpu(1)", "cpu(2)"] * 2))
     for (array, context), device in ((half, 0), (other_half, 1)):
         np.testing.assert_array_equal(array, batch[0][examples.SPLIT["rows"][device]])
-        assert context == f"cpu({device})"
+        assert context == f"cpu({device + 1})"
     assert len(re.findall(r"^epoch \d, time: .* sec, test acc: 0\.\d\d$", text, re.M)) == 8
     *saved, X, y = np.load(tmp_path / "step.npz").values()
     before, *after = ([p.T if p.ndim == 2 else p for p in saved[i : i + 8]] for i in (0, 8, 16))
@@ -229,7 +242,7 @@ def test_the_original_with_gluon_has_equal_replicas_and_learns_with_the_kernel(o
     text = original("multiple-gpus-gluon.ipynb", 4, "mnist", 4096)
     scores, weights, grads = (arrays(text)[i : i + 4] for i in (0, 4, 8))
     for printed in (scores, weights, grads):
-        assert [context for _, context in printed] == [f"cpu({i})" for i in range(4)]
+        assert [context for _, context in printed] == [f"cpu({i + 1})" for i in range(4)]
     for (weight, _), (grad, _) in zip(weights[1:], grads[1:]):
         np.testing.assert_array_equal(weight, weights[0][0])
         assert np.abs(grad - grads[0][0]).max() > 0

@@ -144,11 +144,11 @@ GPUS = """
 
 
 @pytest.mark.parametrize("options, count, spaces", [([], 0, 4), (["--gpus", 2], 2, 64)])
-def test_gpu_i_is_cpu_context_i_and_one_line_says_so(program, options, count, spaces, monkeypatch):
+def test_gpu_i_is_cpu_context_i_plus_1_and_one_line_says_so(program, options, count, spaces, monkeypatch):
     monkeypatch.delenv("MXNET_CPU_TEMP_COPY", raising=False)  # pytest-xdist's workers inherit conftest.py's setting
     run = program(GPUS, options=options, **({"MXNET_CPU_TEMP_COPY": "64"} if spaces == 64 else {}))
-    assert run.stdout == f"cpu(1) cpu(0) {count} cpu(1)\ndevice {spaces}\ncpu(1)\n", run.stderr
-    assert run.stderr.count("mx.gpu(i) is CPU context i") == 1
+    assert run.stdout == f"cpu(2) cpu(1) {count} cpu(2)\ndevice {spaces}\ncpu(2)\n", run.stderr
+    assert run.stderr.count("mx.gpu(i) is CPU context i + 1") == 1
 
 
 def test_a_gpu_beyond_those_of_the_option_is_an_error(program):
@@ -173,7 +173,7 @@ def test_the_settings_reach_processes_that_the_program_starts(program):
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print(pool.map(context, [2]))
     """
-    assert program(text).stdout == "b'cpu(3)\\n'\n['cpu(2)']\n"
+    assert program(text).stdout == "b'cpu(4)\\n'\n['cpu(3)']\n"
 
 
 def test_a_module_of_the_program_hides_pythons(program, tmp_path):

@@ -25,6 +25,37 @@ def test_pillows_filters_have_their_former_names():
     assert (Image.ANTIALIAS, Image.CUBIC) == (Image.LANCZOS, Image.BICUBIC)
 
 
+def test_texts_have_sizes_and_yaml_needs_no_loader(program):
+    pytest.importorskip("yaml")
+    run = program("""
+        import yaml
+        from PIL import Image, ImageDraw, ImageFont
+        draw, font = ImageDraw.Draw(Image.new("L", (80, 40))), ImageFont.load_default()
+        width, height = font.getsize("ab")
+        assert draw.textsize("ab") == draw.textsize("ab", font=font) == (width, height) and width > 0 < height
+        print(yaml.load("a: [1]"), yaml.load("b: 2", Loader=yaml.SafeLoader), yaml.load("c", yaml.SafeLoader))
+    """)
+    assert run.stdout == "{'a': [1]} {'b': 2} c\n", run.stderr
+
+
+def test_chained_assignment_works_or_is_an_error(program):
+    pytest.importorskip("pandas")
+    run = program("""
+        import warnings, pandas as pd
+        warnings.filterwarnings("ignore")
+        frame = pd.DataFrame({"a": [1, 2]})
+        frame.loc[1, "a"] = 4
+        frame["a"] = frame["a"] + 1
+        print(frame["a"].tolist())
+        frame["a"][0] = 3
+        print(frame["a"][0])
+    """)
+    if run.returncode:
+        assert run.stdout == "[2, 5]\n" and "'pandas<3'" in run.stderr.splitlines()[-1]
+    else:
+        assert run.stdout == "[2, 5]\n3\n"
+
+
 def test_pandas_appends_converts_and_fills():
     pd = pytest.importorskip("pandas")
     third_party.RESTORE["pandas"](pd)
