@@ -290,7 +290,7 @@ def test_labels_are_dropped_and_float16_becomes_float32(to, tmp_path):
     given = check((symbol, params), tmp_path, (6,), to=[to])
     assert given.inputs == ["data"] and given.symbol.list_inputs() == ["data", *given.params]
     for X, outputs in given.samples:
-        weight, bias = (given.params[f"fc_{name}"].asnumpy().astype(np.float64) for name in ("weight", "bias"))
+        weight, bias = (given.params[f"fc_{name}"].astype(np.float64) for name in ("weight", "bias"))
         powers = np.exp(X[0] @ weight.T + bias)
         np.testing.assert_allclose(outputs[0], powers / powers.sum(axis=1, keepdims=True), rtol=1e-5)
 

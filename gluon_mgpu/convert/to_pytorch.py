@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import keyword
 import os
 import re
@@ -13,11 +12,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import mxnet as mx
 import numpy as np
 
 from gluon_mgpu import __version__
-from gluon_mgpu.convert.network import Network, Unsupported, as_arrays
+from gluon_mgpu.convert.network import Network, Unsupported, load
 from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, rnn
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import UsageError
@@ -145,12 +143,10 @@ class _Module:
     def _value(self, entry: Entry) -> np.ndarray:
         """Compute a constant."""
         if self.nodes[entry[0]]["op"] == "null":
-            return self.network.params[self.nodes[entry[0]]["name"]].asnumpy()
+            return self.network.params[self.nodes[entry[0]]["name"]]
         inputs = [i for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs]
         heads = [[*entry, 0], *([i, 0, 0] for i in inputs)]  # MXNet cannot compute a graph without any input
-        symbol = mx.sym.load_json(json.dumps({**self.network.graph, "heads": heads}))
-        given = dict(zip(self.network.inputs, as_arrays(self.network.samples[0].inputs)))
-        return self.network.evaluate(symbol, given)[0]
+        return self.network.evaluate(load({**self.network.graph, "heads": heads}), self.network.samples[0].inputs)[0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""
