@@ -102,7 +102,7 @@ class Network:
         arrays = {**self.params, **dict(zip(self.inputs, inputs))}
         with self.np_shape():
             fixed = mx.sym.Group([mx.sym.BlockGrad(output) for output in symbol])  # some operators have no gradient
-            outputs = nd.CachedOp(fixed)(*as_arrays([arrays[name] for name in symbol.list_inputs()]))
+            outputs = nd.CachedOp(fixed)(*as_arrays(arrays[name] for name in symbol.list_inputs()))
             return [output.asnumpy() for output in (outputs if isinstance(outputs, list) else [outputs])]
 
     def shapes(self, inputs: Iterable[Shape]) -> list[list[Shape]]:
@@ -201,7 +201,7 @@ class Network:
         """Describes the sample whose outputs differ most."""
         errors = [replace(self, samples=[one]).relative_error([Ys]) for one, Ys in zip(self.samples, found)]
         X = self.samples[int(np.argmax(np.nan_to_num(errors, nan=np.inf)))].inputs[0]
-        return f"{self.inputs[0]} of shape {X.shape}, from {X.min():.3g} to {X.max():.3g},"
+        return f"{self.inputs[0]} of shape {X.shape}, from {X.min():.3g} to {X.max():.3g}"
 
     def batch_axis(self, k: int) -> int:
         """The axis of output k that is the batch. 0 if no axis has the batch's size in all samples."""
@@ -519,13 +519,9 @@ def _grown(network: Network, shapes: list[Shape]) -> list[Shape]:
     return shapes
 
 
-def as_arrays(inputs: Sequence[np.ndarray]) -> list[NDArray]:
-    """MXNet's arrays, which share their memory with NumPy's."""
-    shared = [X.dtype == np.float32 and X.size > 0 and X.ndim > 0 for X in inputs]
-    return [
-        nd.from_numpy(np.ascontiguousarray(X)) if share else nd.array(X, dtype=X.dtype)
-        for X, share in zip(inputs, shared)
-    ]
+def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:
+    """Copies, because MXNet may change the order of a weight's numbers."""
+    return [nd.array(X, dtype=X.dtype) for X in inputs]
 
 
 def _doubled(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ def write(network: Network, base: str) -> None:
     symbol.save(f"{base}-symbol.json")
     names = [f"{'aux' if name in running else 'arg'}:{name}" for name in network.params]
     with network.np_shape():
-        nd.save(f"{base}-0000.params", dict(zip(names, as_arrays([*network.params.values()]))))
+        nd.save(f"{base}-0000.params", dict(zip(names, as_arrays(network.params.values()))))
 
 
 def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
