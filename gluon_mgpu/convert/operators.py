@@ -61,6 +61,7 @@ class Node:
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
     frozen: bool = False  # whether the layer's weight is constant
+    evaluated: bool = False  # whether the layer is always in evaluation mode
     nested: bool = False  # whether the layer returns (output, state)
     read: set[str] = field(default_factory=set)  # the attributes that were used
 
@@ -222,13 +223,9 @@ def batch_norm(node: Node, x: str) -> str:
     momentum = float(f"{1 - node['momentum']:.6g}")  # PyTorch's momentum is the weight of the new value
     layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), eps=eps, momentum=momentum)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
-    node.frozen = node["fix_gamma"]
-    source = x if axis == 1 else f"{x}.movedim({axis}, 1)"
-    if node["use_global_stats"]:
-        state = (f"{name}.{key}" for key in ("running_mean", "running_var", "weight", "bias"))
-        code = call("F.batch_norm", source, *state, eps=eps)
-    else:
-        code = call(name, source)
+    node.frozen, node.evaluated = node["fix_gamma"], node["use_global_stats"]
+    node.layer += ".eval()" * node.evaluated
+    code = call(name, x if axis == 1 else f"{x}.movedim({axis}, 1)")
     return code if axis == 1 else f"{code}.movedim(1, {axis})"
 
 
@@ -381,6 +378,8 @@ def pad(node: Node, x: str) -> str:
     mode = {"constant": None, "edge": "'replicate'", "reflect": "'reflect'"}[node["mode"]]
     widths = node["pad_width"]  # two widths per axis; F.pad expects the last axis first
     widths = tuple(w for i in range(len(widths) - 2, 3 if mode else -1, -2) for w in widths[i : i + 2])
+    if not any(widths):
+        return x
     return call("F.pad", x, widths, mode=mode, value=_unless(0.0, node["constant_value"]))
 
 

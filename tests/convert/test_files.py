@@ -309,3 +309,24 @@ def test_a_file_that_hides_a_module_is_refused_and_nan_and_int8_are_said(tmp_pat
     given.samples = [network.Sample(inputs, []) for inputs, _ in given.samples]
     with pytest.raises(Error, match="int8: fc_weight"):
         convert.save(given, "gluon", str(tmp_path / "int8"))
+
+
+@needs("pytorch")
+def test_statistics_that_mxnet_does_not_update_stay_in_training_and_lines_are_short(tmp_path):
+    x = s.BatchNorm(s.Pad(X, mode="constant", pad_width=(0,) * 8), use_global_stats=True, fix_gamma=False, name="norm")
+    x = s.concat(*(s.Activation(x, act_type="relu", name=f"a_long_name_of_a_layer_{k}") + k for k in range(9)), dim=1)
+    given = convert.from_files(*files(tmp_path, x, data=(2, 3, 8, 8)), (3, 8, 8))
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    code = (tmp_path / "net.py").read_text()
+    assert "pad" not in code and max(map(len, code.splitlines())) <= 120
+    net = runpy.run_path(str(tmp_path / "net.py"))["Net"]()
+    assert net.training and not net.norm.training and not net.train().norm.training
+
+
+def test_computing_leaves_the_parameters_unchanged(tmp_path):
+    x = s.Convolution(s.Convolution(X, kernel=(3, 3), num_filter=32, name="first"), kernel=(3, 3), num_filter=32)
+    given = convert.from_files(*files(tmp_path, x, data=(1, 16, 9, 9)), (16, 9, 9))
+    before = {name: array.copy() for name, array in given.params.items()}
+    given.compute()
+    given.predict(given.samples[0].inputs)
+    assert all(np.array_equal(array, given.params[name]) for name, array in before.items())
