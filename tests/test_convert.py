@@ -56,6 +56,14 @@ def test_a_converted_run_gives_the_scores_of_the_run(run, to, runs, tmp_path, ca
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(found).max())
 
 
+def test_a_run_with_one_test_image_is_converted_for_every_batch_size(runs, tmp_path, monkeypatch):
+    held_out = evaluate.held_out
+    monkeypatch.setattr(evaluate, "held_out", lambda *where: [part[:1] for part in held_out(*where)])
+    given = convert.from_run(runs / "lenet")
+    assert {len(sample.inputs[0]) for sample in given.samples} == {1, 2}
+    assert "one example" not in convert.save(given, "gluon", str(tmp_path / "net"))
+
+
 STEPS = """
 assert not any(module.training for module in net.modules())
 import numpy as np, torch

@@ -318,7 +318,7 @@ def _draw(network: Network, given: dict[str, Given], counts: Iterable[int]) -> N
         for name, size in zip(network.inputs, sizes):
             low, high, dtype = integers.get(name, (0, 0, "float32"))
             if dtype == "boxes":  # the corners are in order; the index of the image is 0
-                array = np.sort(high * random.random(size) * 2, axis=1) * (np.arange(size[1]) > 0)
+                array = np.sort(high * random.random(size), axis=1) * (np.arange(size[1]) > 0)
                 arrays.append(array.astype(np.float32))
                 continue
             arrays.append((random.integers(low, high, size) if name in integers else draw(size)).astype(dtype))
@@ -480,24 +480,30 @@ def _without_losses(graph: Graph) -> Graph:
 
 
 def _integers(network: Network, shapes: list[list[Shape]]) -> dict[str, tuple[int, int, str]]:
-    """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type."""
+    """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type.
+
+    For boxes: 0, the size of the image, and "boxes".
+    """
     nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
         for position, sizes in INDICES.get(simple(node["op"]), {}).items():
             if position >= len(inputs):  # no lengths
                 continue
-            if sizes == "boxes":
-                found[nodes[node["inputs"][position][0]]["name"]] = 0, inputs[0][2], "boxes"
-                continue
-            count = int(attrs[sizes]) if sizes in attrs else inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1
+            kind = "boxes" if sizes == "boxes" else "int32" if simple(node["op"]) == "softmax" else "float32"
+            if kind == "boxes":
+                count = int(inputs[0][2] / float(attrs["spatial_scale"]))
+            elif sizes in attrs:
+                count = int(attrs[sizes])
+            else:
+                count = inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1
             low, high = (1, count + 1) if sizes == "length" else (0, count)
             source = node["inputs"][position][0]
             while simple(nodes[source]["op"]) in MOVES:
                 source = nodes[source]["inputs"][0][0]
             name = nodes[source]["name"]
             _, other, _ = found.get(name, (0, high, ""))
-            found[name] = low, min(high, other), "int32" if simple(node["op"]) == "softmax" else "float32"
+            found[name] = low, min(high, other), kind
     return found
 
 

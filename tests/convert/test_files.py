@@ -330,3 +330,14 @@ def test_computing_leaves_the_parameters_unchanged(tmp_path):
     given.compute()
     given.predict(given.samples[0].inputs)
     assert all(np.array_equal(array, given.params[name]) for name, array in before.items())
+
+
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+def test_boxes_are_inputs_inside_the_image(to, tmp_path):
+    options = {"pooled_size": (2, 3), "spatial_scale": 0.5, "sample_ratio": 2}
+    x = s.contrib.ROIAlign(s.Convolution(X, kernel=(3, 3), stride=(2, 2), num_filter=4), s.var("rois"), **options)
+    written = files(tmp_path, x, data=(2, 3, 16, 16), rois=(2, 5))
+    given = convert.from_files(*written, inputs={"data": (3, 16, 16), "rois": (5,)})
+    convert.save(given, to, str(tmp_path / "net"))
+    boxes = np.concatenate([sample.inputs[given.inputs.index("rois")] for sample in given.samples])
+    assert not boxes[:, 0].any() and 4 < boxes[:, 1:].max() < 32
