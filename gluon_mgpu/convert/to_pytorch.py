@@ -365,7 +365,7 @@ def _save(state: dict[str, np.ndarray], path: str) -> None:
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for array in state.values():
-            file.write(array.tobytes())
+            np.ascontiguousarray(array).tofile(file)
 
 
 def load_and_run(network: Network, base: str, program: str) -> None:
