@@ -25,7 +25,7 @@ from mxnet.ndarray import NDArray
 from mxnet.util import np_shape
 
 from gluon_mgpu import evaluate
-from gluon_mgpu.convert import params
+from gluon_mgpu.convert.params import load_params
 from gluon_mgpu.convert.registry import TRUE, attributes, is_known, simple
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.runtime.errors import Error, UsageError
@@ -345,7 +345,7 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
     read["attrs"].update(is_np_shape=graph["attrs"].get("is_np_shape", ["int", 0]))
     network = Network(read, {}, [], [])
     try:
-        arrays = params.load(params_file)
+        arrays = load_params(params_file)
     except (OSError, ValueError) as error:
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     for name, array in arrays.items():

@@ -18,7 +18,7 @@ V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA  # of an array; before V1, its n
 TYPES = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
 
 
-def load(path: str | Path) -> dict[str, np.ndarray]:
+def load_params(path: str | Path) -> dict[str, np.ndarray]:
     """Returns the arrays by name. Raises ValueError if the file is damaged or its arrays are sparse or have no names,
     and OSError if it cannot be read."""
     with open(path, "rb") as file:

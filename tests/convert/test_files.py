@@ -14,7 +14,7 @@ from runs import call
 from gluon_mgpu import convert
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import network
-from gluon_mgpu.convert import params as params_file
+from gluon_mgpu.convert.params import TYPES, load_params
 from gluon_mgpu.runtime.errors import Error, UsageError
 
 X = s.var("data")
@@ -258,9 +258,9 @@ def test_a_damaged_graph_is_refused(way, tmp_path):
 
 def test_arrays_are_those_that_mxnet_reads_and_each_damaged_file_is_refused_or_read(tmp_path):
     path, random = tmp_path / "n.params", np.random.default_rng(0)
-    arrays = {f"arg:{kind}": nd.array(random.integers(0, 2, (3, 2)), dtype=kind) for kind in params_file.TYPES}
+    arrays = {f"arg:{kind}": nd.array(random.integers(0, 2, (3, 2)), dtype=kind) for kind in TYPES}
     nd.save(str(path), arrays)
-    found, content = params_file.load(path), path.read_bytes()
+    found, content = load_params(path), path.read_bytes()
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype and np.array_equal(found[name], array.asnumpy())
@@ -268,7 +268,7 @@ def test_arrays_are_those_that_mxnet_reads_and_each_damaged_file_is_refused_or_r
         for damaged in (content[:place], content[:place] + b"\xff" + content[place + 1 :]):
             path.write_bytes(damaged)
             with contextlib.suppress(ValueError):
-                params_file.load(path)
+                load_params(path)
 
 
 def test_output_removes_operators_that_mxnet_does_not_know_and_messages_suggest_it(tmp_path):
