@@ -664,7 +664,7 @@ def roi_align(node: Node, x: str, boxes: str) -> str:
 
 def deformable(node: Node, x: str, offset: str, *others: str) -> str:
     mask, weights = (others[0], others[1:]) if node.kind.startswith("modulated") else ("None", others)
-    node.read |= {"layout", "im2col_step"}
+    node.read |= {"kernel", "layout", "im2col_step"}
     sizes = [node.sizes(key, default) for key, default in (("stride", 1), ("pad", 0), ("dilate", 1))]
     weights = (*weights, "None")[:2]
     groups = node["num_group"], node["num_deformable_group"]

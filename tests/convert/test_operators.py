@@ -140,7 +140,7 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
             s.broadcast_add(s.reshape(which, (-1, 1, 1, 1)), s.mean(pooled, axis=0, keepdims=True)),
         )
     table = s.reshape(s.sin(s.arange(96)), (8, 2, 3, 2))
-    options = {"kernel": (3, 2), "stride": (2, 2), "pad": (0, 0), "num_filter": 8, "num_group": 2}
+    options = {"kernel": (3, 2), "stride": (2, 2), "pad": (0, 0), "dilate": (1, 1), "num_filter": 8, "num_group": 2}
     options |= {"num_deformable_group": 2, "no_bias": True}
     yield "DeformableConvolution", s.contrib.DeformableConvolution(image, offsets, table, **options)
     mask = s.slice_axis(offsets, axis=1, begin=0, end=12)
