@@ -58,6 +58,14 @@ def test_a_converted_run_gives_the_scores_of_the_run(run, to, runs, tmp_path, ca
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(found).max())
 
 
+def test_a_run_with_one_test_image_is_converted_for_every_batch_size(runs, tmp_path, monkeypatch):
+    held_out = evaluate.held_out
+    monkeypatch.setattr(evaluate, "held_out", lambda *where: [part[:1] for part in held_out(*where)])
+    given = convert.from_run(runs / "lenet")
+    assert {len(sample.inputs[0]) for sample in given.samples} == {1, 2}
+    assert "one example" not in convert.save(given, "gluon", str(tmp_path / "net"))
+
+
 STEPS = """
 assert not any(module.training for module in net.modules())
 import numpy as np, torch
@@ -292,7 +300,7 @@ def test_labels_are_dropped_and_float16_becomes_float32(to, tmp_path):
     given = check((symbol, params), tmp_path, (6,), to=[to])
     assert given.inputs == ["data"] and given.symbol.list_inputs() == ["data", *given.params]
     for X, outputs in given.samples:
-        weight, bias = (given.params[f"fc_{name}"].asnumpy().astype(np.float64) for name in ("weight", "bias"))
+        weight, bias = (given.params[f"fc_{name}"].astype(np.float64) for name in ("weight", "bias"))
         powers = np.exp(X[0] @ weight.T + bias)
         np.testing.assert_allclose(outputs[0], powers / powers.sum(axis=1, keepdims=True), rtol=1e-5)
 

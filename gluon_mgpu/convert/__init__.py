@@ -37,8 +37,10 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
     path, missing = Path(prefix), [name for name in TARGETS[to].PACKAGES if not importlib.util.find_spec(name)]
     if os.path.basename(prefix) in ("", ".", ".."):
         raise UsageError(None, prefix or repr(prefix), f"must end with a name, such as {path / 'lenet'}")
-    if to == "pytorch" and (not path.name.isidentifier() or keyword.iskeyword(path.name)):
+    if to == "pytorch" and not (path.name.isidentifier() and not keyword.iskeyword(path.name)):
         raise UsageError(None, prefix, "cannot be the name of a Python module; use a name such as lenet")
+    if to == "pytorch" and importlib.util.find_spec(path.name):  # such as torch
+        raise UsageError(None, prefix, f"{path.name}.py would hide an installed module; use a name such as lenet")
     if not path.parent.is_dir():
         raise UsageError(None, prefix, f"folder {path.parent} does not exist")
     files = [Path(prefix + suffix) for suffix in TARGETS[to].SUFFIXES]
@@ -57,7 +59,8 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
     (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is
     moved into place. tolerance: the largest relative error (`Network.relative_error`). Ten times as much is accepted if
-    rounding the inputs changes MXNet's own scores by a tenth of it.
+    rounding the inputs changes MXNet's own scores by a tenth of it; and any error if MXNet's scores in float64 are no
+    nearer to its scores in float32 than to the file's.
 
     Raises UsageError in the same cases as `check_prefix`, or if layers cannot be converted; Error if the scores differ
     by more than the tolerance, or if the files cannot be written. On failure, no files are left behind.
@@ -68,8 +71,10 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
             base = os.path.join(folder, Path(prefix).name)
             given, (network, found) = network, _written(network, target, base)
             error = network.relative_error(found)
-            if not (error <= tolerance or error <= 10 * min(tolerance, network.rounding_error())):  # fails for NaN
-                raise Error(f"{prefix}: scores differ from MXNet's by {error:.2g} (relative); nothing was written")
+            near = error <= tolerance or error <= 10 * min(tolerance, network.rounding_error())  # not if it is NaN
+            if not near and not network.is_rounding(found):
+                what = f"for {network.worst_input(found)}, scores differ from MXNet's by {error:.2g} (relative)"
+                raise Error(f"{prefix}: {what}; nothing was written; a larger --tolerance accepts them")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except (OSError, mx.MXNetError) as failure:
@@ -77,14 +82,19 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
             with suppress(OSError):  # it was never created
                 file.unlink()
         reason = getattr(failure, "strerror", None) or last_line(failure)
+        if quantized := [name for name, array in network.params.items() if array.dtype == np.int8]:
+            reason += f"; these parameters are int8: {', '.join(quantized)}"
         raise Error(f"{prefix}: cannot be written ({reason})") from None
     batches = [X[0].shape[network.batch_axes.get(network.inputs[0], 0)] for X, _ in network.samples]
     difference = f"scores differ from MXNet's by at most {error:.1e} (relative error)"
+    difference += "" if near else "; computed in float64, MXNet's are no nearer to its own than to these"
     report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"
     if {*batches} == {1}:
         report += "the files accept only one example at a time\n"
+    if damaged := [name for name, array in network.params.items() if np.isnan(array).any()]:
+        report += f"the parameters contain NaN: {', '.join(damaged)}\n"
     if constant := network.nearly_constant():
         report += f"the check says little about {', '.join(constant)}: almost the same for all inputs\n"
     return report + target.USAGE.format(prefix=prefix, inputs=network.inputs)

@@ -48,3 +48,58 @@ def affine_grid(theta, height, width):
     y, x = (torch.linspace(-1, 1, size, device=theta.device) for size in (height, width))
     points = torch.stack([x.repeat(height), y.repeat_interleave(width), torch.ones_like(x.repeat(height))])
     return (theta.reshape(-1, 2, 3) @ points).transpose(1, 2).reshape(-1, height, width, 2)
+
+
+def box_decode(x, anchors, scales, largest, corners):
+    """Boxes (x1, y1, x2, y2) from their differences to anchors, which are corners, or a center and a size."""
+    center, size = anchors.split(2, -1)
+    if corners:
+        size = size - center
+        center = center + size / 2
+    shift, growth = (x * torch.tensor(scales, device=x.device)).split(2, -1)
+    center, half = shift * size + center, growth.clamp(max=largest).exp() * size / 2
+    return torch.cat([center - half, center + half], -1)
+
+
+def roi_align(x, boxes, size, scale, samples, aligned):
+    """Means of samples * samples points in each of size[0] * size[1] cells of boxes (batch index, x1, y1, x2, y2)."""
+
+    def weights(start, end, cells, pixels):  # (boxes, cells, pixels)
+        points = (torch.arange(cells * samples, device=x.device) + 0.5) / (cells * samples)
+        extent = end - start if aligned else (end - start).clamp(min=1)
+        points = start.unsqueeze(1) + extent.unsqueeze(1) * points
+        inside = (points >= -1) & (points <= pixels)
+        distance = points.clamp(0, pixels - 1).unsqueeze(-1) - torch.arange(pixels, device=x.device)
+        parts = (1 - distance.abs()).clamp(min=0) * inside.unsqueeze(-1)
+        return parts.unflatten(1, (cells, samples)).mean(2)
+
+    corners = boxes[:, 1:] * scale - 0.5 * aligned
+    rows = weights(corners[:, 1], corners[:, 3], size[0], x.shape[2]).unsqueeze(1)
+    columns = weights(corners[:, 0], corners[:, 2], size[1], x.shape[3]).unsqueeze(1)
+    return rows @ x[boxes[:, 0].long()] @ columns.transpose(2, 3)
+
+
+def deformable_convolution(x, offset, mask, weight, bias, stride, padding, dilation, groups, offset_groups):
+    """A convolution whose kernel takes pixels at other places. offset: (n, offset_groups * kernel * (y, x), h, w)."""
+    n, (kernel, size) = x.shape[0], (weight.shape[2:], offset.shape[2:])
+    offset = offset.reshape(n * offset_groups, *kernel, 2, *size)
+    places = []
+    for axis in (0, 1):
+        first = torch.arange(size[axis], device=x.device) * stride[axis] - padding[axis]
+        at = first + torch.arange(kernel[axis], device=x.device).unsqueeze(1) * dilation[axis]  # (kernel, size)
+        at = at.reshape((-1, 1, size[0], 1) if axis == 0 else (1, kernel[1], 1, size[1]))
+        places.append((offset[:, :, :, axis] + at).flatten(1, 3))
+    (y, x_), (height, width) = places, x.shape[2:]
+    grid = torch.stack([2 * x_ / (width - 1) - 1, 2 * y / (height - 1) - 1], -1)
+    if mask is None:  # beyond the centers of the last pixels, their values go on for one pixel
+        mask = ((y >= 0) & (x_ >= 0) & (y < height) & (x_ < width)).to(x.dtype)
+        mode = "border"
+    else:
+        mode = "zeros"
+    images = x.reshape(n * offset_groups, -1, height, width)
+    values = F.grid_sample(images, grid, padding_mode=mode, align_corners=True) * mask.reshape(
+        y.shape[0], 1, *y.shape[1:]
+    )
+    columns = values.reshape(n, groups, -1, size[0] * size[1])
+    y = (weight.reshape(groups, -1, columns.shape[2]) @ columns).reshape(n, -1, *size)
+    return y if bias is None else y + bias.reshape(-1, 1, 1)

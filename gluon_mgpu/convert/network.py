@@ -11,6 +11,7 @@ import difflib
 import io
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,8 @@ from mxnet.ndarray import NDArray
 from mxnet.util import np_shape
 
 from gluon_mgpu import evaluate
-from gluon_mgpu.convert.registry import TRUE, simple
+from gluon_mgpu.convert.params import load_params
+from gluon_mgpu.convert.registry import TRUE, attributes, is_known, simple
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.runtime.errors import Error, UsageError
 
@@ -40,12 +42,14 @@ LOSSES = {
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
-# the size of an axis of the first input, or "length"}. Operators have their simple names.
+# the size of an axis of the first input, "length", or "boxes" (batch index, x1, y1, x2, y2)}. Operators have their
+# simple names.
 INDICES: dict[str, dict[int, str]] = {
     "embedding": {0: "input_dim"},
     "onehot": {0: "depth"},
     **dict.fromkeys(("take", "pick", "gathernd"), {1: "size"}),
     **dict.fromkeys(("sequencemask", "sequencelast", "sequencereverse", "softmax"), {1: "length"}),
+    **dict.fromkeys(("roialign", "roipooling"), {1: "boxes"}),
 }
 # Operators whose output contains numbers of their first input
 MOVES = """reshape transpose swapaxis expanddims squeeze slice sliceaxis slicelike slicechannel split splitv2 concat
@@ -68,14 +72,14 @@ class Network:
     """A network that maps one or more inputs to one or more outputs."""
 
     graph: Graph
-    params: dict[str, NDArray]  # float32 or integers; running statistics are included
+    params: dict[str, np.ndarray]  # float32 or integers; running statistics are included
     inputs: list[str]  # names of the inputs
     samples: list[Sample]  # with different batch sizes, and different image sizes if the network accepts them
     batch_axes: dict[str, int] = field(default_factory=dict)  # of inputs whose batch is not the first axis
 
     @property
     def symbol(self) -> mx.sym.Symbol:
-        return mx.sym.load_json(json.dumps(self.graph))
+        return load(self.graph)
 
     @property
     def outputs(self) -> list[str]:
@@ -91,20 +95,21 @@ class Network:
 
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
-        return self.evaluate(self.symbol, dict(zip(self.inputs, as_arrays(inputs))))
+        return self.evaluate(self.symbol, inputs)
 
-    def evaluate(self, symbol: mx.sym.Symbol, values: dict[str, NDArray]) -> list[np.ndarray]:
-        """Compute part of the graph with MXNet. values: the inputs that are not parameters."""
+    def evaluate(self, symbol: mx.sym.Symbol, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
+        """Compute part of the graph with MXNet."""
+        arrays = {**self.params, **dict(zip(self.inputs, inputs))}
         with self.np_shape():
             fixed = mx.sym.Group([mx.sym.BlockGrad(output) for output in symbol])  # some operators have no gradient
-            outputs = nd.CachedOp(fixed)(*({**self.params, **values}[name] for name in symbol.list_inputs()))
+            outputs = nd.CachedOp(fixed)(*as_arrays(arrays[name] for name in symbol.list_inputs()))
             return [output.asnumpy() for output in (outputs if isinstance(outputs, list) else [outputs])]
 
     def shapes(self, inputs: Iterable[Shape]) -> list[list[Shape]]:
         """Infer the shapes of each node's outputs from the inputs' shapes. Raises ValueError or MXNetError."""
         known = {**{name: array.shape for name, array in self.params.items()}, **dict(zip(self.inputs, inputs))}
         nodes = [{**node, "name": f"{i}_{node['name']}"} for i, node in enumerate(self.graph["nodes"])]
-        symbol = mx.sym.load_json(json.dumps({**self.graph, "nodes": nodes})).get_internals()
+        symbol = load({**self.graph, "nodes": nodes}).get_internals()
         names = {nodes[i]["name"]: node["name"] for i, node in enumerate(self.graph["nodes"]) if node["op"] == "null"}
         with self.np_shape(), contextlib.redirect_stdout(io.StringIO()):  # MXNet prints the arguments if it fails
             _, shapes, _ = symbol.infer_shape(**{i: known[name] for i, name in names.items() if name in known})
@@ -174,14 +179,46 @@ class Network:
         rounded = (tuple(np.where(x == np.floor(x), x, np.nextafter(x, np.inf)) for x in X) for X, _ in self.samples)
         return given.relative_error([self.predict(X) for X in rounded])
 
+    def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
+        """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
+        nodes = [dict(node) for node in self.graph["nodes"]]
+        for node in nodes:
+            default = "" if node["op"] == "null" else attributes(node["op"]).get("dtype", ("", ""))[1]
+            if node.get("attrs", {}).get("dtype", default) == "float32":
+                node["attrs"] = {**node.get("attrs", {}), "dtype": "float64"}
+        arrays = dict(zip(self.params, _doubled(self.params.values())))
+        double = replace(self, graph={**self.graph, "nodes": nodes}, params=arrays)
+        try:
+            exact = [Sample(X, double.predict(_doubled(X))) for X, _ in self.samples]
+            again = [self.predict(X) for X, _ in self.samples]
+        except mx.MXNetError:  # some operators compute only in float32
+            return False
+        judge = replace(self, samples=exact)
+        same = self.relative_error(again) < 1e-5  # the expected outputs are those of this graph
+        return same and judge.relative_error(found) <= judge.relative_error(again)
+
+    def worst_input(self, found: list[list[np.ndarray]]) -> str:
+        """Describes the sample whose outputs differ most."""
+        errors = [replace(self, samples=[one]).relative_error([Ys]) for one, Ys in zip(self.samples, found)]
+        X = self.samples[int(np.argmax(np.nan_to_num(errors, nan=np.inf)))].inputs[0]
+        return f"{self.inputs[0]} of shape {X.shape}, from {X.min():.3g} to {X.max():.3g}"
+
+    def batch_axis(self, k: int) -> int:
+        """The axis of output k that is the batch. 0 if no axis has the batch's size in all samples."""
+        name = self.inputs[0]
+        sizes = [X[0].shape[self.batch_axes.get(name, 0)] for X, _ in self.samples]
+        shapes = [outputs[k].shape for _, outputs in self.samples]
+        return next((axis for axis, lengths in enumerate(zip(*shapes)) if [*lengths] == sizes), 0)
+
     def nearly_constant(self) -> list[str]:
         """The outputs that hardly depend on the inputs, so that comparing them says little."""
         names = []
         for k, name in enumerate(self.outputs):
-            alike: dict[Shape, list[np.ndarray]] = {}
+            alike, axis = dict[Shape, list[np.ndarray]](), self.batch_axis(k)
             for _, outputs in self.samples:
                 if outputs[k].ndim and outputs[k].size:
-                    alike.setdefault(outputs[k].shape[1:], []).append(outputs[k])
+                    Y = np.moveaxis(outputs[k], axis, 0)
+                    alike.setdefault(Y.shape[1:], []).append(Y)
             arrays = [np.concatenate(parts) for parts in alike.values()]
             if not any(np.ptp(Y, axis=0).max() > 1e-3 * np.abs(Y).max() for Y in arrays):
                 names.append(name)
@@ -204,6 +241,7 @@ def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path |
     """
     trained = evaluate.load(folder, impl, device="cpu")
     images = evaluate.held_out(trained.run, data_dir)[0][:MOST_TEST_IMAGES]
+    images = np.resize(images, (max(len(images), 3), *images.shape[1:]))  # repeated, for batches of 1 and 2
     with tempfile.TemporaryDirectory() as temporary:
         trained.model.export(f"{temporary}/net")
         network = _read(f"{temporary}/net-symbol.json", f"{temporary}/net-0000.params")
@@ -238,6 +276,8 @@ def from_files(
     if {*given} != {*network.inputs} or inputs is None and len(shapes) != len(network.inputs):
         names = ", ".join(map(repr, network.inputs[:5])) + ", ..." * (len(network.inputs) > 5)
         advice = f"give one shape for each array of the graph that is not in {params_file}: {names}"
+        if "label" in names:
+            advice += "; --output NAME leaves out a loss and its labels"
         raise UsageError("input", text or None, advice)
     candidates = [{name: shape.index("n") for name, shape in given.items() if "n" in shape[1:]}]
     if not candidates[0] and any(len(shape) > 1 for shape in given.values()):
@@ -277,6 +317,10 @@ def _draw(network: Network, given: dict[str, Given], counts: Iterable[int]) -> N
         integers, arrays = _integers(network, shapes), []
         for name, size in zip(network.inputs, sizes):
             low, high, dtype = integers.get(name, (0, 0, "float32"))
+            if dtype == "boxes":  # the corners are in order; the index of the image is 0
+                array = np.sort(high * random.random(size), axis=1) * (np.arange(size[1]) > 0)
+                arrays.append(array.astype(np.float32))
+                continue
             arrays.append((random.integers(low, high, size) if name in integers else draw(size)).astype(dtype))
         network.samples.append(Sample(tuple(arrays), []))
 
@@ -287,49 +331,127 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         if not Path(file).is_file():
             raise UsageError(None, file, "does not exist")
     try:
-        graph = _without_losses(json.loads(_ending_with(mx.sym.load(str(symbol_file)), outputs).tojson()))
-        attrs = json.loads(Path(symbol_file).read_text(encoding="utf-8")).get("attrs", {})
-        graph["attrs"].update(is_np_shape=attrs.get("is_np_shape", ["int", 0]))
-    except (mx.MXNetError, ValueError) as error:
-        raise UsageError(None, symbol_file, f"not the graph of a network ({last_line(error)})") from None
-    network = Network(graph, {}, [], [])
+        graph = _checked(json.loads(Path(symbol_file).read_text(encoding="utf-8")))
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        why = str(error) if type(error) is ValueError else "it is damaged"
+        raise UsageError(None, symbol_file, f"not the graph of a network ({why})") from None
+    graph = _ending_with(graph, outputs)
     try:
-        with network.np_shape():
-            arrays = nd.load(str(params_file))
-    except Exception as error:  # MXNet raises many exception types for damaged files
+        read = _without_losses(json.loads(load(graph).tojson()))
+    except (mx.MXNetError, ValueError) as error:
+        raise UsageError(
+            None, symbol_file, f"MXNet cannot load it ({last_line(error)}); --output NAME converts a part"
+        ) from None
+    read["attrs"].update(is_np_shape=graph["attrs"].get("is_np_shape", ["int", 0]))
+    network = Network(read, {}, [], [])
+    try:
+        arrays = load_params(params_file)
+    except (OSError, ValueError) as error:
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
-    if arrays and not isinstance(arrays, dict):
-        raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
-    nodes, params = graph["nodes"], network.params
-    for name, array in dict(arrays).items():
-        is_float = np.dtype(array.dtype).name in FLOATS
-        params[name.removeprefix("arg:").removeprefix("aux:")] = array.astype("float32") if is_float else array
+    for name, array in arrays.items():
+        is_float = array.dtype.name in FLOATS
+        network.params[re.sub("^(arg|aux):", "", name)] = array.astype("float32", copy=False) if is_float else array
+    nodes = read["nodes"]
     for node in nodes:
         attrs = node.get("attrs", {})
         attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
         attrs.pop("__dtype__", None)
         if simple(node["op"]) == "batchnorm" and attrs.get("fix_gamma", "True") in TRUE:
-            gamma = params.get(nodes[node["inputs"][1][0]]["name"])
-            if gamma is not None:
-                gamma[:] = 1  # MXNet ignores the file's value
-    inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in params}
+            name = nodes[node["inputs"][1][0]]["name"]
+            if name in network.params:
+                network.params[name] = np.ones_like(network.params[name])  # MXNet ignores the file's value
+    inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in network.params}
     network.inputs = sorted(inputs, key=lambda name: (len(name), name))  # data0, data1, ..., data10
     return network
 
 
-def _ending_with(symbol: mx.sym.Symbol, outputs: Sequence[str]) -> mx.sym.Symbol:
-    """The part of a graph that computes these outputs, which are names of outputs or of layers."""
-    internals = symbol.get_internals()
-    names, positions = internals.list_outputs(), []
+def load(graph: Graph) -> mx.sym.Symbol:
+    """MXNet's symbol of a graph. Raises MXNetError."""
+    return mx.sym.load_json(json.dumps(graph, ensure_ascii=False))  # MXNet cannot read \\u00e9
+
+
+def _checked(graph: Graph) -> Graph:
+    """The graph, with only what MXNet needs. MXNet crashes if an index is wrong, or if nodes are not in order.
+
+    Raises ValueError or another error of Python if the file is damaged.
+    """
+    nodes, counts = list[dict[str, Any]](), list[int]()
+    for node in graph["nodes"]:
+        op, name = node["op"], node["name"]
+        attrs = {**node.get("param", {}), **node.get("attr", {}), **node.get("attrs", {})}
+        if not all(isinstance(text, str) for text in (op, name, *attrs, *attrs.values())):
+            raise ValueError("a name or an attribute is not text")
+        inputs, subgraphs = [_entry(entry, counts) for entry in node["inputs"]], node.get("subgraphs", [])
+        nodes.append({"op": op, "name": name, "attrs": attrs, "inputs": inputs})
+        if subgraphs:
+            nodes[-1]["subgraphs"] = [graph for graph in subgraphs if _checked(graph)]
+        counts.append(len(_output_names(nodes[-1])))
+    heads = [_entry(head, counts) for head in graph["heads"]]
+    if not heads:
+        raise ValueError("it has no outputs")
+    return {"nodes": nodes, "heads": heads, "attrs": dict(graph.get("attrs", {}))}
+
+
+def _entry(entry: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """A valid reference to an output of a node. counts: the number of outputs of each node before it."""
+    if not all(type(number) is int and number >= 0 for number in entry) or len(entry) not in (2, 3):
+        raise ValueError(f"{entry!r} is not a reference to a layer")
+    if entry[0] >= len(counts) or entry[1] >= counts[entry[0]]:
+        raise ValueError(f"{entry!r} refers to a layer or an output that does not exist, or that comes later")
+    return list(entry)
+
+
+def _output_names(node: dict[str, Any]) -> list[str]:
+    """The names of a node's outputs, or one name if MXNet does not know the operator."""
+    name = node["name"]
+    if node["op"] == "null":
+        return [name]
+    sources = [{"op": "null", "name": f"input {i}", "inputs": []} for i in range(len(node["inputs"]))]
+    alone = {**node, "inputs": [[i, 0, 0] for i in range(len(sources))]}
+    try:
+        known = attributes(node["op"])
+        alone["attrs"] = {key: value for key, value in node["attrs"].items() if key in known}
+        graph = {"nodes": [*sources, alone], "heads": [[len(sources), 0, 0]], "arg_nodes": [*range(len(sources))]}
+        names = load({**graph, "attrs": {"mxnet_version": ["int", 10901]}}).get_internals().list_outputs()
+        return [other for other in names if not other.startswith("input ")]
+    except mx.MXNetError:
+        return [f"{name}_output"]
+
+
+def _ending_with(graph: Graph, outputs: Sequence[str]) -> Graph:
+    """The part of a graph that computes these outputs, which are names of outputs or of layers.
+
+    Raises UsageError if there is no such output, or if MXNet does not know an operator of this part.
+    """
+    nodes, heads = graph["nodes"], graph["heads"]
+    names = [(i, k, name) for i, node in enumerate(nodes) for k, name in enumerate(_output_names(node))]
+    if outputs:
+        heads = []
     for name in outputs:
-        found = [k for k, other in enumerate(names) if other in (name, f"{name}_output", f"{name}_output0")]
+        found = [[i, k, 0] for i, k, other in names if other in (name, f"{name}_output", f"{name}_output0")]
         if not found:
-            near = difflib.get_close_matches(name, names, 3, 0) + names[-1:]
+            near = difflib.get_close_matches(name, [other for *_, other in names], 3, 0) + [names[-1][2]]
             raise UsageError(
                 "output", name, f"no layer has this output; some that exist: {', '.join(dict.fromkeys(near))}"
             )
-        positions.append(found[-1])
-    return mx.sym.Group([internals[k] for k in positions]) if outputs else symbol
+        heads.append(found[-1])
+    needed = {i for i, *_ in heads}
+    for i in reversed(range(len(nodes))):
+        if i in needed:
+            needed.update(j for j, *_ in nodes[i]["inputs"])
+    moved = {i: k for k, i in enumerate(sorted(needed))}
+    for i in moved:
+        op, name = nodes[i]["op"], nodes[i]["name"]
+        if op != "null" and not is_known(op):
+            advice = f"is not in MXNet {mx.__version__}; --output NAME converts the part before it"
+            raise UsageError(None, f"{op!r} layer {name!r}", advice)
+    kept = [{**nodes[i], "inputs": [[moved[j], *rest] for j, *rest in nodes[i]["inputs"]]} for i in moved]
+    return {
+        **graph,
+        "nodes": kept,
+        "heads": [[moved[i], *rest] for i, *rest in heads],
+        "arg_nodes": [k for k, node in enumerate(kept) if node["op"] == "null"],
+    }
 
 
 def _without_losses(graph: Graph) -> Graph:
@@ -354,25 +476,34 @@ def _without_losses(graph: Graph) -> Graph:
     heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
     graph = {**graph, "nodes": nodes, "heads": heads, "arg_nodes": arguments}
     graph.pop("node_row_ptr", None)
-    return json.loads(mx.sym.load_json(json.dumps(graph)).tojson())  # without nodes that are no longer used
+    return json.loads(load(graph).tojson())  # without nodes that are no longer used
 
 
 def _integers(network: Network, shapes: list[list[Shape]]) -> dict[str, tuple[int, int, str]]:
-    """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type."""
+    """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type.
+
+    For boxes: 0, the size of the image, and "boxes".
+    """
     nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
         for position, sizes in INDICES.get(simple(node["op"]), {}).items():
             if position >= len(inputs):  # no lengths
                 continue
-            count = int(attrs[sizes]) if sizes in attrs else inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1
+            kind = "boxes" if sizes == "boxes" else "int32" if simple(node["op"]) == "softmax" else "float32"
+            if kind == "boxes":
+                count = int(inputs[0][2] / float(attrs["spatial_scale"]))
+            elif sizes in attrs:
+                count = int(attrs[sizes])
+            else:
+                count = inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1
             low, high = (1, count + 1) if sizes == "length" else (0, count)
             source = node["inputs"][position][0]
             while simple(nodes[source]["op"]) in MOVES:
                 source = nodes[source]["inputs"][0][0]
             name = nodes[source]["name"]
             _, other, _ = found.get(name, (0, high, ""))
-            found[name] = low, min(high, other), "int32" if simple(node["op"]) == "softmax" else "float32"
+            found[name] = low, min(high, other), kind
     return found
 
 
@@ -395,7 +526,12 @@ def _grown(network: Network, shapes: list[Shape]) -> list[Shape]:
 
 
 def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:
+    """Copies, because MXNet may change the order of a weight's numbers."""
     return [nd.array(X, dtype=X.dtype) for X in inputs]
+
+
+def _doubled(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
+    return [X.astype(np.float64) if X.dtype == np.float32 else X for X in arrays]
 
 
 def last_line(error: Exception) -> str:

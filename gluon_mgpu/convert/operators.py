@@ -61,6 +61,7 @@ class Node:
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
     frozen: bool = False  # whether the layer's weight is constant
+    evaluated: bool = False  # whether the layer is always in evaluation mode
     nested: bool = False  # whether the layer returns (output, state)
     read: set[str] = field(default_factory=set)  # the attributes that were used
 
@@ -222,13 +223,9 @@ def batch_norm(node: Node, x: str) -> str:
     momentum = float(f"{1 - node['momentum']:.6g}")  # PyTorch's momentum is the weight of the new value
     layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), eps=eps, momentum=momentum)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
-    node.frozen = node["fix_gamma"]
-    source = x if axis == 1 else f"{x}.movedim({axis}, 1)"
-    if node["use_global_stats"]:
-        state = (f"{name}.{key}" for key in ("running_mean", "running_var", "weight", "bias"))
-        code = call("F.batch_norm", source, *state, eps=eps)
-    else:
-        code = call(name, source)
+    node.frozen, node.evaluated = node["fix_gamma"], node["use_global_stats"]
+    node.layer += ".eval()" * node.evaluated
+    code = call(name, x if axis == 1 else f"{x}.movedim({axis}, 1)")
     return code if axis == 1 else f"{code}.movedim(1, {axis})"
 
 
@@ -302,20 +299,28 @@ def activation(node: Node, x: str) -> str:
 
 
 def pooling(node: Node, x: str) -> str:
-    n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum")
+    n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp")
     node.word("layout", None, *LAYOUTS)
-    if node["global_pool"] and kind != "sum":
+    if node["global_pool"] and kind != "lp":
         node.read |= set(node.attrs)
-        return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
+        return (
+            call(f"{x}.sum", tuple(range(2, node.rank)), keepdim=True)
+            if kind == "sum"
+            else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
+        )
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
     includes_pad = node["count_include_pad"] in (None, True)
-    if kind == "sum":
-        if full or not includes_pad:
-            raise Unsupported("pool_type='sum' is only supported with pooling_convention='valid'")
-        sizes = call(f"F.avg_pool{n}d", x, _short(kernel), _short(stride), _unless(0, _short(pads)) or 0)
-        return f"{math.prod(kernel)} * {sizes}"
+    if kind in ("sum", "lp"):
+        if full or not includes_pad or node["global_pool"]:
+            raise Unsupported(f"pool_type={kind!r} is only supported with pooling_convention='valid'")
+        power = node["p_value"] if kind == "lp" else 1
+        if power not in (1, 2):
+            raise Unsupported(f"p_value={power} is not supported")
+        source = x if power == 1 else f"{x}.square()"
+        sizes = call(f"F.avg_pool{n}d", source, _short(kernel), _short(stride), _unless(0, _short(pads)) or 0)
+        return f"{math.prod(kernel)} * {sizes}" if power == 1 else f"({math.prod(kernel)} * {sizes}).sqrt()"
     pool = {"kernel_size": _short(kernel), "stride": _unless(_short(kernel), _short(stride))}
     if not full or all(s + p <= k for k, s, p in zip(kernel, stride, pads)):
         pool |= {"padding": _unless(0, _short(pads)), "ceil_mode": _unless(False, full)}
@@ -373,6 +378,8 @@ def pad(node: Node, x: str) -> str:
     mode = {"constant": None, "edge": "'replicate'", "reflect": "'reflect'"}[node["mode"]]
     widths = node["pad_width"]  # two widths per axis; F.pad expects the last axis first
     widths = tuple(w for i in range(len(widths) - 2, 3 if mode else -1, -2) for w in widths[i : i + 2])
+    if not any(widths):
+        return x
     return call("F.pad", x, widths, mode=mode, value=_unless(0.0, node["constant_value"]))
 
 
@@ -628,6 +635,42 @@ def grid(node: Node, x: str, *loc: str) -> str:
     return call("F.grid_sample", x, call("affine_grid", *loc, *node["target_shape"]), align_corners=True)
 
 
+def diag(node: Node, x: str) -> str:
+    if node.op.startswith("_linalg"):
+        return call(f"{x}.diagonal", node["offset"], -2, -1)
+    offset = node["offset" if "offset" in node else "k"]
+    if "axis1" not in node or node.rank == 1:
+        return call("torch.diag", x, offset)
+    return call(f"{x}.diagonal", offset, node["axis1"], node["axis2"])
+
+
+def unfold(node: Node, x: str) -> str:
+    sizes = [_short(node.sizes(key, default)) for key, default in (("dilate", 1), ("pad", 0), ("stride", 1))]
+    return call("F.unfold", x, _short(node["kernel"]), *sizes)
+
+
+def box_decode(node: Node, x: str, anchors: str) -> str:
+    scales, largest = [node[f"std{k}"] for k in range(4)], node["clip"] if node["clip"] > 0 else -LOWEST
+    return call("box_decode", x, anchors, scales, largest, node["format"] == "corner")
+
+
+def roi_align(node: Node, x: str, boxes: str) -> str:
+    if node["sample_ratio"] <= 0 or node["position_sensitive"] or node.inputs[1][0][1] != 5:
+        raise Unsupported("only boxes of 5 numbers, and a positive sample_ratio, are supported")
+    return call(
+        "roi_align", x, boxes, node["pooled_size"], node["spatial_scale"], node["sample_ratio"], node["aligned"]
+    )
+
+
+def deformable(node: Node, x: str, offset: str, *others: str) -> str:
+    mask, weights = (others[0], others[1:]) if node.kind.startswith("modulated") else ("None", others)
+    node.read |= {"kernel", "layout", "im2col_step"}
+    sizes = [node.sizes(key, default) for key, default in (("stride", 1), ("pad", 0), ("dilate", 1))]
+    weights = (*weights, "None")[:2]
+    groups = node["num_group"], node["num_deformable_group"]
+    return call("deformable_convolution", x, offset, mask, *weights, *sizes, *groups)
+
+
 LAYERS = (convolution, fully_connected, batch_norm, layer_norm, instance_norm, group_norm, embedding, leaky_relu, rnn)
 FUNCTIONAL = (convolution, fully_connected)  # they accept weights that are computed from the network's input
 UNARY = {
@@ -693,6 +736,22 @@ RULES: dict[str, Rule] = {
     "AdaptiveAvgPooling2D": lambda node, x: call("F.adaptive_avg_pool2d", x, _short(node["output_size"] or (1,))),
     "BilinearResize2D": resize,
     "cumsum": "{0}.cumsum({axis})",
+    **{"cbrt": "{0}.sign() * {0}.abs() ** (1 / 3)", "rcbrt": "{0}.sign() / {0}.abs() ** (1 / 3)"},
+    **{"gradientmultiplier": "{0}", "IdentityAttachKLSparseReg": "{0}", "quadratic": "({a} * {0} + {b}) * {0} + {c}"},
+    **{
+        "isnan": "{0}.isnan()",
+        "isinf": "{0}.isinf()",
+        "isfinite": "{0}.isfinite()",
+        "arctan2": "torch.atan2({0}, {1})",
+    },
+    **{"copysign": "torch.copysign({0}, {1})", "size_array": "torch._shape_as_tensor({0}).prod().reshape(1)"},
+    **{"full_like": "torch.full_like({0}, {fill_value})", "swapaxes": "{0}.transpose({dim1}, {dim2})"},
+    **{"roll": "torch.roll({0}, {shift}, {axis})", "tril": "{0}.tril({k})", "diagonal": diag},
+    **{"linalg_extractdiag": diag, "diag": diag},
+    **{"linalg_det": "torch.linalg.det({0})", "linalg_inverse": "torch.linalg.inv({0})"},
+    **{"linalg_potrf": "torch.linalg.cholesky({0})", "batch_take": "{0}.gather(1, {1}.long().unsqueeze(1)).squeeze(1)"},
+    **{"im2col": unfold, "box_decode": box_decode},
+    **{"ROIAlign": roi_align, "DeformableConvolution": deformable, "ModulatedDeformableConvolution": deformable},
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
     "shape_array": "torch._shape_as_tensor({0})",
@@ -746,7 +805,8 @@ REASONS = {
         ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
         "which boxes it keeps depends on rounding, so it cannot be checked; --output names an output before it",
     ),
-    **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
+    **dict.fromkeys(("_contrib_PSROIPooling", "_contrib_DeformablePSROIPooling"), "MXNet computes it only on GPUs"),
+    "ROIPooling": "PyTorch has it only in torchvision; --output names an output before it",
 }
 
 
@@ -761,4 +821,4 @@ def reason(op: str) -> str:
         return "quantized operators are not supported"
     if "random" in op or "sample" in op:
         return "its random numbers differ between frameworks"
-    return REASONS.get(op, "no equivalent is known")
+    return REASONS.get(op, "it is not supported")

@@ -20,6 +20,11 @@ def simple(op: str) -> str:
     return re.sub(r"^_?(contrib_|npi_|npx_|np_)?(broadcast_|elemwise_)?|_", "", op).lower()
 
 
+def is_known(op: str) -> bool:
+    """Whether MXNet has this operator."""
+    return _LIB.NNGetOpHandle(op.encode(), ctypes.byref(ctypes.c_void_p())) == 0
+
+
 @functools.cache
 def attributes(op: str) -> dict[str, tuple[str, str]]:
     """{name: (type, default)} of an operator's attributes, as text. The default is "" if there is none.

@@ -20,9 +20,9 @@ def write(network: Network, base: str) -> None:
     symbol = network.symbol
     running = set(symbol.list_auxiliary_states())
     symbol.save(f"{base}-symbol.json")
-    arrays = {f"{'aux' if name in running else 'arg'}:{name}": array for name, array in network.params.items()}
+    names = [f"{'aux' if name in running else 'arg'}:{name}" for name in network.params]
     with network.np_shape():
-        nd.save(f"{base}-0000.params", arrays)
+        nd.save(f"{base}-0000.params", dict(zip(names, as_arrays(network.params.values()))))
 
 
 def outputs(network: Network, base: str) -> list[list[np.ndarray]]:

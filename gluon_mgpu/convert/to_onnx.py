@@ -38,6 +38,21 @@ symbolics["rad2deg"] = lambda g, x: g.op("Mul", x, constant(g, 180 / math.pi))
 symbolics["deg2rad"] = lambda g, x: g.op("Mul", x, constant(g, math.pi / 180))
 for name, symbolic in symbolics.items():
     torch.onnx.register_custom_op_symbolic(f"aten::{name}", symbolic, options["opset_version"])
+
+
+def means(n, count):  # a matrix, whose product with n numbers is their adaptive pooling
+    ends = [(i * n // count, -(-(i + 1) * n // count)) for i in range(count)]
+    return torch.tensor([[(start <= k < end) / (end - start) for k in range(n)] for start, end in ends])
+
+
+def adaptive_avg_pool2d(x, size, pool=torch.nn.functional.adaptive_avg_pool2d):  # the exporter needs a divisor
+    if size == 1:
+        return pool(x, size)
+    height, width = (size, size) if isinstance(size, int) else size
+    return means(int(x.shape[2]), height) @ x @ means(int(x.shape[3]), width).T
+
+
+torch.nn.functional.adaptive_avg_pool2d = adaptive_avg_pool2d
 try:
     torch.onnx.export(net, tuple(list(samples.values())[-1]), base + ".onnx", dynamo=False, **options)
 except Exception as error:
@@ -54,8 +69,9 @@ def write(network: Network, base: str) -> None:
     axes = {
         name: {k: size for k, size in enumerate(network.axes(name)) if isinstance(size, str)} for name in network.inputs
     }
-    batch = {axis: size for axis, size in axes[network.inputs[0]].items() if size == "n"}
-    axes |= dict.fromkeys(network.outputs, batch)
+    network.compute()
+    if "n" in axes[network.inputs[0]].values():
+        axes |= {name: {network.batch_axis(k): "n"} for k, name in enumerate(network.outputs)}
     options = {"input_names": network.inputs, "output_names": network.outputs, "dynamic_axes": axes}
     load_and_run(network, base, f"options = {{**{options!r}, 'opset_version': {OPSET}}}\n{EXPORT}")
 

@@ -7,17 +7,17 @@ import json
 import keyword
 import os
 import re
+import struct
 import sys
 import textwrap
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import mxnet as mx
 import numpy as np
 
 from gluon_mgpu import __version__
-from gluon_mgpu.convert.network import Network, Unsupported, as_arrays
+from gluon_mgpu.convert.network import Network, Unsupported, load
 from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, rnn
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import UsageError
@@ -48,11 +48,18 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
 {layers}
-
+{train}
     def forward(self, {arguments}):
 {forward}
         return {result}
 '''
+TRAIN = """
+    def train(self, mode=True):
+        super().train(mode)
+        # As in MXNet, these layers always use their running statistics
+{layers}
+        return self
+"""
 
 # Loads a written module and its parameters as `net`, and the samples' inputs as `samples`
 LOAD = """
@@ -61,6 +68,8 @@ import numpy as np, torch
 from safetensors.torch import load_model
 
 base = sys.argv[1]
+for name in ("kaiming_uniform_", "uniform_", "normal_"):  # random values would be replaced
+    setattr(torch.nn.init, name, lambda array, *_, **__: array)
 net = runpy.run_path(base + ".py")["Net"]()
 load_model(net, base + ".safetensors")
 net.eval()
@@ -119,6 +128,7 @@ class _Module:
         self.constants = self._constants()
         self.layers: list[str] = []  # code that creates the layers
         self.forward: list[str] = []  # code that applies them
+        self.evaluated: list[str] = []  # code that sets layers to evaluation mode
         self.state: dict[str, np.ndarray] = {}
         self.owners: dict[str, str] = {}  # {description of a constant: its name in the state dict}
         self.names: dict[tuple[Any, ...], str] = {}  # {description of a layer: its name in the module}
@@ -145,12 +155,10 @@ class _Module:
     def _value(self, entry: Entry) -> np.ndarray:
         """Compute a constant."""
         if self.nodes[entry[0]]["op"] == "null":
-            return self.network.params[self.nodes[entry[0]]["name"]].asnumpy()
+            return self.network.params[self.nodes[entry[0]]["name"]]
         inputs = [i for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs]
         heads = [[*entry, 0], *([i, 0, 0] for i in inputs)]  # MXNet cannot compute a graph without any input
-        symbol = mx.sym.load_json(json.dumps({**self.network.graph, "heads": heads}))
-        given = dict(zip(self.network.inputs, as_arrays(self.network.samples[0].inputs)))
-        return self.network.evaluate(symbol, given)[0]
+        return self.network.evaluate(load({**self.network.graph, "heads": heads}), self.network.samples[0].inputs)[0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""
@@ -253,6 +261,8 @@ class _Module:
         if not node.layer or line in self.layers:
             return
         self.layers.append(line)
+        if node.evaluated:
+            self.evaluated.append(f"self.{node.name}.eval()")
         if node.frozen:
             self.layers.append(f"self.{node.name}.weight.requires_grad_(False)  # as in MXNet, always 1")
         for k, (name, array) in enumerate(node.state.items()):
@@ -303,13 +313,24 @@ def _identifier(name: str, others: set[str]) -> str:
     return name
 
 
+def _indent(lines: list[str]) -> str:
+    """The code inside a method. Long lines are split inside their brackets."""
+    result = list[str]()
+    for line in lines:
+        first, last = line.find("("), line.rfind(")")
+        if len(line) > 112 and 0 < first < last:
+            parts = textwrap.wrap(line[first + 1 : last], 108, break_long_words=False, break_on_hyphens=False)
+            result += [line[: first + 1], *(f"    {part}" for part in parts), line[last:]]
+        else:
+            result.append(line)
+    return textwrap.indent("\n".join(result), " " * 8)
+
+
 def write(network: Network, base: str) -> None:
     """Write BASE.py and BASE.safetensors. BASE's last part must be an identifier.
 
     Raises Refused if operators cannot be converted.
     """
-    from safetensors.numpy import save
-
     module = _Module(network)
     inputs = [
         f"{name} ({', '.join(map(str, axes))})"
@@ -321,14 +342,30 @@ def write(network: Network, base: str) -> None:
         functions="".join(f"\n\n{function}\n" for function in module.functions()),
         inputs=", ".join(inputs),
         outputs=", ".join(_identifier(name, set()) for name in network.outputs),
-        layers=textwrap.indent("\n".join(module.layers or ["pass"]), " " * 8),
+        layers=_indent(module.layers or ["pass"]),
+        train=TRAIN.format(layers=_indent(module.evaluated)) if module.evaluated else "",
         arguments=", ".join(module.arguments),
-        forward=textwrap.indent("\n".join(module.forward), " " * 8),
+        forward=_indent(module.forward),
         result=module.result,
     )
     Path(f"{base}.py").write_text(code, encoding="utf-8")
-    state = {name: np.ascontiguousarray(array) for name, array in module.state.items()}
-    Path(f"{base}.safetensors").write_bytes(save(state))
+    _save(module.state, f"{base}.safetensors")
+
+
+def _save(state: dict[str, np.ndarray], path: str) -> None:
+    """Write arrays as a safetensors file, one after the other. The library's own function copies all of them first."""
+    header, end = dict[str, Any](), 0
+    state = dict(sorted(state.items(), key=lambda item: -item[1].itemsize))  # so that all are aligned
+    for name, array in state.items():
+        kind = "BOOL" if array.dtype == bool else f"{array.dtype.kind.upper()}{8 * array.itemsize}"  # such as F32
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in state.values():
+            np.ascontiguousarray(array).tofile(file)
 
 
 def load_and_run(network: Network, base: str, program: str) -> None:

@@ -26,10 +26,12 @@ INPUTS = {
     "other_image": (lambda random, size: random.normal(0, 3, size), (2, 5, 4)),
     "words": (lambda random, size: random.normal(0, 3, size), (5, 24)),  # a sequence
     "length": (lambda random, size: random.integers(1, 6, size), ()),
+    "boxes": (lambda random, size: np.sort(random.uniform(-4, 12, size)), (5, 4)),
+    "offsets": (lambda random, size: random.normal(0, 2, size), (2 * 2 * 6, 4, 4)),
 }
 
 
-def cases(x, ties, other, unit, positive, index, which, image, other_image, words, length):
+def cases(x, ties, other, unit, positive, index, which, image, other_image, words, length, boxes, offsets):
     """Outputs (n, ...) by name."""
     table = s.reshape(s.arange(24), (8, 3))
     for name in "abs ceil exp expm1 fix floor negative relu rint round sigmoid sign softsign square trunc".split():
@@ -114,6 +116,35 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     yield "Pooling sum", s.Pooling(image, kernel=(2, 3), stride=(2, 2), pad=(1, 1), pool_type="sum")
     for scale in (2.0, 0.5):
         yield f"BilinearResize2D {scale}", s.contrib.BilinearResize2D(image, scale_height=scale, scale_width=2.0)
+    yield "Pooling global sum", s.Pooling(image, global_pool=True, pool_type="sum")
+    yield "Pooling lp", s.Pooling(image, kernel=(2, 3), stride=(2, 2), pool_type="lp", p_value=2)
+    yield "AdaptiveAvgPooling2D", s.contrib.AdaptiveAvgPooling2D(image, output_size=(4, 2))
+    yield "im2col", s.im2col(image, kernel=(2, 3), stride=(1, 2), pad=(1, 0))
+    yield "diag", s.diag(image, axis1=2, axis2=3, k=-1)
+    yield "extractdiag", s.linalg.extractdiag(image)
+    yield "cbrt", s.cbrt(ties)
+    yield "quadratic", s.contrib.quadratic(x, a=0.5, b=-2, c=3)
+    yield "batch_take", s.batch_take(x, s.cast(s.clip(which, 0, 5), "int32"))
+    for kind in ("corner", "center"):
+        options = {"std0": 0.1, "std1": 0.2, "std2": 0.3, "std3": 0.4, "clip": 0.5, "format": kind}
+        yield (
+            f"box_decode {kind}",
+            s.contrib.box_decode(s.sin(boxes), s.slice_axis(boxes, axis=0, begin=0, end=1), **options),
+        )
+    for ratio, aligned in ((2, True), (3, False)):
+        rois = s.concat(s.zeros((5, 1)), s.reshape(s.slice_axis(boxes, axis=0, begin=1, end=2), (5, 4)), dim=1)
+        options = {"pooled_size": (3, 2), "spatial_scale": 0.75, "sample_ratio": ratio, "aligned": aligned}
+        pooled = s.contrib.ROIAlign(image, rois, **options)
+        yield (
+            f"ROIAlign {ratio}",
+            s.broadcast_add(s.reshape(which, (-1, 1, 1, 1)), s.mean(pooled, axis=0, keepdims=True)),
+        )
+    table = s.reshape(s.sin(s.arange(96)), (8, 2, 3, 2))
+    options = {"kernel": (3, 2), "stride": (2, 2), "pad": (0, 0), "dilate": (1, 1), "num_filter": 8, "num_group": 2}
+    options |= {"num_deformable_group": 2, "no_bias": True}
+    yield "DeformableConvolution", s.contrib.DeformableConvolution(image, offsets, table, **options)
+    mask = s.slice_axis(offsets, axis=1, begin=0, end=12)
+    yield "Modulated", s.contrib.ModulatedDeformableConvolution(image, offsets, mask, table, **options)
     yield "LayerNorm of axis 1", s.LayerNorm(image, s.arange(4), s.arange(4), axis=1)
     time_first = s.transpose(words, (1, 0, 2))
     for axis, sequence in ((0, time_first), (1, words)):
