@@ -25,7 +25,6 @@ Layer = Callable[..., NDArray]  # a function of an input and of the layer's arra
 Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
 Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
-Reduce = Callable[[Vectors], Vectors]  # sums a layer's gradients over the devices
 
 LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
 
@@ -99,8 +98,7 @@ def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[T
 
 
 def backward(tapes: list[Tape], grads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
-    """Returns the gradients of a layer's inputs, and a bucket of its arrays' gradients. grads: its outputs' gradients,
-    or None for a loss."""
+    """Returns the gradients of a layer's inputs, and a bucket of its arrays'. grads: its outputs', or None for a loss."""
     results = [autograd.grad([output], variables, [grad]) for (variables, output), grad in zip(tapes, grads)]
     return [of_input for of_input, *_ in results], [bucket(of_arrays) for _, *of_arrays in results]
 
@@ -111,7 +109,9 @@ def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
     return [losses for _, losses in tapes], backward(tapes, [None] * len(ys))[0]
 
 
-def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Reduce) -> tuple[Vectors, Buckets]:
+def forward_backward(
+    net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Callable[[Vectors], Vectors]
+) -> tuple[Vectors, Buckets]:
     """Returns the losses (n,) of each shard, and what `reduce` makes of each layer's gradients. While it sums those of
     a layer, the devices compute those of the layer before it."""
     tapes = []

@@ -17,7 +17,7 @@ import click
 
 from gluon_mgpu.runtime import errors, log, mpi
 from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.runtime.files import Location
+from gluon_mgpu.runtime.paths import Location
 
 COLUMN = 30  # width of the column of option names in --help
 

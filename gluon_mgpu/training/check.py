@@ -92,6 +92,7 @@ class _Side:
         self.state = _copied(_kept(lesson))
         with self.active():
             self.model = build(lesson, ctx, config, *data)
+        self.model.lesson_state = lambda device=0: {}  # type: ignore[method-assign]  # it is in self.state
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ import gc
 import inspect
 import platform
 import secrets
-from collections.abc import Collection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,7 @@ train.__signature__ = inspect.signature(Config).replace(return_annotation="list[
 
 
 def prepare(
-    run: Run, config: Config, given: Collection[str], lesson: Any, data: Any, ctx: list[Context], group: Group
+    run: Run, config: Config, given: dict[str, Any], lesson: Any, data: Any, ctx: list[Context], group: Group
 ) -> Setup:
     """Turn the settings of a run into what the training loop needs, and begin to write its folder.
 
@@ -92,7 +91,6 @@ def prepare(
     config = for_training(config, lesson, given)
     if config.seed is None:
         config = dataclasses.replace(config, seed=group.broadcast(secrets.randbelow(2**31)))
-        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
     if isinstance(data, Dataset):
         data = data.first(config.limit)
     else:
@@ -106,6 +104,8 @@ def prepare(
     warning = _compare_with_one_device(lesson, ctx, config, data)
     seed_generators(config.seed or 0)
     model = build(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
+    if run.recorded is None and given.get("seed") is None:
+        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
     _say_what_is_not_called(lesson, config, group)
     run.load(model)
     if group.size > 1:

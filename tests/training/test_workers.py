@@ -110,7 +110,7 @@ def test_a_step_of_several_workers_is_the_step_on_all_shards_except_for_rounding
 GATED = """
 import os, threading
 from gluon_mgpu import scratch
-from gluon_mgpu.training import models
+from gluon_mgpu.training.build import build
 from mxnet import autograd, nd
 from gluon_mgpu.training.lessons import load
 from gluon_mgpu.training.config import Config
