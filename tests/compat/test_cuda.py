@@ -269,6 +269,7 @@ from mxnet import autograd, nd
 for shape in (20, 30), (1000, 1000):
     x = nd.ones(shape, ctx=mx.gpu())
     nd.sort(x); nd.argsort(x); nd.topk(x, k=3); nd.random.shuffle(x)
+    nd.gather_nd(x, nd.array([[1, 2]], mx.gpu(), "int32")); nd.contrib.boolean_mask(x, nd.ones(shape[0], mx.gpu()))
     x.attach_grad()
     with autograd.record():
         y = nd.take(x, nd.arange(5, ctx=mx.gpu())) + nd.Embedding(nd.arange(5, ctx=mx.gpu()), x, *shape)
