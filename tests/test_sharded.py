@@ -10,8 +10,8 @@ from mxnet import nd
 from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
 
 from gluon_mgpu import sharded
+from gluon_mgpu import train as training
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training import train as training
 from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 

@@ -139,15 +139,5 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
     return decorate
 
 
-def renamed(old: str, new: str) -> Callable[[Any], Any]:
-    """Refuse the former name of an option."""
-
-    def refuse(context: click.Context, _: click.Parameter, value: Any) -> None:
-        if value is not None:
-            raise click.UsageError(f"{old} is now called {new}", context)
-
-    return click.option(old, hidden=True, expose_value=False, callback=refuse)
-
-
 FOLDER = Location(file_okay=False)
 FILE = Location()

@@ -32,10 +32,6 @@ from gluon_mgpu.training.train import train as train_lesson
     help=f"Run one of the notebooks' experiments: {', '.join(recipes.RECIPES)}. Other options override its values.",
 )
 @common.settings()
-@common.renamed("--accumulate", "--grad-accum-steps")
-@common.renamed("--clip-norm", "--max-grad-norm")
-@common.renamed("--step-epochs", "--milestones")
-@common.renamed("--step-factor", "--gamma")
 @click.version_option(__version__)
 @click.pass_context
 def train(context: click.Context, recipe: str | None, **options: Any) -> None:

@@ -75,11 +75,9 @@ batch_size = number(
 )
 
 measurement("steps", model, rounds(3), steps)
-measurement("timeline", model)
 measurement("allreduce", rounds(5))
 measurement("partition", rounds(3), steps)
 measurement("scaling", model, contexts, batch_size, rounds(3), steps)
-measurement("shares", rounds(3), steps)
 measurement("distributed", model, rounds(5), steps)
 measurement("peers", model, rounds(5), steps)
 sizes = number("--batch-size", "Batch size.", (16, 64, 256, 512, 1024, 4096), multiple=True)

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pty
+import random
 import re
 import signal
 import struct
@@ -15,6 +16,8 @@ import subprocess
 import termios
 import time
 import types
+import weakref
+from unittest.mock import patch
 
 import interrupts
 import mxnet as mx
@@ -24,14 +27,14 @@ import runs
 from mxnet import nd
 from runs import finished
 
-from gluon_mgpu import networks, scratch
+from gluon_mgpu import highlevel, networks, scratch
+from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import batches
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, interrupt, lessons, recipes
-from gluon_mgpu.training import train as training
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.run import FILES
+from gluon_mgpu.training.run import FILES, Run
 
 IMPLS = ("scratch", "highlevel")
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
@@ -142,6 +145,59 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
     assert (len(facts["history"]), facts["steps"]) == (1, 0)
     assert {path.name for path in tmp_path.iterdir()} <= {*FILES}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_ctrl_c_during_a_save_ends_the_program_once_all_is_saved_and_before_the_epochs_line(epochs, tmp_path, capsys):
+    save, printed = Run.save, []
+
+    def interrupted_save(self, arrays):
+        printed.append(capsys.readouterr().out)
+        signal.raise_signal(signal.SIGINT)
+        save(self, arrays)
+
+    with pytest.raises(KeyboardInterrupt), patch.object(Run, "save", interrupted_save):
+        train(batch_size=50, epochs=epochs, out=tmp_path)
+    assert "epoch 1" not in printed[0] and len(checkpoint.load(tmp_path / "checkpoint.npz")[1]["history"]) == 1
+
+
+def test_a_signal_that_the_parent_ignores_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts.in_step(2, lambda: signal.raise_signal(signal.SIGINT)):
+            assert len(train(batch_size=50, epochs=1)) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_mean_losses_are_refused_because_the_training_loss_would_be_wrong():
+    def means(*args):
+        return [losses.mean() for losses in scratch.forward_backward(*args)]
+
+    with pytest.raises(Error):
+        train(lessons.load("scratch", forward_backward=means), batch_size=50, epochs=1)
+
+
+def test_the_network_of_an_earlier_training_is_freed_by_the_next():
+    built = []
+
+    def build():
+        net = highlevel.lenet()
+        built.append(weakref.ref(net))
+        return net
+
+    networks.register("counted", build)
+    for _ in range(2):
+        train("highlevel", batch_size=50, epochs=1, model="counted")
+    assert built[0]() is None and built[1]() is not None
+
+
+def test_neither_numpys_nor_pythons_random_numbers_change_because_of_a_training():
+    np.random.seed(5), random.seed(5)
+    expected = np.random.rand(), random.random()
+    np.random.seed(5), random.seed(5)
+    train(batch_size=50, epochs=1)
+    assert (np.random.rand(), random.random()) == expected
 
 
 def works(batch_size, examples, need):
