@@ -37,25 +37,41 @@ def test_twenty_steps_on_gpus_end_where_float64_ends(options, count, expected): 
     assert_twenty_steps_end_at(expected, GPUS[:count], options)
 
 
-def test_resnet18_on_a_gpu_takes_the_step_of_a_cpu():
+def test_resnet18_on_a_gpu_takes_the_step_of_a_cpu_except_for_rounding():
+    """The longest sum in a convolution has 512 x 3 x 3 products. Its error is about the square root of that, in last
+    bits: as if the weights differed by 68 of them. Outputs, and so running averages, then differ in proportion.
+    Gradients do not: each activation that crosses 0 switches its gradient on or off in ReLU."""
     random, config = np.random.default_rng(1), Config(impl="highlevel", model="resnet18")
     X, y = nd.array(random.random((16, 1, 28, 28))), nd.array(random.integers(0, 10, 16))
     built = {c: build("highlevel", [c], config) for c in (mx.cpu(0), GPUS[0])}
     first = read_arrays(built[mx.cpu(0)])
-    rounded = {name: a * (1 + 2.0**-23 * random.choice([-1, 1], a.shape)).astype("f") for name, a in first.items()}
+    bits = np.sqrt(512 * 9) * 2.0**-23
+    kinds = {kind: [name for name in first if kind in name] for kind in ("running_mean", "running_var")}
+    kinds["learned"] = [name for name in first if "running" not in name]
+    rounded = {n: (a * (1 + bits * random.choice([-1, 1], a.shape))).astype("f") for n, a in first.items()}
+    rounded.update({name: first[name] for kind in ("running_mean", "running_var") for name in kinds[kind]})
 
     def after_a_step(ctx, start):
         model = built[ctx]
         model.load(start)
         model.step(X, y, 0.02)
-        return np.concatenate([a.ravel() for a in read_arrays(model).values()])
+        changes = {name: a - start[name].astype("d") for name, a in read_arrays(model).items()}
+        if ctx == GPUS[0] and mx.runtime.Features().is_enabled("CUDNN"):  # its variances are divided by n - 1, not n
+            positions = {64: 28 * 28, 128: 14 * 14, 256: 7 * 7, 512: 4 * 4}
+            for name in kinds["running_var"]:
+                variance = changes[name] + 0.1 * start[name]  # the change is 0.1 x (variance - start)
+                changes[name] -= variance / (16 * positions[variance.size])
+        return {kind: np.concatenate([changes[name].ravel() for name in names]) for kind, names in kinds.items()}
 
-    right = after_a_step(mx.cpu(0), first)
-    by_rounding = np.linalg.norm(after_a_step(mx.cpu(0), rounded) - right)
-    error = np.linalg.norm(after_a_step(GPUS[0], first) - right)
-    print(f"error {error:.1e}, and {by_rounding:.1e} from parameters that differ in the last bit")
-    # The longest sum in a convolution has 512 x 3 x 3 products. Its error is about the square root of that, in bits.
-    assert error < np.sqrt(512 * 9) * by_rounding
+    right, other, on_gpu = (
+        after_a_step(mx.cpu(0), first),
+        after_a_step(mx.cpu(0), rounded),
+        after_a_step(GPUS[0], first),
+    )
+    for kind, change in right.items():
+        error, by_rounding = (np.linalg.norm(a[kind] - change) for a in (on_gpu, other))
+        print(f"{kind}: {np.linalg.norm(change):.1e}; error {error:.1e}, by rounding {by_rounding:.1e}")
+        assert error < by_rounding, kind
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +97,8 @@ def test_a_run_that_moves_to_other_devices_ends_as_one_that_stays(begin, end, ru
 
 def test_evaluate_finds_the_same_answers_on_a_gpu_and_a_cpu(runs, capfd):
     gpu, cpu = (call(capfd, evaluate, runs["gpu"], "--device", device) for device in ("gpu", "cpu"))
-    assert gpu[0] == 0 and gpu[1] == cpu[1]
+    (title, *on_gpu), (_, *on_cpu) = gpu[1].splitlines(), cpu[1].splitlines()
+    assert gpu[0] == 0 and "gpu(0)" in title and on_gpu == on_cpu
 
 
 def test_a_run_on_gpus_is_converted(runs, tmp_path, capfd):
@@ -105,9 +122,9 @@ SMALL = "--dataset synthetic --limit 512 --seed 1 --epochs 1".split()
 
 
 @needs_two
-def test_training_with_gluon_says_nothing_about_direct_access():
+def test_training_with_gluon_prints_only_the_notebooks_lines():
     done = gluon_mgpu("train", "--impl", "highlevel", "--gpus", "2", "--device", "gpu", *SMALL)
-    assert done.returncode == 0 and "direct access" not in done.stderr, done.stderr
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.startswith("running on: [gpu(0), gpu(1)]\nepoch 1, ")
 
 
@@ -116,11 +133,10 @@ def test_auto_takes_cpu_contexts_for_more_devices_than_there_are_gpus():
     assert done.returncode == 0 and "cpu(0)" in done.stdout and f"--gpus {COUNT} " in done.stderr, done.stderr
 
 
-def test_doctor_says_that_each_gpu_works_and_that_the_main_job_runs():
-    done = gluon_mgpu("doctor")
-    lines = [line for line in done.stdout.splitlines() if " GPU " in line]
-    assert done.returncode == 0 and len(lines) == len(cuda.driver_gpus())
-    assert all(line.startswith("ok") and "works" in line for line in lines), done.stdout
+def test_doctor_says_that_each_gpu_works_and_that_training_runs():
+    done = gluon_mgpu("doctor")  # its exit status also tells of the data set
+    lines = [line for line in done.stdout.splitlines() if " GPU " in line or " trial " in line]
+    assert len(lines) == len(cuda.driver_gpus()) + 1 and all(line.startswith("ok") for line in lines), done.stdout
 
 
 OLD_PROGRAMS = {

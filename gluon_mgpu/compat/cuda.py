@@ -31,6 +31,9 @@ LIBRARIES = (
 )
 KERNELS = range(5, 9)  # major compute capabilities that the wheel has kernels for (docs/install.md)
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+# Each makes MXNet print lines. The first two warn of versions that work, and that there is no GPU. With the last one,
+# MXNet tries each convolution's algorithms, so that timing decides how a sum is rounded.
+QUIET = ("MXNET_CUDA_LIB_CHECKING", "MXNET_CUDNN_LIB_CHECKING", "MXNET_CUDNN_AUTOTUNE_DEFAULT")
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
 
@@ -45,9 +48,12 @@ def prepare() -> None:
         both = f"{' and '.join(names)} are both installed and overwrite each other's files"
         raise Error(f"{both}: run `pip uninstall -y {' '.join(names)}`, then install the one that you need")
     if names == ["mxnet-cu112"]:
-        _open_libraries()
-        # Without this, the first backward pass on a machine without a GPU warns "GPU context requested".
-        os.environ.setdefault("MXNET_CUDA_LIB_CHECKING", "0")
+        kernels = _needed_kernels()
+        _open_libraries([str(kernels)] * bool(kernels))
+        for name in QUIET:
+            os.environ.setdefault(name, "0")
+        if kernels:  # MXNet would compile joined operators with NVRTC, which may not know this GPU
+            os.environ.setdefault("MXNET_USE_FUSION", "0")
 
 
 def kernels_folder() -> Path:
@@ -106,10 +112,16 @@ def wheels() -> dict[str, str]:
     return {match[1].replace("_", "-"): match[2] for match in matches if match}
 
 
-def _open_libraries() -> None:
-    kernels = built_kernels()
-    if kernels and any(major not in KERNELS for _, major, _ in driver_gpus()):
-        _open(str(kernels))  # before all others, so that MXNet registers its kernels there
+def _needed_kernels() -> Path | None:
+    """The library that `gluon-mgpu compile` built, if a GPU of this machine needs it."""
+    library = built_kernels()
+    return library if library and any(major not in KERNELS for _, major, _ in driver_gpus()) else None
+
+
+def _open_libraries(first: list[str]) -> None:
+    """first: opened before all others, so that MXNet registers its kernels there."""
+    for library in first:
+        _open(library)
     try:
         _open(DRIVER)
     except OSError as error:

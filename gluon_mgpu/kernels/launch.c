@@ -84,7 +84,12 @@ static void report(Entry *entry) {
   snprintf(path, sizeof path, "%.*s/missing.txt", (int)(strrchr(own.dli_fname, '/') - own.dli_fname), own.dli_fname);
   FILE *file = fopen(path, "a");
   if (file) { fprintf(file, "%s\n", entry->name); fclose(file); }
-  fprintf(stderr, "this GPU needs MXNet's kernel %s: %s, and start again\n", entry->name, COMMAND);
+  void *library = dlopen("libstdc++.so.6", RTLD_LAZY);
+  char *(*demangle)(const char *, char *, size_t *, int *) = library ? dlsym(library, "__cxa_demangle") : NULL;
+  char *declaration = demangle ? demangle(entry->name, NULL, NULL, NULL) : NULL;
+  fprintf(stderr, "this GPU needs MXNet's kernel %.200s: %s, and start again\n", declaration ? declaration : entry->name,
+          COMMAND);
+  free(declaration);
 }
 
 static int ready(const void *host) {

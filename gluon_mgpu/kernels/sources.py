@@ -52,8 +52,12 @@ GROUPS = (
     ("optimizers", "SGD|Adam|RMSProp|NAG|Signum|Update", ("operator/optimizer_op-inl.h",)),
     (
         "indexing",
-        "Take|Embedding|one_hot|gather_nd|scatter_nd|tcast_clip|batch_take|where",
-        ("operator/tensor/control_flow_op.h", "operator/tensor/indexing_op.cu"),
+        "Take|Embedding|one_hot|gather_nd|scatter_nd|tcast_clip|batch_take|where|BooleanMask",
+        (
+            "operator/tensor/control_flow_op.h",
+            "operator/contrib/boolean_mask-inl.h",
+            "operator/tensor/indexing_op.cu",
+        ),
     ),
     (
         "matrix",

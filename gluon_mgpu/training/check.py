@@ -132,7 +132,7 @@ class _Side:
 
 
 class _Float64(_Side):
-    """A model on one device that computes in float64. Raises an error if the lesson cannot."""
+    """A model on the CPU that computes in float64. Raises an error if the lesson cannot."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -177,7 +177,7 @@ class _Comparison:
             raise _StepFailed({"several": _explained(error, _Calls())}) from error
         self.exact: _Float64 | None = None
         with suppress(Exception):
-            self.exact = _Float64(lesson, ctx[:1], plain, *data)
+            self.exact = _Float64(lesson, [mx.cpu(0)], plain, *data)
         self.start = {  # larger than a lesson's parameters, so that each example has its own loss and gradient
             name: self.rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape).astype(np.float32) if a.ndim > 1 else a
             for name, a in self.one.arrays()[0].items()

@@ -113,7 +113,8 @@ def run(model: Sequence[str], batch_size: Sequence[int], device: str, steps: int
     """Measure each engine that is installed, in its own process. Returns the input of `table`."""
     found = [name for name in ENGINES if importlib.util.find_spec(name)]
     of_mxnet = {name: value for name, value in subprocesses.users_environment().items() if name.startswith("MXNET_")}
-    env, engines = harness.environment({**of_mxnet, "NVIDIA_TF32_OVERRIDE": "0"}), {}
+    tried = {"MXNET_CUDNN_AUTOTUNE_DEFAULT": "1"}  # as with cudnn.benchmark in PyTorch
+    env, engines = harness.environment({**tried, **of_mxnet, "NVIDIA_TF32_OVERRIDE": "0"}), {}
     for engine in found:
         arguments = {"engine": engine, "model": model, "batch_size": batch_size, "device": device, "steps": steps}
         try:

@@ -58,13 +58,15 @@ class Site:
             **environment,
         )
 
-    def opened(self):
-        """The libraries that `prepare` opens, in order."""
-        done = self.python("""
+    def opened(self, before="", after=""):
+        """The libraries that `prepare` opens, in order. before, after: more code."""
+        done = self.python(f"""
             opened, open_library = [], cuda._open
             cuda._open = lambda library: (open_library(library), opened.append(library))
+            {before}
             cuda.prepare()
             print(*opened, sep="\\n", end="")
+            {after}
         """)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
@@ -101,6 +103,19 @@ def test_every_library_is_opened_from_its_wheel_after_the_libraries_that_it_need
         ("libcudnn_adv_train.so.8", "libcudnn_ops_train.so.8", "libcudnn_adv_infer.so.8"),
     ):
         assert max(at[need] for need in needs) < at[library], library
+
+
+@pytest.mark.parametrize("major, needed", [(9, True), (8, False)])
+def test_built_kernels_are_opened_first_and_nothing_is_fused_if_a_gpu_needs_them(site, tmp_path, major, needed):
+    site.install_nvidia()
+    kernels = tmp_path / "kernels/sm_90.so"
+    kernels.parent.mkdir()
+    kernels.symlink_to(LIBM)
+    before = f"cuda.built_kernels = lambda: cuda.Path({str(kernels)!r}); cuda.driver_gpus = lambda: [('', {major}, 0)]"
+    after = "print('', cuda.os.environ.get('MXNET_USE_FUSION'), sep='\\n', end='')"
+    first, second, *_, fusion = site.opened(before, after)
+    assert ((first, second, fusion) == (str(kernels), DRIVER, "0")) is needed
+    assert (first == DRIVER and fusion == "None") is not needed
 
 
 def test_nothing_is_opened_for_another_mxnet_than_the_one_that_is_imported(tmp_path):
@@ -223,7 +238,7 @@ def with_kernels(installed):
         done = installed(
             *command,
             **{"PYTHONPATH": str(folder / "site"), "LD_LIBRARY_PATH": str(links), "FAKE_GPUS": "2"},
-            **{"XDG_CACHE_HOME": str(folder / "cache"), "MXNET_CUDNN_LIB_CHECKING": "0", "MXNET_USE_FUSION": "0"},
+            XDG_CACHE_HOME=str(folder / "cache"),
         )
         missing = kernels / build.MISSING
         return done, missing.read_text() if missing.exists() else ""
@@ -254,6 +269,7 @@ from mxnet import autograd, nd
 for shape in (20, 30), (1000, 1000):
     x = nd.ones(shape, ctx=mx.gpu())
     nd.sort(x); nd.argsort(x); nd.topk(x, k=3); nd.random.shuffle(x)
+    nd.gather_nd(x, nd.array([[1, 2]], mx.gpu(), "int32")); nd.contrib.boolean_mask(x, nd.ones(shape[0], mx.gpu()))
     x.attach_grad()
     with autograd.record():
         y = nd.take(x, nd.arange(5, ctx=mx.gpu())) + nd.Embedding(nd.arange(5, ctx=mx.gpu()), x, *shape)

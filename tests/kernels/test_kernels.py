@@ -28,7 +28,7 @@ int run(void) {
   Dim one = {1, 1, 1};
   void **binary = __cudaRegisterFatBinary(&one);
   __cudaRegisterFunction(binary, &first, "first", "first", -1, 0, 0, 0, 0, 0);
-  __cudaRegisterFunction(binary, &second, "second", "second", -1, 0, 0, 0, 0, 0);
+  __cudaRegisterFunction(binary, &second, "_Z6secondPf", "_Z6secondPf", -1, 0, 0, 0, 0, 0);
   __cudaRegisterFunction(binary, &third, "third", "third", -1, 0, 0, 0, 0, 0);
   __cudaRegisterFatBinaryEnd(binary);
   for (int i = 0; i < 2; i++) {
@@ -63,8 +63,8 @@ ctypes.CDLL({str(program)!r}).run()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "0 209 0 209 0\n" * 2, done.stderr  # 209: cudaErrorNoKernelImageForDevice
     [line] = done.stderr.splitlines()
-    assert "second" in line and "run this command" in line
-    assert (tmp_path / build.MISSING).read_text() == "second\n"
+    assert " second(float*)" in line and "run this command" in line
+    assert (tmp_path / build.MISSING).read_text() == "_Z6secondPf\n"
 
 
 @pytest.fixture

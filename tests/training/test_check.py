@@ -12,6 +12,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, scratch, train
+from gluon_mgpu.check import comparison
 from gluon_mgpu.commands.check import check
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.check import compare
@@ -483,6 +484,16 @@ def test_the_command_takes_the_shape_of_your_own_data(tmp_path):
 def test_rounding_is_told_from_a_mistake():
     lesson = lessons.load("scratch", lenet=lambda X, params: scratch.lenet(X, params))
     assert "float64" in " ".join(compare(lesson, CPUS[:2]).notes)
+
+
+def test_a_bias_before_batch_normalization_may_have_any_gradient_that_rounding_explains():
+    start, parts = {"weight": np.ones(9), "bias": np.zeros(3)}, [{"weight": np.ones(9), "bias": np.full(3, 1e-8)}] * 2
+    one = {"weight": np.full(9, 2.0), "bias": np.full(3, 2e-8)}
+    exact = {"weight": np.full(9, 2.0), "bias": np.zeros(3)}
+    bounds = comparison.order_bound(parts, start, 100), comparison.rounding_bound(one, exact, parts, start, 100)
+    for bound, bias, right in [(b, *case) for b in bounds for case in ((-1e-7, True), (-1e-4, False))]:
+        change = {"weight": one["weight"], "bias": np.full(3, bias)}
+        assert (comparison.update(["a", "b"], change, one, parts, bound, start) == "") is right
 
 
 def test_an_own_lesson_is_compared_before_training_and_named_again_at_the_end(capsys):
