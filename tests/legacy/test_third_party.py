@@ -1,12 +1,13 @@
 """`gluon-mgpu run` restores names of pandas, Pillow and SciPy."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from gluon_mgpu.legacy import third_party
+from gluon_mgpu.legacy import names, third_party
 
 
 def test_scipys_functions_read_resize_and_save_images(tmp_path):
@@ -89,3 +90,9 @@ def test_pandas_treats_texts_and_frames_as_pandas_1_did(program):
             print("ran")
     """)
     assert run.stdout == "ran\n", run.stderr
+
+
+def test_a_missing_pkg_resources_says_which_setuptools_has_it(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # find_spec changes it
+    with pytest.raises(ModuleNotFoundError, match="setuptools<81"):
+        names.Modules.find_spec("pkg_resources")
