@@ -63,14 +63,19 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
     mx.io.MNISTIter = mx.io.io.MNISTIter = MNISTIter
 
 
+def replace_in(module: Any, data_dir: str | None) -> None:
+    """Replace the function of gluoncv's own module."""
+    module.download = _replacement(module.download, data_dir)
+
+
 def _replacement(original: Callable[..., str], data_dir: str | None) -> Callable[..., str]:
-    """One of MXNet's two download functions, which makes a single attempt, and answers with known files."""
+    """A function of MXNet or gluoncv, which makes a single attempt, and answers with known files."""
     signature = inspect.signature(original)
 
     def download(*args: Any, **options: Any) -> str:
         given = signature.bind(*args, **options)
         given.apply_defaults()
-        words = {**given.arguments, "retries": 1}
+        words = {**given.arguments, **({"retries": 1} if "retries" in signature.parameters else {})}
         name = os.path.basename(words["url"])
         if "path" in words:
             path = os.path.expanduser(words["path"] or name)

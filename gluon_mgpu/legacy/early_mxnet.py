@@ -20,6 +20,7 @@ def add_to_mxnet(mx: ModuleType) -> None:
     else:
         metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
         metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
+        _allow_large_k(mx.metric.TopKAccuracy)
     # Let NumPy convert arrays. Otherwise, it takes them for sequences of objects, which it, or a current Matplotlib,
     # refuses. Their dtype is a class, from which NumPy 2.4 and later make no np.dtype.
     mx.nd.NDArray.__array__ = lambda self, dtype=None, copy=None: np.asarray(self.asnumpy(), dtype)
@@ -45,3 +46,16 @@ def _keep_sums_in_float64(metric: Any) -> None:
         return property(lambda self: getattr(self, name), set_sum)  # raises AttributeError before it is set
 
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
+
+
+def _allow_large_k(metric: Any) -> None:
+    """Let TopKAccuracy(20) count 10 classes."""
+    update = metric.update
+
+    def update_with_fewer(self: Any, labels: Any, preds: Any) -> None:
+        given = self.top_k
+        self.top_k = min([given, *(pred.shape[-1] for pred in (preds if isinstance(preds, list) else [preds]))])
+        update(self, labels, preds)
+        self.top_k = given
+
+    metric.update = update_with_fewer

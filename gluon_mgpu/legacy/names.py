@@ -72,7 +72,7 @@ def restore(module: Any, names: dict[str, Any]) -> None:
 
 
 class Modules:
-    """Finds MODULES, and raises an error of one line for BOOKS and REMOVED. This finder is last on sys.meta_path, so
+    """Finds MODULES, and raises an error of one line for others. This finder is last on sys.meta_path, so
     that installed modules take precedence."""
 
     @staticmethod
@@ -80,6 +80,9 @@ class Modules:
         if name in BOOKS:
             pip = f"pip install 'gluon_mgpu[old-books]' && pip install --no-deps {BOOKS[name]}"
             text = f"{name} is not installed: run `make old-books`, or `{pip}`"
+            raise one_line(ModuleNotFoundError(text, name=name))
+        if name == "pkg_resources":
+            text = "pkg_resources is not installed: run `pip install 'setuptools<81'`"
             raise one_line(ModuleNotFoundError(text, name=name))
         if name.startswith("mxnet.") and name[6:] in REMOVED:
             raise one_line(ModuleNotFoundError(_not_in_mxnet_2(name), name=name))

@@ -56,6 +56,8 @@ def run(path: str, out: str | None, settings: prepare.Preparation) -> bool:
     # Use this Python, because the notebook may name a kernel that is not installed here.
     client.create_kernel_manager()._kernel_spec = KernelSpec(argv=ARGV)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    failed: list[Any] = []
+    client.on_cell_error = lambda cell, **_: failed.append(cell)
     with log.progress(total=len(cells), unit=" cells", desc=Path(path).name) as bar:
         client.on_cell_executed = lambda **_: bar.update()
         client.on_notebook_start = lambda **_: _pass_on_interrupts(client)
@@ -64,7 +66,9 @@ def run(path: str, out: str | None, settings: prepare.Preparation) -> bool:
         except CellExecutionError as error:
             if error.ename == "KeyboardInterrupt":
                 raise KeyboardInterrupt from None
-            log.say(f"{path}: a cell failed ({error.ename}: {error.evalue})")
+            # The exception itself says NoneType if the cell ran, but its result cannot be displayed.
+            shown: Any = next((output for output in failed[-1].outputs if output.output_type == "error"), error)
+            log.say(f"{path}: a cell failed ({shown.ename}: {shown.evalue})")
             return False
         except (DeadKernelError, RuntimeError) as error:
             raise Error(f"{path}: {str(error).splitlines()[0]}") from None

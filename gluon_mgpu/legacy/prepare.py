@@ -59,6 +59,7 @@ def prepare() -> None:
         after[module] = functools.partial(names.restore, names=restored)
     after["urllib.request"] = functools.partial(web.replace_urlopen, data_dir=settings.data_dir)
     after["requests"] = functools.partial(web.replace_send, data_dir=settings.data_dir)
+    after["gluoncv.utils.download"] = functools.partial(_prepare_gluoncv, data_dir=settings.data_dir)
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     sys.meta_path.insert(0, AfterImport(after))
     sys.meta_path.append(names.Modules())
@@ -78,6 +79,12 @@ def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
     early_mxnet.add_to_mxnet(mx)
     if settings.launched:
         kvstore.prepare_worker(mx)
+
+
+def _prepare_gluoncv(module: ModuleType, data_dir: str | None) -> None:
+    from gluon_mgpu.legacy import downloads
+
+    downloads.replace_in(module, data_dir)
 
 
 class AfterImport:

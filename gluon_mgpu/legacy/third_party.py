@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 from gluon_mgpu.legacy.names import restore
 
 
-def _pandas(pd: ModuleType) -> None:
+def _pandas(pd: Any) -> None:
+    import numpy as np
+
     def append(self: Any, other: Any, ignore_index: bool = False, **_: Any) -> Any:
         if isinstance(other, (dict, pd.Series)) and self.ndim == 2:  # a row
             other = pd.Series(other).to_frame().T.infer_objects()
@@ -20,10 +24,22 @@ def _pandas(pd: ModuleType) -> None:
     def as_matrix(self: Any, columns: Any = None) -> Any:
         return (self if columns is None else self[columns]).to_numpy()
 
+    def swapaxes(self: Any, axis1: Any, axis2: Any, copy: bool = True) -> Any:  # np.split calls it
+        return self.copy() if self._get_axis_number(axis1) == self._get_axis_number(axis2) else self.T
+
     if pd.__version__ >= "3":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this option is deprecated
+            pd.set_option("future.infer_string", False)  # texts are Python objects
         _refuse_chained_assignment(pd.errors.ChainedAssignmentError)
+        _restore_letters_of_frequencies(pd._libs.tslibs.offsets)
+    if pd.__version__ >= "2":
+        pd.get_dummies = functools.partial(pd.get_dummies, dtype=np.uint8)
+        for owner in (pd.DataFrame, pd.core.groupby.DataFrameGroupBy):
+            for name in ("mean", "median", "std", "var"):
+                setattr(owner, name, _without_texts(getattr(owner, name)))
     for owner in (pd.DataFrame, pd.Series):
-        restore(owner, {"as_matrix": as_matrix, "append": append, "iteritems": "items"})
+        restore(owner, {"as_matrix": as_matrix, "append": append, "iteritems": "items", "swapaxes": swapaxes})
         if "method" not in inspect.signature(owner.fillna).parameters:
             _restore_method_of_fillna(owner)
 
@@ -35,6 +51,27 @@ def _refuse_chained_assignment(error: Any) -> None:
         raise RuntimeError("pandas 3 ignores frame[column][row] = value: run `pip install 'pandas<3'`")
 
     error.__init__ = refuse
+
+
+def _restore_letters_of_frequencies(offsets: Any) -> None:
+    """Accept "H", "T", "S", "A" and others. pandas says what to write instead of "M" and "Q"."""
+    current = offsets.prefix_mapping
+    former = {**offsets.deprec_to_valid_alias, "A": "YE"}
+    current.update({old: current[new] for old, new in former.items() if new in current})
+    offsets.deprec_to_valid_alias.clear()
+
+
+def _without_texts(reduce: Any) -> Any:
+    """Let a method of frames leave out columns with text, as before pandas 2."""
+
+    @functools.wraps(reduce)
+    def reduce_numbers(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return reduce(self, *args, **options)
+        except (TypeError, ValueError):
+            return reduce(self, *args, **{**options, "numeric_only": True})
+
+    return reduce_numbers
 
 
 def _restore_method_of_fillna(owner: Any) -> None:

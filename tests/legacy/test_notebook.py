@@ -93,6 +93,12 @@ def test_a_cell_that_fails_is_the_last_and_its_output_is_kept(tmp_path, environm
     assert outputs(path) == ["1\n", "KeyError", ""]
 
 
+def test_a_result_that_cannot_be_displayed_is_named_by_its_error(tmp_path, environment):
+    cell = "class Broken:\n    def __repr__(self): raise LookupError('no picture')\nBroken()"
+    run = command(environment, "run", write(tmp_path / "job.ipynb", [cell]))
+    assert run.returncode == 1 and "LookupError: no picture" in run.stderr.splitlines()[-1]
+
+
 def test_ctrl_c_ends_with_one_line(tmp_path, environment):
     path = write(tmp_path / "old.ipynb", ["import time; open('started', 'w').close(); time.sleep(60)"])
     command = [sys.executable, "-m", "gluon_mgpu", "run", str(path)]

@@ -110,6 +110,9 @@ def test_records_keep_labels_and_images_and_metrics_add_up_in_float64_with_any_n
         tasks = Tasks("tasks")
         tasks.reset_local()
         assert tasks.sum_metric == [0, 0]
+        top = mx.metric.TopKAccuracy(20)  # early versions allowed more than there are classes
+        top.update([mx.nd.array([2, 0])], [mx.nd.array([[0, 1, 2], [1, 0, 2]])])
+        assert (top.get()[1], top.top_k) == (1, 20)
         loss = mx.metric.Loss()
         for value in (2.0**24, 1, 1):
             loss.update(None, [mx.nd.array([value])])
@@ -295,3 +298,16 @@ def test_a_programs_own_requests_get_the_verified_files(download):
     mnist, fashion = (bytes(range(start, start + 4)) for start in (1, 2))
     expected = [f"{mnist} True", f"200 {fashion}", f"True {fashion}", f"True {fashion}", "refused", "refused"]
     assert run.stdout.splitlines() == expected, run.stderr
+
+
+def test_gluoncvs_own_downloader_says_where_to_put_the_file(download, tmp_path):
+    (tmp_path / "gluoncv/utils").mkdir(parents=True)
+    (tmp_path / "gluoncv/utils/__init__.py").write_text("from .download import download")
+    (tmp_path / "gluoncv/utils/download.py").write_text(
+        "import requests\ndef download(url, path=None, overwrite=False, sha1_hash=None):\n    requests.get(url)\n"
+    )
+    run = download("""
+        from gluoncv.utils import download
+        download("http://127.0.0.1:1/net.params", "models/net.params")
+    """)
+    assert run.returncode == 1 and str(tmp_path / "models/net.params") in run.stderr.splitlines()[-1], run.stderr

@@ -1,12 +1,13 @@
 """`gluon-mgpu run` restores names of pandas, Pillow and SciPy."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from gluon_mgpu.legacy import third_party
+from gluon_mgpu.legacy import names, third_party
 
 
 def test_scipys_functions_read_resize_and_save_images(tmp_path):
@@ -68,3 +69,30 @@ def test_pandas_appends_converts_and_fills():
     assert gap.fillna(0).tolist() == [1, 0, 3]
     gap.fillna(method="pad", inplace=True)
     assert gap.tolist() == [1, 1, 3]
+
+
+def test_pandas_treats_texts_and_frames_as_pandas_1_did(program):
+    pytest.importorskip("pandas")
+    run = program("""
+        import numpy as np, pandas as pd
+        frame = pd.DataFrame({"kind": ["a", "b", None, "a"], "size": [1, 2, 3.5, 4]})
+        numeric = frame.dtypes[frame.dtypes != "object"].index
+        assert list(numeric) == ["size"] and frame.mean().to_dict() == {"size": 2.625}
+        assert frame.std().tolist() == [frame["size"].std()] and frame.assign(n=1).groupby("n").mean().size == 1
+        assert pd.get_dummies(frame, dummy_na=True).values.dtype == float
+        first, second = np.split(frame, 2)
+        assert second["size"].tolist() == [3.5, 4] and frame.swapaxes(0, 1).shape == (2, 4)
+        hours = pd.Series([1, 3], pd.date_range("2020-01-01", periods=2, freq="H"))
+        assert hours.resample("2H").sum().tolist() == [4] and hours.index[1].hour == 1
+        try:
+            frame.mean(unknown=1)
+        except TypeError:
+            print("ran")
+    """)
+    assert run.stdout == "ran\n", run.stderr
+
+
+def test_a_missing_pkg_resources_says_which_setuptools_has_it(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # find_spec changes it
+    with pytest.raises(ModuleNotFoundError, match="setuptools<81"):
+        names.Modules.find_spec("pkg_resources")
