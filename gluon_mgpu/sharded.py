@@ -25,6 +25,7 @@ Layer = Callable[..., NDArray]  # a function of an input and of the layer's arra
 Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
 Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
+Reduce = Callable[[Vectors], Vectors]  # sums gradients over the devices, while these compute those of earlier layers
 
 LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
 
@@ -109,11 +110,8 @@ def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
     return [losses for _, losses in tapes], backward(tapes, [None] * len(ys))[0]
 
 
-def forward_backward(
-    net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Callable[[Vectors], Vectors]
-) -> tuple[Vectors, Buckets]:
-    """Returns the losses (n,) of each shard, and what `reduce` makes of each layer's gradients. While it sums those of
-    a layer, the devices compute those of the layer before it."""
+def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Reduce) -> tuple[Vectors, Buckets]:
+    """Returns the losses (n,) of each shard, and what `reduce` makes of each layer's gradients, from the last layer on."""
     tapes = []
     for (layer, shapes), buckets in zip(net, weights):
         tapes.append(record(layer, Xs, [unbucket(b, shapes) for b in buckets]))
