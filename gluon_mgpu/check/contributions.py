@@ -59,8 +59,11 @@ class Batch:
         if self._far(self._sum(self.alone)) < self._far(self.mean):  # the step does not divide by the size of the batch
             scale = np.ones(k)
         self.parts = [{name: s * alone[name] for name in self.names} for s, alone in zip(scale, self.alone)]
-        if self.buffers and distance(self.changes[0], self._sum(self.parts)) < self._far(self.changes[0]):
-            # batch normalization sees only a part of the batch
+        # batch normalization sees only a part of the batch
+        self.by_part = bool(self.buffers) and distance(self.changes[0], self._sum(self.parts)) < self._far(
+            self.changes[0]
+        )
+        if self.by_part:
             self.whole, self.exact = self._sum(self.parts), None
         self.whole = {name: self.whole[name] for name in self.names}
         self.start = {name: self.start[name] for name in self.names}
