@@ -210,6 +210,10 @@ def _update(batch: Batch) -> str:
         w is not None and np.ptp(w * batch.sizes) < 0.01 * abs(w[0]) and np.ptp(w) > 0.01 for w in weights
     ):
         return f"the parts of {' and '.join(map(str, batch.sizes))} examples have the same weight; {EQUALLY}"
-    if batch.wrong(batch.mean) and not batch.wrong(change, batch.mean):
+    factor = sum(np.vdot(change[n], a) for n, a in batch.whole.items()) / sum(
+        np.vdot(a, a) for a in batch.whole.values()
+    )
+    scaled = distance(change, {name: factor * a for name, a in batch.whole.items()}) < 1e-3
+    if not scaled and batch.wrong(batch.mean) and not batch.wrong(change, batch.mean):
         return "each process changes its gradients before the sum, for example by clipping; sum first"
     return comparison.update(batch.processes, change, batch.whole, batch.parts, batch.bound, batch.start)

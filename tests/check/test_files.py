@@ -119,6 +119,11 @@ def test_a_right_step_is_not_accused(tmp_path, case):
 
 
 @torch
+def test_a_second_division_is_not_called_clipping(tmp_path):
+    assert "2 times" in run(tmp_path, scratch(["losses.sum()", "losses.mean()"])).claims["update"]
+
+
+@torch
 def test_both_steps_are_near_float64_and_rounding_explains_more():
     report = files.run(str(ROOT / "docs/pytorch/scratch.py"), "torch")
     several, one, bound = (float(number) for number in re.findall(r"\d\.\de-\d\d", report.notes[0]))
