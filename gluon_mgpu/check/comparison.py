@@ -8,7 +8,7 @@ several batches, and a `Report` has the line for the user.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -94,7 +94,8 @@ def split(shards: Sequence[Sequence[int]], n: int, function: str = "split_and_lo
         part = "whole batch" if len(indices[0]) == n else "same shard"
         return f"{function} gives the {part} to each of {k} devices; give each a different part"
     if missing := n - len({*found}):
-        return f"{function} drops {missing} of {n} examples; with a remainder, some shards need one more example"
+        advice = "with a remainder, some shards need one more example" if n % k else "return each example once"
+        return f"{function} drops {missing} of {n} examples; {advice}"
     return f"{function} gives some of {n} examples to several devices"
 
 
@@ -118,7 +119,7 @@ def reduced(values: np.ndarray, results: np.ndarray, names: Sequence[str], funct
     if all(part.any() and not part.all() for part in right):
         return f"{function} sums only a part of the array: {right[0].sum()} of {right[0].size} elements"
     wrong = [i for i in range(k) if not right[i].all()]
-    left = [_weighted_names(_weights(results[i], values), names) for i in wrong]
+    left = [_weighted_names(_weights(results[i], [*values]), names) for i in wrong]
     if not all(left):
         return f"{function} leaves no sum on {', '.join(names[i] for i in wrong)}"
     if len({*left}) == 1:
@@ -137,11 +138,10 @@ def not_finite(step: Step) -> str:
     return f"the {where} of a step are {value}; look for a logarithm or a division of 0, or for overflow"
 
 
-def losses(step: Step, expected: np.ndarray, terms: int, by_shard: np.ndarray | None = None) -> str:
-    """Whether the losses of a step are those of the batch, in any order. terms: see `order_bound`. by_shard: the losses
-    if each shard is computed alone."""
-    n = len(expected)
-    if step.losses.shape != expected.shape:
+def losses(step: Step, expected: np.ndarray, n: int, terms: int, by_shard: np.ndarray | None = None) -> str:
+    """Whether the losses of a step on n examples are those of the batch, in any order. terms: see `order_bound`.
+    by_shard: the losses if each shard is computed alone."""
+    if len(step.losses) != n or len(expected) != n:
         return f"the losses of a step on {n} examples are {step.losses.size}; return one for each example"
     if alike(step.losses, expected, terms):
         return ""
@@ -152,7 +152,7 @@ def losses(step: Step, expected: np.ndarray, terms: int, by_shard: np.ndarray | 
     factor = step.losses.sum() / expected.sum()
     if alike(step.losses, expected * factor, terms):
         return f"the losses are {factor:.4g} times those of one device; do not scale them by the number of devices"
-    return "the losses are not those of the batch; leave each image as it is, with its own label"
+    return "the losses are not those of the batch; compute each as on one device, with its own image and label"
 
 
 def alike(losses: np.ndarray, expected: np.ndarray, terms: int) -> bool:
@@ -249,14 +249,16 @@ def update(
         elif abs(factor - 1 / k) < 1e-3:
             advice = "add the gradients, and divide only by the size of the batch"
         return f"the update is {factor:.4g} times that of one device; {advice}"
-    flat = [np.concatenate([part[name].ravel() for name in expected]) for part in parts]
-    weights = _weights(np.concatenate([change[name].ravel() for name in expected]), flat, 1e-3)
+    wrong = {name: np.abs(change[name] - expected[name]) > bound[name] / expected[name].size ** 0.5 for name in differ}
+    flat = [np.concatenate([part[name][wrong[name]] for name in wrong]) for part in parts]
+    weights = _weights(np.concatenate([change[name][wrong[name]] for name in wrong]), flat, 1e-3)
+    where = _where(wrong, expected)
     if weights is not None and np.abs(weights - 1).max() > 0.01:
         used = [name for name, weight in zip(names, weights) if abs(weight) > 1e-3]
         if len(used) < k and np.allclose(weights[np.abs(weights) > 1e-3], 1, atol=1e-2):
-            return f"the update uses only the gradients of {', '.join(used)}; add those of the others"
+            return f"the update{where} uses only the gradients of {', '.join(used)}; add those of the others"
         advice = "each shard must count once; look for clipping, or a scale, before the sum"
-        return f"the update adds the shards' gradients as {_weighted_names(weights, names)}; {advice}"
+        return f"the update{where} adds the shards' gradients as {_weighted_names(weights, names)}; {advice}"
     more = {name: change[name] - value for name, value in expected.items()}
     decay = sum(np.vdot(more[n], start[n]) for n in more) / (sum(np.vdot(a, a) for a in start.values()) + 1e-30)
     if abs(decay) > 1e-6 and all(np.linalg.norm(more[n] - decay * start[n]) <= 2 * k * bound[n] for n in differ):
@@ -271,6 +273,16 @@ def update(
     return f"the update differs from that of one device, by {by} for {worst}; {advice}"
 
 
+def _where(wrong: Arrays, expected: Arrays) -> str:
+    """In which arrays an update is wrong, or in which part of one; empty: in most. wrong: for each element."""
+    if sum(mask.sum() for mask in wrong.values()) > 0.5 * sum(value.size for value in expected.values()):
+        return ""
+    parts = [
+        name if mask.mean() > 0.5 else f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()
+    ]
+    return f" of {', '.join(parts[:4])}"
+
+
 def combine(batches: Sequence[Claims]) -> Claims:
     """The claims of all batches. There are three, with `EXAMPLES` per device: what goes wrong only later, or only in
     the uneven batch, has a reason of its own."""
@@ -283,8 +295,10 @@ def combine(batches: Sequence[Claims]) -> Claims:
     return claims
 
 
-def _weights(result: np.ndarray, parts: Iterable[np.ndarray], tolerance: float = 1e-4) -> np.ndarray | None:
-    """The weights with which a result is a sum of parts; None if it is no such sum."""
+def _weights(result: np.ndarray, parts: Sequence[np.ndarray], tolerance: float = 1e-4) -> np.ndarray | None:
+    """The weights with which a result is a sum of parts; None if it is no such sum, or too short to tell."""
+    if result.size <= len(parts):
+        return None
     columns = np.stack([np.ravel(part).astype(np.float64) for part in parts], axis=1)
     weights = np.linalg.lstsq(columns, np.ravel(result).astype(np.float64), rcond=None)[0]
     error = np.linalg.norm(columns @ weights - np.ravel(result))

@@ -58,8 +58,11 @@ class Batch:
         if self._far(self._sum(self.alone)) < self._far(self.mean):  # the step does not divide by the size of the batch
             scale = np.ones(k)
         self.parts = [{name: s * alone[name] for name in self.names} for s, alone in zip(scale, self.alone)]
-        if self.buffers and distance(self.changes[0], self._sum(self.parts)) < self._far(self.changes[0]):
-            # batch normalization sees only a part of the batch
+        # batch normalization sees only a part of the batch
+        self.by_part = bool(self.buffers) and distance(self.changes[0], self._sum(self.parts)) < self._far(
+            self.changes[0]
+        )
+        if self.by_part:
             self.whole, self.exact = self._sum(self.parts), None
         self.whole = {name: self.whole[name] for name in self.names}
         self.start = {name: self.start[name] for name in self.names}
@@ -203,6 +206,10 @@ def _update(batch: Batch) -> str:
         w is not None and np.ptp(w * batch.sizes) < 0.01 * abs(w[0]) and np.ptp(w) > 0.01 for w in weights
     ):
         return f"the parts of {' and '.join(map(str, batch.sizes))} examples have the same weight; {EQUALLY}"
-    if batch.wrong(batch.mean) and not batch.wrong(change, batch.mean):
+    factor = sum(np.vdot(change[n], a) for n, a in batch.whole.items()) / sum(
+        np.vdot(a, a) for a in batch.whole.values()
+    )
+    scaled = distance(change, {name: factor * a for name, a in batch.whole.items()}) < 1e-3
+    if not scaled and batch.wrong(batch.mean) and not batch.wrong(change, batch.mean):
         return "each process changes its gradients before the sum, for example by clipping; sum first"
     return comparison.update(batch.processes, change, batch.whole, batch.parts, batch.bound, batch.start)

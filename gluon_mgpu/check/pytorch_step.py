@@ -238,7 +238,8 @@ def main(file: str, folder: Path) -> dict[str, Any]:
     for kind, step in steps.items():
         losses = [result[f"losses/{kind}"] for result in results], step.pop("losses")
         batches[kind] = Batch(changes=of(kind), examples=_examples(folder, kind), losses=losses, **step)
-    return {"claims": judge(of("start"), **batches), "notes": batches["even"].notes()}
+    how = ["compared part by part, as batch normalization sees them"] * batches["even"].by_part
+    return {"claims": judge(of("start"), **batches), "how": how, "notes": batches["even"].notes()}
 
 
 def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:

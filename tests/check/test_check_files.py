@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from runs import ROOT, gluon_mgpu
 
-from gluon_mgpu.check import comparison, files
+from gluon_mgpu.check import files
 from gluon_mgpu.runtime.errors import UsageError
 
 torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
@@ -96,25 +96,31 @@ def cases(table, fast):
     return [pytest.param(key, marks=() if i < fast else pytest.mark.slow) for i, key in enumerate(table)]
 
 
-def claims(tmp_path, text, engine="torch"):
+def run(tmp_path, text, engine="torch"):
     path = tmp_path / "step.py"
     path.write_text(text)
     assert files.engine(str(path)) == engine
-    return files.run(str(path), engine).claims
+    return files.run(str(path), engine)
 
 
 @torch
 @pytest.mark.parametrize("case", cases(WRONG, fast=3))
 def test_a_wrong_step_is_named(tmp_path, case):
     claim, text = WRONG[case]
-    found = claims(tmp_path, text)
+    found = run(tmp_path, text).claims
     assert next(name for name, reason in found.items() if reason) == claim, found
 
 
 @torch
 @pytest.mark.parametrize("case", cases(RIGHT_STEPS, fast=1))
 def test_a_right_step_is_not_accused(tmp_path, case):
-    assert not comparison.Report(claims(tmp_path, RIGHT_STEPS[case])).verdict
+    report = run(tmp_path, RIGHT_STEPS[case])
+    assert not report.verdict and bool(report.how) == (case == "normalization in DDP")
+
+
+@torch
+def test_a_second_division_is_not_called_clipping(tmp_path):
+    assert "2 times" in run(tmp_path, scratch(["losses.sum()", "losses.mean()"])).claims["update"]
 
 
 @torch
@@ -136,7 +142,7 @@ def test_both_steps_are_near_float64_and_rounding_explains_more():
     ],
 )  # fmt: skip
 def test_a_step_in_jax_is_judged(tmp_path, old, new, claim):
-    found = claims(tmp_path, changed("jax/scratch", (old, new)), "jax")
+    found = run(tmp_path, changed("jax/scratch", (old, new)), "jax").claims
     assert next((name for name, reason in found.items() if reason), None) == claim, found
 
 

@@ -70,6 +70,11 @@ def rebinding_loop(data):
         d = total.as_in_context(d.context)
 
 
+def of_1000_elements(data):
+    parts = [d.reshape((-1,))[:1000] for d in data]
+    scratch.allreduce(parts)
+
+
 def returned(data):
     total = nd.add_n(*[d.as_in_context(data[0].context) for d in data])
     return [total.copyto(d.context) for d in data]
@@ -300,9 +305,63 @@ def of_shard(X, Xs):
     return Xs[0].shape[0]
 
 
+def part_lost(X, y, device_params, ctx, lr):
+    losses = scratch.forward_backward(device_params, scratch.split_and_load(X, ctx), scratch.split_and_load(y, ctx))
+    for params in device_params[1:]:
+        params[0].grad[0] = 0
+    for i in range(len(device_params[0])):
+        scratch.allreduce([params[i].grad for params in device_params])
+    for params in device_params:
+        scratch.sgd(params, lr, X.shape[0])
+    return losses
+
+
+def losses_after(X, y, device_params, ctx, lr):
+    scratch.train_batch(X, y, device_params, ctx, lr)
+    shards = zip(scratch.split_and_load(X, ctx), scratch.split_and_load(y, ctx), device_params)
+    return [scratch.loss(scratch.lenet(X, params), y) for X, y, params in shards]
+
+
+def means(X, y, device_params, ctx, lr):
+    return [losses.mean() for losses in scratch.train_batch(X, y, device_params, ctx, lr)]
+
+
+def rebinding_list(params, lr, batch_size):
+    params[:] = [p - lr * p.grad / batch_size for p in params]
+
+
+def without_biases(params, ctx):
+    params = [p.copyto(ctx) for p in params]
+    for p in params[::2]:
+        p.attach_grad()
+    return params
+
+
+def with_replacement(data, ctx):
+    return scratch.split_and_load(nd.concat(data[:-2], data[:2], dim=0), ctx)
+
+
+def of_the_best_two(data_iter, net, ctx):
+    hits = [(net(X).topk(k=2) == y.reshape((-1, 1))).sum(axis=1).mean().asscalar() * len(y) for X, y in data_iter]
+    return sum(hits) / 18
+
+
+def to_one_digit(data_iter, net, ctx):
+    return round(scratch.evaluate_accuracy(data_iter, net, ctx), 1)
+
+
 # {mistake: (lesson, functions that replace its own, (the claim that does not hold, a word of the reason))}
 WRONG = {
     "half of each array summed": ("scratch", {"allreduce": half}, ("sum", "part")),
+    "1000 elements of each array summed": ("scratch", {"allreduce": of_1000_elements}, ("sum", "part")),
+    "a part of a gradient lost": ("scratch", {"train_batch": part_lost}, ("update", "9 of 180 elements of W1")),
+    "losses after the update": ("scratch", {"train_batch": losses_after}, ("losses", "changed")),
+    "mean losses": ("scratch", {"train_batch": means}, ("losses", "for each")),
+    "new arrays without gradients": ("scratch", {"sgd": rebinding_list}, ("runs", "attach_grad")),
+    "no gradients of the biases": ("scratch", {"get_params": without_biases}, ("runs", "attach_grad")),
+    "examples twice": ("scratch", {"split_and_load": with_replacement}, ("split", "once")),
+    "the best two scores": ("scratch", {"evaluate_accuracy": of_the_best_two}, ("accuracy", "once")),
+    "a rounded accuracy": ("scratch", {"evaluate_accuracy": to_one_digit}, ("accuracy", "once")),
     "mean instead of sum": ("scratch", {"allreduce": mean}, ("sum", "divides")),
     "first device's gradients for all": ("scratch", {"allreduce": first}, ("sum", "first")),
     "sum on the first device only": ("scratch", {"allreduce": not_back}, ("replicas", "")),
