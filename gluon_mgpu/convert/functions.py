@@ -91,15 +91,11 @@ def deformable_convolution(x, offset, mask, weight, bias, stride, padding, dilat
         places.append((offset[:, :, :, axis] + at).flatten(1, 3))
     (y, x_), (height, width) = places, x.shape[2:]
     grid = torch.stack([2 * x_ / (width - 1) - 1, 2 * y / (height - 1) - 1], -1)
+    mode = "border" if mask is None else "zeros"
     if mask is None:  # beyond the centers of the last pixels, their values go on for one pixel
         mask = ((y >= 0) & (x_ >= 0) & (y < height) & (x_ < width)).to(x.dtype)
-        mode = "border"
-    else:
-        mode = "zeros"
-    images = x.reshape(n * offset_groups, -1, height, width)
-    values = F.grid_sample(images, grid, padding_mode=mode, align_corners=True) * mask.reshape(
-        y.shape[0], 1, *y.shape[1:]
-    )
+    images, mask = x.reshape(n * offset_groups, -1, height, width), mask.reshape(y.shape[0], 1, *y.shape[1:])
+    values = F.grid_sample(images, grid, padding_mode=mode, align_corners=True) * mask
     columns = values.reshape(n, groups, -1, size[0] * size[1])
     y = (weight.reshape(groups, -1, columns.shape[2]) @ columns).reshape(n, -1, *size)
     return y if bias is None else y + bias.reshape(-1, 1, 1)

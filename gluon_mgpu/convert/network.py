@@ -331,17 +331,16 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         if not Path(file).is_file():
             raise UsageError(None, file, "does not exist")
     try:
-        graph = _checked(json.loads(Path(symbol_file).read_text(encoding="utf-8")))
+        graph, names = _checked(json.loads(Path(symbol_file).read_text(encoding="utf-8")))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         why = str(error) if type(error) is ValueError else "it is damaged"
         raise UsageError(None, symbol_file, f"not the graph of a network ({why})") from None
-    graph = _ending_with(graph, outputs)
+    graph = _ending_with(graph, names, outputs)
     try:
         read = _without_losses(json.loads(load(graph).tojson()))
     except (mx.MXNetError, ValueError) as error:
-        raise UsageError(
-            None, symbol_file, f"MXNet cannot load it ({last_line(error)}); --output NAME converts a part"
-        ) from None
+        advice = f"MXNet cannot load it ({last_line(error)}); --output NAME converts a part"
+        raise UsageError(None, symbol_file, advice) from None
     read["attrs"].update(is_np_shape=graph["attrs"].get("is_np_shape", ["int", 0]))
     network = Network(read, {}, [], [])
     try:
@@ -370,35 +369,31 @@ def load(graph: Graph) -> mx.sym.Symbol:
     return mx.sym.load_json(json.dumps(graph, ensure_ascii=False))  # MXNet cannot read \\u00e9
 
 
-def _checked(graph: Graph) -> Graph:
-    """The graph, with only what MXNet needs. MXNet crashes if an index is wrong, or if nodes are not in order.
+def _checked(graph: Graph) -> tuple[Graph, list[list[str]]]:
+    """The graph, with only what MXNet needs, and the names of each node's outputs.
 
-    Raises ValueError or another error of Python if the file is damaged.
+    MXNet crashes if an index is wrong, or if nodes are not in order. Raises ValueError or another error of Python then.
     """
-    nodes, counts = list[dict[str, Any]](), list[int]()
+    nodes, names = list[dict[str, Any]](), list[list[str]]()
+
+    def entries(given: Sequence[Sequence[int]]) -> list[list[int]]:
+        known = ((i, k) for i, k, *_ in given if type(i) is type(k) is int and min(i, k) >= 0)
+        found = [[i, k, 0] for i, k in known if i < len(names) and k < len(names[i])]
+        if len(found) < len(given):
+            raise ValueError("it refers to a layer or an output that does not exist, or that comes later")
+        return found
+
     for node in graph["nodes"]:
-        op, name = node["op"], node["name"]
         attrs = {**node.get("param", {}), **node.get("attr", {}), **node.get("attrs", {})}
-        if not all(isinstance(text, str) for text in (op, name, *attrs, *attrs.values())):
+        if not all(isinstance(text, str) for text in (node["op"], node["name"], *attrs, *attrs.values())):
             raise ValueError("a name or an attribute is not text")
-        inputs, subgraphs = [_entry(entry, counts) for entry in node["inputs"]], node.get("subgraphs", [])
-        nodes.append({"op": op, "name": name, "attrs": attrs, "inputs": inputs})
-        if subgraphs:
-            nodes[-1]["subgraphs"] = [graph for graph in subgraphs if _checked(graph)]
-        counts.append(len(_output_names(nodes[-1])))
-    heads = [_entry(head, counts) for head in graph["heads"]]
-    if not heads:
+        nodes.append({"op": node["op"], "name": node["name"], "attrs": attrs, "inputs": entries(node["inputs"])})
+        if subgraphs := node.get("subgraphs"):
+            nodes[-1]["subgraphs"] = [subgraph for subgraph in subgraphs if _checked(subgraph)]
+        names.append(_output_names(nodes[-1]))
+    if not graph["heads"]:
         raise ValueError("it has no outputs")
-    return {"nodes": nodes, "heads": heads, "attrs": dict(graph.get("attrs", {}))}
-
-
-def _entry(entry: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """A valid reference to an output of a node. counts: the number of outputs of each node before it."""
-    if not all(type(number) is int and number >= 0 for number in entry) or len(entry) not in (2, 3):
-        raise ValueError(f"{entry!r} is not a reference to a layer")
-    if entry[0] >= len(counts) or entry[1] >= counts[entry[0]]:
-        raise ValueError(f"{entry!r} refers to a layer or an output that does not exist, or that comes later")
-    return list(entry)
+    return {"nodes": nodes, "heads": entries(graph["heads"]), "attrs": dict(graph.get("attrs", {}))}, names
 
 
 def _output_names(node: dict[str, Any]) -> list[str]:
@@ -418,33 +413,30 @@ def _output_names(node: dict[str, Any]) -> list[str]:
         return [f"{name}_output"]
 
 
-def _ending_with(graph: Graph, outputs: Sequence[str]) -> Graph:
+def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -> Graph:
     """The part of a graph that computes these outputs, which are names of outputs or of layers.
+
+    names: of each node's outputs.
 
     Raises UsageError if there is no such output, or if MXNet does not know an operator of this part.
     """
-    nodes, heads = graph["nodes"], graph["heads"]
-    names = [(i, k, name) for i, node in enumerate(nodes) for k, name in enumerate(_output_names(node))]
-    if outputs:
-        heads = []
+    nodes, heads = graph["nodes"], [] if outputs else graph["heads"]
+    places = {name: [i, k, 0] for i, others in enumerate(names) for k, name in enumerate(others)}
     for name in outputs:
-        found = [[i, k, 0] for i, k, other in names if other in (name, f"{name}_output", f"{name}_output0")]
+        found = [places[other] for other in (name, f"{name}_output", f"{name}_output0") if other in places]
         if not found:
-            near = difflib.get_close_matches(name, [other for *_, other in names], 3, 0) + [names[-1][2]]
-            raise UsageError(
-                "output", name, f"no layer has this output; some that exist: {', '.join(dict.fromkeys(near))}"
-            )
-        heads.append(found[-1])
+            near = ", ".join(dict.fromkeys([*difflib.get_close_matches(name, places, 3, 0), names[-1][-1]]))
+            raise UsageError("output", name, f"no layer has this output; some that exist: {near}")
+        heads.append(max(found))
     needed = {i for i, *_ in heads}
     for i in reversed(range(len(nodes))):
         if i in needed:
             needed.update(j for j, *_ in nodes[i]["inputs"])
     moved = {i: k for k, i in enumerate(sorted(needed))}
     for i in moved:
-        op, name = nodes[i]["op"], nodes[i]["name"]
-        if op != "null" and not is_known(op):
+        if nodes[i]["op"] != "null" and not is_known(nodes[i]["op"]):
             advice = f"is not in MXNet {mx.__version__}; --output NAME converts the part before it"
-            raise UsageError(None, f"{op!r} layer {name!r}", advice)
+            raise UsageError(None, "{op!r} layer {name!r}".format(**nodes[i]), advice)
     kept = [{**nodes[i], "inputs": [[moved[j], *rest] for j, *rest in nodes[i]["inputs"]]} for i in moved]
     return {
         **graph,
@@ -474,8 +466,7 @@ def _without_losses(graph: Graph) -> Graph:
             nodes.append({**node, "inputs": inputs})
         moved.append(len(nodes) - 1)
     heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
-    graph = {**graph, "nodes": nodes, "heads": heads, "arg_nodes": arguments}
-    graph.pop("node_row_ptr", None)
+    graph = {"nodes": nodes, "heads": heads, "arg_nodes": arguments, "attrs": graph["attrs"]}
     return json.loads(load(graph).tojson())  # without nodes that are no longer used
 
 
@@ -491,12 +482,9 @@ def _integers(network: Network, shapes: list[list[Shape]]) -> dict[str, tuple[in
             if position >= len(inputs):  # no lengths
                 continue
             kind = "boxes" if sizes == "boxes" else "int32" if simple(node["op"]) == "softmax" else "float32"
+            count = int(attrs.get(sizes, inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1))
             if kind == "boxes":
                 count = int(inputs[0][2] / float(attrs["spatial_scale"]))
-            elif sizes in attrs:
-                count = int(attrs[sizes])
-            else:
-                count = inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1
             low, high = (1, count + 1) if sizes == "length" else (0, count)
             source = node["inputs"][position][0]
             while simple(nodes[source]["op"]) in MOVES:

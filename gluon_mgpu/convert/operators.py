@@ -303,11 +303,9 @@ def pooling(node: Node, x: str) -> str:
     node.word("layout", None, *LAYOUTS)
     if node["global_pool"] and kind != "lp":
         node.read |= set(node.attrs)
-        return (
-            call(f"{x}.sum", tuple(range(2, node.rank)), keepdim=True)
-            if kind == "sum"
-            else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
-        )
+        if kind == "sum":
+            return call(f"{x}.sum", tuple(range(2, node.rank)), keepdim=True)
+        return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
@@ -336,16 +334,13 @@ def pooling(node: Node, x: str) -> str:
     return f"{call(f'F.avg_pool{n}d', sums, **pool)} / {call(f'F.avg_pool{n}d', counts, **pool)}.clamp(min=1e-6)"
 
 
-def interpolate(node: Node, x: str, shape: list[int | str], **options: Any) -> str:
-    """The code that resizes images to the last two sizes of a shape."""
-    if -1 in shape[2:]:
-        raise Unsupported("the size is neither a multiple nor a fraction of the image's size", fixed_size=True)
-    return call("F.interpolate", x, size=f"({shape[2]}, {shape[3]})", **options)
-
-
 def resize(node: Node, x: str, *like: str) -> str:
     node.read.add("mode")
-    return interpolate(node, x, node.shape(x, *like), mode="'bilinear'", align_corners=node["align_corners"])
+    *_, height, width = node.shape(x, *like)
+    if -1 in (height, width):
+        raise Unsupported("the size is neither a multiple nor a fraction of the image's size", fixed_size=True)
+    options = {"mode": "'bilinear'", "align_corners": node["align_corners"]}
+    return call("F.interpolate", x, size=f"({height}, {width})", **options)
 
 
 def upsampling(node: Node, x: str, *others: str) -> str:
@@ -476,9 +471,8 @@ def softmax(node: Node, x: str, *lengths: str) -> str:
         return call("F.softmax", x, dim=1 if node["mode"] == "channel" else -1)
     node.read.add("dtype")
     temperature, axis = node["temperature"] or 1.0, node["axis"]
-    source = x if temperature == 1 else f"{x} / {temperature!r}"
-    if node.kind == "softmin":
-        source = f"-{x}" if temperature == 1 else f"-{x} / {temperature!r}"
+    source = f"-{x}" if node.kind == "softmin" else x
+    source += "" if temperature == 1 else f" / {temperature!r}"
     if lengths and node.kind == "softmax":
         return call("softmax_of_lengths", source, *lengths, axis)
     if lengths:
@@ -615,14 +609,13 @@ def attention(node: Node, x: str, y: str = "") -> str:
     if kind.endswith("valatt"):
         parts = 3 if kind == "selfatt_valatt" else 2
         return call("attention_values", x, y, heads, parts)
-    queries, keys = ((x, 0, 3), (x, 1, 3)) if kind == "selfatt_qk" else ((x, 0, 1), (y, 0, 2))
-    scores = (
-        f"{call('head', queries[0], heads, *queries[1:])} @ {call('head', keys[0], heads, *keys[1:])}.transpose(1, 2)"
-    )
+    parts = 3 if kind == "selfatt_qk" else 1
+    queries = call("head", x, heads, 0, parts)
+    keys = call("head", x, heads, 1, 3) if parts == 3 else call("head", y, heads, 0, 2)
     size = node.size(x, 2)
     if isinstance(size, str):
         raise Unsupported("the number of its features varies", fixed_size=True)
-    return f"{scores} / {math.sqrt(size / heads / queries[2])!r}"
+    return f"{queries} @ {keys}.transpose(1, 2) / {math.sqrt(size / heads / parts)!r}"
 
 
 def grid(node: Node, x: str, *loc: str) -> str:
@@ -657,9 +650,8 @@ def box_decode(node: Node, x: str, anchors: str) -> str:
 def roi_align(node: Node, x: str, boxes: str) -> str:
     if node["sample_ratio"] <= 0 or node["position_sensitive"] or node.inputs[1][0][1] != 5:
         raise Unsupported("only boxes of 5 numbers, and a positive sample_ratio, are supported")
-    return call(
-        "roi_align", x, boxes, node["pooled_size"], node["spatial_scale"], node["sample_ratio"], node["aligned"]
-    )
+    options = [node[key] for key in ("pooled_size", "spatial_scale", "sample_ratio", "aligned")]
+    return call("roi_align", x, boxes, *options)
 
 
 def deformable(node: Node, x: str, offset: str, *others: str) -> str:
@@ -677,7 +669,7 @@ UNARY = {
     **{
         name: f"torch.{name}"
         for name in """abs ceil cos cosh erf erfinv exp expm1 floor log log10 log1p log2 reciprocal relu rsqrt sigmoid
-            sign sin sinh sqrt square tan tanh trunc zeros_like ones_like""".split()
+            sign sin sinh sqrt square tan tanh trunc zeros_like ones_like isnan isinf isfinite""".split()
     },
     **{f"arc{name}": f"torch.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh")},
     **dict(absolute="torch.abs", around="torch.round", degrees="torch.rad2deg", fix="torch.trunc"),
@@ -724,7 +716,7 @@ RULES: dict[str, Rule] = {
     "mod_scalar": "{0} % {scalar}",
     "rpower_scalar": "torch.pow({scalar}, {0})",  # -2.0 ** x is -(2.0 ** x)
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
-    **dict.fromkeys(("copy", "BlockGrad", "MakeLoss"), "{0}"),
+    **dict.fromkeys(("copy", "BlockGrad", "MakeLoss", "gradientmultiplier", "IdentityAttachKLSparseReg"), "{0}"),
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
     "rint": "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())",
@@ -737,26 +729,19 @@ RULES: dict[str, Rule] = {
     "BilinearResize2D": resize,
     "cumsum": "{0}.cumsum({axis})",
     **{"cbrt": "{0}.sign() * {0}.abs() ** (1 / 3)", "rcbrt": "{0}.sign() / {0}.abs() ** (1 / 3)"},
-    **{"gradientmultiplier": "{0}", "IdentityAttachKLSparseReg": "{0}", "quadratic": "({a} * {0} + {b}) * {0} + {c}"},
-    **{
-        "isnan": "{0}.isnan()",
-        "isinf": "{0}.isinf()",
-        "isfinite": "{0}.isfinite()",
-        "arctan2": "torch.atan2({0}, {1})",
-    },
-    **{"copysign": "torch.copysign({0}, {1})", "size_array": "torch._shape_as_tensor({0}).prod().reshape(1)"},
-    **{"full_like": "torch.full_like({0}, {fill_value})", "swapaxes": "{0}.transpose({dim1}, {dim2})"},
-    **{"roll": "torch.roll({0}, {shift}, {axis})", "tril": "{0}.tril({k})", "diagonal": diag},
-    **{"linalg_extractdiag": diag, "diag": diag},
+    **{"quadratic": "({a} * {0} + {b}) * {0} + {c}", "arctan2": "torch.atan2({0}, {1})"},
+    **{"full_like": "torch.full_like({0}, {fill_value})", **dict.fromkeys(("diag", "linalg_extractdiag"), diag)},
     **{"linalg_det": "torch.linalg.det({0})", "linalg_inverse": "torch.linalg.inv({0})"},
     **{"linalg_potrf": "torch.linalg.cholesky({0})", "batch_take": "{0}.gather(1, {1}.long().unsqueeze(1)).squeeze(1)"},
     **{"im2col": unfold, "box_decode": box_decode},
     **{"ROIAlign": roi_align, "DeformableConvolution": deformable, "ModulatedDeformableConvolution": deformable},
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
+    "tril": "{0}.tril({k})",
+    **{"size_array": "torch._shape_as_tensor({0}).prod().reshape(1)", "roll": "torch.roll({0}, {shift}, {axis})"},
     "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": lambda node, x: call(f"{x}.unsqueeze", node["axis"] % (node.rank + 1)),
-    "SwapAxis": "{0}.transpose({dim1}, {dim2})",
+    **dict.fromkeys(("SwapAxis", "swapaxes"), "{0}.transpose({dim1}, {dim2})"),
     "tile": "torch.tile({0}, {reps})",
     "transpose": lambda node, x: call(f"{x}.permute", *(node["axes"] or range(node.rank)[::-1])),
     "slice_axis": lambda node, x: x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"])),

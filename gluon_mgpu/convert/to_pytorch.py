@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import json
 import keyword
 import os
 import re
-import struct
 import sys
 import textwrap
 from itertools import takewhile
@@ -166,10 +164,10 @@ class _Module:
         entries = [self._source((j, output)) for j, output, *_ in node["inputs"]]
         if not entries and (i, 0) not in self.constants:  # zeros whose shape depends on the inputs
             return [(self.first_input, 0)], []
-        if find_rule(node["op"]) is rnn:  # without states that are zero, which is the default
+        rule = find_rule(node["op"])
+        if rule is rnn:  # without states that are zero, which is the default
             states = [entry for entry in entries[2:] if not self.nodes[entry[0]]["op"].endswith("zeros")]
             return [entries[0], *states], entries[1:2]
-        rule = find_rule(node["op"])
         is_layer = rule in LAYERS or node.get("attrs", {}).get("sample_type") == "bilinear"
         if rule in FUNCTIONAL and not self.constants.keys() >= {*entries[1:]}:
             is_layer = False
@@ -331,11 +329,10 @@ def write(network: Network, base: str) -> None:
 
     Raises Refused if operators cannot be converted.
     """
+    from safetensors.numpy import save_file
+
     module = _Module(network)
-    inputs = [
-        f"{name} ({', '.join(map(str, axes))})"
-        for name, axes in ((_identifier(name, set()), network.axes(name)) for name in network.inputs)
-    ]
+    inputs = [f"{_identifier(name, set())} ({', '.join(map(str, network.axes(name)))})" for name in network.inputs]
     code = MODULE.format(
         version=__version__,
         name=os.path.basename(base),
@@ -349,23 +346,7 @@ def write(network: Network, base: str) -> None:
         result=module.result,
     )
     Path(f"{base}.py").write_text(code, encoding="utf-8")
-    _save(module.state, f"{base}.safetensors")
-
-
-def _save(state: dict[str, np.ndarray], path: str) -> None:
-    """Write arrays as a safetensors file, one after the other. The library's own function copies all of them first."""
-    header, end = dict[str, Any](), 0
-    state = dict(sorted(state.items(), key=lambda item: -item[1].itemsize))  # so that all are aligned
-    for name, array in state.items():
-        kind = "BOOL" if array.dtype == bool else f"{array.dtype.kind.upper()}{8 * array.itemsize}"  # such as F32
-        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
-        end += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for array in state.values():
-            np.ascontiguousarray(array).tofile(file)
+    save_file(module.state, f"{base}.safetensors")
 
 
 def load_and_run(network: Network, base: str, program: str) -> None:
