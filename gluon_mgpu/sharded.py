@@ -25,7 +25,7 @@ Layer = Callable[..., NDArray]  # a function of an input and of the layer's arra
 Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
 Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
-Reduce = Callable[[Vectors], Vectors]  # sums gradients over the devices, while these compute those of earlier layers
+Reduce = Callable[[Vectors], Vectors]  # sums gradients while the devices compute others
 
 LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
 
@@ -111,7 +111,7 @@ def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
 
 
 def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Reduce) -> tuple[Vectors, Buckets]:
-    """Returns the losses (n,) of each shard, and what `reduce` makes of each layer's gradients, from the last layer on."""
+    """Returns each shard's losses (n,), and what `reduce` makes of each layer's gradients, from the last layer on."""
     tapes = []
     for (layer, shapes), buckets in zip(net, weights):
         tapes.append(record(layer, Xs, [unbucket(b, shapes) for b in buckets]))
