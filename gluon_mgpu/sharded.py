@@ -99,7 +99,7 @@ def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[T
 
 
 def backward(tapes: list[Tape], grads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
-    """Returns the gradients of a layer's inputs, and a bucket of its arrays'. grads: of its outputs; None for a loss."""
+    """Returns the gradients of a layer's inputs, and a bucket of its arrays'. grads: its outputs'; None for a loss."""
     results = [autograd.grad([output], variables, [grad]) for (variables, output), grad in zip(tapes, grads)]
     return [of_input for of_input, *_ in results], [bucket(of_arrays) for _, *of_arrays in results]
 
