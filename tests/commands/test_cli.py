@@ -37,7 +37,6 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("train --seed abc", ["--seed", "'abc' is not a valid integer"]),
         ("train --out ''", ["--out", "empty"]),
         ("train --accumulate 2", ["--accumulate", "--grad-accum-steps"]),
-        ("train --step-epochs 2", ["--step-epochs", "--milestones"]),
         ("evaluate", ["RUN"]),
         (f"evaluate {'x' * 300}", ["RUN", "too long"]),
         ("run --servers 3 program.py", ["--servers", "--workers"]),
