@@ -299,6 +299,7 @@ def test_outputs_whose_batch_is_another_axis_depend_on_the_inputs(tmp_path):
     assert convert.from_files(*written, inputs=inputs).compute().nearly_constant() == []
 
 
+@needs("pytorch")
 def test_a_file_that_hides_a_module_is_refused_and_nan_and_int8_are_said(tmp_path):
     with pytest.raises(UsageError, match="hide"):
         convert.check_prefix("pytorch", str(tmp_path / "torch"))
