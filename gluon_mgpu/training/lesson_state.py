@@ -31,12 +31,13 @@ class LessonState:
         self.steps += 1
         if not self.is_watched or self.steps > 2:
             return
-        kept = {name: _checksum(value, self.lesson, set()) for name, value in vars(self.lesson).items()}
+        own = {name: value for name, value in vars(self.lesson).items() if not name.startswith("__")}
+        kept = {name: _checksum(value, self.lesson, set()) for name, value in own.items()}
         changed = [name for name in kept if self.steps == 2 and kept[name] != self.first.get(name)]
         if changed:
             log.say(
-                f"{name_of(self.lesson)} changes {', '.join(changed)} in each step, which checkpoints do not hold: a "
-                "resumed run starts without; to save arrays, define state(device) (docs/training.md)"
+                f"{name_of(self.lesson)}: each step changes {', '.join(changed)}, which a resumed run does not restore; "
+                "to save arrays, define state(device) (docs/training.md)"
             )
         self.first = kept
 
