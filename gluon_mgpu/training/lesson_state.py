@@ -36,7 +36,7 @@ class LessonState:
         changed = [name for name in kept if self.steps == 2 and kept[name] != self.first.get(name)]
         if changed:
             log.say(
-                f"{name_of(self.lesson)}: each step changes {', '.join(changed)}, which a resumed run does not restore; "
+                f"{name_of(self.lesson)}: each step changes {', '.join(changed)}, which a resumed run lacks; "
                 "to save arrays, define state(device) (docs/training.md)"
             )
         self.first = kept
