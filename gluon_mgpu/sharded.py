@@ -111,7 +111,7 @@ def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
 
 
 def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Reduce) -> tuple[Vectors, Buckets]:
-    """Returns each shard's losses (n,), and what `reduce` makes of each layer's gradients, from the last layer on."""
+    """Returns each shard's losses (n,), and what `reduce` makes of each layer's gradients, in layer order."""
     tapes = []
     for (layer, shapes), buckets in zip(net, weights):
         tapes.append(record(layer, Xs, [unbucket(b, shapes) for b in buckets]))
