@@ -39,7 +39,8 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
     `datasets.own(train_images, train_labels, test_images, test_labels)`. With resume, the run continues with its
     recorded settings, except for those that are passed.
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
-    Ctrl-C, once the step is complete and the checkpoint is saved.
+    Ctrl-C, once the step is complete and the checkpoint is saved. With kvstore="mpi", an Error is printed, and ends all
+    processes: the others would wait for this one.
     """
     given = inspect.signature(Config).bind(*values, **options).arguments
     lesson, data = given.get("impl"), given.get("dataset")

@@ -162,7 +162,7 @@ def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_ho
 
 
 def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
-    reconfigure(begun, numpy="1.0", temperature=3)
+    reconfigure(begun, numpy="1.0", temperature=3, gamma=0.5)  # gamma was recorded without a schedule, too
     train(resume=begun, epochs=3)
     assert "numpy" in (said := capsys.readouterr().err) and "temperature" in said
     assert json.loads((begun / "config.json").read_text())["numpy"] == np.__version__
@@ -176,7 +176,7 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert config(begun).epochs == 3
 
 
-def test_a_run_that_was_recorded_before_mpi_is_resumed_with_the_same_bits(whole, tmp_path):
+def test_a_run_that_an_earlier_version_recorded_is_resumed_with_the_same_bits(whole, tmp_path):
     interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
     config = json.loads((tmp_path / "config.json").read_text())
     for name in ("image_dtype", "image_range", "classes", "running_stats"):
