@@ -92,7 +92,6 @@ class _Side:
         self.state = _copied(_kept(lesson))
         with self.active():
             self.model = build(lesson, ctx, config, *data)
-        self.model.lesson_state = lambda device=0: {}  # type: ignore[method-assign]  # it is in self.state
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -360,7 +359,10 @@ class _Comparison:
                 values = rng.normal(size=(len(ctx), 7, size // 7 + 1)).astype(np.float32)
                 arrays = [nd.array(value, ctx=c) for value, c in zip(values, ctx)]
                 given = list(arrays)
-                returned = self.lesson.allreduce(given) or arrays
+                try:
+                    returned = self.lesson.allreduce(given) or arrays
+                except Exception:  # it may know only the shapes of the parameters; `_compare_step` has tried these
+                    return {"sum": None}
                 results = [np.stack([a.asnumpy() for a in some]) for some in (arrays, given, returned)]
                 found.append([comparison.reduced(values, result, self.names) for result in results])
         (first, in_list, in_returned), again, *alone = found

@@ -25,7 +25,7 @@ class LessonState:
     def __init__(self, lesson: ModuleType, saves: bool) -> None:
         """saves: whether the run writes checkpoints; if not, nothing is compared."""
         self.lesson, self.steps, self.first = lesson, 0, dict[str, int]()
-        self.is_watched = saves and not (is_unchanged(lesson) or hasattr(lesson, "state"))
+        self.is_watched = saves and not (is_unchanged(lesson) or callable(getattr(lesson, "state", None)))
 
     def after_step(self) -> None:
         self.steps += 1

@@ -51,7 +51,7 @@ class ArrayModel(Model):
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         velocities = {VELOCITY + name: v for name, v in zip(self.names, self.velocities[device])}
-        return {**dict(zip(self.names, self.device_params[device])), **velocities, **self.lesson_state(device)}
+        return {**dict(zip(self.names, self.device_params[device])), **velocities}
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         return self.lesson.forward_backward(self.device_params, Xs, ys)
@@ -157,7 +157,7 @@ class GluonModel(Model):
         return self.net(X)
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        return {**self._arrays[device], **self.lesson_state(device)}
+        return self._arrays[device]
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         return self.lesson.forward_backward(self.net, Xs, ys)

@@ -23,7 +23,7 @@ from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training import workers
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 from gluon_mgpu.training.lessons import for_training, load, name_of, original
-from gluon_mgpu.training.run import Epoch, Run, open_run
+from gluon_mgpu.training.run import Epoch, Run, open_run, read_state
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -108,10 +108,11 @@ def prepare(
     if run.recorded is None and given.get("seed") is None:
         log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
     _say_what_is_not_called(lesson, config, group)
-    run.load(model)
+    run.load(model, group)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
-    run.begin(config, {**details, "running_stats": bool(model.running_stats)}, read_arrays(model))
+    arrays = {**read_arrays(model), **read_state(model, group)}
+    run.begin(config, {**details, "running_stats": bool(model.running_stats)}, arrays)
     devices.say_if_no_gpu(ctx, config.device)
     is_extended = group.size > 1 or config.needs_extended_step(original(lesson))
     return Setup(config, data, model, extended(model, group) if is_extended else model.step, warning)

@@ -13,6 +13,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon, nd
+from runs import FEEDBACK
 
 from gluon_mgpu import networks, scratch
 from gluon_mgpu import train as training
@@ -65,6 +66,12 @@ def momentum_lesson(folder, has_state=True):
     return str(path)
 
 
+def feedback_lesson(folder):
+    path = Path(folder, "feedback.py")
+    path.write_text(Path(scratch.__file__).read_text() + FEEDBACK)
+    return str(path)
+
+
 # {name: the lesson and the settings of a run}
 RUNS = {
     "scratch": ("scratch", {}),
@@ -73,6 +80,7 @@ RUNS = {
     "dropout": ("highlevel", {"model": "dropout"}),
     "noise": (lessons.load("scratch", forward_backward=noisy), {}),
     "state": (momentum_lesson(tempfile.mkdtemp()), {}),
+    "different state on each device": (feedback_lesson(tempfile.mkdtemp()), {}),
 }
 BATCH, LR = 32, 0.1
 SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
@@ -152,13 +160,19 @@ def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting
     train("scratch", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
     for i, name in enumerate(networks.LENET_NAMES):
-        np.testing.assert_allclose(kept[f"state/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("has_state", [True, False])
 def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_holds_them(has_state, tmp_path, capsys):
     train(momentum_lesson(tmp_path, has_state), out=tmp_path / "run", epochs=1, devices=1)
     assert ("velocities" in capsys.readouterr().err) != has_state
+
+
+def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
+    train(feedback_lesson(tmp_path), out=tmp_path / "run", epochs=1)
+    with pytest.raises(Error):
+        train(feedback_lesson(tmp_path), devices=3, resume=tmp_path / "run")
 
 
 def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
