@@ -441,6 +441,23 @@ def sgd(params, lr, batch_size):
         v[:] = 0.9 * v + p.grad / batch_size
         p[:] -= lr * v
 """
+IN_A_CLASS = MOMENTUM.replace("velocities = {}", "class Kept:\n    velocities = {}").replace(
+    " velocities.", " Kept.velocities."
+)
+IN_AN_OBJECT = """
+class Momentum:
+    def __init__(self):
+        self.velocities = {}
+
+    def __call__(self, params, lr, batch_size):
+        for i, p in enumerate(params):
+            v = self.velocities.setdefault((i, p.context), nd.zeros_like(p))
+            v[:] = 0.9 * v + p.grad / batch_size
+            p[:] -= lr * v
+
+
+sgd = Momentum()
+"""
 RIGHT = {
     "scratch": ("scratch", {}),
     "highlevel": ("highlevel", {}),
@@ -491,6 +508,15 @@ def test_a_lesson_may_keep_values_between_steps(by, tmp_path, monkeypatch):
     file.write_text(Path(scratch.__file__).read_text() + MOMENTUM)
     lesson = by(str(file))
     assert compare(lesson, CPUS).verdict == "" and lesson.velocities == {}
+
+
+@pytest.mark.parametrize(
+    "text", [IN_A_CLASS, IN_AN_OBJECT, MOMENTUM.replace("batch_size)", "batch_size, *, velocities={})", 1)]
+)
+def test_a_lesson_may_keep_values_in_a_class_an_object_or_a_default(text, tmp_path):
+    file = tmp_path / "momentum.py"
+    file.write_text(Path(scratch.__file__).read_text() + text)
+    assert compare(lessons.load(str(file)), CPUS).verdict == ""
 
 
 def test_what_is_checked_is_what_runs(tmp_path, monkeypatch):
