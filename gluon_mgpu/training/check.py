@@ -170,6 +170,8 @@ class _Comparison:
         self.one, self.aside = (_Side(lesson, ctx[:1], plain, *data) for _ in range(2))
         try:
             self.several = _Side(lesson, ctx, same, *data)
+        except UsageError:
+            raise
         except Exception as error:
             raise _StepFailed({"several": _explained(error, _Calls())}) from error
         self.exact: _Float64 | None = None

@@ -12,6 +12,7 @@ from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training.config import Config
 
 VELOCITY = "velocity/"  # in checkpoints, the name of a velocity is this prefix and the parameter's name
 
@@ -22,7 +23,7 @@ class Model(ABC):
     draws = True  # whether a step may draw random numbers
     running_stats: Sequence[str] = ()  # names of the running statistics of batch normalization in `arrays`
 
-    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Any, image_shape: Sequence[int]) -> None:
+    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
         self.lesson, self.ctx, self.config, self.image_shape = lesson, ctx, config, tuple(image_shape)
 
     @abstractmethod

@@ -212,7 +212,7 @@ class Run:
 
     def _say_what_changed(self, new: dict[str, Any]) -> None:
         """Print a notice if something that may change has changed in a resumed run. new: settings and details."""
-        names = [name for name in sorted(SETTINGS) if SETTINGS[name].resumable and name not in ("epochs", "gpus")]
+        names = [name for name in sorted(SETTINGS) if SETTINGS[name].resumable and name != "epochs"]
         old = {**self._settings, **self.details}
         changed = [name for name in (*names, *CHANGEABLE) if name in old and old[name] != new.get(name, old[name])]
         if changed:

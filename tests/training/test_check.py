@@ -14,6 +14,7 @@ from mxnet.gluon import nn
 from gluon_mgpu import highlevel, scratch, train
 from gluon_mgpu.check import comparison
 from gluon_mgpu.commands.check import check
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.check import compare
 
@@ -564,6 +565,18 @@ def test_the_command_takes_the_shape_of_your_own_data(tmp_path):
     words = [str(tmp_path / "rgb.py"), "--device", "cpu", "--dataset", "own", "--data-dir", str(tmp_path)]
     result = CliRunner().invoke(check, words, standalone_mode=False)
     assert result.exit_code == 0 and result.output.endswith("takes the same step as on one device\n")
+
+
+@pytest.mark.parametrize("words", ["sharded --zero 3", "highlevel --tune", "highlevel --no-hybridize"])
+def test_the_command_checks_the_step_that_the_settings_choose(words):
+    result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"], standalone_mode=False)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("words", ["highlevel --zero 3", "scratch --data-dir anywhere"])
+def test_the_command_refuses_settings_that_it_would_ignore(words):
+    result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"])
+    assert result.exit_code == UsageError.exit_status
 
 
 def test_rounding_is_told_from_a_mistake():
