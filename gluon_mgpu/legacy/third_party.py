@@ -85,6 +85,18 @@ def _restore_method_of_fillna(owner: Any) -> None:
     owner.fillna = fillna
 
 
+def _gluonts(time_feature: Any) -> None:
+    """Let gluonts, which knows the former letters of frequencies, recognize pandas' current ones."""
+    former = {"h": "H", "min": "T", "s": "S", "ME": "M", "QE": "Q", "YE": "A", "Y": "A"}
+    normalize = time_feature.norm_freq_str
+
+    def normalize_to_former(name: str) -> str:
+        current = normalize(name)
+        return former.get(current, current)
+
+    time_feature.norm_freq_str = normalize_to_former
+
+
 def _scipy_misc(misc: ModuleType) -> None:
     import numpy as np
     from PIL import Image
@@ -161,5 +173,6 @@ RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "scipy.misc": _scipy_misc,
     "IPython.core.display": _core_display,
     "IPython.display": _display,
+    "gluonts.time_feature._base": _gluonts,
     "yaml": _yaml,
 }
