@@ -1,4 +1,4 @@
-"""Restores names that pandas, Pillow, SciPy, IPython and PyYAML have removed."""
+"""Restores names that pandas, Pillow, SciPy, IPython, Matplotlib and PyYAML have removed."""
 
 from __future__ import annotations
 
@@ -147,6 +147,20 @@ def _core_display(module: ModuleType) -> None:
     restore(module, {"display": display})
 
 
+def _seaborn_styles(style: Any) -> None:
+    current = [name for name in style.library if name.startswith("seaborn-v0_8")]
+    style.library.update({name.replace("-v0_8", ""): style.library[name] for name in current})
+
+
+def _get_cmap(cm: ModuleType) -> None:
+    def get_cmap(name: Any = None, lut: int | None = None) -> Any:
+        from matplotlib import pyplot  # imports this module
+
+        return pyplot.get_cmap(name, lut)
+
+    restore(cm, {"get_cmap": get_cmap})
+
+
 def _yaml(yaml: ModuleType) -> None:
     load = yaml.load
     yaml.load = lambda stream, Loader=yaml.FullLoader: load(stream, Loader)  # type: ignore[attr-defined]
@@ -174,5 +188,7 @@ RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "IPython.core.display": _core_display,
     "IPython.display": _display,
     "gluonts.time_feature._base": _gluonts,
+    "matplotlib.cm": _get_cmap,
+    "matplotlib.style": _seaborn_styles,
     "yaml": _yaml,
 }
