@@ -17,17 +17,15 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 STANDARD = Path(collections.__file__).parents[1]  # the standard library's folder
 # Modules that Python has removed: {name: file that replaces the module}.
 MODULES = {
-    "imp": Path(__file__).with_name("old_imp.py"),
     "pipes": STANDARD / "shlex.py",  # contains the `quote` for which programs imported pipes
     "xml.etree.cElementTree": STANDARD / "xml/etree/ElementTree.py",
 }
-# Packages of "Dive into Deep Learning": {module: what to install with `pip install --no-deps`}.
-BOOKS = {"gluonbook": "gluonbook==0.8.10", "d2lzh": "d2lzh==1.0.0", "d2l": "d2l==0.17.6"}
+BOOKS = {"gluonbook": "0.8.10", "d2lzh": "1.0.0", "d2l": "0.17.6"}  # packages of "Dive into Deep Learning"
 
 # Names of MXNet 1.9.1 that MXNet 2 lacks.
 REMOVED = ("executor_manager", "mod", "module", "mon", "monitor", "rnn", "th", "torch")
@@ -77,15 +75,16 @@ class Modules:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        text = ""
         if name in BOOKS:
-            pip = f"pip install 'gluon_mgpu[old-books]' && pip install --no-deps {BOOKS[name]}"
+            pip = f"pip install 'gluon_mgpu[old-books]' && pip install --no-deps {name}=={BOOKS[name]}"
             text = f"{name} is not installed: run `make old-books`, or `{pip}`"
-            raise one_line(ModuleNotFoundError(text, name=name))
-        if name == "pkg_resources":
+        elif name == "pkg_resources":
             text = "pkg_resources is not installed: run `pip install 'setuptools<81'`"
+        elif name.startswith("mxnet.") and name[6:] in REMOVED:
+            text = _not_in_mxnet_2(name)
+        if text:
             raise one_line(ModuleNotFoundError(text, name=name))
-        if name.startswith("mxnet.") and name[6:] in REMOVED:
-            raise one_line(ModuleNotFoundError(_not_in_mxnet_2(name), name=name))
         return importlib.util.spec_from_file_location(name, MODULES[name]) if name in MODULES else None
 
 
@@ -100,10 +99,7 @@ def _not_in_mxnet_2(name: str) -> str:
     return f"{name} is not in MXNet 2: run this program in an environment with mxnet==1.9.1"
 
 
-AnyError = TypeVar("AnyError", bound=BaseException)
-
-
-def one_line(error: AnyError) -> AnyError:
+def one_line(error: BaseException) -> Any:
     """Make Python print this error as one line if the program does not catch it. Returns the error."""
 
     def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
