@@ -122,19 +122,13 @@ def saved_context(file: BinaryIO) -> tuple[int, int]:
 
 
 def answer_queries(mx: ModuleType, gpus: int | None) -> None:
-    """Answer MXNet's functions that ask for the number of GPUs, and for a GPU's free and total memory in bytes."""
+    """Answer MXNet's functions that ask for the number of GPUs."""
 
     def count(result: Any) -> int:
         result._obj.value = gpus or 0
         return 0
 
-    def memory(device_id: Any, free: Any, total: Any) -> int:
-        mx.gpu(getattr(device_id, "value", device_id))  # raises MXNetError if there are fewer
-        pages = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
-        free._obj.value, total._obj.value = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
-        return 0
-
-    mx.base._LIB.MXGetGPUCount, mx.base._LIB.MXGetGPUMemoryInformation64 = count, memory
+    mx.base._LIB.MXGetGPUCount = count
 
 
 def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:

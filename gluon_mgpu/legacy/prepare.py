@@ -62,7 +62,7 @@ def prepare() -> None:
     after["gluoncv.utils.download"] = functools.partial(downloads.replace_download, data_dir=settings.data_dir)
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     sys.meta_path.insert(0, AfterImport(after))
-    sys.meta_path.append(names.Modules())
+    sys.meta_path.append(names.Missing())
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
     if settings.launched:

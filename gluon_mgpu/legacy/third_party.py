@@ -152,15 +152,6 @@ def _seaborn_styles(style: Any) -> None:
     style.library.update({name.replace("-v0_8", ""): style.library[name] for name in current})
 
 
-def _get_cmap(cm: ModuleType) -> None:
-    def get_cmap(name: Any = None, lut: int | None = None) -> Any:
-        from matplotlib import pyplot  # imports this module
-
-        return pyplot.get_cmap(name, lut)
-
-    restore(cm, {"get_cmap": get_cmap})
-
-
 def _yaml(yaml: ModuleType) -> None:
     load = yaml.load
     yaml.load = lambda stream, Loader=yaml.FullLoader: load(stream, Loader)  # type: ignore[attr-defined]
@@ -188,7 +179,7 @@ RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "IPython.core.display": _core_display,
     "IPython.display": _display,
     "gluonts.time_feature._base": _gluonts,
-    "matplotlib.cm": _get_cmap,
+    "matplotlib.pyplot": lambda pyplot: restore(pyplot.cm, {"get_cmap": pyplot.get_cmap}),
     "matplotlib.style": _seaborn_styles,
     "yaml": _yaml,
 }
