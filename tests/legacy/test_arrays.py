@@ -6,10 +6,11 @@ import pytest
 PROGRAMS = {
     "an array with one element is a number": (
         """
-        import math, pickle, warnings, mxnet as mx, numpy as np
+        import json, math, warnings, mxnet as mx, numpy as np
         warnings.simplefilter("ignore")  # some versions of NumPy warn
         mean, rows, losses = mx.nd.array([1.5, 2.5]).mean().asnumpy(), mx.nd.ones((4, 1)).asnumpy(), np.zeros(2)
         losses[1] = mean
+        assert json.loads(json.dumps([0.0 + np.float32(0.5)])) == [0.5]
         print("%.2f %d %f" % (mean, mean, rows[0]), float(mean), int(np.array([[3]])), math.sqrt(mean * 2), losses)
         print(complex(np.array([2.0])), float(np.float32(2)), int(np.array(3)), repr(mean), type(mean).__name__)
         for wrong in (np.ones(2), np.array([])):
