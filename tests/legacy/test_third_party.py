@@ -95,8 +95,14 @@ def test_pandas_appends_converts_and_fills():
     assert gap.tolist() == [1, 1, 3]
 
 
-@pytest.mark.parametrize("freq, letter", [("h", "H"), ("ME", "M"), ("QE-DEC", "Q"), ("W-SUN", "W"), ("min", "T")])
-def test_gluonts_gets_the_former_letters_of_frequencies(freq, letter):
-    module = SimpleNamespace(norm_freq_str=lambda name: name.split("-")[0])  # as that of gluonts
+@pytest.mark.parametrize("name, letter", [("h", "H"), ("ME", "M"), ("QE-DEC", "Q"), ("W-SUN", "W"), ("min", "T")])
+def test_gluonts_gets_the_former_letters_of_frequencies(name, letter):
+    module = SimpleNamespace(  # as modules of gluonts
+        norm_freq_str=lambda name: name.split("-")[0],
+        to_offset=lambda freq: SimpleNamespace(name=freq.lstrip("2"), n=2),
+    )
     third_party.RESTORE["gluonts.time_feature._base"](module)
-    assert module.norm_freq_str(freq) == letter
+    third_party.RESTORE["gluonts.mx.model.deepvar._estimator"](module)
+    assert module.norm_freq_str(name) == letter
+    offset = module.to_offset(f"2{name}")
+    assert (offset.n, module.norm_freq_str(offset.name)) == (2, letter)
