@@ -63,13 +63,21 @@ def processes(folder):
     return found
 
 
-def test_workers_add_up_their_arrays_and_print_one_notice(launch):
-    run = launch(f"{SUM}\n    print(out.asnumpy() + mx.nd.zeros(1, mx.gpu(0)).asnumpy())", "--servers", "2")
+@pytest.mark.parametrize("servers", ["1", "2"])
+def test_workers_add_up_their_arrays_and_print_one_notice(launch, servers):
+    run = launch(f"{SUM}\n    print(out.asnumpy() + mx.nd.zeros(1, mx.gpu(0)).asnumpy())", "--servers", servers)
     assert (run.returncode, run.stdout) == (0, "[3. 3.]\n" * 2)
     assert run.stderr.count("\n") == 1 and "mx.gpu(i) is CPU context i + 1" in run.stderr
 
 
-@pytest.mark.parametrize("failure, status", [("raise KeyError('x')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+@pytest.mark.parametrize(
+    "failure, status",
+    [
+        ("raise KeyError('x')", 1),
+        ("sys.exit(7)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+    ],
+)
 def test_a_worker_that_fails_ends_the_rest_with_its_status(launch, failure, status):
     run = launch(f"{SUM}\n    import signal\n    if kv.rank == 1:\n        {failure}\n    kv._barrier()")
     assert run.returncode == status
@@ -89,13 +97,14 @@ WAITS = f"""{SUM}
 """
 
 
-def test_a_killed_server_ends_the_rest(launch, tmp_path):
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_a_killed_process_ends_the_rest(launch, tmp_path, role):
     launcher = launch(WAITS, wait=False)
     assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    [pid] = [pid for pid, kind in processes(tmp_path).items() if kind == "server"]
+    [pid] = [pid for pid, kind in processes(tmp_path).items() if kind == role]
     os.kill(pid, signal.SIGKILL)
     assert launcher.wait(20) == 128 + signal.SIGKILL and not processes(tmp_path)
-    assert launcher.stderr.read().splitlines()[-1].startswith("error: a server ")
+    assert launcher.stderr.read().splitlines()[-1].startswith(f"error: a {role} ")
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
