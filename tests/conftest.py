@@ -4,9 +4,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from browser import chromium, page  # noqa: F401 (fixtures)
+from forks import Forks
 
 import gluon_mgpu
 
@@ -17,6 +19,8 @@ MAY_BE_MISSING = ("needs root", "needs the original notebooks", "needs MXNet 2",
 
 ROOT = Path(__file__).parents[1]
 
+sys.modules["scipy.stats"] = None  # for the reason in tests/site/sitecustomize.py, which child processes run
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/site"), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # tests expect float32; read when CUDA's libraries load
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 
@@ -68,3 +72,19 @@ def wheel(tmp_path_factory):
     subprocess.run([*pip, folder / "source"], cwd=folder, check=True)
     (found,) = folder.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def curves():
+    """Runs in this process do not draw their curves, which takes longer than to train on a few examples."""
+    with patch("matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b"\x89PNG")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def pytorch():
+    """Runs programs that use PyTorch, as forks."""
+    imports = "import numpy, onnx, torch, torch.nn.parallel, torch.onnx.symbolic_opset17"
+    optional = "import contextlib\nwith contextlib.suppress(ImportError):\n"
+    with Forks(f"{optional}    {imports}, safetensors.torch\n") as forks:
+        yield forks
