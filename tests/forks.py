@@ -34,8 +34,9 @@ os.setsid()
 for number, file in enumerate(program["streams"]):
     os.dup2(os.open(file, os.O_RDWR), number)
 os.chdir(program["folder"])
-os.environ.clear()
-os.environ.update(program["environment"])
+if program["environment"] is not None:
+    os.environ.clear()
+    os.environ.update(program["environment"])
 kind, *sys.argv = program["words"]
 if kind == "-c":
     code, sys.argv[0], sys.path[0] = sys.argv[0], kind, ""
@@ -55,11 +56,11 @@ os._exit(0)  # freeing all modules takes as long as a short program
 class Forks:
     """Runs programs as `subprocesses.run` does, but as forks of one process that has run `imports` first.
 
-    imports: code. before: words of the command line between Python and the server's file. The process starts with the
-    first program."""
+    imports: code. before: words of the command line between Python and the server's file. env: of the process, which
+    starts with the first program."""
 
-    def __init__(self, imports, *before):
-        self.imports, self.before, self.server = imports, before, None
+    def __init__(self, imports, *before, env=None):
+        self.imports, self.before, self.env, self.server = imports, before, env, None
 
     def __enter__(self):
         return self
@@ -74,7 +75,7 @@ class Forks:
         file = Path(self.folder.name, "server.py")
         file.write_text(self.imports + SERVER)
         words, streams = [sys.executable, *self.before, file], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.server = subprocess.Popen(words, env=users_environment(), text=True, **streams)
+        self.server = subprocess.Popen(words, env=self.env or users_environment(), text=True, **streams)
 
     def run(self, command, *, env=None, folder=None, seconds=None, input=""):
         """command: Python, then "-c" and code, "-m" and a module, or a file, then arguments."""
@@ -84,7 +85,7 @@ class Forks:
         for stream, text in zip(streams, (input, "", "")):
             stream.write_text(text)
         program = {"words": list(map(str, command[1:])), "streams": list(map(str, streams))}
-        program |= {"folder": str(folder or os.getcwd()), "environment": users_environment() if env is None else env}
+        program |= {"folder": str(folder or os.getcwd()), "environment": env}
         print(json.dumps(program), file=self.server.stdin, flush=True)
         child, late = int(self.server.stdout.readline()), threading.Event()
         timer = threading.Timer(seconds or SECONDS, lambda: (late.set(), os.kill(child, signal.SIGKILL)))

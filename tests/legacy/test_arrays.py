@@ -1,8 +1,8 @@
 """`gluon-mgpu run` lets NumPy treat arrays as old versions did; and convert MXNet's arrays."""
 
 
-def test_an_array_with_one_element_is_a_number(program):
-    run = program("""
+def test_an_array_with_one_element_is_a_number(forked):
+    run = forked("""
         import math, pickle, warnings, mxnet as mx, numpy as np
         warnings.simplefilter("ignore")  # some versions of NumPy warn
         mean, rows, losses = mx.nd.array([1.5, 2.5]).mean().asnumpy(), mx.nd.ones((4, 1)).asnumpy(), np.zeros(2)
@@ -23,8 +23,8 @@ def test_an_array_with_one_element_is_a_number(program):
     assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("TypeError: ")
 
 
-def test_rows_of_different_lengths_become_an_array_of_objects(program):
-    run = program("""
+def test_rows_of_different_lengths_become_an_array_of_objects(forked):
+    run = forked("""
         import warnings, numpy as np
         warnings.simplefilter("ignore")  # NumPy before 1.24 warns
         rows = [[1, 2], [3]]
@@ -40,8 +40,8 @@ def test_rows_of_different_lengths_become_an_array_of_objects(program):
     assert run.returncode == 1 and "ValueError" in run.stderr.splitlines()[-1]
 
 
-def test_an_mxnet_array_names_a_dtype_and_a_constant_may_be_a_list(program):
-    run = program("""
+def test_an_mxnet_array_names_a_dtype_and_a_constant_may_be_a_list(forked):
+    run = forked("""
         import mxnet as mx, numpy as np
         assert (mx.gluon.autograd.record, mx.optimizer.sgd_mom_update)  # the names in early versions
         half = mx.nd.zeros(2, dtype="float16")

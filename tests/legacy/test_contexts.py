@@ -3,8 +3,8 @@
 from gluon_mgpu.legacy import contexts
 
 
-def test_pinned_arrays_keep_their_context_and_are_copied_to_the_gpus(program):
-    run = program("""
+def test_pinned_arrays_keep_their_context_and_are_copied_to_the_gpus(forked):
+    run = forked("""
         import io
         import mxnet as mx, numpy as np
         from PIL import Image
@@ -42,13 +42,13 @@ SNAPSHOT = """
 """
 
 
-def test_an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu(program):
-    run = program(SNAPSHOT)
+def test_an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu(forked):
+    run = forked(SNAPSHOT)
     assert run.stdout == "[[1.0, 1.0]] [[0.0, 0.0]] [[2.0, 2.0]]\n", run.stderr
 
 
-def test_arrays_return_to_the_gpu_on_which_they_were_saved(program):
-    run = program("""
+def test_arrays_return_to_the_gpu_on_which_they_were_saved(forked):
+    run = forked("""
         import copy, pickle
         import mxnet as mx
         sparse = mx.nd.sparse.row_sparse_array(([[1.0]], [2]), shape=(3, 1), ctx=mx.gpu(0))
@@ -65,8 +65,8 @@ def test_arrays_return_to_the_gpu_on_which_they_were_saved(program):
     assert (run.returncode, run.stdout) == (0, "True\nTrue\n"), run.stderr
 
 
-def test_updates_of_gpu_0_are_counted_as_on_a_machine_with_gpus(program):
-    run = program("""
+def test_updates_of_gpu_0_are_counted_as_on_a_machine_with_gpus(forked):
+    run = forked("""
         import mxnet as mx
         for device in (mx.cpu, mx.gpu):
             ctx = [device(i) for i in range(2)]
@@ -140,8 +140,8 @@ def test_sync_batch_norm_in_two_contexts_equals_batch_norm_in_one(program):
     assert run.stdout == "True\n", run.stderr
 
 
-def test_a_program_whose_sync_batch_norm_hangs_says_what_to_set(program):
-    run = program(
+def test_a_program_whose_sync_batch_norm_hangs_says_what_to_set(forked):
+    run = forked(
         """
         import os, threading, mxnet as mx
         from gluon_mgpu.legacy import contexts
@@ -176,8 +176,8 @@ def test_every_query_about_gpus_is_answered(program):
     assert program(text).stdout.splitlines()[0] == "0 0 0 0"
 
 
-def test_fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet(program):
-    run = program("""
+def test_fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet(forked):
+    run = forked("""
         import mxnet as mx
         from mxnet.gluon.utils import split_and_load
         gpus = [mx.gpu(i) for i in range(4)]

@@ -68,8 +68,8 @@ OLD_NAMES = """
 """
 
 
-def test_names_that_python_and_numpy_removed_are_there_for_the_program(program):
-    run = program(OLD_NAMES)
+def test_names_that_python_and_numpy_removed_are_there_for_the_program(forked):
+    run = forked(OLD_NAMES)
     assert run.returncode == 0, run.stderr
     assert "'a b' True\n" in run.stdout and "float64 3 [ True False] True 2.0" in run.stdout
     assert run.stdout.splitlines()[-2:] == [
@@ -89,8 +89,8 @@ def test_a_missing_book_is_one_line_that_says_what_to_install(program, tmp_path,
     assert program("import d2l; print(d2l.name)").stdout == "installed\n"
 
 
-def test_records_keep_labels_and_images_and_metrics_add_up_in_float64_with_any_numpy(program):
-    run = program("""
+def test_records_keep_labels_and_images_and_metrics_add_up_in_float64_with_any_numpy(forked):
+    run = forked("""
         import mxnet as mx, numpy as np
         packed = mx.recordio.pack(mx.recordio.IRHeader(0, [4.0, 5.0], 1, 0), b"data")
         header, data = mx.recordio.unpack(packed)

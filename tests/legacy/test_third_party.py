@@ -71,9 +71,9 @@ def test_pandas_appends_converts_and_fills():
     assert gap.tolist() == [1, 1, 3]
 
 
-def test_pandas_treats_texts_and_frames_as_pandas_1_did(program):
+def test_pandas_treats_texts_and_frames_as_pandas_1_did(forked):
     pytest.importorskip("pandas")
-    run = program("""
+    run = forked("""
         import numpy as np, pandas as pd
         frame = pd.DataFrame({"kind": ["a", "b", None, "a"], "size": [1, 2, 3.5, 4]})
         numeric = frame.dtypes[frame.dtypes != "object"].index
