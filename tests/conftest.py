@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import signal
@@ -41,6 +42,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if any(map(item.get_closest_marker, ("slow", *OF_THEIR_OWN_TARGETS))):
             item.add_marker(pytest.mark.timeout(LONGEST))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # each training collects garbage, which need not include all modules
 
 
 @pytest.hookimpl(wrapper=True)

@@ -556,6 +556,8 @@ WORKERS = f"""
 import gluon_mgpu, json, sys
 {REGISTER}
 from gluon_mgpu import train
+from matplotlib.figure import Figure
+Figure.savefig = lambda figure, file, **options: file.write(b"")
 for options in json.loads(sys.argv[1]):
     train(**options)
 """

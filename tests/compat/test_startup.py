@@ -29,7 +29,12 @@ OF_2_CONTEXTS += ["MXNET_MKLDNN_CACHE_NUM=-1 MXNET_USE_FUSION=false MXNET_KVSTOR
 # Without configure, the first of these hangs, and these give wrong results.
 OF_1_CONTEXT = [f"OMP_NUM_THREADS=2 OMP_{more}" for more in ("DYNAMIC=true", "THREAD_LIMIT=1", "MAX_ACTIVE_LEVELS=0")]
 OF_1_CONTEXT += ["OMP_NUM_THREADS=abc"]
-ENVIRONMENTS = [*((2, text) for text in OF_2_CONTEXTS), *((1, text) for text in OF_1_CONTEXT)]
+FAST = (OF_2_CONTEXTS[0], OF_2_CONTEXTS[3], OF_2_CONTEXTS[5], OF_1_CONTEXT[0])  # one of each kind
+ENVIRONMENTS = [
+    pytest.param(contexts, text, marks=[pytest.mark.slow] * (text not in FAST))
+    for contexts, texts in ((2, OF_2_CONTEXTS), (1, OF_1_CONTEXT))
+    for text in texts
+]
 
 
 @pytest.mark.parametrize("contexts, text", ENVIRONMENTS)
