@@ -77,14 +77,16 @@ class Forks:
         words, streams = [sys.executable, *self.before, file], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.server = subprocess.Popen(words, env=self.env or users_environment(), text=True, **streams)
 
-    def run(self, command, *, env=None, folder=None, seconds=None, input=""):
-        """command: Python, then "-c" and code, "-m" and a module, or a file, then arguments."""
+    def run(self, command, *, env=None, folder=None, seconds=None, on_line=None, input=""):
+        """command: Python, then "-u", "-c" and code, "-m" and a module, or a file, then arguments. on_line: called with
+        each line at the end."""
         if not self.server:
             self._start()
         streams = [Path(self.folder.name, name) for name in ("in", "out", "err")]
         for stream, text in zip(streams, (input, "", "")):
             stream.write_text(text)
-        program = {"words": list(map(str, command[1:])), "streams": list(map(str, streams))}
+        words = [str(word) for word in command[1:] if word != "-u"]
+        program = {"words": words, "streams": list(map(str, streams))}
         program |= {"folder": str(folder or os.getcwd()), "environment": env}
         print(json.dumps(program), file=self.server.stdin, flush=True)
         child, late = int(self.server.stdout.readline()), threading.Event()
@@ -95,6 +97,8 @@ class Forks:
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what the program has started
         out, err = (stream.read_text(errors="replace") for stream in streams[1:])
+        for line in out.splitlines(keepends=True) if on_line else ():
+            on_line(line)
         return Finished(None if late.is_set() else status, out, err)
 
 

@@ -100,7 +100,7 @@ def assert_says_how_far_it_is_from_one_device(printed):
 
 
 @pytest.fixture(scope="module")
-def by_pytorch(pytorch, tmp_path_factory):
+def trained_by_pytorch(pytorch, tmp_path_factory):
     """The folder in which the programs for PyTorch have run."""
     folder = without_mxnet(tmp_path_factory.mktemp("pytorch"))
     programs = [ROOT / f"docs/pytorch/{name}.py" for name in PYTORCH]
@@ -115,9 +115,9 @@ PYTORCH = ["scratch", "ddp", "fsdp"]
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
 @pytest.mark.parametrize("name", PYTORCH)
-def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_scratch(name, by_pytorch):
-    assert_trained_as_scratch(by_pytorch / f"{name}.py.npz")
-    assert_says_how_far_it_is_from_one_device((by_pytorch / f"{name}.py.0").read_text())
+def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_scratch(name, trained_by_pytorch):
+    assert_trained_as_scratch(trained_by_pytorch / f"{name}.py.npz")
+    assert_says_how_far_it_is_from_one_device((trained_by_pytorch / f"{name}.py.0").read_text())
 
 
 def run(tmp_path, command, program):

@@ -4,8 +4,10 @@ MNIST and Fashion-MNIST come from verified files. Each test runs a program.
 """
 
 import json
+import os
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from runs import PRODUCTS, finished
 from runs import gluon_mgpu as command
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.legacy import downloads, prepare
+from gluon_mgpu.legacy import downloads
 
 AS_PYTHON = {
     "arguments and __main__": "import sys, __main__; print(sys.argv, __name__, __file__, sys.path[0])",
@@ -212,15 +214,15 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def download(data, tmp_path):
+def download(data, prepared, tmp_path):
     """download(text) runs this code with downloads replaced, in an empty folder that is also the home directory."""
 
     def run(text):
         folder, hashes = data
         folders = {"GLUON_MGPU_DATA": str(folder), "HOME": str(tmp_path), "MXNET_HOME": str(tmp_path / "mx")}
-        environment = {**prepare.environment(prepare.Preparation()), **folders}
         words = [sys.executable, "-c", START + textwrap.dedent(text), json.dumps(hashes)]
-        return finished(*words, env=environment, cwd=tmp_path)
+        status, out, err = prepared.run(words, env={**os.environ, **folders}, folder=tmp_path)
+        return SimpleNamespace(returncode=status, stdout=out, stderr=err)
 
     return run
 
