@@ -14,6 +14,8 @@ from forks import Forks
 import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("cuda_wheels", "gpu", "notebooks")  # markers: run only where -m names them
+# The files that take longest begin first, so that no process has to wait for one of them at the end.
+FIRST = "test_features test_workers test_exercises test_train test_check test_twins test_launch test_convert".split()
 LONGEST = 3600  # seconds, for tests with these markers and slow tests; pyproject.toml has the limit for all other tests
 # Reasons to skip that --no-skips accepts, because no command installs what is missing.
 MAY_BE_MISSING = ("needs root", "needs the original notebooks", "needs MXNet 2", "needs aarch64")
@@ -39,6 +41,7 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if any(map(item.get_closest_marker, own))]  # keywords also name folders
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
     for item in items:
         if any(map(item.get_closest_marker, ("slow", *OF_THEIR_OWN_TARGETS))):
             item.add_marker(pytest.mark.timeout(LONGEST))

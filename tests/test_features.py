@@ -101,7 +101,7 @@ OPTIONS = {
 NETWORKS = {
     "lenet": {"impl": "highlevel"},
     "resnet18": {"impl": "highlevel", "model": "resnet18 xavier", "lr": 1e-5},
-    "dropout": {"impl": "highlevel", "model": "dropout"},
+    "dropout": {"impl": "highlevel", "model": "with dropout"},
     "arrays.py": {"lr": 1e-4},  # its images can be as large as 255
 }
 REGISTER = """
@@ -114,7 +114,7 @@ def with_dropout():
     net.add(nn.Dense(16, activation="relu"), nn.Dropout(0.5), nn.Dense(10))
     return net
 
-networks.register("dropout", with_dropout)
+networks.register("with dropout", with_dropout)
 # With the lesson's initializer, the activations of ResNet-18 are so small that differences in rounding grow too fast.
 networks.register("resnet18 xavier", networks.resnet18, mx.init.Xavier())
 """
