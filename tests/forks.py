@@ -77,14 +77,14 @@ class Forks:
         words, streams = [sys.executable, *self.before, file], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.server = subprocess.Popen(words, env=self.env or users_environment(), text=True, **streams)
 
-    def run(self, command, *, env=None, folder=None, seconds=None, on_line=None, input=""):
+    def run(self, command, *, env=None, folder=None, seconds=None, on_line=None):
         """command: Python, then "-u", "-c" and code, "-m" and a module, or a file, then arguments. on_line: called with
         each line at the end."""
         if not self.server:
             self._start()
         streams = [Path(self.folder.name, name) for name in ("in", "out", "err")]
-        for stream, text in zip(streams, (input, "", "")):
-            stream.write_text(text)
+        for stream in streams:
+            stream.write_text("")
         words = [str(word) for word in command[1:] if word != "-u"]
         program = {"words": words, "streams": list(map(str, streams))}
         program |= {"folder": str(folder or os.getcwd()), "environment": env}
