@@ -151,9 +151,10 @@ class Row(NamedTuple):
     def is_own(self):
         return self.lesson.endswith(".py")
 
-    def is_slow(self, operation):
-        """ResNet-18 is large. Other networks with batch normalization run the same code with all data."""
-        return self.lesson == "resnet18" and (self.data != "rgb" or operation in ("stop", "devices", "workers"))
+    @property
+    def marks(self):
+        """ResNet-18 is large. A small registered network, and one with batch normalization, run the same code."""
+        return [pytest.mark.slow] if self.lesson == "resnet18" else []
 
     @property
     def data_name(self):
@@ -183,8 +184,7 @@ assert len({row[:2] for row in ROWS}) == len(ROWS) == 9 * 5 + 1  # every lesson 
 def rows(operation, *marks, cell="yes"):
     """The rows with this cell for an operation, as parameters of a test."""
     found = [row for row in ROWS if getattr(row, operation) == cell]
-    slow = {row: [pytest.mark.slow] * row.is_slow(operation) for row in found}
-    return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=[*marks, *slow[row]]) for row in found]
+    return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=[*marks, *row.marks]) for row in found]
 
 
 def selected(request):
@@ -582,7 +582,7 @@ def test_two_workers_train_like_a_plain_loop(row, runs, by_workers):
 
 
 REFUSED = [
-    pytest.param(row, name, id=f"{row.lesson} {row.data} {name}", marks=[pytest.mark.slow] * row.is_slow(name))
+    pytest.param(row, name, id=f"{row.lesson} {row.data} {name}", marks=row.marks)
     for row in ROWS
     for name in Row._fields[3:]
     if getattr(row, name) not in ("yes", "about", "-", ".")

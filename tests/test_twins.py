@@ -124,6 +124,7 @@ def run(tmp_path, command, program):
     """Run a twin without MXNet. Returns what it printed, once its parameters are checked."""
     path = os.pathsep.join([str(without_mxnet(tmp_path)), os.environ.get("PYTHONPATH", "")])
     out, environment = tmp_path / "params.npz", {**subprocesses.users_environment(), "PYTHONPATH": path}
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # JAX compiles for longer than it computes
     environment.pop("LD_PRELOAD", None)  # tests/two_devices.c is for MXNet
     options = [*OPTIONS, "--device", "cpu", "--out", out]
     done = finished(*command, ROOT / "docs" / program, *options, env=environment)

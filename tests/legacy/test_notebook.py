@@ -244,8 +244,9 @@ def test_the_original_from_scratch_prints_the_books_values_and_its_step_is_numpy
 
 
 @needs_originals
+@pytest.mark.slow  # the other original also runs with the kernel
 def test_the_original_with_gluon_has_equal_replicas_and_learns_with_the_kernel(original):
-    text = original("multiple-gpus-gluon.ipynb", 4, "mnist", 2048)
+    text = original("multiple-gpus-gluon.ipynb", 4, "mnist", 4096)
     scores, weights, grads = (arrays(text)[i : i + 4] for i in (0, 4, 8))
     for printed in (scores, weights, grads):
         assert [context for _, context in printed] == [f"cpu({i + 1})" for i in range(4)]
@@ -253,4 +254,4 @@ def test_the_original_with_gluon_has_equal_replicas_and_learns_with_the_kernel(o
         np.testing.assert_array_equal(weight, weights[0][0])
         assert np.abs(grad - grads[0][0]).max() > 0
     accuracies = [float(accuracy) for accuracy in re.findall(r"accuracy = (\S+)", text)]
-    assert len(accuracies) == 10 and max(accuracies[:5]) > 0.8 < 2 * max(accuracies[5:]), text  # 0.1 before training
+    assert len(accuracies) == 10 and min(accuracies[4::5]) > 0.8, text  # 0.1 before training

@@ -108,7 +108,11 @@ CAUGHT = {
 }
 
 
-@pytest.mark.parametrize("fault", CAUGHT)
+# One fault in how gradients are combined and one in the update are enough for the normal suite.
+FAST = (gradients_not_summed, learning_rate_a_tenth)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f not in FAST)) for f in CAUGHT])
 def test_a_planted_fault_is_caught_in_each_implementation(fault, reference, monkeypatch):
     fault(monkeypatch.setattr)
     findings = check(reference)

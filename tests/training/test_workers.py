@@ -291,7 +291,7 @@ class Workers:
         return self.process.returncode, err
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_if_one_worker_is_killed_the_others_end_within_5_seconds(rank, tmp_path):
     run = Workers(tmp_path / "run")
     os.kill(run.pids[rank], signal.SIGKILL)
