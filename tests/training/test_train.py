@@ -36,7 +36,6 @@ from gluon_mgpu.training import checkpoint, interrupt, lessons, recipes
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES, Run
 
-IMPLS = ("scratch", "highlevel")
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 
@@ -46,9 +45,8 @@ def train(impl="scratch", gpus=2, batch_size=50, lr=0.2, **options):
     return training(impl, gpus, batch_size, lr, **{**defaults, **options})
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl, tmp_path):
-    options = ("--impl", impl, "--gpus", 3, "--limit", 1001, "--epochs", 2, "--seed", 5, "--out", tmp_path)
+def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(tmp_path):
+    options = ("--impl", "scratch", "--gpus", 3, "--limit", 1001, "--epochs", 2, "--seed", 5, "--out", tmp_path)
     done = finished(*runs.TRAIN, *SYNTHETIC, *options)
     assert (done.returncode, done.stderr) == (0, "")
     first, *epochs = done.stdout.splitlines()
@@ -60,7 +58,7 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
     assert all(m["samples_per_second"] == pytest.approx(1001 / m["train_seconds"]) for m in metrics)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["devices"] == ["cpu(0)", "cpu(1)", "cpu(2)"]
-    assert {"impl": impl, "batch_size": 256, "limit": 1001, "seed": 5, "lr": 0.2}.items() <= config.items()
+    assert {"impl": "scratch", "batch_size": 256, "limit": 1001, "seed": 5, "lr": 0.2}.items() <= config.items()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
     assert tuple(arrays) == networks.LENET_NAMES and arrays["W3"].shape == (128, 800)
