@@ -530,7 +530,8 @@ def by_pytorch(request, runs, pytorch):
         _, images, expected[row] = converted("pytorch", row, runs, runs.path(row, "pytorch"), pytorch)
         np.save(runs.path(row, "pytorch") / "images.npy", images)
     folders = [str(runs.path(row, "pytorch")) for row in expected]
-    subprocess.run([sys.executable, "-c", SCORES, *folders], check=True)
+    done = pytorch.run([sys.executable, "-c", SCORES, *folders])
+    assert done.status == 0, done.err
     return expected
 
 
