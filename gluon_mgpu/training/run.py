@@ -294,7 +294,7 @@ def read(folder: str | Path, lock: bool = False) -> Run:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         run.position, written = Position.from_json(content), dict(content["config"])
         run._settings = {name: value for name, value in written.items() if name in RECORDED}
-        if run._settings["schedule"] != "step":
+        if run._settings.get("schedule") != "step":
             run._settings["gamma"] = Config.gamma  # earlier versions recorded any, also with other schedules
         run.details = {name: value for name, value in written.items() if name not in RECORDED}
         run.recorded = Config(**run._settings, **_devices(run.details))

@@ -6,6 +6,7 @@ import re
 from functools import partial
 
 import pytest
+from forks import Forks, forked
 from runs import ROOT, gluon_mgpu
 
 from gluon_mgpu.check import files
@@ -96,36 +97,52 @@ def cases(table, fast):
     return [pytest.param(key, marks=() if i < fast else pytest.mark.slow) for i, key in enumerate(table)]
 
 
-def run(tmp_path, text, engine="torch"):
-    path = tmp_path / "step.py"
-    path.write_text(text)
-    assert files.engine(str(path)) == engine
-    return files.run(str(path), engine)
+@pytest.fixture
+def run(tmp_path, request):
+    """run(text, engine) checks a program for PyTorch or JAX."""
+
+    def run(text, engine="torch"):
+        path = tmp_path / "step.py"
+        path.write_text(text)
+        assert files.engine(str(path)) == engine
+        with forked(files, request.getfixturevalue({"torch": "pytorch", "jax": "jax_forks"}[engine])):
+            return files.run(str(path), engine)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def jax_forks(tmp_path_factory):
+    compiled = str(tmp_path_factory.mktemp("compiled"))
+    settings = {"MIN_COMPILE_TIME_SECS": 0, "MIN_ENTRY_SIZE_BYTES": -1}
+    code = "".join(f"jax.config.update('jax_persistent_cache_{k.lower()}', {v})\n" for k, v in settings.items())
+    with Forks(f"import jax.numpy\njax.config.update('jax_compilation_cache_dir', {compiled!r})\n{code}") as forks:
+        yield forks
 
 
 @torch
 @pytest.mark.parametrize("case", cases(WRONG, fast=3))
-def test_a_wrong_step_is_named(tmp_path, case):
+def test_a_wrong_step_is_named(run, case):
     claim, text = WRONG[case]
-    found = run(tmp_path, text).claims
+    found = run(text).claims
     assert next(name for name, reason in found.items() if reason) == claim, found
 
 
 @torch
 @pytest.mark.parametrize("case", cases(RIGHT_STEPS, fast=1))
-def test_a_right_step_is_not_accused(tmp_path, case):
-    report = run(tmp_path, RIGHT_STEPS[case])
+def test_a_right_step_is_not_accused(run, case):
+    report = run(RIGHT_STEPS[case])
     assert not report.verdict and bool(report.how) == (case == "normalization in DDP")
 
 
 @torch
-def test_a_second_division_is_not_called_clipping(tmp_path):
-    assert "2 times" in run(tmp_path, scratch(["losses.sum()", "losses.mean()"])).claims["update"]
+def test_a_second_division_is_not_called_clipping(run):
+    assert "2 times" in run(scratch(["losses.sum()", "losses.mean()"])).claims["update"]
 
 
 @torch
-def test_both_steps_are_near_float64_and_rounding_explains_more():
-    report = files.run(str(ROOT / "docs/pytorch/scratch.py"), "torch")
+def test_both_steps_are_near_float64_and_rounding_explains_more(run):
+    report = run(RIGHT["pytorch/scratch"])
     several, one, bound = (float(number) for number in re.findall(r"\d\.\de-\d\d", report.notes[0]))
     assert not report.verdict and 0 < one < bound / 8 and 0 < several < bound / 8
 
@@ -141,8 +158,8 @@ def test_both_steps_are_near_float64_and_rounding_explains_more():
         pytest.param("np.array_split(data, len(devices))", "[data] * len(devices)", "devices", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_a_step_in_jax_is_judged(tmp_path, old, new, claim):
-    found = run(tmp_path, changed("jax/scratch", (old, new)), "jax").claims
+def test_a_step_in_jax_is_judged(run, old, new, claim):
+    found = run(changed("jax/scratch", (old, new)), "jax").claims
     assert next((name for name, reason in found.items() if reason), None) == claim, found
 
 
