@@ -11,6 +11,7 @@ import ast
 import keyword
 import os
 import re
+import string
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -297,8 +298,8 @@ def _arguments(groups: list[list[Layer]]) -> tuple[tuple[str, ...], list[str], l
             if not text:
                 option = re.search(r"(\w+)=$", code)
                 word = option[1] if option else words[k] if k < len(words) else "size"
-                count = sum(other.rstrip("0123456789") == word for other in known.values())
-                text = known[column] = f"{word}{count + 1}" if count else word
+                numbered = (f"{word.rstrip(string.digits)}{number}" for number in ["", *range(2, len(known) + 3)])
+                text = known[column] = next(name for name in numbered if name not in known.values())
             code, end = code + text, found[0].end()
         codes.append(code + first.code[end:])
     return tuple(known.values()), codes, [list(values) for values in zip(*known)] or [[] for _ in groups]

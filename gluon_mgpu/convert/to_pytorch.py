@@ -81,6 +81,7 @@ import numpy as np, torch
 from safetensors.torch import load_model
 
 base = sys.argv[1]
+torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
 for name in ("kaiming_uniform_", "uniform_", "normal_"):  # random values would be replaced
     setattr(torch.nn.init, name, lambda array, *_, **__: array)
 net = runpy.run_path(base + ".py")["Net"]()
@@ -241,7 +242,8 @@ class _Graph:
         owner, or of the Gluon block, such as conv0 for conv0_fwd and lstm0_i2h for lstm0_t5_i2h."""
         name = re.sub(r"_t\d+(?=_)|_(fwd|(group|layer)norm0|rnn0)$", "", self.nodes[i]["name"])
         if params and self.nodes[params[0][0]]["op"] == "null" and self.constants[params[0]] not in self.owners:
-            name = re.sub(r"_(weight|gamma|alpha|parameters)$", "", self.nodes[params[0][0]]["name"])
+            given = re.match("(.+)_(weight|gamma|alpha|parameters)$", self.nodes[params[0][0]]["name"])
+            name = given[1] if given else name
         return name.removeprefix(self.prefix)
 
     def _layer(self, i: int, node: Node, params: list[Entry]) -> Layer | None:
@@ -399,7 +401,7 @@ def _indent(lines: list[str]) -> str:
 
 
 def write(network: Network, base: str) -> None:
-    """Write BASE.py and BASE.safetensors. BASE's last part must be an identifier.
+    """Write BASE.py and BASE.safetensors, whose metadata has MXNet's names. BASE's last part must be an identifier.
 
     Raises Refused if operators cannot be converted.
     """
@@ -425,7 +427,9 @@ def write(network: Network, base: str) -> None:
     )
     Path(f"{base}.py").write_text(code, encoding="utf-8")
     state = {join(layer.name, key): array for layer in layers for key, array in layer.state.items()}
-    save_file(state, f"{base}.safetensors")
+    names = {id(array): name for name, array in network.params.items()}
+    metadata = {key: names[id(array)] for key, array in state.items() if id(array) in names}
+    save_file(state, f"{base}.safetensors", metadata)
 
 
 def load_and_run(network: Network, base: str, program: str) -> None:

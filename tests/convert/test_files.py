@@ -258,6 +258,7 @@ KEYS = {
 @pytest.mark.parametrize("build, classes", [(residual, 2), (tagger, 0), (encoder, 1)])
 def test_repeated_blocks_become_classes_and_keys_have_the_names_of_the_parameters(build, classes, tmp_path):
     import torch
+    from safetensors import safe_open
     from safetensors.torch import load_model
 
     symbol, shapes = build()
@@ -271,8 +272,10 @@ def test_repeated_blocks_become_classes_and_keys_have_the_names_of_the_parameter
         found = [[net(*map(torch.from_numpy, inputs)).numpy()] for inputs, _ in given.samples]
     assert given.relative_error(found) < 1e-5
     state = net.state_dict()
-    for key, name in KEYS[build].items():
-        assert np.array_equal(state[key], given.params[f"net_{name}"])
+    with safe_open(tmp_path / "net.safetensors", "np") as file:
+        names = file.metadata()
+    assert {key: names[key] for key in KEYS[build]} == {key: f"net_{name}" for key, name in KEYS[build].items()}
+    assert all(np.array_equal(state[key], given.params[name]) for key, name in names.items())
     code = (tmp_path / "net.py").read_text()
     assert code.count("\nclass ") == classes + 1 and "transpose(0, 1)" not in code
 
