@@ -137,7 +137,8 @@ def _move_independent(network: Class) -> None:
 
 
 def _best(network: Class) -> list[Span]:
-    """The spans of the group that occurs most often; of several, the longest, if possible one without other blocks."""
+    """The spans of the group that occurs most often; of several, the one whose name has the most parts, or else one
+    without other blocks, or else the longest."""
     uses, calls = network.uses(), Counter(layer for step in network.steps for layer in step.layers())
     groups: dict[Any, list[Span]] = {}
     for start, least in sorted({*_starts(network, uses)}):
@@ -146,16 +147,21 @@ def _best(network: Class) -> list[Span]:
         if end and form and (form not in groups or groups[form][-1][1] <= start):
             groups.setdefault(form, []).append((start, end))
 
-    def priority(spans: list[Span]) -> tuple[int, bool, int]:
-        start, end = spans[0]
-        return len(spans), not any(layer.is_block for layer in layers_of(network.steps[start:end])), end - start
+    def priority(spans: list[Span]) -> tuple[int, int, bool, int]:
+        layers = layers_of(network.steps[slice(*spans[0])])
+        depth = len(re.findall(r"\d(?=_|$)", _path(layers)))  # 2 for stage1_unit1
+        return len(spans), depth, not any(layer.is_block for layer in layers), spans[0][1] - spans[0][0]
 
     return max((spans for spans in groups.values() if len(spans) > 1), key=priority, default=[])
 
 
 def _starts(network: Class, uses: dict[Operand, list[int]]) -> Iterator[Span]:
     """Where a group may start, and where it ends at the earliest."""
-    yield from ((users[0], users[1] + 1) for users in uses.values() if len(users) > 1)
+    for users in uses.values():
+        for last, following in zip(users[1:], [*users[2:], len(network.steps) + 9]):
+            end = _end(network, uses, users[0], last + 1)
+            if end and following > end + 3:  # otherwise the group is part of a larger one, such as a residual block
+                yield users[0], end
     named: dict[str, list[int]] = {}
     for at, step in enumerate(network.steps):
         name = step.layer.name if step.layer else step.name

@@ -408,7 +408,7 @@ def write(network: Network, base: str) -> None:
     from safetensors.numpy import save_file
 
     net = _Graph(network).convert()
-    classes = find(net, {"Net", *FUNCTIONS})
+    classes = find(net, {"Net", *WORDS})
     used, layers = {*TAKEN}, layers_of(net.steps)
     for layer in layers:
         layer.name = identifier(layer.name, used)
