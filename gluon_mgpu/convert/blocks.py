@@ -165,8 +165,8 @@ def _starts(network: Class, uses: dict[Operand, list[int]]) -> Iterator[Span]:
     named: dict[str, list[int]] = {}
     for at, step in enumerate(network.steps):
         name = step.layer.name if step.layer else step.name
-        for end in re.finditer(r"\d(?=_)", f"{name}_" if step.layer and step.layer.is_block else name):
-            named.setdefault(name[: end.end()], []).append(at)
+        for digit in re.finditer(r"\d(?=_)", f"{name}_" if step.layer and step.layer.is_block else name):
+            named.setdefault(name[: digit.end()], []).append(at)
     yield from ((places[0], places[-1] + 1) for places in named.values())
 
 

@@ -429,7 +429,7 @@ def write(network: Network, base: str) -> None:
     state = {join(layer.name, key): array for layer in layers for key, array in layer.state.items()}
     names = {id(array): name for name, array in network.params.items()}
     metadata = {key: names[id(array)] for key, array in state.items() if id(array) in names}
-    save_file(state, f"{base}.safetensors", metadata)
+    save_file(state, f"{base}.safetensors", metadata or None)  # it cannot read an empty one
 
 
 def load_and_run(network: Network, base: str, program: str) -> None:
