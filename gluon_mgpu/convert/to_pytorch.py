@@ -285,9 +285,9 @@ class _Graph:
 def _use_batch_first(code: Class) -> None:
     """Let recurrent layers swap axes 0 and 1, if steps before and after them do it."""
     swap, uses = "_0_.transpose(0, 1)", code.uses()
-    makers = {entry: step for step in code.steps for entry in step.outputs}
+    makers: dict[Operand, Step] = {entry: step for step in code.steps for entry in step.outputs}
     for at, step in enumerate(code.steps):
-        before, users = makers.get(step.entries()[0]), uses.get(step.outputs[0], [])
+        before, users = makers.get(step.operands[0]), uses.get(step.outputs[0], [])
         after = code.steps[users[0]] if len(users) == 1 and users[0] < len(code.steps) else None
         if not (step.nested and step.layer and before and after) or uses[step.operands[0]] != [at]:
             continue
