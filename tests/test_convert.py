@@ -170,7 +170,7 @@ ATTRIBUTES += [("Pooling", "pool_type", "rm"), ("Activation", "act_type", "relu(
 
 @pytest.mark.parametrize("op, key, text", ATTRIBUTES)
 def test_other_attributes_than_numbers_and_known_words_are_refused(op, key, text):
-    node = operators.Node(op, {key: text}, "it", [[(1, 4, 9, 9)]], [[(1, 4, 9, 9)]], [])
+    node = operators.Node(op, {key: text}, [[(1, 4, 9, 9)]], [[(1, 4, 9, 9)]], [])
     with pytest.raises(network.Unsupported, match=key):
         node.code("x")
 

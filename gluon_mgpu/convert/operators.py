@@ -54,7 +54,6 @@ class Node:
 
     op: str
     attrs: dict[str, str]
-    name: str  # the layer's name; an identifier
     inputs: list[list[Shape]]  # the shape of each input that is not a layer's parameter, for each sample
     outputs: list[list[Shape]]  # the shape of each output, for each sample
     arrays: list[np.ndarray]  # values of the layer's parameters
@@ -99,11 +98,10 @@ class Node:
         return code
 
     def create(self, layer: str, *names: str) -> str:
-        """Set the layer's code and state. Returns an expression that refers to the layer. names: PyTorch's names of the
+        """Set the layer's code and state. Returns the code that stands for the layer. names: PyTorch's names of the
         layer's parameters."""
-        self.layer = layer
-        self.state = {f"{self.name}.{name}": array for name, array in zip(names, self.arrays)}
-        return f"self.{self.name}"
+        self.layer, self.state = layer, dict(zip(names, self.arrays))
+        return "self.layer"
 
     def __getitem__(self, key: str) -> Any:
         """An attribute's value, or MXNet's default. Raises Unsupported if it is missing or not of MXNet's type."""
@@ -190,11 +188,11 @@ def convolution(node: Node, x: str, *weights: str) -> str:
     if transposed and any(node["target_shape"]):
         raise Unsupported("target_shape is not supported")
     options = {
-        "stride": _unless(1, _short(node.sizes("stride", 1))),
-        "padding": _unless(0, _short(node.sizes("pad", 0))),
-        "output_padding": _unless(0, _short(node.sizes("adj", 0))) if transposed else None,
-        "dilation": _unless(1, _short(node.sizes("dilate", 1))),
-        "groups": _unless(1, groups),
+        "stride": _short(node.sizes("stride", 1)),
+        "padding": _short(node.sizes("pad", 0)),
+        "output_padding": _short(node.sizes("adj", 0)) if transposed else None,
+        "dilation": _short(node.sizes("dilate", 1)),
+        "groups": groups,
     }
     if weights:
         return call(f"F.conv{'_transpose' * transposed}{n}d", x, *weights, **options)
@@ -204,7 +202,7 @@ def convolution(node: Node, x: str, *weights: str) -> str:
         *(channels if transposed else channels[::-1]),
         kernel_size=_short(node["kernel"]),
         **options,
-        bias=_unless(True, len(node.arrays) == 2),
+        bias=len(node.arrays) == 2,
     )
     return call(node.create(layer, "weight", "bias"), x)
 
@@ -221,17 +219,17 @@ def fully_connected(node: Node, x: str, *weights: str) -> str:
 def batch_norm(node: Node, x: str) -> str:
     axis, eps = node["axis"] % node.rank, node["eps"]
     momentum = float(f"{1 - node['momentum']:.6g}")  # PyTorch's momentum is the weight of the new value
-    layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), eps=eps, momentum=momentum)
+    options = {"eps": _unless(1e-5, eps), "momentum": _unless(0.1, momentum)}
+    layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), **options)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
     node.frozen, node.evaluated = node["fix_gamma"], node["use_global_stats"]
-    node.layer += ".eval()" * node.evaluated
     code = call(name, x if axis == 1 else f"{x}.movedim({axis}, 1)")
     return code if axis == 1 else f"{code}.movedim(1, {axis})"
 
 
 def layer_norm(node: Node, x: str) -> str:
     axis, last = node["axis"] % node.rank, node.rank - 1
-    layer = node.create(call("nn.LayerNorm", len(node.arrays[0]), eps=node["eps"]), "weight", "bias")
+    layer = node.create(call("nn.LayerNorm", len(node.arrays[0]), eps=_unless(1e-5, node["eps"])), "weight", "bias")
     return call(layer, x) if axis == last else f"{layer}({x}.movedim({axis}, {last})).movedim({last}, {axis})"
 
 

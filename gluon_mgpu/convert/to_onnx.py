@@ -80,8 +80,10 @@ def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
     """Load BASE.onnx in ONNX Runtime, and compute the outputs for each sample."""
     import onnxruntime
 
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     try:
-        session = onnxruntime.InferenceSession(f"{base}.onnx", providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(f"{base}.onnx", options, providers=["CPUExecutionProvider"])
         return [session.run(None, dict(zip(network.inputs, sample.inputs))) for sample in network.samples]
     except Exception as error:  # ONNX Runtime raises many exception types
         raise Error(f"ONNX Runtime: {last_line(error)}") from None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import keyword
 import os
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,19 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu import __version__
+from gluon_mgpu.convert.blocks import (
+    TAKEN,
+    Class,
+    Entry,
+    Layer,
+    Operand,
+    Parameter,
+    Step,
+    find,
+    identifier,
+    join,
+    layers_of,
+)
 from gluon_mgpu.convert.network import Network, Unsupported, load
 from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, rnn
 from gluon_mgpu.runtime import subprocesses
@@ -38,19 +51,18 @@ MODULE = '''"""A network converted from MXNet by gluon_mgpu {version}. To load t
 import torch
 from torch import nn
 from torch.nn import functional as F
-{functions}
+{definitions}
 
 class Net(nn.Module):
     """Inputs: {inputs}. Outputs: {outputs}."""
 
-    def __init__(self):
+{net}
+'''
+INIT = """
+    def __init__({arguments}):
         super().__init__()
 {layers}
-{train}
-    def forward(self, {arguments}):
-{forward}
-        return {result}
-'''
+"""
 TRAIN = """
     def train(self, mode=True):
         super().train(mode)
@@ -58,6 +70,9 @@ TRAIN = """
 {layers}
         return self
 """
+FORWARD = """
+    def forward({arguments}):
+{lines}"""
 
 # Loads a written module and its parameters as `net`, and the samples' inputs as `samples`
 LOAD = """
@@ -66,6 +81,7 @@ import numpy as np, torch
 from safetensors.torch import load_model
 
 base = sys.argv[1]
+torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
 for name in ("kaiming_uniform_", "uniform_", "normal_"):  # random values would be replaced
     setattr(torch.nn.init, name, lambda array, *_, **__: array)
 net = runpy.run_path(base + ".py")["Net"]()
@@ -86,9 +102,8 @@ for sample, inputs in samples.items():
 np.savez(base + ".npz", **results)
 """
 
-# Attributes of nn.Module that a layer must not replace
-TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
-    parameters state_dict to train training type zero_grad""".split()
+# Options of layers that need not be written
+DEFAULT = re.compile(r", (stride=1|padding=0|output_padding=0|dilation=1|groups=1|bias=True)(?=[,)])")
 SOURCES = "arange eye full identity ones zeros".split()  # operators without inputs, such as _zeros and _npi_zeros
 FUNCTIONS = {
     node.name: node
@@ -96,8 +111,6 @@ FUNCTIONS = {
     if isinstance(node, ast.FunctionDef)
 }
 WORDS = {"self", "torch", "nn", "F", "x", "y", "z", *FUNCTIONS}  # names that mean something else in the code
-
-Entry = tuple[int, int]  # one output of a node: the node's index, and the index of the output
 
 
 class Refused(UsageError):
@@ -115,8 +128,8 @@ class Refused(UsageError):
         self.fixed_size = all(why.fixed_size for _, _, why in problems)  # whether all can for inputs of one size
 
 
-class _Module:
-    """Generates the code of a module, node by node."""
+class _Graph:
+    """Converts a graph to steps, node by node."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.nodes = network, network.graph["nodes"]
@@ -124,14 +137,9 @@ class _Module:
         self.shapes = list(map(network.shapes, sizes))  # for each sample, then for each node and output
         self.first_input = next(i for i, node in enumerate(self.nodes) if node["name"] == network.inputs[0])
         self.constants = self._constants()
-        self.layers: list[str] = []  # code that creates the layers
-        self.forward: list[str] = []  # code that applies them
-        self.evaluated: list[str] = []  # code that sets layers to evaluation mode
-        self.state: dict[str, np.ndarray] = {}
-        self.owners: dict[str, str] = {}  # {description of a constant: its name in the state dict}
-        self.names: dict[tuple[Any, ...], str] = {}  # {description of a layer: its name in the module}
-        self.taken = set(TAKEN)
-        self._write()
+        self.owners: dict[str, Parameter] = {}  # {description of a constant: its parameter}
+        self.layers: dict[tuple[Any, ...], Layer] = {}  # by their description
+        self.taken, self.prefix = set(TAKEN), ""  # prefix: the network's name, with which the layers' names begin
 
     def _constants(self) -> dict[Entry, str]:
         """Find the entries that do not depend on the inputs. Equal entries have the same description."""
@@ -182,133 +190,201 @@ class _Module:
             entry = i, output
         return entry
 
-    def _steps(self, heads: list[Entry]) -> tuple[list[int], dict[Entry, list[int]]]:
-        """The nodes that the outputs need, in order; and for each entry, the positions in this list of those that use
-        it, from last to first. An output is used at the end."""
-        steps, uses = list[int](), {head: [0] for head in heads}
+    def _needed(self, heads: list[Entry]) -> list[int]:
+        """The nodes that the outputs need, in order."""
+        nodes, used = list[int](), {*heads}
         for i in reversed(range(len(self.nodes))):
-            needed = any((i, output) in uses for output in range(len(self.shapes[0][i])))
+            needed = any((i, output) in used for output in range(len(self.shapes[0][i])))
             if needed and self.nodes[i]["op"] != "null" and (i, 0) not in self.constants:
-                steps.insert(0, i)
-                for entry in self._operands(i)[0]:
-                    uses.setdefault(entry, []).append(-len(steps))
-        return steps, {entry: [len(steps) + position for position in positions] for entry, positions in uses.items()}
+                nodes.insert(0, i)
+                used.update(self._operands(i)[0])
+        return nodes
 
-    def _write(self) -> None:
+    def convert(self) -> Class:
+        """The network's steps. Raises Refused."""
         heads = [self._source((i, output)) for i, output, *_ in self.network.graph["heads"]]
-        steps, uses = self._steps(heads)
-        owners = [_block(self.nodes[i]["name"]) for i in steps if self._operands(i)[1]]
-        # The network's name, with which all of these names begin.
+        needed, steps, problems = self._needed(heads), list[Step](), list[tuple[str, str, Unsupported]]()
+        owners = [self._name(i, params) for i in needed if (params := self._operands(i)[1])]
         prefix = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*owners)))
         self.prefix = prefix[: prefix.rfind("_") + 1]
-        used, problems = set(WORDS), []
-        inputs = {node["name"]: (i, 0) for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs}
-        variables = {inputs[name]: "x" if len(inputs) == 1 else _identifier(name, used) for name in self.network.inputs}
-        self.arguments = list(variables.values())
-        for at, i in enumerate(steps):
+        for i in needed:
             operands, params = self._operands(i)
-            live = [entry for entry in variables if uses.get(entry, [-1])[0] >= at]
-            if self.forward and [len(uses[entry]) > 1 for entry in live] == [True]:
-                self.forward.append("")  # between blocks of the network
             try:
                 node = self._node(i, operands, params)
-                code = node.code(*(variables.get(entry) or self._parameter(entry) for entry in operands))
+                code = node.code(*(f"_{k}_" for k in range(len(operands))))
             except Unsupported as why:
                 problems.append((self.nodes[i]["op"], self.nodes[i]["name"], why))
-                variables.update({(i, output): "x" for output in range(len(self.shapes[0][i]))})
                 continue
-            entries = [(i, output) for output in range(len(node.outputs))]
-            kept = [entry for entry in entries if entry in uses]
-            taken = {variables[entry] for entry in live if uses[entry][0] > at}
-            for entry in kept:
-                if len(kept) == 1 and set(uses[entry]) == {at + 1}:
-                    variables[entry] = next(name for name in "xyz" if name not in taken)
-                else:
-                    name = _block(self.nodes[i]["name"]).removeprefix(self.prefix)
-                    variables[entry] = _identifier(f"{name}{entry[1]}" if len(kept) > 1 else name, taken | WORDS)
-            targets = [variables[entry] if entry in uses else "_" for entry in entries]
-            if node.nested:  # (output, state), where the state of an LSTM is a tuple
-                states = targets[1:] if {*targets[1:]} - {"_"} else ["_"]
-                targets[1:] = [f"({', '.join(states)})" if len(states) > 1 else states[0]]
-            self.forward.append(f"{', '.join(targets)} = {code}")
-            self._add_layer(node, params)
+            parts = [self._parameter(entry) if entry in self.constants else entry for entry in operands]
+            outputs = [(i, output) for output in range(len(node.outputs))]
+            steps.append(Step(self._name(i), code, parts, outputs, self._layer(i, node, params), node.nested))
         if problems:
             raise Refused(problems)
-        self.result = ", ".join(variables.get(entry) or self._parameter(entry) for entry in heads)
+        places = {node["name"]: (i, 0) for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs}
+        used = {*WORDS}
+        inputs = {places[name]: identifier(name, used) for name in self.network.inputs}
+        inputs = dict.fromkeys(inputs, "x") if len(inputs) == 1 else inputs
+        results = [self._parameter(entry) if entry in self.constants else entry for entry in heads]
+        net = Class("Net", (), inputs, steps, results)
+        _use_batch_first(net)
+        return net
 
     def _node(self, i: int, operands: list[Entry], params: list[Entry]) -> Node:
-        node, layer = self.nodes[i], ""
+        node = self.nodes[i]
         if not all(entry in self.constants for entry in params):
             raise Unsupported("its parameters are computed from the network's input")
         inputs = [[shapes[j][output] for shapes in self.shapes] for j, output in operands]
-        if params:
-            key = node["op"], str(node.get("attrs")), *(self.constants[entry] for entry in params), len(inputs[0][0])
-            if key not in self.names:
-                self.names[key] = self._name(node)
-            layer = self.names[key]
         outputs = [list(shapes) for shapes in zip(*(shapes[i] for shapes in self.shapes))]
-        arrays = [self._value(entry) for entry in params]
-        return Node(node["op"], node.get("attrs", {}), layer, inputs, outputs, arrays)
+        return Node(node["op"], node.get("attrs", {}), inputs, outputs, [self._value(entry) for entry in params])
 
-    def _name(self, node: dict[str, Any]) -> str:
-        """A new name for a layer or a parameter, similar to its name in the graph."""
-        return _identifier(_block(node["name"]).removeprefix(self.prefix), self.taken)
+    def _name(self, i: int, params: Sequence[Entry] = ()) -> str:
+        """The name of a layer without the network's name: of its parameters, unless they are computed or have another
+        owner, or of the Gluon block, such as conv0 for conv0_fwd and lstm0_i2h for lstm0_t5_i2h."""
+        name = re.sub(r"_t\d+(?=_)|_(fwd|(group|layer)norm0|rnn0)$", "", self.nodes[i]["name"])
+        if params and self.nodes[params[0][0]]["op"] == "null" and self.constants[params[0]] not in self.owners:
+            given = re.match("(.+)_(weight|gamma|alpha|parameters)$", self.nodes[params[0][0]]["name"])
+            name = given[1] if given else name
+        return name.removeprefix(self.prefix)
 
-    def _add_layer(self, node: Node, params: list[Entry]) -> None:
-        line = f"self.{node.name} = {node.layer}"
-        if not node.layer or line in self.layers:
-            return
-        self.layers.append(line)
-        if node.evaluated:
-            self.evaluated.append(f"self.{node.name}.eval()")
-        if node.frozen:
-            self.layers.append(f"self.{node.name}.weight.requires_grad_(False)  # as in MXNet, always 1")
+    def _layer(self, i: int, node: Node, params: list[Entry]) -> Layer | None:
+        if not node.layer:
+            return None
+        descriptions = [self.constants[entry] for entry in params]
+        key = node.op, str(node.attrs), *descriptions, node.rank
+        if key in self.layers:
+            return self.layers[key]
+        name = identifier(self._name(i, params), self.taken)
+        layer = self.layers[key] = Layer(name, node.layer, {}, frozen=node.frozen, evaluated=node.evaluated)
         for k, (name, array) in enumerate(node.state.items()):
             same = len(params) == len(node.state)  # an RNN has one array for all of its parameters
-            description = self.constants[params[k]] if same else f"{self.constants[params[0]]}[{k}]"
+            description = descriptions[k] if same else f"{descriptions[0]}[{k}]"
             if description in self.owners:
-                self.layers.append(f"self.{name} = self.{self.owners[description]}  # shared, as in MXNet")
+                owner = self.owners[description]
+                owner.layer.alone = layer.alone = False
+                layer.shared.append((name, owner))
             else:
-                self.owners[description], self.state[name] = name, array
+                self.owners[description], layer.state[name] = Parameter(layer, name), array
+        return layer
 
-    def _parameter(self, entry: Entry) -> str:
-        """The code for a constant that is not a layer's parameter. Creates it if necessary."""
-        description, node = self.constants[entry], self.nodes[entry[0]]
-        trained = node["op"] == "null" and self._value(entry).dtype == np.float32
+    def _parameter(self, entry: Entry) -> Parameter:
+        """A constant that is not a layer's parameter."""
+        description, array = self.constants[entry], self._value(entry)
+        trained = self.nodes[entry[0]]["op"] == "null" and array.dtype == np.float32
         owner = description if trained else f"buffer {description}"  # a layer may have the same array as a parameter
         if owner not in self.owners:
-            name, array = self._name(node), self._value(entry)
-            self.owners[owner], self.state[name] = name, array
-            zeros = f"torch.zeros({array.shape}, dtype=torch.{array.dtype})"
-            self.layers.append(
-                f"self.{name} = nn.Parameter({zeros})" if trained else f'self.register_buffer("{name}", {zeros})'
+            dtype = "" if array.dtype == np.float32 else f", dtype=torch.{array.dtype}"
+            zeros = f"torch.zeros({array.shape}{dtype})"
+            name = identifier(self._name(entry[0]), self.taken)
+            code = f"nn.Parameter({zeros})" if trained else zeros
+            self.owners[owner] = Parameter(Layer(name, code, {"": array}, buffer=not trained), "")
+        parameter = self.owners[owner]
+        parameter.layer.alone &= not parameter.name
+        return parameter
+
+
+def _use_batch_first(code: Class) -> None:
+    """Let recurrent layers swap axes 0 and 1, if steps before and after them do it."""
+    swap, uses = "_0_.transpose(0, 1)", code.uses()
+    makers: dict[Operand, Step] = {entry: step for step in code.steps for entry in step.outputs}
+    for at, step in enumerate(code.steps):
+        before, users = makers.get(step.operands[0]), uses.get(step.outputs[0], [])
+        after = code.steps[users[0]] if len(users) == 1 and users[0] < len(code.steps) else None
+        if not (step.nested and step.layer and before and after) or uses[step.operands[0]] != [at]:
+            continue
+        if before.code == after.code == swap and sum(other.layer is step.layer for other in code.steps) == 1:
+            step.layer.code = f"{step.layer.code[:-1]}, batch_first=True)"
+            step.operands[0], step.outputs[0] = before.operands[0], after.outputs[0]
+            before.code = after.code = ""
+    code.steps = [step for step in code.steps if step.code]
+
+
+def _called(text: str) -> list[str]:
+    """The code of the functions that some code calls."""
+    called = dict[str, str]()
+    for name in reversed(FUNCTIONS):  # a function calls only those before it
+        if re.search(rf"\b{name}\(", text):
+            called[name] = ast.unparse(FUNCTIONS[name])
+            text += called[name]
+    return list(called.values())[::-1]
+
+
+def _lines(code: Class, words: set[str]) -> list[str]:
+    """The lines of forward. words: names that its variables cannot have."""
+    uses, variables, lines = code.uses(), dict(code.inputs), list[str]()
+    last: tuple[Operand | None, str, str] = None, "", ""  # the value of the line before, its code, its layer's name
+
+    def read(operand: Operand) -> str:
+        if isinstance(operand, Parameter):
+            return f"self.{join(operand.layer.name, operand.name)}"
+        return variables[operand]
+
+    for at, step in enumerate(code.steps):
+        live = [entry for entry in variables if uses.get(entry, [-1])[-1] >= at]
+        if len(lines) > 1 and [len(uses[entry]) > 1 for entry in live] == [True]:
+            lines.append("")  # between blocks of the network
+        operands, name = [read(operand) for operand in step.operands], step.layer.name if step.layer else ""
+        if step.operands[:1] == [last[0]] and uses[step.operands[0]] == [at] and _continues(step, last[1]):
+            lines.pop()
+            operands[0], name = last[1], name or last[2]
+        text = re.sub(r"\bself\.layer\b", f"self.{step.layer.name}", step.code) if step.layer else step.code
+        text = "".join(operands[int(part)] if k % 2 else part for k, part in enumerate(re.split(r"\b_(\d+)_\b", text)))
+        kept = [entry for entry in step.outputs if entry in uses]
+        taken = {variables[entry] for entry in live if uses[entry][-1] > at}
+        for entry in kept:
+            if len(kept) == 1 and {*uses[entry]} == {at + 1}:
+                variables[entry] = next(name for name in "xyz" if name not in taken)
+            else:
+                number = entry[1] if len(kept) > 1 else ""
+                variables[entry] = identifier(f"{name or step.name}{number}", taken | words)
+        targets = [variables[entry] if entry in uses else "_" for entry in step.outputs]
+        if step.nested:  # (output, state), where the state of an LSTM is a tuple
+            states = targets[1:] if {*targets[1:]} - {"_"} else ["_"]
+            targets[1:] = [f"({', '.join(states)})" if len(states) > 1 else states[0]]
+        if step.repeated:
+            lines += [f"{targets[0]} = {operands[0]}"] * (targets[0] != operands[0])
+            call = f"block({', '.join([targets[0], *operands[1:]])})"
+            lines += [f"for block in self.{name}:", f"    {targets[0]} = {call}"]
+        else:
+            lines.append(f"{', '.join(targets)} = {text}")
+        last = (step.outputs[0], text, name) if len(targets) == 1 and not step.repeated else (None, "", "")
+    result = ", ".join(map(read, code.results))
+    if [*code.results] == [last[0]]:
+        lines.pop()
+        result = last[1]
+    return [*lines, f"return {result}"]
+
+
+def _continues(step: Step, before: str) -> bool:
+    """Whether a step can be written on the line before, because it calls a method or a function of its value."""
+    if step.code.count("_0_") > 1:
+        return False
+    if step.code.startswith("_0_"):
+        return len(before) < 90 and isinstance(ast.parse(before, mode="eval").body, (ast.Call, ast.Subscript))
+    simple = re.match(r"[\w.]+\(_0_[,)]", step.code) and before.count("(") < 3 and len(before + step.code) < 90
+    return bool(simple) and (not step.layer or "Norm" in step.layer.code)
+
+
+def _methods(code: Class, words: set[str]) -> str:
+    """The code of a class's methods."""
+    layers, evaluated = list[str](), list[str]()
+    for layer in layers_of(code.steps):
+        create = DEFAULT.sub("", layer.code)
+        line = f"self.{layer.name} = {create}{'.eval()' * layer.evaluated}"
+        layers.append(f'self.register_buffer("{layer.name}", {create})' if layer.buffer else line)
+        if layer.evaluated:
+            evaluated.append(f"self.{layer.name}.eval()")
+        if layer.frozen:
+            layers.append(f"self.{layer.name}.weight.requires_grad_(False)  # as in MXNet, always 1")
+        for name, owner in layer.shared:
+            layers.append(
+                f"self.{layer.name}.{name} = self.{join(owner.layer.name, owner.name)}  # shared, as in MXNet"
             )
-        return f"self.{self.owners[owner]}"
-
-    def functions(self) -> list[str]:
-        """The code of the functions that forward calls."""
-        text, called = "\n".join(self.forward), dict[str, str]()
-        for name in reversed(FUNCTIONS):  # a function calls only those before it
-            if re.search(rf"\b{name}\(", text):
-                called[name] = ast.unparse(FUNCTIONS[name])
-                text += called[name]
-        return list(called.values())[::-1]
-
-
-def _block(name: str) -> str:
-    """The name of the Gluon block that contains an operator: conv0 for conv0_fwd, lstm0_i2h for lstm0_t5_i2h."""
-    return re.sub(r"_t\d+(?=_)|_(fwd|(group|layer)norm0|rnn0)$", "", name)
-
-
-def _identifier(name: str, others: set[str]) -> str:
-    """Convert a name to an identifier that is not in `others`, and add the identifier to `others`."""
-    name = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_")
-    if not name[:1].isalpha():
-        name = f"layer{name}"
-    while keyword.iskeyword(name) or name in others:
-        name += "_"
-    others.add(name)
-    return name
+    lines = _lines(code, words)
+    methods = INIT.format(arguments=", ".join(["self", *code.words]), layers=_indent(layers)) if layers else ""
+    methods += TRAIN.format(layers=_indent(evaluated)) if evaluated else ""
+    return (methods + FORWARD.format(arguments=", ".join(["self", *code.inputs.values()]), lines=_indent(lines))).strip(
+        "\n"
+    )
 
 
 def _indent(lines: list[str]) -> str:
@@ -325,28 +401,35 @@ def _indent(lines: list[str]) -> str:
 
 
 def write(network: Network, base: str) -> None:
-    """Write BASE.py and BASE.safetensors. BASE's last part must be an identifier.
+    """Write BASE.py and BASE.safetensors, whose metadata has MXNet's names. BASE's last part must be an identifier.
 
     Raises Refused if operators cannot be converted.
     """
     from safetensors.numpy import save_file
 
-    module = _Module(network)
-    inputs = [f"{_identifier(name, set())} ({', '.join(map(str, network.axes(name)))})" for name in network.inputs]
+    net = _Graph(network).convert()
+    classes = find(net, {"Net", *WORDS})
+    used, layers = {*TAKEN}, layers_of(net.steps)
+    for layer in layers:
+        layer.name = identifier(layer.name, used)
+    inputs = [f"{identifier(name, set())} ({', '.join(map(str, network.axes(name)))})" for name in network.inputs]
+    words = {*WORDS, *(block.name for block in classes)}
+    blocks = [f"class {block.name}(nn.Module):\n{_methods(block, words)}" for block in classes]
+    methods = _methods(net, words)
+    definitions = [*_called("\n".join([*blocks, methods])), *blocks]
     code = MODULE.format(
         version=__version__,
         name=os.path.basename(base),
-        functions="".join(f"\n\n{function}\n" for function in module.functions()),
+        definitions="".join(f"\n\n{definition}\n" for definition in definitions),
         inputs=", ".join(inputs),
-        outputs=", ".join(_identifier(name, set()) for name in network.outputs),
-        layers=_indent(module.layers or ["pass"]),
-        train=TRAIN.format(layers=_indent(module.evaluated)) if module.evaluated else "",
-        arguments=", ".join(module.arguments),
-        forward=_indent(module.forward),
-        result=module.result,
+        outputs=", ".join(identifier(name, set()) for name in network.outputs),
+        net=methods,
     )
     Path(f"{base}.py").write_text(code, encoding="utf-8")
-    save_file(module.state, f"{base}.safetensors")
+    state = {join(layer.name, key): array for layer in layers for key, array in layer.state.items()}
+    names = {id(array): name for name, array in network.params.items()}
+    metadata = {key: names[id(array)] for key, array in state.items() if id(array) in names}
+    save_file(state, f"{base}.safetensors", metadata or None)  # it cannot read an empty one
 
 
 def load_and_run(network: Network, base: str, program: str) -> None:
