@@ -74,6 +74,7 @@ def accumulated(first, last):
 
 FIRST = ["[dist.get_rank()]", "[0]"]
 MEAN = ["losses.sum() * dist.get_world_size() / len(X)", "losses.mean()"]
+STRIDED = ["shard(y), reduction", "y[dist.get_rank() :: dist.get_world_size()], reduction"]
 STEP = SUM + "    sgd(params, lr, len(X))"
 NORM = ["DistributedDataParallel(lenet())", "DistributedDataParallel(nn.Sequential(nn.BatchNorm2d(1), lenet()))"]
 ADAM = ["torch.optim.SGD(net.parameters(), lr=lr)", "torch.optim.Adam(net.parameters(), lr=lr / 100)"]
@@ -89,7 +90,7 @@ WRONG = {
     "the same shard": ("devices", "same shard", scratch(FIRST)),
     "a deadlock": ("update", "waits forever", scratch([SUM, BRANCH])),
     "accuracy of one part": ("accuracy", "0.1818", scratch(["    dist.all_reduce(correct)\n", ""])),
-    "labels of others": ("update", "labels", scratch(["shard(y), reduction", "y[dist.get_rank() :: 2], reduction"])),
+    "labels of others": ("update", "labels", scratch(STRIDED)),
     "a second division": ("update", "2 times", scratch(["losses.sum()", "losses.mean()"])),
     "only the last examples": ("update", "order", scratch(["losses.sum()", "losses[-3:].sum()"])),
     "a step before the sum": ("sum", "own", scratch([STEP, "    sgd(params, lr, len(X))"])),
