@@ -1,4 +1,4 @@
-"""Data-parallel training of MXNet networks, written twice: with NDArray alone (`scratch`) and with Gluon (`highlevel`).
+"""Data-parallel training of MXNet networks: with NDArray alone (`scratch`) and with Gluon (`highlevel`).
 
 Import this package before mxnet, so that the first `import mxnet` sets up the engine for several CPU contexts.
 """

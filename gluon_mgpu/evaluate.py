@@ -25,7 +25,7 @@ from gluon_mgpu.runtime.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.model import STATE, VELOCITY, Model
+from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.run import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
@@ -59,11 +59,8 @@ def load(
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.recorded.impl)
     config = lessons.for_evaluation(run.recorded, lesson)
     model = build(lesson, ctx, config, run.details["image_shape"], classes=1)
-    run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith((VELOCITY, STATE))}
+    run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
     broken = [name for name, array in run.arrays.items() if not np.isfinite(array).all()]
-    run.arrays |= {
-        name: array.asnumpy() for name, array in model.lesson_state().items()
-    }  # which predictions do not need
     run.load(model)
     if broken:
         log.say(f"{folder}: the parameters {', '.join(broken)} are not finite, so its scores mean nothing")

@@ -89,6 +89,7 @@ def train(num_gpus: int, batch_size: int, lr: float, epochs: int = 4, seed: int 
         mx.random.seed(seed)
     net = lenet()
     initialize(net, ctx)
+    # With update_on_kvstore, one device would compute the updates of all replicas.
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": lr}, update_on_kvstore=False)
     for epoch in range(1, epochs + 1):
         start = time()

@@ -176,7 +176,7 @@ def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
 
 
 def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
-    """ZeRO-2: device i keeps only chunk i of the gradients too."""
+    """ZeRO-2: device i keeps only chunk i of the gradients too: `reduce_to_chunks` is all that differs from ZeRO-1."""
     weights, *moments = state
     losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_to_chunks)
     update_chunks(optimizer, weights, grads, moments, X.shape[0])

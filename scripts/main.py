@@ -17,5 +17,6 @@ if __name__ == "__main__":
         sys.exit(f"error: {error} for {sys.executable}: use .venv/bin/python (`make install`), or `pip install .`")
     command = Path(__file__).stem
     in_folder = Path(__file__).with_suffix("").is_dir()
-    sys.path.insert(0, str(Path(__file__).parent))  # Python does not do so if PYTHONSAFEPATH is set
+    if in_folder:
+        sys.path.insert(0, str(Path(__file__).parent))  # Python does not do so if PYTHONSAFEPATH is set
     run(f"{command}.cli" if in_folder else f"gluon_mgpu.commands.{command}", command)

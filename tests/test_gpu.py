@@ -12,7 +12,7 @@ import pytest
 from mxnet import nd
 from runs import call, finished, gluon_mgpu
 from test_steps import LESSONS, LIMIT, assert_twenty_steps_end_at, expected  # noqa: F401 (a fixture)
-from test_twins import TORCHRUN, run  # noqa: F401 (a fixture)
+from test_twins import ROOT, TORCHRUN, run  # noqa: F401 (a fixture)
 
 from gluon_mgpu import asynchrony, train
 from gluon_mgpu.commands.check import check
@@ -176,9 +176,14 @@ def test_an_old_program_runs_on_the_gpus_that_it_names(name, printed, tmp_path):
 
 @pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
 def test_two_processes_of_pytorch_on_gpus_have_the_parameters_of_scratch(name, run):  # noqa: F811
-    if finished(sys.executable, "-c", "import torch; assert torch.cuda.is_available()").returncode:
+    count = finished(sys.executable, "-c", "import torch; print(torch.cuda.device_count())").stdout.strip()
+    if not count.isdecimal() or count == "0":
         pytest.skip("needs a PyTorch that can use the GPU")
-    run(TORCHRUN, f"pytorch/{name}.py", "--device", "cuda")
+    if name == "fsdp" and count == "1":
+        done = finished(*TORCHRUN, ROOT / "docs/pytorch/fsdp.py", "--device", "cuda", "--dataset", "synthetic")
+        assert done.returncode and "--device cpu" in done.stderr
+    else:
+        run(TORCHRUN, f"pytorch/{name}.py", "--device", "cuda")
 
 
 @pytest.mark.parametrize("name", ["scratch", "sharding"])

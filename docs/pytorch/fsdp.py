@@ -33,6 +33,8 @@ def lenet(scale=0.1, seed=1):
 
 def init_net(lr):
     net, device = lenet(), torch.get_default_device().type
+    if device == "cuda" and dist.get_backend() == "gloo":
+        raise SystemExit("fsdp.py needs a GPU for each process: start fewer processes, or pass --device cpu")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for layer in net:
         if isinstance(layer, (nn.Conv2d, nn.Linear)):

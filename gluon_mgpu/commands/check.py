@@ -12,9 +12,10 @@ from gluon_mgpu.check.comparison import Report
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
 from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training.config import Config
 
+SETTINGS = ("model", "hybridize", "tune", "zero")  # of the step
 CLAIMS = {
     "runs": "a step runs on one device",
     "several": "a step runs on several devices",
@@ -35,13 +36,14 @@ CLAIMS = {
     examples="""
         gluon-mgpu check my_scratch.py --gpus 4
         gluon-mgpu check highlevel --model resnet18
+        gluon-mgpu check sharded --zero 3
         gluon-mgpu check my_ddp.py
     """,
 )
-@click.argument("lesson", metavar="FILE.py|scratch|highlevel")
-@common.settings("gpus", "device", "model", "dataset", "data_dir", gpus={"default": 2}, dataset={"default": None})
+@click.argument("lesson", metavar="FILE.py|scratch|highlevel|sharded")
+@common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", gpus={"default": 2}, dataset={"default": None})
 @click.pass_context
-def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: str, model: str, **data: Any) -> None:
+def check(context: click.Context, lesson: str, **options: Any) -> None:
     """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
     changed copy of scratch.py or highlevel.py, or a file with a step in PyTorch (two processes) or JAX (two devices),
     such as docs/pytorch/ddp.py. The exit status is 1 if the steps differ or cannot be compared.
@@ -50,16 +52,19 @@ def check(context: click.Context, lesson: str, gpus: tuple[int, ...], device: st
     if engine := files.engine(lesson):
         _check_file(context, lesson, engine)
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
-    ctx = devices.contexts(gpus, device)
+    if options["data_dir"] is not None and options["dataset"] != "own":
+        raise UsageError("data_dir", options["data_dir"], f"needs {setting('dataset', 'own')}: other images are random")
+    ctx = devices.contexts(options["gpus"], options["device"])
     from gluon_mgpu.data import datasets
     from gluon_mgpu.training import lessons
     from gluon_mgpu.training.check import compare
 
     shape, classes = datasets.IMAGE_SHAPE, 10
-    if data["dataset"] == "own":  # the others have the same shape and number of classes
-        own = datasets.load("own", data["data_dir"])
+    if options["dataset"] == "own":  # the others have the same shape and number of classes
+        own = datasets.load("own", options["data_dir"])
         shape, classes = own.image_shape, own.classes
-    report = compare(lessons.load(lesson), ctx, Config(impl=lesson, model=model), shape, classes)
+    config = Config(impl=lesson, **{name: options[name] for name in SETTINGS})
+    report = compare(lessons.load(lesson), ctx, config, shape, classes)
     _print(context, lesson, report, CLAIMS)
 
 

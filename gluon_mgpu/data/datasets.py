@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import platformdirs
-import requests
 
 from gluon_mgpu.data import own_data
 from gluon_mgpu.runtime import files, log, subprocesses
@@ -30,10 +29,6 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from gluon_mgpu.data.batches import DataIter
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # in Jupyter without ipywidgets, tqdm warns that it falls back to text
-    import pooch
 
 DATASETS = ("fashion-mnist", "mnist", "synthetic", "own")
 IMAGE_SHAPE = (1, 28, 28)  # of the built-in data sets: channels, height, width
@@ -307,6 +302,10 @@ def _content(path: Path, name: str) -> bytes:
 
 def _download(mirror: str, name: str, folder: Path, temp: Path) -> None:
     """Download the missing files into `folder`. Raises Error, with the host and the reason, if a download fails."""
+    with warnings.catch_warnings():  # imported here, because few runs download
+        warnings.simplefilter("ignore")  # in Jupyter without ipywidgets, tqdm warns that it falls back to text
+        import pooch
+        import requests
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
     try:
         for file in _missing(folder, name):
@@ -315,17 +314,14 @@ def _download(mirror: str, name: str, folder: Path, temp: Path) -> None:
             _keep(part, name, folder)
     except (requests.RequestException, ValueError, Error) as error:  # ValueError: not a valid URL
         host = mirror.split("//")[-1].split("/")[0].split("@")[-1]
-        raise Error(f"{host}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, requests.HTTPError):
-        return f"HTTP {error.response.status_code}"
-    if "timed out" in str(error):
-        return "timed out"
-    if isinstance(error, Error):
-        return "wrong content"
-    return "no connection" if type(error) is requests.ConnectionError else type(error).__name__
+        why = "no connection" if type(error) is requests.ConnectionError else type(error).__name__
+        if isinstance(error, requests.HTTPError):
+            why = f"HTTP {error.response.status_code}"
+        elif "timed out" in str(error):
+            why = "timed out"
+        elif isinstance(error, Error):
+            why = "wrong content"
+        raise Error(f"{host}: {why}") from None
 
 
 def _keep(file: Path, name: str, folder: Path) -> None:

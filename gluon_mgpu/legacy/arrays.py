@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import math
 import warnings
 from types import ModuleType
@@ -41,8 +42,9 @@ def add_to_numpy(np: ModuleType) -> None:
         "sctypes": {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()},
         "lib.pad": np.pad,
     }
-    if hasattr(np, "trapezoid"):  # NumPy 2 prints np.int64(2) instead of 2, and MXNet's library parses printed numbers
-        np.set_printoptions(legacy="1.25")
+    if hasattr(np, "trapezoid"):  # NumPy 2
+        np.set_printoptions(legacy="1.25")  # 2 instead of np.int64(2), because MXNet's library parses printed numbers
+        _write_float32_as_json(np)
     restore(np, names)
     _restore_methods(np)
     _accept_ragged(np)
@@ -105,6 +107,13 @@ def _accept_ragged(np: ModuleType) -> None:
 
     for name in ("array", "asarray", "asanyarray"):  # np.save calls np.asanyarray
         setattr(np, name, replacement(getattr(np, name)))
+
+
+def _write_float32_as_json(np: ModuleType) -> None:
+    """Since NumPy 2, 0.0 + np.float32(1) is an np.float32, which json refuses, and not an np.float64, a float."""
+    encoder: Any = json.JSONEncoder
+    refuse = encoder.default
+    encoder.default = lambda self, o: float(o) if isinstance(o, np.float32) else refuse(self, o)
 
 
 def _read_bytes_from_strings(np: ModuleType) -> None:

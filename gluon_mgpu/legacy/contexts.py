@@ -10,9 +10,7 @@ import functools
 import io
 import os
 import struct
-import sys
 import threading
-import time
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -23,7 +21,6 @@ from gluon_mgpu.runtime import log
 CPU, GPU = 1, 2  # MXNet's numbers for kinds of contexts
 TEMP_COPIES = "4"  # MXNet's default. With more temporary spaces, programs with large arrays need more memory.
 SYNC_TEMP_COPIES = "999"  # the most; ResNet-101 needs more than 256
-SECONDS = 20  # without any computation, until a program with SyncBatchNorm is said to hang
 
 
 def replace(mx: ModuleType, gpus: int | None) -> None:
@@ -125,19 +122,13 @@ def saved_context(file: BinaryIO) -> tuple[int, int]:
 
 
 def answer_queries(mx: ModuleType, gpus: int | None) -> None:
-    """Answer MXNet's functions that ask for the number of GPUs, and for a GPU's free and total memory in bytes."""
+    """Answer MXNet's functions that ask for the number of GPUs."""
 
     def count(result: Any) -> int:
         result._obj.value = gpus or 0
         return 0
 
-    def memory(device_id: Any, free: Any, total: Any) -> int:
-        mx.gpu(getattr(device_id, "value", device_id))  # raises MXNetError if there are fewer
-        pages = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
-        free._obj.value, total._obj.value = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
-        return 0
-
-    mx.base._LIB.MXGetGPUCount, mx.base._LIB.MXGetGPUMemoryInformation64 = count, memory
+    mx.base._LIB.MXGetGPUCount = count
 
 
 def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:
@@ -147,30 +138,12 @@ def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:
     layer = nn.SyncBatchNorm
     create = layer.__init__
 
-    def create_and_watch(self: Any, *args: Any, **options: Any) -> None:
+    def create_with_more(self: Any, *args: Any, **options: Any) -> None:
         create(self, *args, **options)
-        if self._kwargs["ndev"] > 1:
-            if os.environ["MXNET_CPU_TEMP_COPY"] == TEMP_COPIES:
-                os.environ["MXNET_CPU_TEMP_COPY"] = SYNC_TEMP_COPIES
-            watch()
+        if self._kwargs["ndev"] > 1 and os.environ["MXNET_CPU_TEMP_COPY"] == TEMP_COPIES:
+            os.environ["MXNET_CPU_TEMP_COPY"] = SYNC_TEMP_COPIES
 
-    @functools.cache
-    def watch() -> None:
-        threading.Thread(target=_say_if_it_hangs, daemon=True).start()
-
-    layer.__init__ = create_and_watch
-
-
-def _say_if_it_hangs() -> None:
-    """Print what to do if the main thread waits in MXNet, and no thread computes."""
-    used, waits = 0.0, False
-    while not waits:
-        time.sleep(SECONDS)
-        before, used = used, time.process_time()
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        waits = used - before < 0.1 and frame.f_globals["__name__"].startswith("mxnet.")
-    advice = f"check its num_devices, or start the program with MXNET_CPU_TEMP_COPY={SYNC_TEMP_COPIES}"
-    log.say(f"the program seems to hang in SyncBatchNorm: {advice}")
+    layer.__init__ = create_with_more
 
 
 def use_one_thread(mx: ModuleType, index: int) -> None:

@@ -2,10 +2,13 @@
 
 Any other download with MXNet's functions is attempted only once. If it fails, the error gives the URL, and the path
 where the program expects the file. data_dir: see `datasets.load`.
+
+Every prepared process imports this module, so it imports requests and NumPy (with `datasets`) only where they are used.
 """
 
 from __future__ import annotations
 
+import email.message
 import functools
 import gzip
 import inspect
@@ -15,6 +18,7 @@ import re
 import shutil
 import sys
 import threading
+import urllib.response
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -23,9 +27,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import requests
-
-from gluon_mgpu.data import datasets
 from gluon_mgpu.runtime import files, log
 
 SECONDS = 20  # time limit for a stalled download
@@ -34,13 +35,15 @@ FOLDERS = (  # (pattern of a folder or a host, the data set in it; "": unknown),
     (r"fashion([-_]?mnist)?([-_]?data(sets?)?)?|fashion-mnist\.s3-\S+|tf-keras-datasets", "fashion-mnist"),
     (".*mnist.*", ""),
 )
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's functions raise if a download fails
 downloading = threading.local()  # has an attribute while `datasets` itself downloads in this thread
 
 
-def replace(mx: ModuleType, data_dir: str | None) -> None:
+def replace(mx: Any, data_dir: str | None) -> None:
     """Replace the download functions of the imported mxnet."""
     import mxnet.test_utils  # `import mxnet` does not import this module
+    import requests
 
     for original in (mx.gluon.utils.download, mxnet.test_utils.download):
         replacement = _replacement(original, data_dir)
@@ -57,14 +60,47 @@ def replace(mx: ModuleType, data_dir: str | None) -> None:
             path = Path(options.setdefault(kind, default))
             known = known_file(str(path).replace(".idx", "-idx"), default="mnist")
             if known and not path.exists():
-                write(path, datasets.content(*known, data_dir), f"{known[0]} data for {path}")
+                write(path, _read(*known, data_dir), f"{known[0]} data for {path}")
         return iterate(*args, **options)
 
     mx.io.MNISTIter = mx.io.io.MNISTIter = MNISTIter
 
 
-def replace_in(module: Any, data_dir: str | None) -> None:
-    """Replace the function of gluoncv's own module."""
+def replace_urlopen(request: ModuleType, data_dir: str | None) -> None:
+    """Change urllib.request.urlopen, which urlretrieve also calls."""
+    original = request.urlopen
+
+    def urlopen(url: Any, *args: Any, **options: Any) -> Any:
+        address = getattr(url, "full_url", url)
+        found = content(address, data_dir)
+        if found is None:
+            return original(url, *args, **options)
+        headers = email.message.Message()
+        headers["Content-Length"] = str(len(found))
+        return urllib.response.addinfourl(io.BytesIO(found), headers, address, 200)
+
+    request.urlopen = urlopen  # type: ignore[attr-defined]
+
+
+def replace_send(requests: ModuleType, data_dir: str | None) -> None:
+    """Change how requests sends a request."""
+    original = requests.adapters.HTTPAdapter.send
+
+    def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+        found = content(request.url, data_dir)
+        if found is None:
+            return original(self, request, *args, **options)
+        response = requests.Response()
+        response.status_code, response.request, response.url = 200, request, request.url
+        response.headers["Content-Length"] = str(len(found))
+        response.raw = io.BytesIO(found)
+        return response
+
+    requests.adapters.HTTPAdapter.send = send
+
+
+def replace_download(module: Any, data_dir: str | None) -> None:
+    """Change the function of gluoncv's own module."""
     module.download = _replacement(module.download, data_dir)
 
 
@@ -109,6 +145,8 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
     try:
         return download()
     except FAILURES as error:
+        import requests
+
         reason = "no connection" if isinstance(error, requests.ConnectionError) else type(error).__name__
         raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
 
@@ -120,10 +158,16 @@ def content(url: str, data_dir: str | None) -> bytes | None:
         return None
     downloading.file = known
     try:
-        found = datasets.content(*known, data_dir)
+        found = _read(*known, data_dir)
     finally:
         del downloading.file
     return gzip.compress(found, compresslevel=1) if url.endswith(".gz") else found
+
+
+def _read(name: str, file: str, data_dir: str | None) -> bytes:
+    from gluon_mgpu.data import datasets
+
+    return datasets.content(name, file, data_dir)
 
 
 def known_file(address: str, default: str = "") -> tuple[str, str] | None:
@@ -132,15 +176,15 @@ def known_file(address: str, default: str = "") -> tuple[str, str] | None:
     *folders, file = address.removesuffix(".gz").split("/")
     names = (name for folder in reversed(folders) for pattern, name in FOLDERS if re.fullmatch(pattern, folder, re.I))
     name = next(names, default)
-    return (name, file) if file in datasets.SHA256.get(name, ()) else None
+    return (name, file) if name and file in FILES else None
 
 
 def mnist_zip(data_dir: str | None) -> bytes:
     """The archive that `mx.test_utils.get_mnist_ubyte` unpacks."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
-        for file in datasets.SHA256["mnist"]:
-            archive.writestr(file, datasets.content("mnist", file, data_dir))
+        for file in FILES:
+            archive.writestr(file, _read("mnist", file, data_dir))
     return content.getvalue()
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from gluon_mgpu.legacy import names
+from gluon_mgpu.runtime import log
 
 
 def add_to_mxnet(mx: ModuleType) -> None:
@@ -16,10 +17,11 @@ def add_to_mxnet(mx: ModuleType) -> None:
     names.restore(mx.gluon, {"autograd": mx.autograd})
     names.restore(mx.optimizer, vars(mx.optimizer.optimizer))  # was a module, with the functions that it imports
     if mx.__version__ >= "2":
-        vars(mx)["__getattr__"] = names.attribute_of_mxnet_2
+        log.say("MXNet 2 has no mx.mod, mx.mon, mx.rnn and mx.th: programs that use them need mxnet==1.9.1")
     else:
         metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
         metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
+        _accept_number_of_sums(metric)
         _allow_large_k(mx.metric.TopKAccuracy)
     # Let NumPy convert arrays. Otherwise, it takes them for sequences of objects, which it, or a current Matplotlib,
     # refuses. Their dtype is a class, from which NumPy 2.4 and later make no np.dtype.
@@ -46,6 +48,32 @@ def _keep_sums_in_float64(metric: Any) -> None:
         return property(lambda self: getattr(self, name), set_sum)  # raises AttributeError before it is set
 
     metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
+
+
+def _accept_number_of_sums(metric: Any) -> None:
+    """Let a metric that calls EvalMetric.__init__(self, name, 2) have two sums, and self.num, as before MXNet 1."""
+    create, reset, get = metric.__init__, metric.reset, metric.get
+
+    def create_with_number(self: Any, name: str, output_names: Any = None, *args: Any, **options: Any) -> None:
+        if isinstance(output_names, int):
+            self.num = self._sums = output_names
+            output_names = None
+        create(self, name, output_names, *args, **options)
+
+    def reset_all(self: Any) -> None:
+        reset(self)
+        if self._sums is not None:
+            self.num_inst, self.sum_metric = [0] * self._sums, [0.0] * self._sums
+
+    def get_all(self: Any) -> Any:
+        if self._sums is None:
+            return get(self)
+        pairs = zip(self.sum_metric, self.num_inst)
+        names = [f"{self.name}_{i}" for i in range(self._sums)]
+        return names, [total / count if count else float("nan") for total, count in pairs]
+
+    metric.num = metric._sums = None
+    metric.__init__, metric.reset, metric.get = create_with_number, reset_all, get_all
 
 
 def _allow_large_k(metric: Any) -> None:

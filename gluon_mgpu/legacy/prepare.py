@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from gluon_mgpu.compat import startup
-from gluon_mgpu.legacy import arrays, contexts, kvstore, names, third_party, web
+from gluon_mgpu.legacy import arrays, contexts, downloads, kvstore, names, third_party
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import UsageError
 
@@ -57,12 +57,12 @@ def prepare() -> None:
     after = {**third_party.RESTORE, "numpy": arrays.add_to_numpy}
     for module, restored in names.STANDARD_NAMES.items():
         after[module] = functools.partial(names.restore, names=restored)
-    after["urllib.request"] = functools.partial(web.replace_urlopen, data_dir=settings.data_dir)
-    after["requests"] = functools.partial(web.replace_send, data_dir=settings.data_dir)
-    after["gluoncv.utils.download"] = functools.partial(_prepare_gluoncv, data_dir=settings.data_dir)
+    after["urllib.request"] = functools.partial(downloads.replace_urlopen, data_dir=settings.data_dir)
+    after["requests"] = functools.partial(downloads.replace_send, data_dir=settings.data_dir)
+    after["gluoncv.utils.download"] = functools.partial(downloads.replace_download, data_dir=settings.data_dir)
     after["mxnet"] = lambda mx: _prepare_mxnet(mx, settings)
     sys.meta_path.insert(0, AfterImport(after))
-    sys.meta_path.append(names.Modules())
+    sys.meta_path.append(names.Missing())
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
     if settings.launched:
@@ -70,7 +70,7 @@ def prepare() -> None:
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.legacy import downloads, early_mxnet, onednn
+    from gluon_mgpu.legacy import early_mxnet, onednn
 
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus)
@@ -79,12 +79,6 @@ def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
     early_mxnet.add_to_mxnet(mx)
     if settings.launched:
         kvstore.prepare_worker(mx)
-
-
-def _prepare_gluoncv(module: ModuleType, data_dir: str | None) -> None:
-    from gluon_mgpu.legacy import downloads
-
-    downloads.replace_in(module, data_dir)
 
 
 class AfterImport:

@@ -1,4 +1,4 @@
-"""Restores names that pandas, Pillow, SciPy, IPython and PyYAML have removed."""
+"""Restores names that pandas, Pillow, SciPy, IPython, Matplotlib and PyYAML have removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from gluon_mgpu.legacy.names import restore
@@ -85,6 +85,30 @@ def _restore_method_of_fillna(owner: Any) -> None:
     owner.fillna = fillna
 
 
+# gluonts compares the names of pandas' offsets with the letters that they had before pandas 2.2.
+FORMER_LETTERS = {"h": "H", "min": "T", "s": "S", "ME": "M", "QE": "Q", "YE": "A", "Y": "A"}
+
+
+def _gluonts_names(time_feature: Any) -> None:
+    normalize = time_feature.norm_freq_str
+
+    def normalize_to_former(name: str) -> str:
+        current = normalize(name)
+        return FORMER_LETTERS.get(current, current)
+
+    time_feature.norm_freq_str = normalize_to_former
+
+
+def _gluonts_offsets(module: Any) -> None:
+    to_offset = module.to_offset
+
+    def to_former(freq: str) -> SimpleNamespace:
+        offset = to_offset(freq)
+        return SimpleNamespace(name=FORMER_LETTERS.get(offset.name, offset.name), n=offset.n)
+
+    module.to_offset = to_former
+
+
 def _scipy_misc(misc: ModuleType) -> None:
     import numpy as np
     from PIL import Image
@@ -135,6 +159,11 @@ def _core_display(module: ModuleType) -> None:
     restore(module, {"display": display})
 
 
+def _seaborn_styles(style: Any) -> None:
+    current = [name for name in style.library if name.startswith("seaborn-v0_8")]
+    style.library.update({name.replace("-v0_8", ""): style.library[name] for name in current})
+
+
 def _yaml(yaml: ModuleType) -> None:
     load = yaml.load
     yaml.load = lambda stream, Loader=yaml.FullLoader: load(stream, Loader)  # type: ignore[attr-defined]
@@ -161,5 +190,10 @@ RESTORE: dict[str, Callable[[ModuleType], object]] = {
     "scipy.misc": _scipy_misc,
     "IPython.core.display": _core_display,
     "IPython.display": _display,
+    "gluonts.mx.model.deepstate.issm": _gluonts_offsets,
+    "gluonts.mx.model.deepvar._estimator": _gluonts_offsets,
+    "gluonts.time_feature._base": _gluonts_names,
+    "matplotlib.pyplot": lambda pyplot: restore(pyplot.cm, {"get_cmap": pyplot.get_cmap}),
+    "matplotlib.style": _seaborn_styles,
     "yaml": _yaml,
 }

@@ -6,10 +6,8 @@ the steps, and sees on which devices they compute; `gluon_mgpu.check.comparison`
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +26,17 @@ from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.check import comparison
 from gluon_mgpu.check.comparison import EXAMPLES, RATES, Arrays, Claims, Report, Step
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
+from gluon_mgpu.data.generators import restored_afterward, seed_generators
 from gluon_mgpu.data.splitting import shard_sizes
 from gluon_mgpu.runtime.errors import UsageError, reason
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.lesson_state import copied, copyable, keep, kept
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import ArrayModel
 
 Batch = tuple[np.ndarray, np.ndarray, float]  # images, labels, learning rate
-Kept = dict[tuple[int, str, Any], Any]  # {(index of the function or -1, kind of variable, its name): value}
 NETWORK = scratch.lenet.__name__
 FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", NETWORK)
 
@@ -52,11 +51,11 @@ def compare(
     """Take steps with a lesson's `train_batch` on ctx and on ctx[0], and check what a step must do.
 
     ctx: at least two devices. config: only its network, and how the network is computed, are used. image_shape,
-    classes: see `models.build`.
+    classes: see `build`.
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
-    with _copyable(), _without_dropout() as dropped, _random_state():
+    with copyable(), _without_dropout() as dropped, restored_afterward():
         try:
             report = _Comparison(lesson, ctx, config or Config(), image_shape, classes).report()
         except _StepFailed as failure:
@@ -89,28 +88,26 @@ class _Side:
 
     def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, *data: Any) -> None:
         self.lesson, self.calls = lesson, _Calls()
-        self.state = _copied(_kept(lesson))
+        self.state = copied(kept(lesson))
         with self.active():
             self.model = build(lesson, ctx, config, *data)
-        self.model.lesson_state = lambda device=0: {}  # type: ignore[method-assign]  # it is in self.state
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Put this model's values into the lesson's module; afterward, the module has its own again."""
-        original = _kept(self.lesson)
-        _keep(self.lesson, self.state)
+        original = kept(self.lesson)
+        keep(self.lesson, self.state)
         try:
             yield
         finally:
-            self.state = _kept(self.lesson)
-            _keep(self.lesson, original)
+            self.state = kept(self.lesson)
+            keep(self.lesson, original)
 
     def step(self, start: Arrays, batch: Batch, seed: int = 0, shards: Sequence[Sequence[int]] = ()) -> Step:
         """Take one step from the parameters `start`. shards: see `_watched`."""
         self.load(start)
         self.calls = _Calls()
-        for draw in (mx.random.seed, np.random.seed, random.seed):
-            draw(seed)
+        seed_generators(seed)
         with self.active(), _watched(self.lesson, self.calls, shards):
             losses = self.run(*batch)
             nd.waitall()
@@ -173,6 +170,8 @@ class _Comparison:
         self.one, self.aside = (_Side(lesson, ctx[:1], plain, *data) for _ in range(2))
         try:
             self.several = _Side(lesson, ctx, same, *data)
+        except UsageError:
+            raise
         except Exception as error:
             raise _StepFailed({"several": _explained(error, _Calls())}) from error
         self.exact: _Float64 | None = None
@@ -183,7 +182,7 @@ class _Comparison:
             for name, a in self.one.arrays()[0].items()
         }
         self.by_shard, self.random, self.moves = bool(self.one.model.running_stats), False, False
-        self.fresh, self.alone = _copied(self.aside.state), ""  # alone: what is wrong on one device, too
+        self.fresh, self.alone = copied(self.aside.state), ""  # alone: what is wrong on one device, too
         self.notes: list[str] = []
 
     def report(self) -> Report:
@@ -229,8 +228,9 @@ class _Comparison:
     def _is_called(self, name: str) -> bool:
         """Whether the step calls a function of the lesson, or of another module with the same code."""
         own, other = getattr(self.lesson, name, None), self.several.calls.others.get(name)
-        same = own and other and inspect.unwrap(own).__code__ == inspect.unwrap(other).__code__
-        return name in self.several.calls.own or bool(same)
+        codes = [getattr(inspect.unwrap(f), "__code__", f) for f in (own, other) if f]
+        same = len(codes) == 2 and codes[0] == codes[1]
+        return name in self.several.calls.own or same
 
     def _called(self) -> str:
         """Whether the step calls the lesson's own functions, and no others with the same names."""
@@ -243,13 +243,13 @@ class _Comparison:
     def _compare_step(self, before: Claims, batch: Batch, first: bool) -> Claims:
         """The claims for one batch. before: what is known, if the step fails."""
         X, y, lr = batch
-        n, start, kept = len(X), self.start, _copied(self.one.state)
+        n, start, earlier = len(X), self.start, copied(self.one.state)
 
         def step(
             chosen: Any = slice(None), seed: int = 0, shards: Sequence[Sequence[int]] = (), lr: float = lr
         ) -> Step:
             """Take another step on one device, from the same parameters, with what the lesson had kept."""
-            self.aside.state = _copied(kept)
+            self.aside.state = copied(earlier)
             return self._on_one(self.aside, (X[chosen], y[chosen], lr), seed, shards)
 
         whole = self._on_one(self.one, batch)
@@ -324,7 +324,7 @@ class _Comparison:
         usual = [list(range(start, end)) for start, end in zip([0, *ends], ends)]
         if not hasattr(self.lesson, "split_and_load"):
             return usual, ""
-        kept = _copied(self.aside.state)
+        earlier = copied(self.aside.state)
         try:
             with self.aside.active():
                 for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
@@ -335,7 +335,7 @@ class _Comparison:
             raise
         except Exception as error:
             return usual, f"split_and_load fails for {n} examples: {_explained(error, _Calls())}"
-        self.aside.state = kept
+        self.aside.state = earlier
         if wrong := [X.shape for X in Xs if X.shape[1:] != self.image_shape]:
             return usual, f"split_and_load returns images of shape {wrong[0][1:]}; split along the first axis"
         found = [(X.reshape((X.shape[0], -1))[:, 0].asnumpy() - first).astype(int).tolist() for X in Xs if X.size]
@@ -360,7 +360,10 @@ class _Comparison:
                 values = rng.normal(size=(len(ctx), 7, size // 7 + 1)).astype(np.float32)
                 arrays = [nd.array(value, ctx=c) for value, c in zip(values, ctx)]
                 given = list(arrays)
-                returned = self.lesson.allreduce(given) or arrays
+                try:
+                    returned = self.lesson.allreduce(given) or arrays
+                except Exception:  # it may know only the shapes of the parameters; `_compare_step` has tried these
+                    return {"sum": None}
                 results = [np.stack([a.asnumpy() for a in some]) for some in (arrays, given, returned)]
                 found.append([comparison.reduced(values, result, self.names) for result in results])
         (first, in_list, in_returned), again, *alone = found
@@ -380,7 +383,7 @@ class _Comparison:
         first, second, other = (self._batch(4, 0.7) for _ in range(3))
         changes = []
         for batch in (second, other):
-            self.aside.state = _copied(self.fresh)
+            self.aside.state = copied(self.fresh)
             self._on_one(self.aside, first)
             changes.append(self._on_one(self.aside, batch).changes[0])
         moves = any(change.any() for change in changes[0].values())
@@ -439,7 +442,7 @@ def _watched(lesson: ModuleType, calls: _Calls, shards: Sequence[Sequence[int]])
     examples that the Gluon network gets at a time; empty: all at once."""
     functions = [inspect.unwrap(getattr(lesson, name)) for name in FUNCTIONS if hasattr(lesson, name)]
     spaces = {id(space): space for space in map(vars, (lesson, scratch, highlevel))}
-    spaces |= {id(f.__globals__): f.__globals__ for f in functions}
+    spaces |= {id(f.__globals__): f.__globals__ for f in functions if isinstance(f, FunctionType)}
 
     def count(_: Any, inputs: Sequence[NDArray]) -> None:
         calls.examples[inputs[0].context] += inputs[0].shape[0]
@@ -491,74 +494,6 @@ class _ByShard:
         return getattr(self.net, name)
 
 
-def _kept(lesson: ModuleType) -> Kept:
-    """What a lesson's module and functions may keep between steps: globals, closures, attributes and defaults."""
-    values = {name: value for name, value in vars(lesson).items() if _is_value(value) and not name.startswith("__")}
-    kept: Kept = {(-1, "global", name): value for name, value in values.items()}
-    for i, function in enumerate(_functions(lesson)):
-        kept |= {(i, "cell", j): cell.cell_contents for j, cell in enumerate(_cells(function))}
-        kept |= {(i, "attribute", name): value for name, value in vars(function).items() if _is_value(value)}
-        kept[i, "defaults", ""] = function.__defaults__
-    return kept
-
-
-def _keep(lesson: ModuleType, kept: Kept) -> None:
-    """Put what `_kept` returned, or a copy of it, back into a lesson's module."""
-    functions = _functions(lesson)
-    for i, _, name in _kept(lesson).keys() - kept.keys():
-        vars(lesson if i < 0 else functions[i]).pop(name)
-    for (i, kind, name), value in kept.items():
-        if kind == "cell":
-            _cells(functions[i])[name].cell_contents = value
-        elif kind == "defaults":
-            functions[i].__defaults__ = value
-        else:
-            vars(lesson if i < 0 else functions[i])[name] = value
-
-
-def _copied(kept: Kept) -> Kept:
-    """Copies of all values. What cannot be copied, such as a lock, is shared."""
-    memo: dict[int, Any] = {}
-    copies = dict(kept)
-    for key, value in kept.items():
-        with suppress(Exception):
-            copies[key] = copy.deepcopy(value, memo)
-    return copies
-
-
-def _functions(lesson: ModuleType) -> list[FunctionType]:
-    functions = [value for value in vars(lesson).values() if isinstance(value, FunctionType)]
-    return [*functions, *(inspect.unwrap(function) for function in functions if hasattr(function, "__wrapped__"))]
-
-
-def _cells(function: FunctionType) -> list[Any]:
-    """The variables of a function's closure that hold values."""
-    cells = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty cell
-            if _is_value(cell.cell_contents):
-                cells.append(cell)
-    return cells
-
-
-def _is_value(value: Any) -> bool:
-    return not (callable(value) or isinstance(value, ModuleType))
-
-
-@contextmanager
-def _copyable() -> Iterator[None]:
-    """Let copy.deepcopy copy arrays to their own device, and share networks and trainers."""
-    copies: dict[type, Callable[..., Any]] = {NDArray: lambda array, _: array.copy()}
-    copies |= dict.fromkeys((gluon.Block, gluon.Parameter, gluon.Trainer), lambda value, _: value)
-    for kind, function in copies.items():
-        kind.__deepcopy__ = function  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for kind in copies:
-            del kind.__deepcopy__  # type: ignore[attr-defined]
-
-
 @contextmanager
 def _without_dropout() -> Iterator[list[float]]:
     """Let dropout keep all values. Yields the rates that were asked for."""
@@ -580,14 +515,3 @@ def _without_dropout() -> Iterator[list[float]]:
     finally:
         for space, name, dropout in originals:
             setattr(space, name, dropout)
-
-
-@contextmanager
-def _random_state() -> Iterator[None]:
-    """Leave the random numbers of Python and NumPy as they were."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

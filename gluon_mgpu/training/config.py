@@ -139,6 +139,7 @@ class Config:
         "Devices",
         "N|I,J,...",
         resumable=True,
+        recorded=False,
     )
     batch_size: int = declare(256, COUNT, "Examples per step, across all devices.")
     lr: float = declare(0.2, Number(1e-37, 1e38), "Learning rate.")  # the range of float32
@@ -235,6 +236,7 @@ class Config:
         "auto uses GPUs if there are any, else CPU contexts.",
         "Devices",
         resumable=True,
+        recorded=False,
     )
     shares: tuple[float, ...] | None = declare(
         None,
@@ -290,18 +292,18 @@ class Config:
     def convert(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Convert each option to its type. Raises UsageError for an unknown name or an invalid value."""
         checked = {}
-        fields = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in options.items():
-            if name not in fields:
+            if name not in SETTINGS:
                 raise UsageError(name, value, "no such setting")
-            if value is not None or fields[name].default is not None:
+            default = getattr(cls, name)
+            if value is not None or default is not None:
                 try:
                     value = SETTINGS[name].type.convert(value, None, None)
                 except click.BadParameter as error:
                     raise UsageError(name, value, error.message.rstrip(".")) from None
                 except (AttributeError, TypeError, ValueError):
                     raise UsageError(name, value, "has the wrong type") from None
-            checked[name] = None if value == () and fields[name].default is None else value
+            checked[name] = None if value == () and default is None else value
         return checked
 
     def _check_combinations(self) -> None:
@@ -372,7 +374,7 @@ class Config:
 
     def recorded(self) -> dict[str, Any]:
         """The settings that a run records. Its devices are recorded as contexts, not as settings."""
-        return {name: value for name, value in vars(self).items() if name in RECORDED - {"gpus", "device"}}
+        return {name: value for name, value in vars(self).items() if name in RECORDED}
 
     def resumed(self, given: dict[str, Any]) -> Config:
         """The settings of a resumed run. self: the recorded settings. given: those that the user passed, checked.

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from gluon_mgpu.runtime import errors
-from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
@@ -33,8 +33,8 @@ def unsupported(lesson: ModuleType) -> list[str]:
 def check_settings(config: Config, lesson: ModuleType) -> None:
     """Raise UsageError if a setting has no meaning in a lesson."""
     for name in config.changed(unsupported(lesson)):
-        use = " or ".join(setting("impl", other) for other in SETTINGS[name].lessons)
-        raise UsageError(name, getattr(config, name), f"not supported by {name_of(lesson)}; use {use}")
+        only = " and ".join(SETTINGS[name].lessons)
+        raise UsageError(name, getattr(config, name), f"not supported by {name_of(lesson)}, only by {only}")
 
 
 def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> Config:
@@ -47,7 +47,8 @@ def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> 
 def for_evaluation(config: Config, lesson: ModuleType) -> Config:
     """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
     those without a meaning in the lesson, get their defaults."""
-    return config.with_defaults({"momentum", "grad_accum_steps", "shares", "tune", *unsupported(lesson)} - {"model"})
+    only_training = {name for name, declared in SETTINGS.items() if declared.extended} | {"tune"}
+    return config.with_defaults((only_training | {*unsupported(lesson)}) - {"model"})
 
 
 def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:

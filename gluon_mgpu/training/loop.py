@@ -21,7 +21,7 @@ from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.lesson_state import LessonState
 from gluon_mgpu.training.model import Model, read_arrays
-from gluon_mgpu.training.run import Epoch, Run
+from gluon_mgpu.training.run import Epoch, Run, read_state
 from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
 
@@ -77,10 +77,10 @@ def fit(run: Run, setup: Setup, group: Group) -> list[Epoch]:
             position.loss_sum += losses.finish()
             nd.waitall()
             position.seconds = time.perf_counter() - start
-            arrays = _check_replicas(model, f"epoch {number}", group)
+            arrays = {**_check_replicas(model, f"epoch {number}", group), **read_state(model, group)}
             accuracy = None if stopped else _evaluate(setup, group, ctrl_c)
             if accuracy is None:
-                raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, model))
+                raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, arrays))
             last_lr = config.learning_rate(earlier + steps_per_epoch - 1, steps_per_epoch)
             epoch = position.end_epoch(examples, accuracy, last_lr)
             run.save(arrays)
@@ -205,10 +205,10 @@ def _tells_classes_apart(model: Model, data: Dataset) -> bool:
     return (scores.argmax(1) == labels).mean() > 3 / data.classes
 
 
-def _interrupted(run: Run, model: Model) -> str:
+def _interrupted(run: Run, arrays: dict[str, np.ndarray]) -> str:
     """Save a checkpoint of an interrupted run. Returns one line that says what was saved."""
     if run.folder is None:
         return f"interrupted after {run.position}; nothing was saved"
-    run.save(read_arrays(model))
+    run.save(arrays)
     run.end()
     return f"interrupted after {run.position}; checkpoint saved; continue with {setting('resume', run.folder)}"

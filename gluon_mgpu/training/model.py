@@ -12,10 +12,9 @@ from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.training.config import Config
 
-# In checkpoints, the name of a velocity is a prefix followed by the parameter's name. An array that a lesson itself
-# keeps has another prefix.
-VELOCITY, STATE = "velocity/", "state/"
+VELOCITY = "velocity/"  # in checkpoints, the name of a velocity is this prefix and the parameter's name
 
 
 class Model(ABC):
@@ -24,7 +23,7 @@ class Model(ABC):
     draws = True  # whether a step may draw random numbers
     running_stats: Sequence[str] = ()  # names of the running statistics of batch normalization in `arrays`
 
-    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Any, image_shape: Sequence[int]) -> None:
+    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
         self.lesson, self.ctx, self.config, self.image_shape = lesson, ctx, config, tuple(image_shape)
 
     @abstractmethod
@@ -38,7 +37,7 @@ class Model(ABC):
 
     @abstractmethod
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        """The arrays of one device: parameters, running statistics, velocities (with momentum), the lesson's state."""
+        """The arrays of one device: parameters, running statistics, and velocities (with momentum)."""
 
     @abstractmethod
     def export(self, prefix: str) -> None:
@@ -62,10 +61,18 @@ class Model(ABC):
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
         return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
 
-    def lesson_state(self, device: int = 0) -> dict[str, NDArray]:
-        """The arrays that the lesson itself keeps from step to step on one device, if it has a function `state`."""
-        function = getattr(self.lesson, "state", None)
-        return {STATE + name: array for name, array in function(device).items()} if function else {}
+    def lesson_state(self) -> dict[str, NDArray]:
+        """The arrays that the lesson itself keeps from step to step, if it has a function `state`, of all devices:
+        {"DEVICE/NAME": array}, where DEVICE is an index in ctx."""
+        if not callable(getattr(self.lesson, "state", None)):
+            return {}
+        devices = range(len(self.ctx))
+        return {f"{i}/{name}": array for i in devices for name, array in self.lesson.state(i).items()}
+
+    def load_state(self, arrays: dict[str, np.ndarray]) -> None:
+        """Set the arrays of `lesson_state`. arrays: of the same names and shapes."""
+        for name, array in self.lesson_state().items():
+            nd.array(arrays[name], dtype=array.dtype).copyto(array)
 
     # The parts of a step, which `step.extended` puts together. A model without one does not need them.
 

@@ -24,6 +24,7 @@ from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.lessons import is_unchanged, name_of
 from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.step import average_running_stats
+from gluon_mgpu.training.workers import Group
 
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of Gluon's names of batch normalization's statistics
 
@@ -51,7 +52,7 @@ class ArrayModel(Model):
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         velocities = {VELOCITY + name: v for name, v in zip(self.names, self.velocities[device])}
-        return {**dict(zip(self.names, self.device_params[device])), **velocities, **self.lesson_state(device)}
+        return {**dict(zip(self.names, self.device_params[device])), **velocities}
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         return self.lesson.forward_backward(self.device_params, Xs, ys)
@@ -149,15 +150,14 @@ class GluonModel(Model):
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
         losses = self.lesson.train_batch(X, y, self.net, self.ctx, self.trainer)
-        if self.running_stats:
-            average_running_stats(self, losses, X.shape[0])
+        average_running_stats(self, losses, X.shape[0], Group())
         return losses
 
     def predict(self, X: NDArray) -> NDArray:
         return self.net(X)
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        return {**self._arrays[device], **self.lesson_state(device)}
+        return self._arrays[device]
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         return self.lesson.forward_backward(self.net, Xs, ys)
@@ -192,8 +192,9 @@ class ShardedModel(Model):
         self._place(params, [nd.zeros_like(p) for p in params])
 
     def _place(self, params: list[NDArray], velocities: list[NDArray]) -> None:
-        zero, parts = self.config.zero, (params, velocities)
-        self.state = [sharded.place(sharded.LENET, p, self.ctx, zero >= n) for p, n in zip(parts, (3, 1))]
+        zero, ctx = self.config.zero, self.ctx
+        placed = sharded.place(sharded.LENET, params, ctx, zero >= 3)
+        self.state = [placed, sharded.place(sharded.LENET, velocities, ctx, zero >= 1)]
         self._gathered: dict[int, list[NDArray]] = {}  # {device: the parameters}
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:

@@ -38,6 +38,7 @@ CHANGEABLE = ("workers", "devices", "threads", "version", "mxnet", "numpy", "pyt
 DATA = ("data", "data_checksum", "image_shape", "image_dtype", "image_range", "classes", "running_stats")
 DETAILS = {*CHANGEABLE, *DATA}
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
+STATE = "state/"  # in checkpoints, an array that the lesson itself keeps is STATE, then WORKER/DEVICE/NAME
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
 Arrays = dict[str, np.ndarray]
@@ -96,8 +97,8 @@ class Run:
     """folder: None if nothing is saved, also in workers other than worker 0. position: the progress.
 
     recorded: the settings in the folder; None in a new run. details: what config.json holds besides the settings, such
-    as the image shape; {} in a new run until `begin`. arrays: of the checkpoint, as in `Model.arrays`; None in a new
-    run, and once a model has loaded them.
+    as the image shape; {} in a new run until `begin`. arrays: of the checkpoint, as in `Model.arrays`, and the
+    lesson's state; None in a new run, and once a model has loaded them.
     """
 
     folder: Path | None = None
@@ -177,14 +178,20 @@ class Run:
         if self.recorded is not None:
             self.save(arrays)  # so that the next resume uses the new configuration
 
-    def load(self, model: Model) -> None:
-        """Give a resumed run's model the arrays of the checkpoint. Raises Error if they do not match the network."""
-        if self.arrays is not None:
-            try:
-                model.load(self.arrays)
-            except Error as error:
-                raise Error(f"{self.folder}: {error}") from None
-            self.arrays = None
+    def load(self, model: Model, group: Group | None = None) -> None:
+        """Give a resumed run's model the arrays of the checkpoint. Raises Error if they do not match the network or the
+        lesson.
+
+        group: the workers, which then get the lesson's own state, too."""
+        arrays, self.arrays = self.arrays or {}, None
+        state = {name: array for name, array in arrays.items() if name.startswith(STATE)}
+        try:
+            if arrays:
+                model.load({name: array for name, array in arrays.items() if name not in state})
+            if group and self.recorded:
+                _load_state(state, model, group)
+        except Error as error:
+            raise Error(f"{self.folder}: {error}") from None
 
     def save(self, arrays: Arrays) -> None:
         """Write checkpoint.npz, config.json and metrics.jsonl."""
@@ -205,7 +212,7 @@ class Run:
 
     def _say_what_changed(self, new: dict[str, Any]) -> None:
         """Print a notice if something that may change has changed in a resumed run. new: settings and details."""
-        names = [name for name in sorted(SETTINGS) if SETTINGS[name].resumable and name not in ("epochs", "gpus")]
+        names = [name for name in sorted(SETTINGS) if SETTINGS[name].resumable and name != "epochs"]
         old = {**self._settings, **self.details}
         changed = [name for name in (*names, *CHANGEABLE) if name in old and old[name] != new.get(name, old[name])]
         if changed:
@@ -287,6 +294,8 @@ def read(folder: str | Path, lock: bool = False) -> Run:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         run.position, written = Position.from_json(content), dict(content["config"])
         run._settings = {name: value for name, value in written.items() if name in RECORDED}
+        if run._settings.get("schedule") != "step":
+            run._settings.pop("gamma", None)  # earlier versions recorded it with any schedule
         run.details = {name: value for name, value in written.items() if name not in RECORDED}
         run.recorded = Config(**run._settings, **_devices(run.details))
         shape = tuple(run.details.get("image_shape", IMAGE_SHAPE))
@@ -304,6 +313,27 @@ def read(folder: str | Path, lock: bool = False) -> Run:
             raise Error(f"{path}: {advice}") from None
         raise
     return run
+
+
+def read_state(model: Model, group: Group) -> Arrays:
+    """The arrays that the lesson itself keeps, of all workers, by their names in a checkpoint."""
+    own = {name: array.asnumpy() for name, array in model.lesson_state().items()}
+    of_workers = [group.broadcast_arrays(own, worker) for worker in range(group.size)]
+    return {f"{STATE}{worker}/{name}": a for worker, arrays in enumerate(of_workers) for name, a in arrays.items()}
+
+
+def _load_state(state: Arrays, model: Model, group: Group) -> None:
+    """Give the lesson of each worker its state. state: that of all workers, in worker 0."""
+    now = read_state(model, group)
+    if group.rank == 0:
+        shapes, saved = ({name: array.shape for name, array in some.items()} for some in (now, state))
+        if different := {*shapes.items()} ^ {*saved.items()}:
+            which = "{} {}".format(*min(different))
+            raise Error(f"not the lesson's state ({which}); resume with the run's lesson, devices and workers")
+        now = {name: state[name] for name in now}
+    own = f"{STATE}{group.rank}/"
+    state = group.broadcast_arrays(now)
+    model.load_state({name.removeprefix(own): array for name, array in state.items() if name.startswith(own)})
 
 
 def exists(folder: str | Path) -> bool:

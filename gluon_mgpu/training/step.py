@@ -72,18 +72,17 @@ def clip_grad_norm(grads: list[NDArray], max_norm: float) -> None:
 
 
 def average_running_stats(
-    model: Model, losses: list[NDArray], examples: int, group: Group | None = None, fraction: float = 1.0
+    model: Model, losses: list[NDArray], examples: int, group: Group, fraction: float = 1.0
 ) -> None:
     """Average batch normalization's running statistics over the devices and workers, weighted by the number of
     examples, so that all replicas give the same result in an evaluation.
 
     losses: of each shard. examples: their number. fraction: this worker's fraction of the whole batch.
     """
-    ctx, several = model.ctx, group is not None and group.size > 1
-    arrays = [model.arrays(i) for i in range(len(ctx))]
-    names = model.running_stats
-    if not names or len(ctx) == 1 and not several:
+    ctx, names = model.ctx, model.running_stats
+    if not names or len(ctx) * group.size == 1:
         return
+    arrays = [model.arrays(i) for i in range(len(ctx))]
     weighted = []
     for i, c in enumerate(ctx):
         weight = sum(shard.shape[0] for shard in losses if shard.context == c) / examples
@@ -92,7 +91,7 @@ def average_running_stats(
         last = next(iter(model.grads(i).values())).reshape(-1)[:1]
         weighted.append(nd.concat(*[arrays[i][name] for name in names], last, dim=0) * weight)
     average = nd.add_n(*[x.as_in_context(ctx[0]) for x in weighted])
-    if group is not None and several:
+    if group.size > 1:
         average = nd.array(group.allreduce((average * fraction).asnumpy()))
     for i, c in enumerate(ctx):
         on_device, start = average.as_in_context(c), 0

@@ -23,7 +23,7 @@ from gluon_mgpu.runtime.errors import UsageError, setting
 from gluon_mgpu.training import workers
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 from gluon_mgpu.training.lessons import for_training, load, name_of, original
-from gluon_mgpu.training.run import Epoch, Run, open_run
+from gluon_mgpu.training.run import Epoch, Run, open_run, read_state
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -39,7 +39,8 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
     `datasets.own(train_images, train_labels, test_images, test_labels)`. With resume, the run continues with its
     recorded settings, except for those that are passed.
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
-    Ctrl-C, once the step is complete and the checkpoint is saved.
+    Ctrl-C, once the step is complete and the checkpoint is saved. With kvstore="mpi", an Error is printed, and ends all
+    processes: the others would wait for this one.
     """
     given = inspect.signature(Config).bind(*values, **options).arguments
     lesson, data = given.get("impl"), given.get("dataset")
@@ -102,17 +103,19 @@ def prepare(
         raise UsageError("data_dir", config.data_dir, advice)
     group.agree({"data with checksum": details["data_checksum"]})
     warning = _compare_with_one_device(lesson, ctx, config, data)
-    seed_generators(config.seed or 0)
+    assert config.seed is not None
+    seed_generators(config.seed)
     model = build(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
     if run.recorded is None and given.get("seed") is None:
         log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
-    _say_what_is_not_called(lesson, config, group)
-    run.load(model)
+    is_extended = group.size > 1 or config.needs_extended_step(original(lesson))
+    _say_what_is_not_called(lesson, config, is_extended)
+    run.load(model, group)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
-    run.begin(config, {**details, "running_stats": bool(model.running_stats)}, read_arrays(model))
+    arrays = {**read_arrays(model), **read_state(model, group)}
+    run.begin(config, {**details, "running_stats": bool(model.running_stats)}, arrays)
     devices.say_if_no_gpu(ctx, config.device)
-    is_extended = group.size > 1 or config.needs_extended_step(original(lesson))
     return Setup(config, data, model, extended(model, group) if is_extended else model.step, warning)
 
 
@@ -150,7 +153,7 @@ def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Con
     return report.verdict and f"{name_of(lesson)} {report.verdict}"
 
 
-def _say_what_is_not_called(lesson: ModuleType, config: Config, group: Group) -> None:
+def _say_what_is_not_called(lesson: ModuleType, config: Config, is_extended: bool) -> None:
     """Print a notice that names the functions of a user's own lesson that a step does not call with these settings."""
     names = []
     if name_of(lesson) in LESSONS:
@@ -161,7 +164,7 @@ def _say_what_is_not_called(lesson: ModuleType, config: Config, group: Group) ->
         names.append("sgd")
     if config.model != "lenet":
         names.append("lenet")
-    if group.size > 1 or config.needs_extended_step(original(lesson)):
+    if is_extended:
         names.append("train_batch")
     if names:
         log.say(f"with these settings, a step does not call your own {', '.join(names)} in {name_of(lesson)}")

@@ -8,6 +8,7 @@ and the updates everywhere. docs/performance.md has the measurements.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -25,7 +26,7 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu import highlevel
 from gluon_mgpu.runtime.errors import UsageError
-from gluon_mgpu.training import lessons
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.models import GluonModel
 
 BLOCK, PIECE = 16, 64  # channels and examples, on processors with AVX-512
@@ -234,14 +235,14 @@ def _broadcast(arrays: list[NDArray], owner: int) -> None:
 class TunedModel(GluonModel):
     """A GluonModel with a faster trainer and loss and, if possible, network. written: the network as it is written."""
 
-    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Any, image_shape: Sequence[int]) -> None:
+    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
         if ctx[0].device_type != "cpu" or mx.__version__ >= "2":
             raise UsageError("tune", True, f"needs CPU contexts and MXNet 1.9.1, not {ctx[0]} and {mx.__version__}")
-        is_ours = lesson is highlevel
-        if config.hybridize and is_ours:  # all models share its loss, so this one gets a copy
-            loss = type(highlevel.loss)()
-            loss.hybridize(static_alloc=True, static_shape=True)
-            lesson = lessons.load("highlevel", loss=loss)
+        if config.hybridize and lesson is highlevel:  # all models share its loss, so this one gets a copy
+            assert highlevel.__spec__ and highlevel.__spec__.loader
+            lesson = importlib.util.module_from_spec(highlevel.__spec__)
+            highlevel.__spec__.loader.exec_module(lesson)
+            lesson.loss.hybridize(static_alloc=True, static_shape=True)
         super().__init__(lesson, ctx, config, image_shape)
         self.written = self.net
         if config.hybridize and has_avx512() and tunable(self.net, ctx):

@@ -53,12 +53,12 @@ class Group:
         self.comm.Bcast(text)
         return json.loads(text.tobytes())
 
-    def broadcast_arrays(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Send worker 0's arrays to all processes. Each process passes arrays with the same names, shapes and types."""
+    def broadcast_arrays(self, arrays: dict[str, np.ndarray], rank: int = 0) -> dict[str, np.ndarray]:
+        """Send one process's arrays to all. Each process passes arrays with the same names, shapes and types."""
         if self.comm:
-            arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            arrays = {name: np.array(array, order="C") for name, array in arrays.items()}
             for array in arrays.values():
-                self.comm.Bcast(array)
+                self.comm.Bcast(array, rank)
         return arrays
 
     def agree(self, values: dict[str, Any]) -> None:

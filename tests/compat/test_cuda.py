@@ -196,7 +196,20 @@ def installed(wheel):
         yield run
 
 
-TRAIN = ("gluon-mgpu", "train", "--dataset", "synthetic", "--gpus", "2", "--limit", "512", "--epochs", "1")
+TRAIN = (
+    "gluon-mgpu",
+    "train",
+    "--dataset",
+    "synthetic",
+    "--gpus",
+    "2",
+    "--limit",
+    "512",
+    "--epochs",
+    "1",
+    "--seed",
+    "1",
+)
 
 
 @pytest.mark.cuda_wheels
@@ -225,8 +238,9 @@ def test_it_trains_on_cpu_contexts_and_refuses_a_gpu_in_one_line(installed, impl
 def with_kernels(installed):
     """run(*command): as `installed`, on two H100 that do nothing, with a library that knows the names of kernels."""
     folder = installed.folder
-    links = folder / "site/nvidia/fake/lib"  # comes before NVIDIA's wheels
+    links = folder / "site/nvidia/fake/lib"
     links.mkdir(parents=True)
+    (folder / "site/nvidia/__init__.py").touch()  # as in NVIDIA's wheels, which this package comes before
     [libmxnet] = folder.glob("venv/lib/*/site-packages/mxnet/libmxnet.so")
     fake_cuda.build(libmxnet, links)
     kernels = folder / "cache/gluon_mgpu/kernels"

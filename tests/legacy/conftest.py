@@ -1,3 +1,4 @@
+import json
 import sys
 import textwrap
 
@@ -21,3 +22,29 @@ def program(tmp_path):
         return finished(sys.executable, *start, path, *arguments, **options)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def printed(request, tmp_path_factory):
+    """What each of the module's PROGRAMS printed, {name: text}. One process runs all of them, because it takes seconds
+    to start."""
+    folder = tmp_path_factory.mktemp("programs")
+    programs = {name: textwrap.dedent(text) for name, (text, _) in request.module.PROGRAMS.items()}
+    (folder / "old.py").write_text(RUN_ALL)
+    run = finished(sys.executable, "-m", "gluon_mgpu", "run", "old.py", input=json.dumps(programs), cwd=folder)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+RUN_ALL = """
+import contextlib, io, json, sys, traceback
+printed = {}
+for name, text in json.load(sys.stdin).items():
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            exec(text, {"__name__": "__main__"})
+        except Exception:
+            traceback.print_exc(file=output)
+    printed[name] = output.getvalue()
+print(json.dumps(printed))
+"""

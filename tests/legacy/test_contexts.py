@@ -1,10 +1,12 @@
 """`gluon-mgpu run` without GPUs: GPU contexts become CPU contexts, and several of them do not hang."""
 
-from gluon_mgpu.legacy import contexts
+import pytest
+from runs import PRODUCTS
 
-
-def test_pinned_arrays_keep_their_context_and_are_copied_to_the_gpus(program):
-    run = program("""
+# Claim: (program, what it prints)
+PROGRAMS = {
+    "pinned arrays keep their context and are copied to the GPUs": (
+        """
         import io
         import mxnet as mx, numpy as np
         from PIL import Image
@@ -22,33 +24,26 @@ def test_pinned_arrays_keep_their_context_and_are_copied_to_the_gpus(program):
             net.hybridize()
             [copy] = mx.gluon.utils.split_and_load(X, [mx.gpu(0)])
             print(X.context, copy.context, X.as_in_context(mx.gpu(0)).context, net(copy).sum().asscalar())
-    """)
-    assert run.stdout == f"cpu_pinned(0) cpu(1) cpu(1) {6 * 2 * 3 * 64}.0\ncpu_pinned(0) cpu(1) cpu(1) 24.0\n", (
-        run.stderr
-    )
-
-
-SNAPSHOT = """
-    import mxnet as mx
-    from mxnet import gluon, nd
-    ctx = [mx.gpu(i) for i in range(2)]
-    net = gluon.nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.One(), ctx=ctx)
-    best = net.weight.data(ctx[0]).as_in_context(mx.cpu())
-    net.weight.set_data(nd.zeros((1, 2)))
-    batch = best.as_in_context(ctx[0])
-    batch += 1
-    print(best.asnumpy().tolist(), net.weight.data(ctx[1]).asnumpy().tolist(), batch.asnumpy().tolist())
-"""
-
-
-def test_an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu(program):
-    run = program(SNAPSHOT)
-    assert run.stdout == "[[1.0, 1.0]] [[0.0, 0.0]] [[2.0, 2.0]]\n", run.stderr
-
-
-def test_arrays_return_to_the_gpu_on_which_they_were_saved(program):
-    run = program("""
+        """,
+        f"cpu_pinned(0) cpu(1) cpu(1) {6 * 2 * 3 * 64}.0\ncpu_pinned(0) cpu(1) cpu(1) 24.0\n",
+    ),
+    "an array in host memory does not change with its copy on a GPU": (
+        """
+        import mxnet as mx
+        from mxnet import gluon, nd
+        ctx = [mx.gpu(i) for i in range(2)]
+        net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+        net.initialize(mx.init.One(), ctx=ctx)
+        best = net.weight.data(ctx[0]).as_in_context(mx.cpu())
+        net.weight.set_data(nd.zeros((1, 2)))
+        batch = best.as_in_context(ctx[0])
+        batch += 1
+        print(best.asnumpy().tolist(), net.weight.data(ctx[1]).asnumpy().tolist(), batch.asnumpy().tolist())
+        """,
+        "[[1.0, 1.0]] [[0.0, 0.0]] [[2.0, 2.0]]\n",
+    ),
+    "arrays return to the GPU on which they were saved": (
+        """
         import copy, pickle
         import mxnet as mx
         sparse = mx.nd.sparse.row_sparse_array(([[1.0]], [2]), shape=(3, 1), ctx=mx.gpu(0))
@@ -61,57 +56,46 @@ def test_arrays_return_to_the_gpu_on_which_they_were_saved(program):
         for name, b in zip(loaded, mx.nd.load("list")):
             a, before = loaded[name], arrays[name]
             assert a.context == b.context == before.context and (a.asnumpy() == b.asnumpy()).all()
-    """)
-    assert (run.returncode, run.stdout) == (0, "True\nTrue\n"), run.stderr
-
-
-def test_updates_of_gpu_0_are_counted_as_on_a_machine_with_gpus(program):
-    run = program("""
+        """,
+        "True\nTrue\n",
+    ),
+    "updates of gpu(0) are counted as on a machine with GPUs": (
+        """
         import mxnet as mx
-        for device in (mx.cpu, mx.gpu):
-            ctx = [device(i) for i in range(2)]
-            net = mx.gluon.nn.Dense(1, in_units=2)
-            net.initialize(ctx=ctx)
-            trainer = mx.gluon.Trainer(net.collect_params(), "adam", kvstore=None)
-            for c in ctx:
-                with mx.autograd.record():
-                    loss = net(mx.nd.ones((1, 2), c))
-                loss.backward()
-            trainer.step(1)
-            print(trainer._updaters[0].optimizer._all_index_update_counts)
-    """)
-    assert run.stdout == "{0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}}\n" * 2, run.stderr
+        ctx = [mx.gpu(i) for i in range(2)]
+        net = mx.gluon.nn.Dense(1, in_units=2)
+        net.initialize(ctx=ctx)
+        trainer = mx.gluon.Trainer(net.collect_params(), "adam", kvstore=None)
+        for c in ctx:
+            with mx.autograd.record():
+                loss = net(mx.nd.ones((1, 2), c))
+            loss.backward()
+        trainer.step(1)
+        print(trainer._updaters[0].optimizer._all_index_update_counts)
+        """,
+        "{0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}}\n",
+    ),
+    "fewer examples than GPUs are split as in early versions of MXNet": (
+        """
+        import mxnet as mx
+        from mxnet.gluon.utils import split_and_load
+        gpus = [mx.gpu(i) for i in range(4)]
+        for n in (2, 5):
+            shards = split_and_load(mx.nd.ones((n, 3)), gpus, even_split=False)
+            print([(x.shape[0], x.context.device_id - 1) for x in shards])
+        try:
+            split_and_load(mx.nd.ones((2, 3)), gpus)
+        except ValueError:
+            print("refused")
+        """,
+        "[(1, 0), (1, 1)]\n[(2, 0), (1, 1), (1, 2), (1, 3)]\nrefused\n",
+    ),
+}
 
 
-BUSY = """
-    import ctypes, threading
-    import mxnet as mx
-    class Context(ctypes.Structure):
-        _fields_ = [("type", ctypes.c_int), ("index", ctypes.c_int)]
-    def threads(index):
-        found, done, none = [], threading.Event(), ctypes.c_void_p()
-        def ask(*_):
-            found.append(ctypes.CDLL("libgomp.so.1").omp_get_max_threads())
-            done.set()
-        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(ask)
-        where = ctypes.byref(Context(1, index))
-        mx.base._LIB.MXEnginePushSync(function, none, none, where, none, 0, none, 0, none, 0, b"threads")
-        done.wait()
-        return found[0]
-    products = [mx.nd.ones((600, 600), ctx) for ctx in (mx.cpu(), mx.gpu(0))]
-    for _ in range(10):
-        products = [mx.nd.dot(x, x) / 600 for x in products]
-    print(*(x.mean().asscalar() for x in products), threads(0), threads(1))
-    data = mx.gluon.data.ArrayDataset(mx.nd.ones((2, 2)))
-    list(mx.gluon.data.DataLoader(data, 2, num_workers=1))  # forks, so MXNet starts new threads
-    print(threads(0), threads(1))
-"""
-
-
-def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang(program):
-    for gpus in ([], ["--gpus", 1]):
-        run = program(BUSY, options=gpus, OMP_NUM_THREADS="2")
-        assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
+@pytest.mark.parametrize("claim", PROGRAMS)
+def test_contexts(claim, printed):
+    assert printed[claim] == PROGRAMS[claim][1]
 
 
 def test_sync_batch_norm_in_two_contexts_equals_batch_norm_in_one(program):
@@ -140,51 +124,75 @@ def test_sync_batch_norm_in_two_contexts_equals_batch_norm_in_one(program):
     assert run.stdout == "True\n", run.stderr
 
 
-def test_a_program_whose_sync_batch_norm_hangs_says_what_to_set(program):
-    run = program(
-        """
-        import os, threading, mxnet as mx
-        from gluon_mgpu.legacy import contexts
-        contexts.SECONDS = 0.5
-        threading.Timer(5, os._exit, [3]).start()
-        net = mx.gluon.contrib.nn.SyncBatchNorm(num_devices=2)
-        net.initialize(ctx=mx.gpu(0))
-        with mx.autograd.record():
-            net(mx.nd.ones((2, 3, 4, 4), mx.gpu(0))).wait_to_read()  # the other context's part is missing
-        """
-    )
-    assert run.returncode == 3 and f"MXNET_CPU_TEMP_COPY={contexts.SYNC_TEMP_COPIES}" in run.stderr
+BUSY = """
+    import ctypes, threading
+    import mxnet as mx
+    class Context(ctypes.Structure):
+        _fields_ = [("type", ctypes.c_int), ("index", ctypes.c_int)]
+    def threads(index):
+        found, done, none = [], threading.Event(), ctypes.c_void_p()
+        def ask(*_):
+            found.append(ctypes.CDLL("libgomp.so.1").omp_get_max_threads())
+            done.set()
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(ask)
+        where = ctypes.byref(Context(1, index))
+        mx.base._LIB.MXEnginePushSync(function, none, none, where, none, 0, none, 0, none, 0, b"threads")
+        done.wait()
+        return found[0]
+    products = [mx.nd.ones((600, 600), ctx) for ctx in (mx.cpu(), mx.gpu(0))]
+    for _ in range(10):
+        products = [mx.nd.dot(x, x) / 600 for x in products]
+    print(*(x.mean().asscalar() for x in products), threads(0), threads(1))
+    data = mx.gluon.data.ArrayDataset(mx.nd.ones((2, 2)))
+    list(mx.gluon.data.DataLoader(data, 2, num_workers=1))  # forks, so MXNet starts new threads
+    print(threads(0), threads(1))
+"""
 
 
-def test_every_query_about_gpus_is_answered(program):
+def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang(program):
+    run = program(BUSY, OMP_NUM_THREADS="2")
+    assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
+
+
+def test_two_gpus_do_not_hang_with_two_threads(program):
+    assert program(PRODUCTS.replace("mx.cpu", "mx.gpu"), OMP_NUM_THREADS="2").stdout == "1.0 1.0\n"
+
+
+def test_gpu_i_is_cpu_context_i_plus_1_and_every_query_about_gpus_is_answered(program):
     text = """
-        import pickle
+        import os, pickle
         import mxnet as mx
         from mxnet import test_utils
         from mxnet.gluon.contrib.estimator.estimator import num_gpus
+        print(mx.gpu(1), mx.Context("gpu", 0), mx.nd.ones(1, mx.gpu(1)).context)
+        print(mx.kv.create("nccl").type, os.environ["MXNET_CPU_TEMP_COPY"])
+        with mx.gpu(1):
+            print(mx.nd.zeros(1).context)
         print(mx.context.num_gpus(), num_gpus(), mx.util.get_gpu_count(), mx.npx.num_gpus(), *test_utils.list_gpus())
-        print(*(0 < free < total for free, total in (mx.context.gpu_memory_info(1), mx.util.get_gpu_memory(1))))
         context = mx.Context.__new__(mx.Context)
         vars(context).update(device_typeid=2, device_id=1)  # on a machine with GPUs
         print(pickle.loads(pickle.dumps(context)), pickle.loads(pickle.dumps(mx.nd.ones(2, mx.gpu(1)))).context)
         mx.gpu(0).empty_cache()
-        mx.context.gpu_memory_info(2)
+        mx.gpu(2)
     """
-    run = program(text, options=["--gpus", 2])
-    assert run.stdout == "2 2 2 2 0 1\nTrue True\ncpu(2) cpu(2)\n"
+    lines = "cpu(2) cpu(1) cpu(2)\ndevice {}\ncpu(2)\n{}\ncpu(2) cpu(2)\n"
+    run = program(text, options=["--gpus", 2], MXNET_CPU_TEMP_COPY="64")
+    assert run.stdout == lines.format(64, "2 2 2 2 0 1")
     assert run.returncode == 1 and "MXNetError: gpu(2)" in run.stderr.splitlines()[-1]
-    assert program(text).stdout.splitlines()[0] == "0 0 0 0"
+    run = program(text)
+    assert (run.returncode, run.stdout) == (0, lines.format(4, "0 0 0 0"))
+    assert run.stderr.count("mx.gpu(i) is CPU context i + 1") == 1, run.stderr
 
 
-def test_fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet(program):
-    run = program("""
-        import mxnet as mx
-        from mxnet.gluon.utils import split_and_load
-        gpus = [mx.gpu(i) for i in range(4)]
-        for n in (2, 5):
-            shards = split_and_load(mx.nd.ones((n, 3)), gpus, even_split=False)
-            print([(x.shape[0], x.context.device_id - 1) for x in shards])
-        split_and_load(mx.nd.ones((2, 3)), gpus)
-    """)
-    assert run.stdout == "[(1, 0), (1, 1)]\n[(2, 0), (1, 1), (1, 2), (1, 3)]\n", run.stderr
-    assert run.returncode == 1 and "ValueError" in run.stderr
+def test_the_settings_reach_processes_that_the_program_starts(program):
+    text = """
+        import multiprocessing, subprocess, sys
+        def context(i):
+            import mxnet as mx
+            return str(mx.gpu(i))
+        if __name__ == "__main__":
+            print(subprocess.check_output([sys.executable, "-c", "import mxnet as mx; print(mx.gpu(3))"]))
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(context, [2]))
+    """
+    assert program(text).stdout == "b'cpu(4)\\n'\n['cpu(3)']\n"

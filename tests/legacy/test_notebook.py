@@ -17,7 +17,8 @@ from parity import examples
 from runs import arrays
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.legacy import notebook
+from gluon_mgpu.legacy import notebook, prepare
+from gluon_mgpu.runtime.errors import UsageError
 
 pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
 import jupyter_client  # noqa: E402
@@ -75,28 +76,25 @@ def execute(path, environment):
     assert run.returncode == 0, run.stderr
 
 
-def test_a_notebook_is_executed_in_place_or_written_to_another_file(tmp_path, environment):
+def test_a_notebook_is_executed_and_written_to_another_file(tmp_path, environment):
     path = write(tmp_path / "old.ipynb", CELLS)
     before = path.read_bytes()
     run = command(environment, "run", "--out", tmp_path / "new.ipynb", path)
     assert run.returncode == 0 and path.read_bytes() == before, run.stderr
+    assert "cpu(2) float64\n" in outputs(tmp_path / "new.ipynb")[1]
+
+
+BROKEN = (
+    "class Broken:\n    def __repr__(self): raise LookupError('no picture')\nBroken()"  # runs, but cannot be displayed
+)
+
+
+@pytest.mark.parametrize("cell, error", [("raise KeyError('x')", "KeyError"), (BROKEN, "LookupError")])
+def test_a_cell_that_fails_is_the_last_and_outputs_are_kept_in_place(tmp_path, environment, cell, error):
+    path = write(tmp_path / "old.ipynb", ["print(1)", cell, "print(3)"])
     run = command(environment, "run", path)
-    assert run.returncode == 0, run.stderr
-    for name in ("new.ipynb", "old.ipynb"):
-        assert "cpu(2) float64\n" in outputs(tmp_path / name)[1]
-
-
-def test_a_cell_that_fails_is_the_last_and_its_output_is_kept(tmp_path, environment):
-    path = write(tmp_path / "old.ipynb", ["print(1)", "raise KeyError('x')", "print(3)"])
-    run = command(environment, "run", path)
-    assert run.returncode == 1 and "KeyError" in run.stderr.splitlines()[-1]
-    assert outputs(path) == ["1\n", "KeyError", ""]
-
-
-def test_a_result_that_cannot_be_displayed_is_named_by_its_error(tmp_path, environment):
-    cell = "class Broken:\n    def __repr__(self): raise LookupError('no picture')\nBroken()"
-    run = command(environment, "run", write(tmp_path / "job.ipynb", [cell]))
-    assert run.returncode == 1 and "LookupError: no picture" in run.stderr.splitlines()[-1]
+    assert run.returncode == 1 and error in run.stderr.splitlines()[-1]
+    assert outputs(path) == ["1\n", error, ""]
 
 
 def test_ctrl_c_ends_with_one_line(tmp_path, environment):
@@ -121,33 +119,34 @@ def test_a_killed_run_leaves_no_kernel(tmp_path, environment):
     runs.wait(lambda: not runs.alive([(tmp_path / "started").read_text()]), 10)
 
 
-def test_a_missing_folder_and_a_file_that_is_not_a_notebook_are_refused_before_anything_runs(tmp_path, environment):
+@pytest.mark.parametrize("content", ["", "{}", '{"cells": 3}', "not JSON"])
+def test_a_file_that_is_not_a_notebook_is_refused_and_kept(tmp_path, content):
+    path = tmp_path / "old.ipynb"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="old.ipynb"):
+        notebook.run(str(path), None, prepare.Preparation())
+    assert path.read_text() == content
+
+
+def test_a_missing_folder_is_refused_before_anything_runs(tmp_path):
     path = write(tmp_path / "old.ipynb", ["open('started', 'w').close()"])
-    assert command(environment, "run", "--out", tmp_path / "no" / "new.ipynb", path).returncode == 2
-    for content in ("", "{}", '{"cells": 3}', "not JSON"):
-        path.write_text(content)
-        run = command(environment, "run", path)
-        assert run.returncode == 2 and str(path) in run.stderr and len(run.stderr.splitlines()) == 1
-        assert path.read_text() == content
+    with pytest.raises(UsageError):
+        notebook.run(str(path), str(tmp_path / "no" / "new.ipynb"), prepare.Preparation())
     assert not (tmp_path / "started").exists()
 
 
-def test_the_kernel_runs_notebooks(tmp_path, environment, install):
+def test_the_kernel_prepares_its_process_and_after_an_interrupt_the_next_cell_runs(
+    tmp_path, environment, install, monkeypatch
+):
     install("--gpus", 3)
     spec = tmp_path / "jupyter" / "kernels" / notebook.KERNEL / "kernel.json"
     assert json.loads(spec.read_text())["display_name"] == notebook.TITLE
-    path = write(tmp_path / "old.ipynb", [*CELLS, "print(mx.context.num_gpus())"])
-    execute(path, environment)
-    assert "cpu(2) float64\n" in outputs(path)[1] and outputs(path)[2] == "3\n"
-
-
-def test_an_interrupt_stops_the_cell_and_the_next_cell_runs(tmp_path, environment, install, monkeypatch):
-    install()
     monkeypatch.setenv("JUPYTER_DATA_DIR", environment["JUPYTER_DATA_DIR"])
     manager, client = jupyter_client.manager.start_new_kernel(kernel_name=notebook.KERNEL, env=environment)
     try:
         code = f"""if True:
-            import mxnet as mx
+            import mxnet as mx, numpy as np
+            assert mx.context.num_gpus() == 3 and np.float is float
             x = [mx.nd.ones((500, 500), mx.gpu(i)) for i in range(2)]
             open({str(tmp_path / "started")!r}, "w").close()
             while True:

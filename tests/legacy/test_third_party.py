@@ -1,13 +1,73 @@
-"""`gluon-mgpu run` restores names of pandas, Pillow and SciPy."""
+"""`gluon-mgpu run` restores names of pandas, Pillow, SciPy and other packages."""
 
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from gluon_mgpu.legacy import names, third_party
+from gluon_mgpu.legacy import third_party
+
+pytest.importorskip("pandas")
+pytest.importorskip("yaml")
+
+# Claim: (program, what it prints)
+PROGRAMS = {
+    "Matplotlib, Pillow and PyYAML have their former names": (
+        """
+        import yaml
+        from matplotlib import cm, pyplot
+        from PIL import Image, ImageDraw, ImageFont
+        pyplot.style.use(["seaborn-whitegrid", "seaborn"])
+        assert cm.get_cmap("jet", 2).N == 2
+        assert (Image.ANTIALIAS, Image.CUBIC) == (Image.LANCZOS, Image.BICUBIC)
+        draw, font = ImageDraw.Draw(Image.new("L", (80, 40))), ImageFont.load_default()
+        width, height = font.getsize("ab")
+        assert draw.textsize("ab") == draw.textsize("ab", font=font) == (width, height) and width > 0 < height
+        print(yaml.load("a: [1]"), yaml.load("b: 2", Loader=yaml.SafeLoader), yaml.load("c", yaml.SafeLoader))
+        """,
+        "{'a': [1]} {'b': 2} c\n",
+    ),
+    "pandas treats texts and frames as pandas 1 did": (
+        """
+        import numpy as np, pandas as pd
+        frame = pd.DataFrame({"kind": ["a", "b", None, "a"], "size": [1, 2, 3.5, 4]})
+        numeric = frame.dtypes[frame.dtypes != "object"].index
+        assert list(numeric) == ["size"] and frame.mean().to_dict() == {"size": 2.625}
+        assert frame.std().tolist() == [frame["size"].std()] and frame.assign(n=1).groupby("n").mean().size == 1
+        assert pd.get_dummies(frame, dummy_na=True).values.dtype == float
+        first, second = np.split(frame, 2)
+        assert second["size"].tolist() == [3.5, 4] and frame.swapaxes(0, 1).shape == (2, 4)
+        hours = pd.Series([1, 3], pd.date_range("2020-01-01", periods=2, freq="H"))
+        assert hours.resample("2H").sum().tolist() == [4] and hours.index[1].hour == 1
+        try:
+            frame.mean(unknown=1)
+        except TypeError:
+            print("ran")
+        """,
+        "ran\n",
+    ),
+    "chained assignment works or is an error": (
+        """
+        import warnings, pandas as pd
+        warnings.filterwarnings("ignore")
+        frame = pd.DataFrame({"a": [1, 2]})
+        frame.loc[1, "a"] = 4
+        frame["a"] = frame["a"] + 1
+        print(frame["a"].tolist())
+        try:
+            frame["a"][0] = 3
+            print(frame["a"][0] == 3)
+        except RuntimeError as error:
+            print("'pandas<3'" in str(error))
+        """,
+        "[2, 5]\nTrue\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", PROGRAMS)
+def test_third_party(claim, printed):
+    assert printed[claim] == PROGRAMS[claim][1]
 
 
 def test_scipys_functions_read_resize_and_save_images(tmp_path):
@@ -19,42 +79,6 @@ def test_scipys_functions_read_resize_and_save_images(tmp_path):
     assert misc.imread(path, mode="RGB").shape == (3, 4, 3)
     assert misc.imresize(image, (6, 2)).shape == (6, 2) and misc.imresize(image, 50).shape == (1, 2)
     assert misc.imresize(np.stack([image] * 3, 2), 2.0, "nearest")[4, 6].tolist() == [image[2, 3]] * 3
-
-
-def test_pillows_filters_have_their_former_names():
-    third_party.RESTORE["PIL.Image"](Image)
-    assert (Image.ANTIALIAS, Image.CUBIC) == (Image.LANCZOS, Image.BICUBIC)
-
-
-def test_texts_have_sizes_and_yaml_needs_no_loader(program):
-    pytest.importorskip("yaml")
-    run = program("""
-        import yaml
-        from PIL import Image, ImageDraw, ImageFont
-        draw, font = ImageDraw.Draw(Image.new("L", (80, 40))), ImageFont.load_default()
-        width, height = font.getsize("ab")
-        assert draw.textsize("ab") == draw.textsize("ab", font=font) == (width, height) and width > 0 < height
-        print(yaml.load("a: [1]"), yaml.load("b: 2", Loader=yaml.SafeLoader), yaml.load("c", yaml.SafeLoader))
-    """)
-    assert run.stdout == "{'a': [1]} {'b': 2} c\n", run.stderr
-
-
-def test_chained_assignment_works_or_is_an_error(program):
-    pytest.importorskip("pandas")
-    run = program("""
-        import warnings, pandas as pd
-        warnings.filterwarnings("ignore")
-        frame = pd.DataFrame({"a": [1, 2]})
-        frame.loc[1, "a"] = 4
-        frame["a"] = frame["a"] + 1
-        print(frame["a"].tolist())
-        frame["a"][0] = 3
-        print(frame["a"][0])
-    """)
-    if run.returncode:
-        assert run.stdout == "[2, 5]\n" and "'pandas<3'" in run.stderr.splitlines()[-1]
-    else:
-        assert run.stdout == "[2, 5]\n3\n"
 
 
 def test_pandas_appends_converts_and_fills():
@@ -71,28 +95,14 @@ def test_pandas_appends_converts_and_fills():
     assert gap.tolist() == [1, 1, 3]
 
 
-def test_pandas_treats_texts_and_frames_as_pandas_1_did(program):
-    pytest.importorskip("pandas")
-    run = program("""
-        import numpy as np, pandas as pd
-        frame = pd.DataFrame({"kind": ["a", "b", None, "a"], "size": [1, 2, 3.5, 4]})
-        numeric = frame.dtypes[frame.dtypes != "object"].index
-        assert list(numeric) == ["size"] and frame.mean().to_dict() == {"size": 2.625}
-        assert frame.std().tolist() == [frame["size"].std()] and frame.assign(n=1).groupby("n").mean().size == 1
-        assert pd.get_dummies(frame, dummy_na=True).values.dtype == float
-        first, second = np.split(frame, 2)
-        assert second["size"].tolist() == [3.5, 4] and frame.swapaxes(0, 1).shape == (2, 4)
-        hours = pd.Series([1, 3], pd.date_range("2020-01-01", periods=2, freq="H"))
-        assert hours.resample("2H").sum().tolist() == [4] and hours.index[1].hour == 1
-        try:
-            frame.mean(unknown=1)
-        except TypeError:
-            print("ran")
-    """)
-    assert run.stdout == "ran\n", run.stderr
-
-
-def test_a_missing_pkg_resources_says_which_setuptools_has_it(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # find_spec changes it
-    with pytest.raises(ModuleNotFoundError, match="setuptools<81"):
-        names.Modules.find_spec("pkg_resources")
+@pytest.mark.parametrize("name, letter", [("h", "H"), ("ME", "M"), ("QE-DEC", "Q"), ("W-SUN", "W"), ("min", "T")])
+def test_gluonts_gets_the_former_letters_of_frequencies(name, letter):
+    module = SimpleNamespace(  # as modules of gluonts
+        norm_freq_str=lambda name: name.split("-")[0],
+        to_offset=lambda freq: SimpleNamespace(name=freq.lstrip("2"), n=2),
+    )
+    third_party.RESTORE["gluonts.time_feature._base"](module)
+    third_party.RESTORE["gluonts.mx.model.deepvar._estimator"](module)
+    assert module.norm_freq_str(name) == letter
+    offset = module.to_offset(f"2{name}")
+    assert (offset.n, module.norm_freq_str(offset.name)) == (2, letter)

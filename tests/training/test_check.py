@@ -14,6 +14,7 @@ from mxnet.gluon import nn
 from gluon_mgpu import highlevel, scratch, train
 from gluon_mgpu.check import comparison
 from gluon_mgpu.commands.check import check
+from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.check import compare
 
@@ -441,6 +442,23 @@ def sgd(params, lr, batch_size):
         v[:] = 0.9 * v + p.grad / batch_size
         p[:] -= lr * v
 """
+IN_A_CLASS = MOMENTUM.replace("velocities = {}", "class Kept:\n    velocities = {}").replace(
+    " velocities.", " Kept.velocities."
+)
+IN_AN_OBJECT = """
+class Momentum:
+    def __init__(self):
+        self.velocities = {}
+
+    def __call__(self, params, lr, batch_size):
+        for i, p in enumerate(params):
+            v = self.velocities.setdefault((i, p.context), nd.zeros_like(p))
+            v[:] = 0.9 * v + p.grad / batch_size
+            p[:] -= lr * v
+
+
+sgd = Momentum()
+"""
 RIGHT = {
     "scratch": ("scratch", {}),
     "highlevel": ("highlevel", {}),
@@ -493,6 +511,15 @@ def test_a_lesson_may_keep_values_between_steps(by, tmp_path, monkeypatch):
     assert compare(lesson, CPUS).verdict == "" and lesson.velocities == {}
 
 
+@pytest.mark.parametrize(
+    "text", [IN_A_CLASS, IN_AN_OBJECT, MOMENTUM.replace("batch_size)", "batch_size, *, velocities={})", 1)]
+)
+def test_a_lesson_may_keep_values_in_a_class_an_object_or_a_default(text, tmp_path):
+    file = tmp_path / "momentum.py"
+    file.write_text(Path(scratch.__file__).read_text() + text)
+    assert compare(lessons.load(str(file)), CPUS).verdict == ""
+
+
 def test_what_is_checked_is_what_runs(tmp_path, monkeypatch):
     """A module that was imported and then patched is not loaded again."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -538,6 +565,18 @@ def test_the_command_takes_the_shape_of_your_own_data(tmp_path):
     words = [str(tmp_path / "rgb.py"), "--device", "cpu", "--dataset", "own", "--data-dir", str(tmp_path)]
     result = CliRunner().invoke(check, words, standalone_mode=False)
     assert result.exit_code == 0 and result.output.endswith("takes the same step as on one device\n")
+
+
+@pytest.mark.parametrize("words", ["sharded --zero 3", "highlevel --tune", "highlevel --no-hybridize"])
+def test_the_command_checks_the_step_that_the_settings_choose(words):
+    result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"], standalone_mode=False)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("words", ["highlevel --zero 3", "scratch --data-dir anywhere"])
+def test_the_command_refuses_settings_that_it_would_ignore(words):
+    result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"])
+    assert result.exit_code == UsageError.exit_status
 
 
 def test_rounding_is_told_from_a_mistake():

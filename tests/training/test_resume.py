@@ -13,6 +13,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon, nd
+from runs import FEEDBACK
 
 from gluon_mgpu import networks, scratch
 from gluon_mgpu import train as training
@@ -65,6 +66,12 @@ def momentum_lesson(folder, has_state=True):
     return str(path)
 
 
+def feedback_lesson(folder):
+    path = Path(folder, "feedback.py")
+    path.write_text(Path(scratch.__file__).read_text() + FEEDBACK)
+    return str(path)
+
+
 # {name: the lesson and the settings of a run}
 RUNS = {
     "scratch": ("scratch", {}),
@@ -73,6 +80,7 @@ RUNS = {
     "dropout": ("highlevel", {"model": "dropout"}),
     "noise": (lessons.load("scratch", forward_backward=noisy), {}),
     "state": (momentum_lesson(tempfile.mkdtemp()), {}),
+    "different state on each device": (feedback_lesson(tempfile.mkdtemp()), {}),
 }
 BATCH, LR = 32, 0.1
 SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
@@ -152,7 +160,7 @@ def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting
     train("scratch", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
     for i, name in enumerate(networks.LENET_NAMES):
-        np.testing.assert_allclose(kept[f"state/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("has_state", [True, False])
@@ -161,8 +169,14 @@ def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_ho
     assert ("velocities" in capsys.readouterr().err) != has_state
 
 
+def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
+    train(feedback_lesson(tmp_path), out=tmp_path / "run", epochs=1)
+    with pytest.raises(Error):
+        train(feedback_lesson(tmp_path), devices=3, resume=tmp_path / "run")
+
+
 def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
-    reconfigure(begun, numpy="1.0", temperature=3)
+    reconfigure(begun, numpy="1.0", temperature=3, gamma=0.5)  # gamma was recorded without a schedule, too
     train(resume=begun, epochs=3)
     assert "numpy" in (said := capsys.readouterr().err) and "temperature" in said
     assert json.loads((begun / "config.json").read_text())["numpy"] == np.__version__
@@ -176,7 +190,7 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert config(begun).epochs == 3
 
 
-def test_a_run_that_was_recorded_before_mpi_is_resumed_with_the_same_bits(whole, tmp_path):
+def test_a_run_that_an_earlier_version_recorded_is_resumed_with_the_same_bits(whole, tmp_path):
     interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
     config = json.loads((tmp_path / "config.json").read_text())
     for name in ("image_dtype", "image_range", "classes", "running_stats"):

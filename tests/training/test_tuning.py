@@ -126,3 +126,9 @@ def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replic
         # on the next gradients: about 10 roundings per example. The values stay of the size of the first ones.
         atol = 3 * 10 * 4 * k * EPS * max(1, np.abs(q.data(ctx[0]).asnumpy()).max())
         np.testing.assert_allclose(p.data(ctx[0]).asnumpy(), q.data(ctx[0]).asnumpy(), rtol=0, atol=atol)
+
+
+def test_a_tuned_model_has_a_loss_of_its_own_and_draws_no_more_than_the_lesson():
+    fast, plain = (build("highlevel", [mx.cpu()], Config("highlevel", tune=tune)) for tune in (True, False))
+    assert fast.lesson.loss is not highlevel.loss
+    assert fast.draws is plain.draws is False

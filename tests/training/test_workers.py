@@ -334,6 +334,19 @@ def test_a_second_ctrl_c_ends_all_workers_even_if_one_hangs(tmp_path):
     assert arrays(run.folder)
 
 
+def test_each_worker_resumes_with_the_state_that_its_own_lesson_kept(tmp_path):
+    path = tmp_path / "feedback.py"
+    path.write_text(Path(scratch.__file__).read_text() + runs.FEEDBACK)
+    common = {**SYNTHETIC, "limit": 256, "impl": str(path), "epochs": 2}
+    names = ("whole", "parts")
+    trainings = [{**common, "out": names[0]}, {**common, "out": names[1], "epochs": 1}, {**common, "resume": names[1]}]
+    done = train_together(2, trainings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole, parts = (arrays(tmp_path / name) for name in names)
+    np.testing.assert_equal(parts, whole)
+    assert any((whole[name] != whole[name.replace("/0/", "/1/", 1)]).any() for name in whole if "state/0" in name)
+
+
 def resume(folder, others, epochs):
     """Continue a run with workers of which only worker 0 has its folder. others: number of other workers."""
     words = [*TRAIN, "--kvstore", "mpi", "--resume", folder.name, "--device", "cpu", "--epochs", epochs]
