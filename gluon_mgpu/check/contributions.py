@@ -123,7 +123,8 @@ def judge(start: Sequence[Arrays], even: Batch, uneven: Batch, later: Batch, sam
         claims |= {"sum": "", "replicas": ""}
     elif found[1]["update"] and not found[0]["update"] and not claims["devices"]:
         claims["sum"] = ""
-    if found[0]["update"] and not any(same.wrong(change) for change in same.changes):
+    matches = not even.wrong(even.changes[0], even.mean)  # what the processes do alone
+    if found[0]["update"] and not matches and not any(same.wrong(change) for change in same.changes):
         claims["update"] = "examples get the labels of others; divide X and y in the same way"
     return claims
 
