@@ -102,7 +102,7 @@ WRONG = {
         ddp(MEAN, ["tensor_split(data, dist.get_world_size())", "tensor_split(data, 1)"], FIRST),
     ),
     "no broadcast": ("start", "different", scratch(["np.random.default_rng(seed)", OWN_DRAW])),
-    "no_sync in the last part": ("sum", "no_sync", accumulated("nullcontext()", "net.no_sync()")),
+    "no_sync in the last part": ("replicas", "no_sync", accumulated("nullcontext()", "net.no_sync()")),
     "running statistics": ("replicas", "running", RIGHT["pytorch/ddp"].partition("\nif __name__")[0] + NORMALIZED),
     "an error in one process": ("update", "Assertion", scratch([SUM, "    assert dist.get_rank() == 0\n" + SUM])),
     "an exit": ("update", "exit", scratch([SUM, "    os._exit(0)\n"])),
