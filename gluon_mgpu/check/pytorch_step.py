@@ -265,12 +265,14 @@ def main(file: str, folder: Path) -> dict[str, Any]:
     def of(kind: str) -> list[Arrays]:
         return [{name: result[f"{kind}/{name}"] for name in names} for result in results]
 
-    batches = {}
+    batches, stale = {}, steps["later"].pop("stale")
     for kind, step in steps.items():
         losses = [result[f"losses/{kind}"] for result in results], step.pop("losses")
         batches[kind] = Batch(changes=of(kind), losses=losses, **step)
     how = ["compared part by part, as batch normalization sees them"] * batches["even"].by_part
     claims = {**judge(of("start"), **batches), "accuracy": _accuracy(folder)}
+    if stale and not claims["update"]:
+        claims["update"] = "a step adds to the gradients of the step before; call zero_grad after each update"
     return {"claims": claims, "how": how, "notes": batches["even"].notes()}
 
 
@@ -284,9 +286,12 @@ def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
         X, y = stepper.batch(kind)
         whole, losses = stepper.step(X, y)
         if kind == "even":
-            again, _ = Stepper(file, 0).step(X, y)
-            if any((again[name] != whole[name]).any() for name in whole):
+            cleared = Stepper(file, 0)
+            if _differ(cleared.step(X, y)[0], whole):
                 return {}
+            for array in cleared.state.values():
+                if array.grad is not None:
+                    array.grad.zero_()
             masked = Stepper(file, 0).examples(X, y) != [*range(len(X))]
         turned, _ = Stepper(file, 0).step(X.flip(0), y.flip(0))
         examples = None if masked else _examples(folder, kind)  # a mask leaves no gradient of some examples
@@ -303,6 +308,8 @@ def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
             "exact": None,
         }
         found[kind] = {**fields, "losses": losses, "buffers": stepper.buffers, "synced": stepper.synced}
+        if kind == "later":
+            found[kind]["stale"] = _differ(cleared.step(X, y)[0], whole)
     with suppress(Exception):  # a step that insists on float32 is compared without
         torch.set_default_dtype(torch.float64)
         init = DistributedDataParallel.__init__
@@ -310,6 +317,10 @@ def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
         for kind, stepper in _steppers(file, double=True):
             found[kind]["exact"], _ = stepper.step(*stepper.batch(kind))
     return found
+
+
+def _differ(some: Arrays, others: Arrays) -> bool:
+    return any((some[name] != others[name]).any() for name in others)
 
 
 def _steppers(file: str, **options: bool) -> Iterator[tuple[str, Stepper]]:
