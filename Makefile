@@ -28,7 +28,7 @@ demo: install  ## train LeNet on ten classes of synthetic pictures, on 2 devices
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --dataset synthetic --limit 6000 --batch-size 32 --lr 0.2 --epochs 3
 
 test: dev  ## run the test suite
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: dev  ## run the test suite, including tests that take minutes
 	$(BIN)/python -m pytest

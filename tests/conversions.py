@@ -5,9 +5,11 @@ import json
 
 import numpy as np
 import pytest
+from forks import forked
 from mxnet import nd
 
 from gluon_mgpu import convert
+from gluon_mgpu.convert import to_pytorch
 
 
 def needs(to):
@@ -33,3 +35,8 @@ def files(folder, symbol, attrs=None, **shapes):
         node.setdefault("attrs", {}).update((attrs or {}).get(node["op"], {}))
     (folder / "n-symbol.json").write_text(json.dumps(graph))
     return folder / "n-symbol.json", folder / "n-0000.params"
+
+
+def in_forks(pytorch):
+    """In this block, conversions load the written files in forks, not in new processes."""
+    return forked(to_pytorch, pytorch)

@@ -1,11 +1,11 @@
 """Converted networks compute the same scores and gradients; what cannot be converted is refused and leaves no file."""
 
 import ast
+import contextlib
 import errno
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import textwrap
 
@@ -14,7 +14,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
-from conversions import TARGETS, files, needs
+from conversions import TARGETS, files, in_forks, needs
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
@@ -28,6 +28,13 @@ from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
 
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
+
+
+@pytest.fixture(autouse=True)
+def forked(request, pytorch):
+    """Conversions run in forks, except one: as for users, in processes of their own."""
+    with contextlib.nullcontext() if "[lenet-pytorch]" in request.node.name else in_forks(pytorch):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +90,13 @@ np.savez("found.npz", **found, **{name: p.detach() for name, p in trained.items(
 """
 
 
-def assert_trains_alike(folder, net, X, y):
+def assert_trains_alike(pytorch, folder, net, X, y):
     """folder/net.py, loaded as its docstring says, has the first gradients and, after a step on each batch of X and y,
     the parameters of a Gluon network that gluon.Trainer trains. PyTorch takes the mean of the losses."""
     np.savez(folder / "batches.npz", X=X, y=y)
     loading = textwrap.dedent(ast.get_docstring(ast.parse((folder / "net.py").read_text())).partition(":\n")[2])
-    subprocess.run([sys.executable, "-c", loading + STEPS], cwd=folder, check=True, timeout=120)
+    done = pytorch.run([sys.executable, "-c", loading + STEPS], folder=folder)
+    assert done.status == 0, done.err
     trainer, expected = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}), {}
     # Gluon names a layer's parameters after their first owner.
     trained = {name.replace("embedding0_bias", "dense2_bias"): p for name, p in net.collect_params().items()}
@@ -110,11 +118,13 @@ def assert_trains_alike(folder, net, X, y):
 
 @needs("pytorch")
 @pytest.mark.parametrize("run", ["lenet", "normalized"])
-def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_equal_gradients(run, runs, tmp_path):
+def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_equal_gradients(
+    run, runs, pytorch, tmp_path
+):
     convert.save(convert.from_run(runs / run), "pytorch", str(tmp_path / "net"))
     data = datasets.synthetic(600, 100, 0)
     X, y = data.train_images[:90].reshape(3, 30, 1, 28, 28) / np.float32(255), data.train_labels[:90].reshape(3, 30)
-    assert_trains_alike(tmp_path, evaluate.load(runs / run, "highlevel", device="cpu").model.net, X, y)
+    assert_trains_alike(pytorch, tmp_path, evaluate.load(runs / run, "highlevel", device="cpu").model.net, X, y)
 
 
 def layers(x):
@@ -178,7 +188,7 @@ def language_model():
 
 
 @needs("pytorch")
-def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_with_equal_gradients(tmp_path):
+def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_with_equal_gradients(pytorch, tmp_path):
     net, random = language_model(), np.random.default_rng(0)
     X, y = random.integers(50, size=(2, 30, 6)).astype(np.float32), random.integers(50, size=(2, 30))
     net.hybridize()
@@ -188,7 +198,7 @@ def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_wi
     files = tmp_path / "language-symbol.json", tmp_path / "language-0000.params"
     given = check(files, tmp_path, (6,), to=["onnx"])
     convert.save(given, "pytorch", str(tmp_path / "net"))
-    assert_trains_alike(tmp_path, net, X, y)
+    assert_trains_alike(pytorch, tmp_path, net, X, y)
 
 
 def gluon_files(folder, block, *inputs):

@@ -1,6 +1,7 @@
 """The exercises: each planted wrong answer is diagnosed as its mistake, and correct answers pass."""
 
 import configparser
+import contextlib
 import csv
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import mxnet as mx
 import pytest
 import runs
+from forks import forked
 
 from gluon_mgpu import exercises
 from gluon_mgpu.commands.exercise import exercise as command
@@ -118,13 +120,14 @@ CASES += [(f"{WRONG}{HIDDEN}{name} = lambda *args: []", "changes-grading") for n
 
 
 @pytest.fixture
-def said(tmp_path, capfd):
-    """said(answer): what the command prints about a wrong answer."""
+def said(tmp_path, mxnet, capfd):
+    """said(answer): what the command prints about a wrong answer. It is graded in a fork, or else with a time limit."""
 
     def said(answer, **options):
         (tmp_path / "answer.py").write_text(answer)
         [found] = exercises.answers(str(tmp_path / "answer.py"))
-        mistake = grading.grade(found, **options)
+        with contextlib.nullcontext() if options else forked(grading, mxnet):
+            mistake = grading.grade(found, **options)
         return f"{capfd.readouterr().out}{grading.report(found.label, found.name, mistake)}"
 
     return said

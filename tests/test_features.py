@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import interrupts
 import lenet64
@@ -20,13 +21,14 @@ import mxnet as mx
 import numpy as np
 import pytest
 import regression64
-from conversions import ONNX, PYTORCH
+from conversions import ONNX, PYTORCH, in_forks
 from mxnet import autograd, gluon, nd
 from PIL import Image
 from runs import needs_mpi
 
 from gluon_mgpu import convert, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
+from gluon_mgpu.data.generators import seed_of_step
 from gluon_mgpu.runtime import subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons
@@ -34,9 +36,9 @@ from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY
 
-# Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way; the setting
-# that a UsageError names, or "run" if it names the run's folder; "-" if there is no run; "." if another row runs the
-# same code.
+# Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way, or if each
+# worker draws other random numbers; the setting that a UsageError names, or "run" if it names the run's folder; "-" if
+# there is no run; "." if another row runs the same code.
 TABLE = """
 lesson     data       options   train  stop  devices  test  image  gluon  pytorch  onnx  workers
 scratch    synthetic  plain     yes    yes   yes      yes   yes    yes    yes      yes   yes
@@ -84,6 +86,7 @@ layers.py  unit       plain     yes    yes   yes      yes   yes    yes    .     
 layers.py  signed     shares    yes    yes   yes      yes   run    yes    yes      yes   shares
 layers.py  rgb        momentum  yes    yes   yes      yes   yes    yes    .        .     yes
 layers.py  pixels     plain     yes    yes   yes      yes   yes    yes    yes      yes   yes
+dropout    synthetic  momentum  yes    yes   yes      yes   yes    yes    yes      yes   about
 """
 OPTIONS = {
     "plain": {},
@@ -94,11 +97,20 @@ OPTIONS = {
 NETWORKS = {
     "lenet": {"impl": "highlevel"},
     "resnet18": {"impl": "highlevel", "model": "resnet18 xavier", "lr": 1e-5},
+    "dropout": {"impl": "highlevel", "model": "with dropout"},
     "arrays.py": {"lr": 1e-4},  # its images can be as large as 255
 }
 REGISTER = """
 import mxnet as mx
 from gluon_mgpu import networks
+from mxnet.gluon import nn
+
+def with_dropout():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, activation="relu"), nn.Dropout(0.5), nn.Dense(10))
+    return net
+
+networks.register("with dropout", with_dropout)
 # With the lesson's initializer, the activations of ResNet-18 are so small that differences in rounding grow too fast.
 networks.register("resnet18 xavier", networks.resnet18, mx.init.Xavier())
 """
@@ -140,6 +152,11 @@ class Row(NamedTuple):
         return self.lesson.endswith(".py")
 
     @property
+    def marks(self):
+        """ResNet-18 is large. A small registered network, and one with batch normalization, run the same code."""
+        return [pytest.mark.slow] if self.lesson == "resnet18" else []
+
+    @property
     def data_name(self):
         """The name in OWN."""
         return f"small {self.data}" if self.lesson in OF_ANY_SIZE and f"small {self.data}" in OWN else self.data
@@ -161,13 +178,19 @@ class Row(NamedTuple):
 NAMES, *LINES = (line.split() for line in TABLE.strip().splitlines())
 assert tuple(NAMES) == Row._fields
 ROWS = [Row(*line) for line in LINES]
-assert len({row[:2] for row in ROWS}) == len(ROWS) == 9 * 5  # every lesson with every kind of data
+assert len({row[:2] for row in ROWS}) == len(ROWS) == 9 * 5 + 1  # every lesson with every kind of data, and dropout
 
 
 def rows(operation, *marks, cell="yes"):
     """The rows with this cell for an operation, as parameters of a test."""
     found = [row for row in ROWS if getattr(row, operation) == cell]
-    return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=marks) for row in found]
+    return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=[*marks, *row.marks]) for row in found]
+
+
+def selected(request):
+    """The rows of the tests that use a fixture and that will run."""
+    items = [item for item in request.session.items if request.fixturename in item.fixturenames]
+    return [item.callspec.params["row"] for item in items]
 
 
 def array_lesson():
@@ -269,7 +292,9 @@ def collect(request):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("runs"))
+    """The runs. Own lessons are not compared with one device first: tests/training/test_check.py is about that."""
+    with patch("gluon_mgpu.training.train._compare_with_one_device", return_value=""):
+        yield Runs(tmp_path_factory.mktemp("runs"))
 
 
 # Other code that trains and computes scores
@@ -282,9 +307,10 @@ class Reference:
         self.options, self.data = runs.settings(row), runs.data(row)
         mx.random.seed(SEED)
         self.net = None
-        if row.lesson in ("resnet18", "layers.py"):
+        if row.lesson in ("resnet18", "dropout", "layers.py"):
             lesson = lessons.load(runs.settings(row)["impl"])
-            self.net = networks.resnet18() if row.lesson == "resnet18" else lesson.lenet()
+            registered = networks.NETWORKS.get(runs.settings(row).get("model"))
+            self.net = registered.build() if registered else lesson.lenet()
             self.net.initialize(mx.init.Xavier() if row.lesson == "resnet18" else mx.init.Normal(0.01))
             self.net(nd.zeros((1, *self.data[0].shape[1:]))).wait_to_read()  # it may change the layout of weights
             self.net.collect_params().setattr("grad_req", "add")
@@ -306,14 +332,16 @@ class Reference:
     def _parameters(self):
         return self.net._collect_params_with_prefix()
 
-    def train(self, devices):
-        """devices: maps the number of a step to the number of devices."""
+    def train(self, devices, workers=1):
+        """devices: maps the number of a step to the number of devices. workers: between which these are divided."""
         images, labels = self.data[:2]
         for epoch in range(self.options["epochs"]):
             order = np.random.default_rng([SEED, epoch + 1]).permutation(EXAMPLES)
             for i in range(STEPS):
                 batch = order[BATCH * i : BATCH * (i + 1)]
-                self._step(images[batch], labels[batch], self._ends(len(batch), devices(STEPS * epoch + i)))
+                step = STEPS * epoch + i
+                seeds = [seed_of_step(SEED, worker, step) for worker in range(workers)]
+                self._step(images[batch], labels[batch], self._ends(len(batch), devices(step)), seeds)
         return self
 
     def _ends(self, n, devices):
@@ -322,9 +350,9 @@ class Reference:
             return [round(n * 0.75)]
         return np.cumsum([n // devices + (i < n % devices) for i in range(devices)])[:-1]
 
-    def _step(self, X, y, ends):
+    def _step(self, X, y, ends, seeds):
         options = self.options
-        gradients = self._gluon_gradients(X, y, ends) if self.net else self._gradients(X, y)
+        gradients = self._gluon_gradients(X, y, ends, seeds) if self.net else self._gradients(X, y)
         means = {name: gradient / len(X) for name, gradient in gradients.items()}
         norm = np.sqrt(sum((mean**2).sum() for mean in means.values()))
         scale = min(1, options.get("max_grad_norm", np.inf) / norm)
@@ -338,16 +366,19 @@ class Reference:
         compute = (regression64 if len(self.params) == 2 else lenet64).losses_and_gradients
         return dict(zip(self.params, compute(list(self.params.values()), X, y)[1]))
 
-    def _gluon_gradients(self, X, y, ends):
-        """The gradients. Each shard has its own running statistics, which are averaged."""
+    def _gluon_gradients(self, X, y, ends, seeds):
+        """The gradients. Each shard has its own running statistics, which are averaged. Each of the first shards begins
+        with one of the seeds; other shards continue with the generator's numbers."""
         parameters = self._parameters()
         before = {name: array for name, array in self.params.items() if "running" in name}
         running = dict.fromkeys(before, 0)
         self.set(self.params)
         for p in parameters.values():
             p.zero_grad()
-        for X_shard, y_shard in zip(np.split(X, ends), np.split(y, ends)):
+        for i, (X_shard, y_shard) in enumerate(zip(np.split(X, ends), np.split(y, ends))):
             self.set(before)
+            if i < len(seeds):
+                mx.random.seed(seeds[i])
             with autograd.record():
                 loss = gluon.loss.SoftmaxCrossEntropyLoss()(self.net(nd.array(X_shard)), nd.array(y_shard))
             loss.backward()
@@ -457,19 +488,20 @@ def test_an_image_file_gets_the_scores_of_its_pixels_scaled_as_in_training(row, 
     assert evaluate.classify(trained, ["image.png"], [read]) == f"image.png: {line}"
 
 
-def converted(to, row, runs, folder):
+def converted(to, row, runs, folder, pytorch):
     """(the prefix of the converted files, test images, their scores)."""
     settings = runs.settings(row)
     network = convert.from_run(runs.strong(row), settings["impl"] if row.is_own else None, settings.get("data_dir"))
-    convert.save(network, to, str(folder / "net"))
+    with in_forks(pytorch):
+        convert.save(network, to, str(folder / "net"))
     images = runs.data(row)[2].astype(np.float32)
     return folder / "net", images, scores(row, runs, runs.strong(row), images)
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("row", rows("gluon"))
-def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
-    prefix, images, expected = converted("gluon", row, runs, tmp_path)
+def test_gluon_loads_the_converted_network_and_computes_the_same_scores(row, runs, pytorch, tmp_path):
+    prefix, images, expected = converted("gluon", row, runs, tmp_path, pytorch)
     net = gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params")
     assert_same_scores(net(nd.array(images)).asnumpy(), expected)
 
@@ -490,16 +522,16 @@ for folder in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def by_pytorch(runs):
+def by_pytorch(request, runs, pytorch):
     """Converts the networks of all rows, and computes their scores with PyTorch. Returns {row: expected scores}."""
     expected = {}
-    for row in ROWS:
-        if row.pytorch == "yes":
-            runs.path(row, "pytorch").mkdir()
-            _, images, expected[row] = converted("pytorch", row, runs, runs.path(row, "pytorch"))
-            np.save(runs.path(row, "pytorch") / "images.npy", images)
+    for row in selected(request):
+        runs.path(row, "pytorch").mkdir()
+        _, images, expected[row] = converted("pytorch", row, runs, runs.path(row, "pytorch"), pytorch)
+        np.save(runs.path(row, "pytorch") / "images.npy", images)
     folders = [str(runs.path(row, "pytorch")) for row in expected]
-    subprocess.run([sys.executable, "-c", SCORES, *folders], check=True)
+    done = pytorch.run([sys.executable, "-c", SCORES, *folders])
+    assert done.status == 0, done.err
     return expected
 
 
@@ -509,10 +541,10 @@ def test_pytorch_loads_the_converted_network_and_computes_the_same_scores(row, r
 
 
 @pytest.mark.parametrize("row", rows("onnx", *ONNX.marks))
-def test_onnx_runtime_loads_the_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
+def test_onnx_runtime_loads_the_converted_network_and_computes_the_same_scores(row, runs, pytorch, tmp_path):
     import onnxruntime
 
-    prefix, images, expected = converted("onnx", row, runs, tmp_path)
+    prefix, images, expected = converted("onnx", row, runs, tmp_path, pytorch)
     session = onnxruntime.InferenceSession(f"{prefix}.onnx")
     assert_same_scores(session.run(None, {session.get_inputs()[0].name: images})[0], expected)
 
@@ -521,19 +553,18 @@ WORKERS = f"""
 import gluon_mgpu, json, sys
 {REGISTER}
 from gluon_mgpu import train
+from matplotlib.figure import Figure
+Figure.savefig = lambda figure, file, **options: file.write(b"")
 for options in json.loads(sys.argv[1]):
     train(**options)
 """
 
 
 @pytest.fixture(scope="module")
-def by_workers(runs):
+def by_workers(request, runs):
     """Trains the runs of all rows with two workers of one device each."""
-    options = []
-    for row in ROWS:
-        if row.workers in ("yes", "about"):
-            run = {**runs.settings(row), "gpus": 1, "kvstore": "mpi", "out": str(runs.path(row, "workers"))}
-            options.append(run)
+    more = {"gpus": 1, "kvstore": "mpi"}
+    options = [{**runs.settings(row), **more, "out": str(runs.path(row, "workers"))} for row in selected(request)]
     command = [Path(sys.executable).with_name("mpiexec"), "-n", "2", sys.executable, "-c", WORKERS, json.dumps(options)]
     done = subprocess.run(command, env=subprocesses.users_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -548,15 +579,18 @@ def test_two_workers_have_the_bits_of_one_process_with_two_contexts(row, runs, b
 @needs_mpi
 @pytest.mark.parametrize("row", rows("workers", cell="about"))
 def test_two_workers_train_like_a_plain_loop(row, runs, by_workers):
-    assert_same_training(runs.path(row, "workers"), Reference(row, runs).train(lambda step: 2))
+    assert_same_training(runs.path(row, "workers"), Reference(row, runs).train(lambda step: 2, workers=2))
 
 
 REFUSED = [
-    (row, name) for row in ROWS for name in Row._fields[3:] if getattr(row, name) not in ("yes", "about", "-", ".")
+    pytest.param(row, name, id=f"{row.lesson} {row.data} {name}", marks=row.marks)
+    for row in ROWS
+    for name in Row._fields[3:]
+    if getattr(row, name) not in ("yes", "about", "-", ".")
 ]
 
 
-@pytest.mark.parametrize("row, operation", REFUSED, ids=[f"{row.lesson} {row.data} {name}" for row, name in REFUSED])
+@pytest.mark.parametrize("row, operation", REFUSED)
 def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, operation, runs):
     settings, named = runs.settings(row), getattr(row, operation)
     with pytest.raises(UsageError) as refused:

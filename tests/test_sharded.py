@@ -83,7 +83,7 @@ def test_three_steps_of_ddp_give_the_losses_and_parameters_of_float64(devices):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("devices", [1, 2, 3, 5])
 def test_zero_trains_as_ddp_does_bit_for_bit(devices, optimizer):
     expected, *others = [train(devices, zero, optimizer) for zero in range(4)]
     assert not np.array_equal(expected[0], parameters()[0].asnumpy())

@@ -166,12 +166,11 @@ class _Comparison:
         self.rng, self.image_shape, self.classes = np.random.default_rng(0), tuple(image_shape), classes
         plain = Config(impl=lessons.name_of(lesson), model=config.model)
         same = replace(plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
+        lessons.check_settings(same, lesson)
         data = (image_shape, classes)
         self.one, self.aside = (_Side(lesson, ctx[:1], plain, *data) for _ in range(2))
         try:
             self.several = _Side(lesson, ctx, same, *data)
-        except UsageError:
-            raise
         except Exception as error:
             raise _StepFailed({"several": _explained(error, _Calls())}) from error
         self.exact: _Float64 | None = None

@@ -295,7 +295,7 @@ def read(folder: str | Path, lock: bool = False) -> Run:
         run.position, written = Position.from_json(content), dict(content["config"])
         run._settings = {name: value for name, value in written.items() if name in RECORDED}
         if run._settings.get("schedule") != "step":
-            run._settings.pop("gamma", None)  # earlier versions recorded it with any schedule
+            run._settings["gamma"] = Config.gamma  # earlier versions recorded any, also with other schedules
         run.details = {name: value for name, value in written.items() if name not in RECORDED}
         run.recorded = Config(**run._settings, **_devices(run.details))
         shape = tuple(run.details.get("image_shape", IMAGE_SHAPE))

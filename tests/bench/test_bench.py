@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from bench import allreduce, distributed, gpu, harness, partition, scaling, steps, timeline
 from bench.harness import TUNED, Job
+from forks import forked
 from mxnet import nd
-from runs import finished, program
+from runs import ROOT, program
 
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu import partition as lesson
@@ -66,10 +67,11 @@ def test_each_round_measures_every_subject_once_and_ratios_are_those_of_runs_of_
     assert harness.ratios(measured["notebook"], measured["scratch"]) == [3, 3, 2]
 
 
-def test_every_implementation_is_measured_on_the_same_training():
+def test_every_implementation_is_measured_on_the_same_training(mxnet):
     subjects = [steps.Subject("scratch", 1), *(steps.Subject(impl, 2) for impl in ("scratch", "highlevel", TUNED))]
     jobs = [subject._replace(batch_size=32).job(steps=1) for subject in subjects]
-    one, *two = (harness.start(str(subject), job) for subject, job in zip(subjects, jobs))
+    with forked(harness, mxnet):
+        one, *two = (harness.start(str(subject), job) for subject, job in zip(subjects, jobs))
     assert [run["loss"] for run in two] == pytest.approx([one["loss"]] * 3, rel=1e-5)
     assert all(run["step_ms"] > 0.1 for run in two)
 
@@ -117,9 +119,10 @@ PYTORCHS = """
     import sys
     import numpy as np
     import torch
+    scripts, model, file = sys.argv[1:]
+    sys.path.append(scripts)
     from bench import torch_peers
     assert "mxnet" not in sys.modules
-    model, file = sys.argv[1:]
     X, y, losses, *arrays = np.load(file).values()
     params, gradients = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     net = torch_peers.network(model).double()
@@ -137,13 +140,13 @@ PYTORCHS = """
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
 @pytest.mark.parametrize("model", ("lenet", "resnet18"))
-def test_pytorchs_network_has_our_loss_and_our_gradients(model, tmp_path):
+def test_pytorchs_network_has_our_loss_and_our_gradients(model, pytorch, tmp_path):
     ours = [array.asnumpy() for arrays in step_in_float64(model) for array in arrays]
     np.savez(tmp_path / "ours.npz", *ours)
-    words = [sys.executable, "-c", program(PYTORCHS), model, tmp_path / "ours.npz"]
-    done = finished(*words, env=harness.environment())
-    assert done.returncode == 0, done.stderr
-    assert max(map(float, done.stdout.split())) < 1e-12
+    words = [sys.executable, "-c", program(PYTORCHS), ROOT / "scripts", model, tmp_path / "ours.npz"]
+    done = pytorch.run(words)
+    assert done.status == 0, done.err
+    assert max(map(float, done.out.split())) < 1e-12
 
 
 def test_the_time_until_a_call_returns_excludes_the_wait():

@@ -1,18 +1,15 @@
 """Steps in PyTorch and JAX: wrong ones are named, right ones are not accused."""
 
 import importlib.util
-import json
 import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
+from forks import Forks, forked
 from runs import ROOT, gluon_mgpu
 
 from gluon_mgpu.check import files
-from gluon_mgpu.check.comparison import Report
 from gluon_mgpu.runtime.errors import UsageError
 
 torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
@@ -44,16 +41,6 @@ def train_batch(X, y, net, trainer):
 """
 BRANCH = "    if dist.get_rank() == 0:\n        for p in params:\n            dist.all_reduce(p.grad)\n"
 OWN_DRAW = "np.random.default_rng(dist.get_rank())"
-# Checks files in processes forked from one that has imported PyTorch or JAX, which takes longer than a check.
-CHILD = """
-import os, runpy, sys
-import {imported}
-for folder in sys.argv[1:]:
-    if not os.fork():
-        sys.argv = ["step", folder + "/step.py", folder]
-        runpy.run_module("gluon_mgpu.check.{module}", run_name="__main__")
-    os.wait()
-"""
 
 
 def changed(name, *edits):
@@ -142,59 +129,67 @@ WRONG_JAX = {
 }
 
 
-def check(tmp_path, texts, engine="torch"):
-    """{case: its report}"""
-    folders = [tmp_path / str(i) for i in range(len(texts))]
-    for folder, text in zip(folders, texts.values()):
-        folder.mkdir()
-        (folder / "step.py").write_text(text)
-        assert files.engine(str(folder / "step.py")) == engine
-    module, imported = {"torch": ("pytorch_step", "torch._dynamo"), "jax": ("jax_step", "jax")}[engine]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    child = [sys.executable, "-c", CHILD.format(imported=imported, module=module), *map(str, folders)]
-    subprocess.run(child, env=env, check=True, timeout=600)
-    return {case: Report(**json.loads((f / "found.json").read_text())) for case, f in zip(texts, folders)}
-
-
-def some(table, slow, fast=4):
+def cases(table, fast):
     """The first cases are in the normal suite."""
-    return dict([*table.items()][fast:] if slow else [*table.items()][:fast])
+    return [pytest.param(key, marks=() if i < fast else pytest.mark.slow) for i, key in enumerate(table)]
 
 
-parts = pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.fixture
+def run(tmp_path, request):
+    """run(text, engine) checks a program for PyTorch or JAX."""
+
+    def run(text, engine="torch"):
+        path = tmp_path / "step.py"
+        path.write_text(text)
+        assert files.engine(str(path)) == engine
+        with forked(files, request.getfixturevalue({"torch": "pytorch", "jax": "jax_forks"}[engine])):
+            return files.run(str(path), engine)
+
+    return run
 
 
-def assert_named(reports, table):
-    for case, (claim, reason, *_) in table.items():
-        wrong = [item for item in reports[case].claims.items() if item[1]]
-        assert reports[case].verdict and wrong[0][0] == claim and reason in wrong[0][1], (case, wrong)
+@pytest.fixture(scope="module")
+def jax_forks(tmp_path_factory):
+    compiled = str(tmp_path_factory.mktemp("compiled"))
+    settings = {"MIN_COMPILE_TIME_SECS": 0, "MIN_ENTRY_SIZE_BYTES": -1}
+    code = "".join(f"jax.config.update('jax_persistent_cache_{k.lower()}', {v})\n" for k, v in settings.items())
+    with Forks(f"import jax.numpy\njax.config.update('jax_compilation_cache_dir', {compiled!r})\n{code}") as forks:
+        yield forks
+
+
+def assert_named(report, claim, reason):
+    wrong = [item for item in report.claims.items() if item[1]]
+    assert report.verdict and wrong[0][0] == claim and reason in wrong[0][1], wrong
 
 
 @torch
-@parts
-def test_wrong_steps_are_named(tmp_path, slow):
-    wrong = some(WRONG, slow)
-    assert_named(check(tmp_path, {case: text for case, (*_, text) in wrong.items()}), wrong)
+@pytest.mark.parametrize("case", cases(WRONG, fast=4))
+def test_a_wrong_step_is_named(run, case):
+    claim, reason, text = WRONG[case]
+    assert_named(run(text), claim, reason)
 
 
 @torch
-@parts
-def test_right_steps_are_not_accused(tmp_path, slow):
-    for case, report in check(tmp_path, some(RIGHT_STEPS, slow, fast=1)).items():
-        assert not report.verdict and bool(report.how) == (case == "normalization in DDP"), (case, report.claims)
-        for note in report.notes:  # both are near float64, and rounding explains more
-            several, one, bound = (float(number) for number in re.findall(r"\d\.\de-\d\d", note))
-            assert 0 < one < bound / 8 and 0 < several < bound / 8, case
+@pytest.mark.parametrize("case", cases(RIGHT_STEPS, fast=1))
+def test_a_right_step_is_not_accused(run, case):
+    report = run(RIGHT_STEPS[case])
+    assert not report.verdict and bool(report.how) == (case == "normalization in DDP"), report.claims
+    for note in report.notes:  # both are near float64, and rounding explains more
+        several, one, bound = (float(number) for number in re.findall(r"\d\.\de-\d\d", note))
+        assert 0 < one < bound / 8 and 0 < several < bound / 8
 
 
 @jax
-@parts
-def test_steps_in_jax_are_judged(tmp_path, slow):
-    wrong = some(WRONG_JAX, slow, fast=3)
-    texts = {case: changed("jax/scratch", *SMALL, *edits) for case, (*_, edits) in wrong.items()}
-    reports = check(tmp_path, {**texts, "right": changed("jax/scratch", *([] if slow else SMALL))}, "jax")
-    assert not reports.pop("right").verdict
-    assert_named(reports, wrong)
+@pytest.mark.parametrize("case", cases(WRONG_JAX, fast=3))
+def test_a_wrong_step_in_jax_is_named(run, case):
+    claim, reason, edits = WRONG_JAX[case]
+    assert_named(run(changed("jax/scratch", *SMALL, *edits), "jax"), claim, reason)
+
+
+@jax
+@pytest.mark.parametrize("edits", [SMALL, pytest.param([], marks=pytest.mark.slow)])
+def test_a_right_step_in_jax_is_not_accused(run, edits):
+    assert not run(changed("jax/scratch", *edits), "jax").verdict
 
 
 def test_the_engine_is_what_a_file_imports(tmp_path):

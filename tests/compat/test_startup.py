@@ -24,12 +24,17 @@ CONVOLUTION = program("""
 RIGHT = {2: (PRODUCTS, "1.0 1.0\n"), 1: (CONVOLUTION, f"{20 * 5 * 5}.0 {20 * 5 * 5}.0 {64 * 9 * 9}.0 {64 * 9 * 9}.0\n")}
 OF_2_CONTEXTS = ["OMP_NUM_THREADS=2", "OMP_NUM_THREADS=2,2 OMP_NESTED=true OMP_DYNAMIC=true", "MXNET_OMP_MAX_THREADS=4"]
 OF_2_CONTEXTS += ["MXNET_CPU_WORKER_NTHREADS=3 OMP_NUM_THREADS=2", "MXNET_ENGINE_TYPE=ThreadedEngine OMP_NUM_THREADS=2"]
-OF_2_CONTEXTS += ["MXNET_ENGINE_TYPE=NaiveEngine PYTHONWARNINGS=error"]
+OF_2_CONTEXTS += ["MXNET_ENGINE_TYPE=NaiveEngine PYTHONWARNINGS=error PYTHONPATH="]
 OF_2_CONTEXTS += ["MXNET_MKLDNN_CACHE_NUM=-1 MXNET_USE_FUSION=false MXNET_KVSTORE_USETREE="]
 # Without configure, the first of these hangs, and these give wrong results.
 OF_1_CONTEXT = [f"OMP_NUM_THREADS=2 OMP_{more}" for more in ("DYNAMIC=true", "THREAD_LIMIT=1", "MAX_ACTIVE_LEVELS=0")]
 OF_1_CONTEXT += ["OMP_NUM_THREADS=abc"]
-ENVIRONMENTS = [*((2, text) for text in OF_2_CONTEXTS), *((1, text) for text in OF_1_CONTEXT)]
+FAST = (OF_2_CONTEXTS[0], OF_2_CONTEXTS[3], OF_2_CONTEXTS[5], OF_1_CONTEXT[0])  # one of each kind
+ENVIRONMENTS = [
+    pytest.param(contexts, text, marks=[pytest.mark.slow] * (text not in FAST))
+    for contexts, texts in ((2, OF_2_CONTEXTS), (1, OF_1_CONTEXT))
+    for text in texts
+]
 
 
 @pytest.mark.parametrize("contexts, text", ENVIRONMENTS)

@@ -1,25 +1,52 @@
 import json
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+from forks import Forks
 from runs import finished
 
 from gluon_mgpu.runtime import subprocesses
+
+
+def environment():
+    users = subprocesses.users_environment()
+    users.pop("MXNET_CPU_TEMP_COPY", None)  # pytest-xdist's workers inherit what conftest.py sets
+    return users
+
+
+def write(folder, text):
+    path = folder / "old.py"
+    path.write_text(textwrap.dedent(text))
+    return path
 
 
 @pytest.fixture
 def program(tmp_path):
     """program(text, *arguments, options=..., input=..., **environment) writes a program and runs it."""
 
-    def start(text, *arguments, options=(), by_python=False, input=None, **environment):
-        path = tmp_path / "old.py"
-        path.write_text(textwrap.dedent(text))
+    def start(text, *arguments, options=(), by_python=False, input=None, **changes):
         start = [] if by_python else ["-m", "gluon_mgpu", "run", *map(str, options)]
-        users = subprocesses.users_environment()
-        users.pop("MXNET_CPU_TEMP_COPY", None)  # pytest-xdist's workers inherit what conftest.py sets
-        options = {"env": {**users, **environment}, "cwd": tmp_path, "input": input}
-        return finished(sys.executable, *start, path, *arguments, **options)
+        options = {"env": {**environment(), **changes}, "cwd": tmp_path, "input": input}
+        return finished(sys.executable, *start, write(tmp_path, text), *arguments, **options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def prepared():
+    with Forks("import mxnet\n", "-m", "gluon_mgpu", "run", env=environment()) as forks:
+        yield forks
+
+
+@pytest.fixture
+def forked(tmp_path, prepared):
+    """forked(text) writes a program and runs it as `program` does, but in a fork that has imported mxnet."""
+
+    def start(text):
+        status, out, err = prepared.run([sys.executable, write(tmp_path, text)], folder=tmp_path)
+        return SimpleNamespace(returncode=status, stdout=out, stderr=err)
 
     return start
 

@@ -24,6 +24,13 @@ SUM = """
     out.wait_to_read()
 """
 
+# A program that does not import mxnet, whose servers also never end.
+WITHOUT_MXNET = """
+    import os, sys, time
+    if os.environ["DMLC_ROLE"] != "worker":
+        time.sleep(600)
+"""
+
 
 @pytest.fixture
 def launch(tmp_path):
@@ -63,43 +70,44 @@ def processes(folder):
     return found
 
 
-@pytest.mark.parametrize("servers", ["1", "2"])
-def test_workers_add_up_their_arrays_and_print_one_notice(launch, servers):
-    run = launch(f"{SUM}\n    print(out.asnumpy() + mx.nd.zeros(1, mx.gpu(0)).asnumpy())", "--servers", servers)
+def test_workers_add_up_their_arrays_and_print_one_notice(launch):
+    run = launch(f"{SUM}\n    print(out.asnumpy() + mx.nd.zeros(1, mx.gpu(0)).asnumpy())", "--servers", "2")
     assert (run.returncode, run.stdout) == (0, "[3. 3.]\n" * 2)
     assert run.stderr.count("\n") == 1 and "mx.gpu(i) is CPU context i + 1" in run.stderr
 
 
 @pytest.mark.parametrize(
-    "failure, status",
+    "start, failure, status",
     [
-        ("raise KeyError('x')", 1),
-        ("sys.exit(7)", 7),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        (SUM, "raise KeyError('x')", 1),
+        (SUM, "sys.exit(7)", 7),
+        (WITHOUT_MXNET, "os.kill(os.getpid(), 9)", 137),
     ],
+    ids=["exception", "exit", "signal"],
 )
-def test_a_worker_that_fails_ends_the_rest_with_its_status(launch, failure, status):
-    run = launch(f"{SUM}\n    import signal\n    if kv.rank == 1:\n        {failure}\n    kv._barrier()")
+def test_a_worker_that_fails_ends_the_rest_with_its_status(launch, start, failure, status):
+    wait = "kv._barrier()" if start == SUM else "time.sleep(60)"
+    run = launch(f"{start}\n    if os.environ['DMLC_TASK_ID'] == '1':\n        {failure}\n    {wait}")
     assert run.returncode == status
     assert run.stderr.splitlines()[-1].startswith("error: a worker ")
     assert ("KeyError: 'x'" in run.stderr) == (status == 1)
 
 
-WAITS = f"""{SUM}
+WAITS = """
     import subprocess
     subprocess.Popen(["sleep", "60"])
     try:
         print("ready", flush=True)
         time.sleep(60)
     except KeyboardInterrupt:
-        open(f"saved-{{kv.rank}}", "w")
+        open("saved-" + os.environ["DMLC_TASK_ID"], "w")
         raise
 """
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"])
 def test_a_killed_process_ends_the_rest(launch, tmp_path, role):
-    launcher = launch(WAITS, wait=False)
+    launcher = launch(WITHOUT_MXNET + WAITS, wait=False)
     assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     [pid] = [pid for pid, kind in processes(tmp_path).items() if kind == role]
     os.kill(pid, signal.SIGKILL)
@@ -107,9 +115,11 @@ def test_a_killed_process_ends_the_rest(launch, tmp_path, role):
     assert launcher.stderr.read().splitlines()[-1].startswith(f"error: a {role} ")
 
 
-@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
-def test_after_ctrl_c_or_sigterm_workers_may_save_and_then_everything_ends(launch, tmp_path, which):
-    launcher = launch(WAITS, wait=False)
+@pytest.mark.parametrize(
+    "start, which", [(SUM, signal.SIGINT), (WITHOUT_MXNET, signal.SIGTERM)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_after_ctrl_c_or_sigterm_workers_may_save_and_then_everything_ends(launch, tmp_path, start, which):
+    launcher = launch(start + WAITS, wait=False)
     assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     launcher.send_signal(which)
     assert launcher.wait(20) == 128 + which and not processes(tmp_path)
@@ -117,7 +127,7 @@ def test_after_ctrl_c_or_sigterm_workers_may_save_and_then_everything_ends(launc
 
 
 def test_nothing_that_the_launcher_started_outlives_it(launch, tmp_path):
-    launcher = launch(WAITS.replace('subprocess.Popen(["sleep", "60"])', ""), wait=False)
+    launcher = launch(WITHOUT_MXNET + WAITS.replace('subprocess.Popen(["sleep", "60"])', ""), wait=False)
     assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     assert sorted(processes(tmp_path).values()) == ["launcher", "scheduler", "server", "worker", "worker"]
     launcher.kill()

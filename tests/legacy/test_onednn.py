@@ -23,13 +23,13 @@ CONV1D = """
 """
 
 
-def test_conv1d_before_batch_norm_trains_with_any_number_of_channels(program):
-    run = program(CONV1D)
+def test_conv1d_before_batch_norm_trains_with_any_number_of_channels(forked):
+    run = forked(CONV1D)
     assert run.stdout == "True (16, 4, 3) (16, 4, 3) (8, 1, 19)\n" * 2, run.stderr
 
 
-def test_an_error_of_mxnet_on_cpus_says_what_to_do(program):
-    run = program("""
+def test_an_error_of_mxnet_on_cpus_says_what_to_do(forked):
+    run = forked("""
         import mxnet as mx
         net = mx.gluon.nn.Dense(2)
         net.cast("float16")
@@ -37,7 +37,7 @@ def test_an_error_of_mxnet_on_cpus_says_what_to_do(program):
         net(mx.nd.ones((2, 2), dtype="float16")).asnumpy()
     """)
     assert run.returncode == 1 and "float32" in run.stderr.splitlines()[-1]
-    run = program("""
+    run = forked("""
         import mxnet as mx
         data, weight = mx.nd.ones((8, 16, 40)), mx.nd.ones((16, 16, 3))
         for x in (data, weight):

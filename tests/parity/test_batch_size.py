@@ -1,13 +1,15 @@
 """The lecture's experiment as a user runs it, on a small synthetic data set."""
 
+import contextlib
+import io
 import json
-import sys
 
+import batch_size.experiment
 import numpy as np
 import pytest
 import runs
 from batch_size.cli import batch_size as command
-from runs import ROOT, finished
+from forks import forked
 
 SMALL = ("--dataset", "synthetic", "--limit", "600", "--epochs", "2", "--device", "cpu")
 FOLDERS = (
@@ -17,13 +19,14 @@ FOLDERS = (
 
 
 @pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
+def experiment(tmp_path_factory, mxnet):
     """(folder, what was printed) of one experiment."""
-    out = tmp_path_factory.mktemp("experiment")
-    done = finished(sys.executable, "scripts/batch_size.py", *SMALL, "--out", out, cwd=ROOT, timeout=600)
-    assert (done.returncode, done.stderr) == (0, "")
+    out, printed = tmp_path_factory.mktemp("experiment"), io.StringIO()
+    with forked(batch_size.experiment, mxnet), contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        command.main([*SMALL, "--out", str(out)])
+    assert ended.value.code == 0
     assert (out / "batch-size.png").read_bytes().startswith(b"\x89PNG")
-    return out, done.stdout
+    return out, printed.getvalue()
 
 
 def metrics(out):

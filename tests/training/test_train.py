@@ -36,7 +36,6 @@ from gluon_mgpu.training import checkpoint, interrupt, lessons, recipes
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES, Run
 
-IMPLS = ("scratch", "highlevel")
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 
@@ -46,9 +45,8 @@ def train(impl="scratch", gpus=2, batch_size=50, lr=0.2, **options):
     return training(impl, gpus, batch_size, lr, **{**defaults, **options})
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl, tmp_path):
-    options = ("--impl", impl, "--gpus", 3, "--limit", 1001, "--epochs", 2, "--seed", 5, "--out", tmp_path)
+def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(tmp_path):
+    options = ("--impl", "scratch", "--gpus", 3, "--limit", 1001, "--epochs", 2, "--seed", 5, "--out", tmp_path)
     done = finished(*runs.TRAIN, *SYNTHETIC, *options)
     assert (done.returncode, done.stderr) == (0, "")
     first, *epochs = done.stdout.splitlines()
@@ -60,7 +58,7 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(impl,
     assert all(m["samples_per_second"] == pytest.approx(1001 / m["train_seconds"]) for m in metrics)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["devices"] == ["cpu(0)", "cpu(1)", "cpu(2)"]
-    assert {"impl": impl, "batch_size": 256, "limit": 1001, "seed": 5, "lr": 0.2}.items() <= config.items()
+    assert {"impl": "scratch", "batch_size": 256, "limit": 1001, "seed": 5, "lr": 0.2}.items() <= config.items()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
     assert tuple(arrays) == networks.LENET_NAMES and arrays["W3"].shape == (128, 800)
@@ -241,7 +239,7 @@ def test_a_lesson_without_a_file_trains_like_one_with_a_file():
 
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
     with pytest.raises(Error, match="epoch 1"):
-        train(lr=1e37, limit=5000, epochs=3, out=tmp_path)
+        train(lr=1e37, limit=1000, epochs=3, out=tmp_path)
     assert not list(tmp_path.iterdir())
     train(out=tmp_path)
 
