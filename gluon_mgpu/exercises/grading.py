@@ -213,7 +213,7 @@ def main(path: str, cell: str, key: str) -> None:
     an answer which kills its parent does not end the grading; the second is the first of a namespace, if Linux allows
     it, so that one which kills all processes does not either."""
     unshare = ctypes.CDLL(None).unshare
-    if unshare(CLONE_NEWPID):
+    if len(os.listdir("/proc/self/task")) == 1 and unshare(CLONE_NEWPID):  # afterward, no threads can start here
         unshare(CLONE_NEWUSER | CLONE_NEWPID)  # as a user other than root
     for _ in range(2):
         if child := os.fork():
