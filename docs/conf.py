@@ -145,11 +145,13 @@ def before_parsing(app, docname, source):
 
 
 def readable(app, pagename, templatename, context, doctree):
-    """Let inline code wrap after punctuation, but not within names or options; link pictures to their files."""
+    """Let long inline code wrap after punctuation, but not within names or options; link pictures to their files."""
 
     def marked(word):
         if word[1].startswith("-"):
             return f'<span class="pre option">{word[1]}</span>'
+        if len(word[1]) < 16:
+            return f'<span class="pre">{word[1]}</span>'
         marks = re.sub(r"((?:[_(=,/|]|\.(?![.\d])|[0-9a-f]{16})(?=.))", r"\1<wbr>", word[1])
         return f'<span class="pre">{marks}</span>'
 

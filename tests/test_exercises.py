@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,8 +104,8 @@ def split_and_load(data, ctx):
 
 WRONG = "def allreduce(data): pass\n"
 ENDS = ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise KeyboardInterrupt"]
-ENDS += ["import os, time; os.kill(os.getppid(), 9); time.sleep(60)", "import os; os.killpg(0, 9)"]
-ENDS += ["import os; os.execvp('true', ['true'])", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
+ENDS += ["import os; os.killpg(0, 9)", "import os; os.execvp('true', ['true'])"]
+ENDS += ["import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
 HIDDEN = "from gluon_mgpu.exercises import sums; sums."
 CHEATS = [
     "import sys; print('null'); sys.stdout.close()",
@@ -135,6 +137,20 @@ def said(tmp_path, mxnet, capfd):
 def test_an_answer_is_correct_only_if_all_cases_ran(said, code, mistake):
     options = {"seconds": 5} if mistake == "time-limit" else {}
     assert f"Mistake: {mistake}\n" in said(f"{exercises.solution('allreduce')}\n{code}\n", **options)
+
+
+def test_an_answer_finds_no_other_process_to_kill(said):
+    namespace = [["unshare", *user, "--pid", "--fork", "true"] for user in ([], ["--user"])]
+    if not shutil.which("unshare") or all(
+        subprocess.run(words, stderr=subprocess.DEVNULL).returncode for words in namespace
+    ):
+        pytest.skip("Linux does not allow a namespace")
+    text = said(f"{exercises.solution('allreduce')}\nimport os; os.kill(-1, 0)\n", seconds=60)  # 0 sends nothing
+    assert "Mistake: error\n" in text and "ProcessLookupError" in text
+
+
+def test_an_answer_that_kills_its_parent_is_graded(said):
+    assert "Mistake: " in said(f"{exercises.solution('allreduce')}\n{WRONG}import os; os.kill(os.getppid(), 9)\n")
 
 
 def test_numbers_that_differ_between_processes_are_not_repeatable(said, tmp_path):

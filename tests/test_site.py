@@ -94,7 +94,7 @@ def test_a_hosted_notebook_with_a_new_numpy_installs_what_is_missing_and_trains(
 def test_a_downloaded_notebook_runs_in_an_empty_folder(tmp_path):
     downloaded = notebook("from-scratch")
     for cell in downloaded.cells:
-        cell.source = cell.source.replace("for epoch in (1, 2, 3, 4):", "for epoch in (1,):")
+        cell.source = cell.source.replace("for epoch in (1, 2):", "for epoch in (1,):")
     client = nbclient.NotebookClient(downloaded, timeout=300, resources={"metadata": {"path": tmp_path}})
     client.execute(env=subprocesses.users_environment())
     printed = "".join(output.get("text", "") for cell in code_cells(downloaded) for output in cell.outputs)

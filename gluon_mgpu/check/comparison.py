@@ -248,7 +248,10 @@ def update(
             advice = "add them once, keep the learning rate, and divide by the size of the batch, not of a shard"
         elif abs(factor - 1 / k) < 1e-3:
             advice = "add the gradients, and divide only by the size of the batch"
-        return f"the update is {factor:.4g} times that of one device; {advice}"
+        elif abs(factor) < 1e-3:
+            advice = "let each device change all parameters"
+        of = f" of {', '.join([*differ][:4])}" if len(differ) < len(expected) else ""
+        return f"the update{of} is {factor:.4g} times that of one device; {advice}"
     wrong = {name: np.abs(change[name] - expected[name]) > bound[name] / expected[name].size ** 0.5 for name in differ}
     flat = [np.concatenate([part[name][wrong[name]] for name in wrong]) for part in parts]
     weights = _weights(np.concatenate([change[name][wrong[name]] for name in wrong]), flat, 1e-3)

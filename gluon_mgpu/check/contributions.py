@@ -28,10 +28,10 @@ from gluon_mgpu.check.comparison import (
 class Batch:
     """What one step did, from the parameters `start`.
 
-    changes: in each process. whole: in one process; exact: there, in float64, if it can be computed. alone: in one
-    process, with only the examples of each process. examples: those of which each process computed gradients, if
-    known. losses: of each process, and of one, if the step returns them. terms: in the longest sum of a gradient.
-    buffers: names of running statistics; synced: the next forward pass makes them equal.
+    changes: in each process. whole: in one process; turned: with the examples in reverse order; exact: in float64, if
+    it can be computed. alone: in one process, with only the examples of each process. examples: those of which each
+    process computed gradients, if known. losses: of each process, and of one, if the step returns them. terms: in the
+    longest sum of a gradient. buffers: names of running statistics; synced: the next forward pass makes them equal.
     """
 
     n: int
@@ -39,6 +39,7 @@ class Batch:
     start: Arrays
     changes: list[Arrays]
     whole: Arrays
+    turned: Arrays
     exact: Arrays | None
     alone: list[Arrays]
     examples: list[list[int]] | None = None
@@ -108,8 +109,9 @@ class Batch:
         }
 
 
-def judge(start: Sequence[Arrays], even: Batch, uneven: Batch, later: Batch) -> Claims:
-    """The claims of all batches. start: the initial parameters of each process. later: the step after `even`."""
+def judge(start: Sequence[Arrays], even: Batch, uneven: Batch, later: Batch, same: Batch) -> Claims:
+    """The claims of all batches. start: the initial parameters of each process. later: the step after `even`. same: all
+    labels are equal."""
     batches = [even, uneven, later]
     found = [batch.claims() for batch in batches]
     claims = {"start": comparison.start(start), **comparison.combine(found)}
@@ -121,6 +123,9 @@ def judge(start: Sequence[Arrays], even: Batch, uneven: Batch, later: Batch) -> 
         claims |= {"sum": "", "replicas": ""}
     elif found[1]["update"] and not found[0]["update"] and not claims["devices"]:
         claims["sum"] = ""
+    matches = not even.wrong(even.changes[0], even.mean)  # what the processes do alone
+    if found[0]["update"] and not matches and not any(same.wrong(change) for change in same.changes):
+        claims["update"] = "examples get the labels of others; divide X and y in the same way"
     return claims
 
 
@@ -210,6 +215,9 @@ def _update(batch: Batch) -> str:
         np.vdot(a, a) for a in batch.whole.values()
     )
     scaled = distance(change, {name: factor * a for name, a in batch.whole.items()}) < 1e-3
+    if not batch.by_part and batch.wrong(batch.turned):
+        return f"the update depends on the order of the examples, also in one process; {EQUALLY}"
     if not scaled and batch.wrong(batch.mean) and not batch.wrong(change, batch.mean):
-        return "each process changes its gradients before the sum, for example by clipping; sum first"
+        cause = "for example by clipping, or by dividing by a number of its own examples"
+        return f"each process changes its gradients before the sum, {cause}; sum first"
     return comparison.update(batch.processes, change, batch.whole, batch.parts, batch.bound, batch.start)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from gluon_mgpu.check.comparison import Arrays
 from gluon_mgpu.check.contributions import Batch, judge
 
 DEVICES = 2
-BATCHES = {"even": 16, "uneven": 15, "later": 16}  # few sizes, because JAX compiles for each
+BATCHES = {"even": 16, "uneven": 15, "later": 16, "same": 16}  # few sizes, because JAX compiles for each
 
 
 def arrays(params: Any) -> Arrays:
@@ -37,10 +38,8 @@ def replicas(module: ModuleType, devices: list[Any]) -> list[Any]:
 
 def step(module: ModuleType, params: Any, X: Any, y: Any, devices: list[Any], dtype: Any = jnp.float32) -> list[Arrays]:
     """How a step changes the parameters, on each device."""
-    start = files.spread(arrays(params))
-    leaves = [jnp.asarray(a, dtype) for a in start.values()]
-    whole = jax.tree.unflatten(jax.tree.structure(params), leaves)
-    after = module.train_batch(X.astype(dtype), y, [jax.device_put(whole, d) for d in devices], devices, 1.0)
+    start, copy = arrays(params), jax.tree.map(lambda a: jnp.asarray(a, dtype), params)
+    after = module.train_batch(X.astype(dtype), y, [jax.device_put(copy, d) for d in devices], devices, 1.0)
     for device, of_device in zip(devices, after):
         if elsewhere := [a for a in jax.tree.leaves(of_device) if a.devices() != {device}]:
             raise ValueError(f"the new parameters of {device} are on {elsewhere[0].devices()}")
@@ -56,26 +55,35 @@ def main(file: str) -> dict[str, Any]:
 
 
 def compare(file: str, devices: list[Any]) -> dict[str, Any]:
-    module = files.load(file)
-    initial = replicas(module, devices)
-    params, batches = initial[0], {}
+    module, one = files.load(file), files.load(file)
+    initial, batches = replicas(module, devices), {}
+    structure = jax.tree.structure(initial[0])
     for i, (kind, n) in enumerate(BATCHES.items()):
-        rng = np.random.default_rng(i)
+        rng, later = np.random.default_rng(i), kind == "later"
         X, y = rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n).astype(np.int32)
+        y = y[:1].repeat(n) if kind == "same" else y
+        start = files.spread(arrays(initial[0]), seed=later)
+        params = jax.tree.unflatten(structure, [a.astype(np.float32) for a in start.values()])
         examples = [list(part) for part in np.array_split(range(n), DEVICES)]
         if hasattr(module, "split_and_load"):
             examples = [np.asarray(part).astype(int).tolist() for part in module.split_and_load(np.arange(n), devices)]
-        whole = step(module, params, X, y, devices[:1])[0]
-        if kind == "even" and any((whole[n] != a).any() for n, a in step(module, params, X, y, devices[:1])[0].items()):
+        # a new copy, because what jit has kept of the first step, such as a global variable's value, is wrong later
+        on_one = partial(step, files.load(file) if later else one, params, devices=devices[:1])
+        [whole] = on_one(X, y)
+        if kind == "even" and any((whole[n] != a).any() for n, a in on_one(X, y)[0].items()):
             return {"claims": {"repeatable": "a step uses random numbers, such as dropout; check it without them"}}
         exact = None
         if kind == "even":
             with suppress(Exception), jax.experimental.enable_x64():
-                exact = step(module, params, X, y, devices[:1], jnp.float64)[0]
-        alone = [step(module, params, X[part], y[part], devices[:1])[0] for part in examples]
+                [exact] = on_one(X, y, dtype=jnp.float64)
+        [turned] = on_one(X[::-1], y[::-1])
+        alone = [on_one(X[part], y[part])[0] for part in examples]
         changes = step(module, params, X, y, devices)
-        batches[kind] = Batch(n, X.size, files.spread(arrays(params)), changes, whole, exact, alone, examples)
+        batches[kind] = Batch(n, X.size, start, changes, whole, turned, exact, alone, examples)
     claims = judge([arrays(p) for p in initial], **batches)
+    lenet = getattr(module, "lenet", None)
+    net = lenet and (lambda X: lenet(X, params))
+    claims["accuracy"] = files.accuracy(file, module, X, lambda y: np.array(y, np.int32), params, net)
     return {"claims": claims, "notes": batches["even"].notes()}
 
 

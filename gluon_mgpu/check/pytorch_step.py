@@ -26,7 +26,8 @@ from gluon_mgpu.check.contributions import Batch, judge
 from gluon_mgpu.runtime.subprocesses import how_it_ended
 
 WORLD = 2
-BATCHES = {"even": 16, "later": 12, "uneven": 13}  # "later" continues with the same network
+# "later" continues with the same network; the labels of "same" are equal
+BATCHES = {"even": 16, "later": 32, "uneven": 13, "same": 16}
 SECONDS, AFTER_OTHER = 60, 8  # limits for a step, and after the other process has completed it
 
 
@@ -79,13 +80,13 @@ class Stepper:
             X, y = self.module.example_batch(n)
         else:
             X, y = torch.tensor(rng.random((n, 1, 28, 28)), dtype=torch.float32), torch.tensor(rng.integers(0, 10, n))
+        if kind == "same":
+            y = y[:1].expand_as(y).clone()
         return tuple(a.to(self.dtype) if a.is_floating_point() else a for a in (X, y))
 
-    def step(self, X: Any, y: Any) -> tuple[Arrays, Any]:
-        """Take a step from `start`. Returns how it changes the arrays, and the losses if it returns them."""
+    def load(self, start: Arrays) -> None:
         import torch
 
-        start = self.start()
         with torch.no_grad():
             for name, array in self.state.items():
                 value = torch.tensor(start[name], dtype=array.dtype)
@@ -94,10 +95,30 @@ class Stepper:
 
                     value = distribute_tensor(value, array.device_mesh, array.placements)
                 array.copy_(value)
+
+    def step(self, X: Any, y: Any) -> tuple[Arrays, Any]:
+        """Take a step from `start`. Returns how it changes the arrays, and the losses if it returns them."""
+        import torch
+
+        start = self.start()
+        self.load(start)
         losses = self.module.train_batch(X, y, *self.arguments)
         after = self.arrays()
         losses = losses.detach().numpy().ravel() if isinstance(losses, torch.Tensor) else np.zeros(0)
         return {name: after[name] - start[name] for name in start}, losses
+
+    def accuracy(self) -> str | None:
+        """What is wrong with the file's `evaluate_accuracy`, see `files.accuracy`."""
+        import torch
+
+        self.load(self.start())
+        X, _ = self.batch("even")
+        net, lenet = self.arguments[0], getattr(self.module, "lenet", None)
+        if isinstance(net, torch.nn.Module):
+            net.eval()
+        else:
+            net = lenet and (lambda X: lenet(X, self.arguments[0]))
+        return files.accuracy(self.file, self.module, X, torch.tensor, self.arguments[0], net)
 
     def examples(self, X: Any, y: Any) -> list[int]:
         """The examples whose gradients a step computes in this process; empty if this is unknown."""
@@ -162,11 +183,13 @@ def process(file: str, folder: Path, rank: int) -> None:
         stepper = watch.step("build", Stepper, file, rank)
         results = {f"start/{name}": a for name, a in stepper.initial.items()}
         for kind in BATCHES:
-            if kind == "uneven":
-                stepper = watch.step("build again", Stepper, file, rank)
+            if kind in ("uneven", "same"):
+                stepper = watch.step(f"new for {kind}", Stepper, file, rank)
             change, losses = watch.step(kind, stepper.step, *stepper.batch(kind))
             results |= {f"{kind}/{name}": a for name, a in change.items()} | {f"losses/{kind}": losses}
         np.savez(folder / f"result.{rank}.npz", **results)
+        accuracy = watch.step("accuracy", stepper.accuracy)
+        (folder / f"accuracy.{rank}").write_text(json.dumps(accuracy))
         for kind in BATCHES:
             stepper = watch.step(f"build {kind}", Stepper, file, rank)
             examples = watch.step(f"examples {kind}", stepper.examples, *stepper.batch(kind))
@@ -204,6 +227,14 @@ def _run_processes(file: str, folder: Path) -> str:
     return f"process {rank}: {failed.get(rank, 'was killed')}"
 
 
+def _accuracy(folder: Path) -> str | None:
+    """What is wrong with the accuracy in process 0, which prints it. One that fails takes no other steps."""
+    found, failed = folder / "accuracy.0", list(folder.glob("failed.*"))
+    if found.exists():
+        return json.loads(found.read_text())
+    return f"evaluate_accuracy fails: {failed[0].read_text()}" if failed else None
+
+
 def _examples(folder: Path, kind: str) -> list[list[int]] | None:
     files = [folder / f"examples.{kind}.{rank}" for rank in range(WORLD)]
     found = [json.loads(f.read_text()) for f in files if f.exists()]
@@ -234,12 +265,15 @@ def main(file: str, folder: Path) -> dict[str, Any]:
     def of(kind: str) -> list[Arrays]:
         return [{name: result[f"{kind}/{name}"] for name in names} for result in results]
 
-    batches = {}
+    batches, stale = {}, steps["later"].pop("stale")
     for kind, step in steps.items():
         losses = [result[f"losses/{kind}"] for result in results], step.pop("losses")
-        batches[kind] = Batch(changes=of(kind), examples=_examples(folder, kind), losses=losses, **step)
+        batches[kind] = Batch(changes=of(kind), losses=losses, **step)
     how = ["compared part by part, as batch normalization sees them"] * batches["even"].by_part
-    return {"claims": judge(of("start"), **batches), "how": how, "notes": batches["even"].notes()}
+    claims = {**judge(of("start"), **batches), "accuracy": _accuracy(folder)}
+    if stale and not claims["update"]:
+        claims["update"] = "a step adds to the gradients of the step before; call zero_grad after each update"
+    return {"claims": claims, "how": how, "notes": batches["even"].notes()}
 
 
 def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -247,25 +281,35 @@ def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    found = {}
+    found, masked = {}, False
     for kind, stepper in _steppers(file):
         X, y = stepper.batch(kind)
         whole, losses = stepper.step(X, y)
         if kind == "even":
-            again, _ = Stepper(file, 0).step(X, y)
-            if any((again[name] != whole[name]).any() for name in whole):
+            cleared = Stepper(file, 0)
+            if _differ(cleared.step(X, y)[0], whole):
                 return {}
-        examples = _examples(folder, kind) or np.array_split(range(len(X)), WORLD)
-        alone = [Stepper(file, 0).step(X[part], y[part])[0] for part in map(list, examples)]
+            for array in cleared.state.values():
+                if array.grad is not None:
+                    array.grad.zero_()
+            masked = Stepper(file, 0).examples(X, y) != [*range(len(X))]
+        turned, _ = Stepper(file, 0).step(X.flip(0), y.flip(0))
+        examples = None if masked else _examples(folder, kind)  # a mask leaves no gradient of some examples
+        parts = examples or np.array_split(range(len(X)), WORLD)
+        alone = [Stepper(file, 0).step(X[part], y[part])[0] for part in map(list, parts)]
         fields = {
             "n": len(X),
             "terms": X.numel(),
             "start": stepper.start(),
             "whole": whole,
+            "turned": turned,
             "alone": alone,
+            "examples": examples,
             "exact": None,
         }
         found[kind] = {**fields, "losses": losses, "buffers": stepper.buffers, "synced": stepper.synced}
+        if kind == "later":
+            found[kind]["stale"] = _differ(cleared.step(X, y)[0], whole)
     with suppress(Exception):  # a step that insists on float32 is compared without
         torch.set_default_dtype(torch.float64)
         init = DistributedDataParallel.__init__
@@ -275,11 +319,15 @@ def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _differ(some: Arrays, others: Arrays) -> bool:
+    return any((some[name] != others[name]).any() for name in others)
+
+
 def _steppers(file: str, **options: bool) -> Iterator[tuple[str, Stepper]]:
     """Each batch, and what takes its step: the network that has taken the step before, or a new one."""
     stepper = Stepper(file, 0, **options)
     for kind in BATCHES:
-        stepper = Stepper(file, 0, **options) if kind == "uneven" else stepper
+        stepper = Stepper(file, 0, **options) if kind in ("uneven", "same") else stepper
         yield kind, stepper
 
 

@@ -4,6 +4,7 @@ with limits of time and memory."""
 from __future__ import annotations
 
 import configparser
+import ctypes
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ from gluon_mgpu.runtime.errors import Error
 
 SECONDS = 60  # time limit; grading takes 2 seconds, or longer on a busy machine
 LIMITS = {resource.RLIMIT_DATA: 4 << 30, resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CORE: 0}  # bytes per answer
+CLONE_NEWPID, CLONE_NEWUSER = 0x20000000, 0x10000000  # of Linux's unshare
 ROOT = str(Path(__file__).parents[2])  # the folder that contains the package
 # The current folder's files, such as a random.py, must not replace modules.
 START = f"""import sys
@@ -207,12 +209,16 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
 
 
 def main(path: str, cell: str, key: str) -> None:
-    """Run the hidden cases, and print the result, after the key. A process in between is the parent of the answer's
-    process, so that an answer which kills its parent does not end the grading."""
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1)
+    """Run the hidden cases, and print the result, after the key. Processes in between are the answer's parents, so that
+    an answer which kills its parent does not end the grading; the second is the first of a namespace, if Linux allows
+    it, so that one which kills all processes does not either."""
+    unshare = ctypes.CDLL(None).unshare
+    if len(os.listdir("/proc/self/task")) == 1 and unshare(CLONE_NEWPID):  # afterward, no threads can start here
+        unshare(CLONE_NEWUSER | CLONE_NEWPID)  # as a user other than root
+    for _ in range(2):
+        if child := os.fork():
+            _, status = os.waitpid(child, 0)
+            os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1)
     from gluon_mgpu.exercises import steps  # noqa: F401  # if MXNet cannot be imported, this fails before any result
 
     output = os.fdopen(os.dup(1), "w")  # the answer may close or replace sys.stdout

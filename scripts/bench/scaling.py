@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
-from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
@@ -19,7 +18,7 @@ Series = dict[tuple[str, int, str, str], list[dict[str, Any]]]
 
 
 def run(model: Sequence[str], contexts: Sequence[int], batch_size: Sequence[int], rounds: int, steps: int) -> dict:
-    """Train the models on each number of contexts in turn. Returns the input of `table` and `draw`.
+    """Train the models on each number of contexts in turn. Returns the input of `table`.
 
     Strong scaling: all contexts share the batch; weak scaling: each context has a whole batch. contexts: numbers of
     contexts; 1 is always measured, for comparison. batch_size: batch sizes; empty: BATCH_SIZE[model]. steps: per run of
@@ -71,26 +70,3 @@ def _series(runs: Iterable[dict[str, Any]]) -> Series:
     for run in runs:
         series.setdefault((run["model"], run["size"], run["impl"], run["kind"]), []).append(run)
     return series
-
-
-def draw(result: dict, file: BinaryIO) -> None:
-    """Draw the efficiency by number of contexts as PNG, with one panel per model and batch size."""
-    from matplotlib.figure import Figure
-
-    series, cores = _series(result["runs"]), result["cores"]
-    columns = list(dict.fromkeys((model, size) for model, size, *_ in series))
-    figure = Figure(figsize=(5.5 * len(columns), 5), layout="constrained")
-    figure.suptitle(f"Contexts on {cores} cores, medians of {result['rounds']} rounds (lines: min to max)")
-    panels = figure.subplots(1, len(columns), squeeze=False)[0]
-    for (model, size, impl, kind), runs in series.items():
-        axes, ks = panels[columns.index((model, size))], [run["contexts"] for run in runs]
-        values = [efficiencies(runs[0], run, cores) for run in runs]
-        color, line = f"C{IMPLS['lenet'].index(impl)}", "o-" if kind == "strong" else "s--"
-        axes.plot(ks, [median(v) for v in values], line, color=color, label=f"{impl}, {kind}")
-        axes.vlines(ks, [min(v) for v in values], [max(v) for v in values], color=color)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ks, ks)
-        axes.set(title=f"{TITLE[model]}, batch {size}", xlabel="contexts", ylabel="efficiency", ylim=(0, 1.15))
-        axes.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(file, format="png", dpi=100)

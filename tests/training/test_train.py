@@ -245,7 +245,7 @@ def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be
 
 
 def test_mxnet_owns_the_memory_of_a_batch(monkeypatch):
-    monkeypatch.delattr(nd, "from_numpy")  # an engine thread would free its memory through Python: docs/engine.md
+    monkeypatch.delattr(nd, "from_numpy")  # an engine thread would free its memory through Python
     assert len(train()) == 1
 
 
