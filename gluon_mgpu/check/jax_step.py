@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gluon_mgpu.check import files
+from gluon_mgpu.check import frameworks
 from gluon_mgpu.check.comparison import Arrays
 from gluon_mgpu.check.contributions import Batch, judge
 
@@ -51,24 +51,24 @@ def main(file: str) -> dict[str, Any]:
     try:
         return compare(file, devices)
     except Exception as error:
-        return {"claims": {"update": files.where(error, file)}}
+        return {"claims": {"update": frameworks.where(error, file)}}
 
 
 def compare(file: str, devices: list[Any]) -> dict[str, Any]:
-    module, one = files.load(file), files.load(file)
+    module, one = frameworks.load(file), frameworks.load(file)
     initial, batches = replicas(module, devices), {}
     structure = jax.tree.structure(initial[0])
     for i, (kind, n) in enumerate(BATCHES.items()):
         rng, later = np.random.default_rng(i), kind == "later"
         X, y = rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n).astype(np.int32)
         y = y[:1].repeat(n) if kind == "same" else y
-        start = files.spread(arrays(initial[0]), seed=later)
+        start = frameworks.spread(arrays(initial[0]), seed=later)
         params = jax.tree.unflatten(structure, [a.astype(np.float32) for a in start.values()])
         examples = [list(part) for part in np.array_split(range(n), DEVICES)]
         if hasattr(module, "split_and_load"):
             examples = [np.asarray(part).astype(int).tolist() for part in module.split_and_load(np.arange(n), devices)]
         # a new copy, because what jit has kept of the first step, such as a global variable's value, is wrong later
-        on_one = partial(step, files.load(file) if later else one, params, devices=devices[:1])
+        on_one = partial(step, frameworks.load(file) if later else one, params, devices=devices[:1])
         [whole] = on_one(X, y)
         if kind == "even" and any((whole[n] != a).any() for n, a in on_one(X, y)[0].items()):
             return {"claims": {"repeatable": "a step uses random numbers, such as dropout; check it without them"}}
@@ -83,7 +83,7 @@ def compare(file: str, devices: list[Any]) -> dict[str, Any]:
     claims = judge([arrays(p) for p in initial], **batches)
     lenet = getattr(module, "lenet", None)
     net = lenet and (lambda X: lenet(X, params))
-    claims["accuracy"] = files.accuracy(file, module, X, lambda y: np.array(y, np.int32), params, net)
+    claims["accuracy"] = frameworks.accuracy(file, module, X, lambda y: np.array(y, np.int32), params, net)
     return {"claims": claims, "notes": batches["even"].notes()}
 
 

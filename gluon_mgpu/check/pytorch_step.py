@@ -1,7 +1,7 @@
 """Takes steps with a PyTorch file in two processes over gloo and in one, for `gluon-mgpu check`.
 
 `python -m gluon_mgpu.check.pytorch_step FILE FOLDER` forks the two, then takes the same steps itself, and writes what
-it found to FOLDER. The two exchange only what the file's step does: their results are files.
+it found to FOLDER. The two exchange only what the file's step does: their results are frameworks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.check import files
+from gluon_mgpu.check import frameworks
 from gluon_mgpu.check.comparison import Arrays
 from gluon_mgpu.check.contributions import Batch, judge
 from gluon_mgpu.runtime.subprocesses import how_it_ended
@@ -41,7 +41,7 @@ class Stepper:
         self.file, self.dtype = file, torch.float64 if double else torch.float32
         torch.manual_seed(rank)
         np.random.seed(rank)
-        self.module = files.load(file)
+        self.module = frameworks.load(file)
         if hasattr(self.module, "init_net"):
             net, trainer = self.module.init_net(1.0)
             self.arguments = (net, trainer)
@@ -68,7 +68,7 @@ class Stepper:
     def start(self) -> Arrays:
         """The parameters before each step."""
         counters = {name: a for name, a in self.initial.items() if name in self.buffers and not a.ndim}
-        return {**files.spread(self.initial), **counters}
+        return {**frameworks.spread(self.initial), **counters}
 
     def batch(self, kind: str) -> tuple[Any, Any]:
         """X and y of a batch: the file's own `example_batch(n)`, or images and labels as of MNIST."""
@@ -108,7 +108,7 @@ class Stepper:
         return {name: after[name] - start[name] for name in start}, losses
 
     def accuracy(self) -> str | None:
-        """What is wrong with the file's `evaluate_accuracy`, see `files.accuracy`."""
+        """What is wrong with the file's `evaluate_accuracy`, see `frameworks.accuracy`."""
         import torch
 
         self.load(self.start())
@@ -118,7 +118,7 @@ class Stepper:
             net.eval()
         else:
             net = lenet and (lambda X: lenet(X, self.arguments[0]))
-        return files.accuracy(self.file, self.module, X, torch.tensor, self.arguments[0], net)
+        return frameworks.accuracy(self.file, self.module, X, torch.tensor, self.arguments[0], net)
 
     def examples(self, X: Any, y: Any) -> list[int]:
         """The examples whose gradients a step computes in this process; empty if this is unknown."""
@@ -195,7 +195,7 @@ def process(file: str, folder: Path, rank: int) -> None:
             examples = watch.step(f"examples {kind}", stepper.examples, *stepper.batch(kind))
             (folder / f"examples.{kind}.{rank}").write_text(json.dumps(examples))
     except BaseException as error:
-        watch.fail(files.where(error, file))
+        watch.fail(frameworks.where(error, file))
     os._exit(0)
 
 
@@ -256,7 +256,7 @@ def main(file: str, folder: Path) -> dict[str, Any]:
     try:
         steps = _in_one_process(file, folder)
     except Exception as error:
-        return {"claims": {"update": f"in one process, {files.where(error, file)}"}}
+        return {"claims": {"update": f"in one process, {frameworks.where(error, file)}"}}
     if not steps:
         return {"claims": {"repeatable": "a step uses random numbers, such as dropout; check it without them"}}
     results = [np.load(folder / f"result.{rank}.npz") for rank in range(WORLD)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gluon_mgpu.check import files
+from gluon_mgpu.check import frameworks
 from gluon_mgpu.check.comparison import Report
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
@@ -49,8 +49,8 @@ def check(context: click.Context, lesson: str, **options: Any) -> None:
     such as docs/pytorch/ddp.py. The exit status is 1 if the steps differ or cannot be compared.
 
     The images are random. With --dataset own, they have the shape and the classes of your data."""
-    if engine := files.engine(lesson):
-        _check_file(context, lesson, engine)
+    if framework := frameworks.framework(lesson):
+        _check_file(context, lesson, framework)
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
     if options["data_dir"] is not None and options["dataset"] != "own":
         raise UsageError("data_dir", options["data_dir"], f"needs {setting('dataset', 'own')}: other images are random")
@@ -68,12 +68,12 @@ def check(context: click.Context, lesson: str, **options: Any) -> None:
     _print(context, lesson, report, CLAIMS)
 
 
-def _check_file(context: click.Context, path: str, engine: str) -> None:
+def _check_file(context: click.Context, path: str, framework: str) -> None:
     """Check a step in PyTorch or JAX."""
     for name in context.params:
         if name != "lesson" and context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
             raise UsageError(name, None, "only for MXNet; PyTorch and JAX are checked on two CPU devices")
-    _print(context, path, files.run(path, engine), files.CLAIMS)
+    _print(context, path, frameworks.run(path, framework), frameworks.CLAIMS)
 
 
 def _print(context: click.Context, lesson: str, report: Report, texts: dict[str, str]) -> None:

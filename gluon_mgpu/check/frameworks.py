@@ -45,7 +45,7 @@ HINTS = {  # {part of PyTorch's message: what to do}
 }
 
 
-def engine(path: str) -> str | None:
+def framework(path: str) -> str | None:
     """What a Python file imports: "torch" or "jax"; None if it imports neither, or is not a Python file.
 
     Raises UsageError if the file has not the functions of a step, or if PyTorch or JAX is not installed.
@@ -71,7 +71,7 @@ def engine(path: str) -> str | None:
 
 
 def run(path: str, name: str) -> Report:
-    """Check a file. name: its engine."""
+    """Check a file. name: its framework."""
     module = {"torch": "pytorch_step", "jax": "jax_step"}[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"gluon_mgpu.check.{module}", os.path.realpath(path), folder]

@@ -9,7 +9,7 @@ import pytest
 from forks import Forks, forked
 from runs import ROOT, gluon_mgpu
 
-from gluon_mgpu.check import files
+from gluon_mgpu.check import frameworks
 from gluon_mgpu.runtime.errors import UsageError
 
 torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
@@ -136,14 +136,14 @@ def cases(table, fast):
 
 @pytest.fixture
 def run(tmp_path, request):
-    """run(text, engine) checks a program for PyTorch or JAX."""
+    """run(text, framework) checks a program for PyTorch or JAX."""
 
-    def run(text, engine="torch"):
+    def run(text, framework="torch"):
         path = tmp_path / "step.py"
         path.write_text(text)
-        assert files.engine(str(path)) == engine
-        with forked(files, request.getfixturevalue({"torch": "pytorch", "jax": "jax_forks"}[engine])):
-            return files.run(str(path), engine)
+        assert frameworks.framework(str(path)) == framework
+        with forked(frameworks, request.getfixturevalue({"torch": "pytorch", "jax": "jax_forks"}[framework])):
+            return frameworks.run(str(path), framework)
 
     return run
 
@@ -195,10 +195,10 @@ def test_a_right_step_in_jax_is_not_accused(run, edits):
 def test_the_engine_is_what_a_file_imports(tmp_path):
     path = tmp_path / "step.py"
     path.write_text("import mxnet as mx\nimport torch\ndef train_batch(X, y, device_params, ctx, lr): ...\n")
-    assert files.engine(str(path)) is None and files.engine("scratch") is None
+    assert frameworks.framework(str(path)) is None and frameworks.framework("scratch") is None
     path.write_text("from torch import nn\n")
     with pytest.raises(UsageError, match="must define train_batch"):
-        files.engine(str(path))
+        frameworks.framework(str(path))
 
 
 @torch
