@@ -63,7 +63,7 @@ Operand = Union[Entry, Parameter]
 
 
 @dataclass
-class Step:
+class Statement:
     """A line of code. In `code`, _0_ is the first operand, and self.layer the layer."""
 
     name: str
@@ -89,13 +89,13 @@ class Class:
     name: str
     words: tuple[str, ...]  # the arguments of its constructor
     inputs: dict[Entry, str]
-    steps: list[Step]
+    steps: list[Statement]
     results: list[Operand]
 
     def uses(self) -> dict[Operand, list[int]]:
         """For each value, the steps that use it, in order. Results are used after the last step."""
         uses: dict[Operand, list[int]] = {}
-        for at, step in enumerate([*self.steps, Step("", "", self.results, [])]):
+        for at, step in enumerate([*self.steps, Statement("", "", self.results, [])]):
             for entry in step.entries():
                 uses.setdefault(entry, []).append(at)
         return uses
@@ -111,7 +111,7 @@ def find(network: Class, taken: set[str]) -> list[Class]:
     return classes
 
 
-def layers_of(steps: Iterable[Step]) -> list[Layer]:
+def layers_of(steps: Iterable[Statement]) -> list[Layer]:
     return list(dict.fromkeys(layer for step in steps for layer in step.layers()))
 
 
@@ -128,7 +128,7 @@ def identifier(name: str, others: set[str]) -> str:
 
 def _move_independent(network: Class) -> None:
     """Move steps that depend on no layer, such as the computation of a mask, to the beginning."""
-    known, first, rest = {*network.inputs}, list[Step](), list[Step]()
+    known, first, rest = {*network.inputs}, list[Statement](), list[Statement]()
     for step in network.steps:
         independent = not step.layers() and known.issuperset(step.entries())
         (first if independent else rest).append(step)
@@ -181,7 +181,7 @@ def _end(network: Class, uses: dict[Operand, list[int]], start: int, least: int)
     return None
 
 
-def _inputs(steps: list[Step]) -> list[Entry]:
+def _inputs(steps: list[Statement]) -> list[Entry]:
     inside = {entry for step in steps for entry in step.outputs}
     return list(dict.fromkeys(entry for step in steps for entry in step.entries() if entry not in inside))
 
@@ -252,7 +252,7 @@ def _outline(network: Class, spans: list[Span], taken: set[str]) -> Class:
     kind = identifier(f"{kind}{count + 1}" if count else kind, taken)
     names, (words, codes, values) = _local_names(groups, paths), _arguments(groups)
     moved = {layer: replace(layer, name=name, code=code) for layer, name, code in zip(groups[0], names, codes)}
-    steps, calls, uses = list[Step](), list[Step](), network.uses()
+    steps, calls, uses = list[Statement](), list[Statement](), network.uses()
     for step in network.steps[slice(*spans[0])]:
         operands = [Parameter(moved[x.layer], x.name) if isinstance(x, Parameter) else x for x in step.operands]
         layer = step.layer and moved[step.layer]
@@ -264,7 +264,7 @@ def _outline(network: Class, spans: list[Span], taken: set[str]) -> Class:
         [result] = [entry for step in old for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
         code = f"self.layer({', '.join(f'_{k}_' for k in range(len(_inputs(old))))})"
         layer = Layer(path, f"{kind}({', '.join(map(repr, numbers))})", state, words)
-        calls.append(Step(path or "block", code, [*_inputs(old)], [result], layer))
+        calls.append(Statement(path or "block", code, [*_inputs(old)], [result], layer))
     for (start, end), call in reversed([*zip(spans, calls)]):
         network.steps[start:end] = [call]
     inputs = {entry: f"x{k + 1}" if k else "x" for k, entry in enumerate(calls[0].entries())}
@@ -325,7 +325,7 @@ def _ratio(column: tuple[Any, ...], known: dict[tuple[Any, ...], str]) -> str | 
 def _connect(network: Class) -> None:
     """Make one layer of blocks that follow each other."""
     paths = Counter(step.layer.name for step in network.steps if step.layer and step.layer.is_block)
-    uses, runs = network.uses(), list[tuple[str, list[Step]]]()
+    uses, runs = network.uses(), list[tuple[str, list[Statement]]]()
     for at, step in enumerate(network.steps):
         name = _container(step.layer.name, paths) if step.layer and step.layer.is_block else ""
         if name and runs and runs[-1][0] == name:
@@ -350,7 +350,7 @@ def _container(path: str, paths: Counter[str]) -> str:
     return parent or re.sub(r"\d+$", "", last) or "blocks"
 
 
-def _connected(name: str, steps: list[Step]) -> Step:
+def _connected(name: str, steps: list[Statement]) -> Statement:
     layers = layers_of(steps)
     words = list[str]()
     for code, equal in groupby(layer.code for layer in layers):

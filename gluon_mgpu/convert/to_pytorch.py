@@ -22,7 +22,7 @@ from gluon_mgpu.convert.blocks import (
     Layer,
     Operand,
     Parameter,
-    Step,
+    Statement,
     find,
     identifier,
     join,
@@ -203,7 +203,7 @@ class _Graph:
     def convert(self) -> Class:
         """The network's steps. Raises Refused."""
         heads = [self._source((i, output)) for i, output, *_ in self.network.graph["heads"]]
-        needed, steps, problems = self._needed(heads), list[Step](), list[tuple[str, str, Unsupported]]()
+        needed, steps, problems = self._needed(heads), list[Statement](), list[tuple[str, str, Unsupported]]()
         owners = [self._name(i, params) for i in needed if (params := self._operands(i)[1])]
         prefix = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*owners)))
         self.prefix = prefix[: prefix.rfind("_") + 1]
@@ -217,7 +217,7 @@ class _Graph:
                 continue
             parts = [self._parameter(entry) if entry in self.constants else entry for entry in operands]
             outputs = [(i, output) for output in range(len(node.outputs))]
-            steps.append(Step(self._name(i), code, parts, outputs, self._layer(i, node, params), node.nested))
+            steps.append(Statement(self._name(i), code, parts, outputs, self._layer(i, node, params), node.nested))
         if problems:
             raise Refused(problems)
         places = {node["name"]: (i, 0) for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs}
@@ -285,7 +285,7 @@ class _Graph:
 def _use_batch_first(code: Class) -> None:
     """Let recurrent layers swap axes 0 and 1, if steps before and after them do it."""
     swap, uses = "_0_.transpose(0, 1)", code.uses()
-    makers: dict[Operand, Step] = {entry: step for step in code.steps for entry in step.outputs}
+    makers: dict[Operand, Statement] = {entry: step for step in code.steps for entry in step.outputs}
     for at, step in enumerate(code.steps):
         before, users = makers.get(step.operands[0]), uses.get(step.outputs[0], [])
         after = code.steps[users[0]] if len(users) == 1 and users[0] < len(code.steps) else None
@@ -354,7 +354,7 @@ def _lines(code: Class, words: set[str]) -> list[str]:
     return [*lines, f"return {result}"]
 
 
-def _continues(step: Step, before: str) -> bool:
+def _continues(step: Statement, before: str) -> bool:
     """Whether a step can be written on the line before, because it calls a method or a function of its value."""
     if step.code.count("_0_") > 1:
         return False
