@@ -82,9 +82,9 @@ def run(
         threading.Thread(target=_read, args=(process.stderr, err, _pass_notice_on), daemon=True),
     ]
     status: int | None = None
-    for reader in readers:
-        reader.start()
     try:
+        for reader in readers:
+            reader.start()
         with suppress(subprocess.TimeoutExpired):
             status = process.wait(seconds)
     except KeyboardInterrupt:
