@@ -163,7 +163,9 @@ class Box:
     def plan(self):
         """Draw the settings of a run. There are few plans, so that uninterrupted runs are shared."""
         rng = random.Random(self.rng.randrange(40))
-        row = rng.choice([row for row in table.ROWS if row.train == "yes" and row[:2] != ("resnet18", "synthetic")])
+        # "dropout" is registered only in the tests' process; ResNet-18 takes long with large images.
+        rows = [row for row in table.ROWS if row.lesson != "dropout" and row[:2] != ("resnet18", "synthetic")]
+        row = rng.choice([row for row in rows if row.train == "yes"])
         plan = row.settings(self.cache / "data")
         plan |= {"gpus": rng.choice((1, 2, 2, 3)), "seed": rng.randrange(3), "epochs": rng.choice((5, 20, 40))}
         if row.workers in ("yes", "about") and rng.random() < 0.4 and MPIEXEC.exists():
