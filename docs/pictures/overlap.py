@@ -9,6 +9,7 @@ without using a core. `python docs/pictures/overlap.py` prints the times too.
 import os
 import sys
 import tempfile
+import threading
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -32,6 +33,7 @@ from gluon_mgpu import scratch, sharded
 MB_PER_SECOND, EXAMPLES, STEPS = 4, 512, 11
 ctx, host = [mx.cpu(0), mx.cpu(1)], mx.cpu(2)
 copyto, sent = nd.NDArray.copyto, []  # sent: (device, start, end) of each chunk
+links = [threading.Lock() for _ in ctx]  # each device sends one chunk at a time
 
 
 class Link(mx.operator.CustomOp):
@@ -40,10 +42,11 @@ class Link(mx.operator.CustomOp):
         self.device = device
 
     def forward(self, is_train, req, in_data, out_data, aux):
-        start = time.time()
-        time.sleep(4 * in_data[0].size / (1e6 * MB_PER_SECOND))
-        copyto(in_data[0], out_data[0])
-        sent.append((self.device, start, time.time()))
+        with links[self.device]:
+            start = time.time()
+            time.sleep(4 * in_data[0].size / (1e6 * MB_PER_SECOND))
+            copyto(in_data[0], out_data[0])
+            sent.append((self.device, start, time.time()))
 
 
 @mx.operator.register("link")

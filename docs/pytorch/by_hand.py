@@ -13,7 +13,7 @@ from torch.nn import functional as F
 class Buckets:
     """Sums gradients in buckets: vectors of at most `limit` numbers, or of one larger gradient.
 
-    Exercise 1: wait for each sum at once. Exercise 2: wait only in `finish`, so the sums overlap the backward pass.
+    First, wait for each sum at once. Then wait only in `finish`, so that the sums overlap the backward pass.
     """
 
     def __init__(self, limit):
@@ -93,8 +93,8 @@ if __name__ == "__main__":
             f"{kinds.count('wait')} calls of wait() for {len(sizes)} sums": kinds.count("wait") < len(sizes),
             f"a parameter differs by {far:.0e} from one process's": far > 1e-6,
         }
-        print("exercise 1:", next((text for text, wrong in mistakes.items() if wrong), "correct"))
+        print("buckets:", next((text for text, wrong in mistakes.items() if wrong), "correct"))
         backward = kinds[: len(kinds) - kinds[::-1].index("gradient")]
         begun, ended = backward.count("sum"), backward.count("wait")
-        print("exercise 2:", "correct" if begun and not ended else f"{begun} sums begin during backward, {ended} end")
+        print("overlap:", "correct" if begun and not ended else f"{begun} sums begin during backward, {ended} end")
     dist.destroy_process_group()
