@@ -13,7 +13,8 @@ from torch.nn import functional as F
 class Buckets:
     """Sums gradients in buckets: vectors of at most `limit` numbers, or of one larger gradient.
 
-    First, wait for each sum at once. Then wait only in `finish`, so that the sums overlap the backward pass.
+    First, wait for each sum at once. Then wait only in `finish`, so that the sums overlap the backward pass. Extend
+    `__init__`; one object serves all steps.
     """
 
     def __init__(self, limit):
@@ -90,11 +91,15 @@ if __name__ == "__main__":
         kinds = [what for what, _ in events]
         mistakes = {
             f"sums of {sizes} numbers, not {expected}": sizes != expected,
-            f"{kinds.count('wait')} calls of wait() for {len(sizes)} sums": kinds.count("wait") < len(sizes),
+            f"{kinds.count('wait')} calls of wait() for {len(sizes)} sums": kinds.count("wait") != len(sizes),
             f"a parameter differs by {far:.0e} from one process's": far > 1e-6,
         }
-        print("buckets:", next((text for text, wrong in mistakes.items() if wrong), "correct"))
+        mistake = next((text for text, wrong in mistakes.items() if wrong), "")
+        print("buckets:", mistake or "correct")
         backward = kinds[: len(kinds) - kinds[::-1].index("gradient")]
         begun, ended = backward.count("sum"), backward.count("wait")
-        print("overlap:", "correct" if begun and not ended else f"{begun} sums begin during backward, {ended} end")
+        overlap = f"{begun} of {len(sizes)} sums begin during backward, {ended} end"
+        if begun >= len(sizes) - 2 and not ended:  # the last two buckets are complete when backward ends
+            overlap = "correct"
+        print("overlap:", "first correct the buckets" if mistake else overlap)
     dist.destroy_process_group()
