@@ -209,12 +209,15 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
 
 
 def main(path: str, cell: str, key: str) -> None:
-    """Run the hidden cases, and print the result, after the key. Processes in between are the answer's parents, so that
-    an answer which kills its parent does not end the grading; the second is the first of a namespace, if Linux allows
-    it, so that one which kills all processes does not either."""
-    unshare = ctypes.CDLL(None).unshare
-    if len(os.listdir("/proc/self/task")) == 1 and unshare(CLONE_NEWPID):  # afterward, no threads can start here
-        unshare(CLONE_NEWUSER | CLONE_NEWPID)  # as a user other than root
+    """Run the hidden cases, and print the result after the key.
+
+    The answer runs in a grandchild, so an answer that kills its parent does not end the grading. Where Linux allows it,
+    the grandchild is in a PID namespace, so an answer that kills all processes does not end the grading either.
+    """
+    if sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1:  # a namespace allows no new threads here
+        unshare = ctypes.CDLL(None).unshare
+        if unshare(CLONE_NEWPID):
+            unshare(CLONE_NEWUSER | CLONE_NEWPID)  # as a user other than root
     for _ in range(2):
         if child := os.fork():
             _, status = os.waitpid(child, 0)

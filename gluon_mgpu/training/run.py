@@ -182,7 +182,8 @@ class Run:
         """Give a resumed run's model the arrays of the checkpoint. Raises Error if they do not match the network or the
         lesson.
 
-        group: the workers, which then get the lesson's own state, too."""
+        group: the workers, which also get the lesson's own state; None: without it.
+        """
         arrays, self.arrays = self.arrays or {}, None
         state = {name: array for name, array in arrays.items() if name.startswith(STATE)}
         try:
@@ -329,7 +330,8 @@ def _load_state(state: Arrays, model: Model, group: Group) -> None:
         shapes, saved = ({name: array.shape for name, array in some.items()} for some in (now, state))
         if different := {*shapes.items()} ^ {*saved.items()}:
             which = "{} {}".format(*min(different))
-            raise Error(f"not the lesson's state ({which}); resume with the run's lesson, devices and workers")
+            advice = "resume with the run's lesson, devices and workers"
+            raise Error(f"the checkpoint's state differs from that of the lesson ({which}); {advice}")
         now = {name: state[name] for name in now}
     own = f"{STATE}{group.rank}/"
     state = group.broadcast_arrays(now)

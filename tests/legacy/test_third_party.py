@@ -7,8 +7,8 @@ import pytest
 
 from gluon_mgpu.legacy import third_party
 
-pytest.importorskip("pandas")
-pytest.importorskip("yaml")
+pytest.importorskip("pandas", reason="needs pandas")
+pytest.importorskip("yaml", reason="needs PyYAML")
 
 # Claim: (program, what it prints)
 PROGRAMS = {
