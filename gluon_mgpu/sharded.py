@@ -20,12 +20,8 @@ from gluon_mgpu.scratch import SHAPES, loss, split_and_load
 Vectors = list[NDArray]  # one array per device
 Buckets = list[Vectors]  # for each layer, one bucket per device, or one chunk of it per device
 State = list[Buckets]  # the weights, then the optimizer's moments: one for `sgd`, two for `adam`
-Shapes = Sequence[tuple[int, ...]]
-Layer = Callable[..., NDArray]  # a function of an input and of the layer's arrays
-Net = list[tuple[Layer, Shapes]]  # layers, and the shapes of their arrays
+Net = list[tuple[Callable, Sequence[tuple[int, ...]]]]  # layers, and the shapes of their arrays
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
-Optimizer = Callable[..., None]  # such as partial(sgd, lr=0.1)
-Reduce = Callable[[Vectors], Vectors]  # sums gradients while the devices compute others
 
 LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
 
@@ -35,7 +31,7 @@ def bucket(arrays: Sequence[NDArray]) -> NDArray:
     return nd.concat(*[array.reshape(-1) for array in arrays], dim=0)
 
 
-def unbucket(vector: NDArray, shapes: Shapes) -> list[NDArray]:
+def unbucket(vector: NDArray, shapes: Sequence[tuple[int, ...]]) -> list[NDArray]:
     """Returns the arrays in a bucket (n,). They are views, so they change with it."""
     ends = list(accumulate(map(math.prod, shapes)))
     return [vector[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes)]
@@ -81,13 +77,13 @@ def all_gather(chunks: Vectors, out: Vectors) -> Vectors:
     return out
 
 
-def unshard(chunks: Vectors, shapes: Shapes) -> list[list[NDArray]]:
+def unshard(chunks: Vectors, shapes: Sequence[tuple[int, ...]]) -> list[list[NDArray]]:
     """Gather a layer's bucket on every device. Returns the layer's arrays on each device."""
     empty = [nd.empty(sum(map(math.prod, shapes)), c.context) for c in chunks]
     return [unbucket(b, shapes) for b in all_gather(chunks, out=empty)]
 
 
-def record(layer: Layer, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[Tape]:
+def record(layer: Callable, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[Tape]:
     """Compute a layer on each device. Each layer has a graph of its own, so `backward` can stop after any layer."""
     tapes = []
     for X, of_device in zip(Xs, arrays):
@@ -110,7 +106,7 @@ def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
     return [losses for _, losses in tapes], backward(tapes, [None] * len(ys))[0]
 
 
-def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Reduce) -> tuple[Vectors, Buckets]:
+def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Callable) -> tuple[Vectors, Buckets]:
     """Returns each shard's losses (n,), and what `reduce` makes of each layer's gradients, in layer order."""
     tapes = []
     for (layer, shapes), buckets in zip(net, weights):
@@ -134,14 +130,14 @@ def adam(p: NDArray, grad: NDArray, mean: NDArray, variance: NDArray, batch_size
     nd.adam_update(p, grad, mean, variance, out=p, lr=lr, rescale_grad=1 / batch_size)
 
 
-def update(optimizer: Optimizer, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
-    """Update the weights of each layer on each device. grads: sums over the batch."""
+def update(optimizer: Callable, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
+    """Update the weights of each layer on each device. optimizer: such as partial(sgd, lr=0.1). grads: of the batch."""
     for layer in zip(weights, grads, *moments):
         for arrays in zip(*layer):
             optimizer(*arrays, batch_size)
 
 
-def update_chunks(optimizer: Optimizer, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
+def update_chunks(optimizer: Callable, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
     """Update chunk i of the weights on device i, and send it to the other devices. grads, moments: chunk i each."""
     owned = [[chunk(b, i, len(buckets)) for i, b in enumerate(buckets)] for buckets in weights]
     update(optimizer, owned, grads, moments, batch_size)
@@ -159,7 +155,7 @@ def reduce_to_chunks(data: Vectors) -> Vectors:
     return [c.copy() for c in reduce_scatter(data)]
 
 
-def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. Returns each shard's losses."""
     weights, *moments = state
     losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), ring_allreduce)
@@ -167,7 +163,7 @@ def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], opti
     return losses
 
 
-def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """ZeRO-1: device i keeps chunk i of the moments, updates chunk i of the weights, and sends it to the others."""
     weights, *moments = state
     losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_scatter)
@@ -175,7 +171,7 @@ def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     return losses
 
 
-def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """ZeRO-2: device i keeps only chunk i of the gradients too: `reduce_to_chunks` is all that differs from ZeRO-1."""
     weights, *moments = state
     losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_to_chunks)
@@ -183,7 +179,7 @@ def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
     return losses
 
 
-def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Optimizer) -> Vectors:
+def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """ZeRO-3, or FSDP: device i keeps only chunk i of the weights too, and one whole layer at a time."""
     weights, *moments = state
     Xs = split_and_load(X, ctx)
