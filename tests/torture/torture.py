@@ -163,7 +163,7 @@ class Box:
     def plan(self):
         """Draw the settings of a run. There are few plans, so that uninterrupted runs are shared."""
         rng = random.Random(self.rng.randrange(40))
-        # "dropout" is registered only in the tests' process; ResNet-18 takes long with large images.
+        # only the tests' process registers the network with dropout
         rows = [row for row in table.ROWS if row.lesson != "dropout" and row[:2] != ("resnet18", "synthetic")]
         row = rng.choice([row for row in rows if row.train == "yes"])
         plan = row.settings(self.cache / "data")
