@@ -15,6 +15,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 import gluon_mgpu
+from gluon_mgpu import exercises
 from gluon_mgpu.commands.main import main as cli
 
 gluon_mgpu.configure()  # before autodoc imports the modules, which import mxnet
@@ -139,6 +140,9 @@ def commands(command, path=("gluon-mgpu",)):
 def before_parsing(app, docname, source):
     if docname == "training":
         source[0] += "".join(commands(cli))
+    if docname == "exercises":
+        rows = (f"| `{name}` | {exercises.title(name)} | [](./{page}.md) |" for name, page in exercises.PAGES.items())
+        source[0] += "\n".join(["\n## All exercises\n", "| exercise | task | page |", "|---|---|---|", *rows])
     if QUICK:
         source[0] = source[0].replace(":tags: [long]\n", ":tags: [skip-execution]\n")
         source[0] = re.sub(r"^limit = None", "limit = 2000", source[0], flags=re.MULTILINE)

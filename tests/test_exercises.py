@@ -225,6 +225,7 @@ def notebook(*cells):
 
 SPLIT, SUM = exercises.solution("split"), exercises.solution("allreduce")
 NO_COPY = SUM.replace("        total.copyto(array)", "        pass")
+LAB = (3, "allreduce", None), (4, "split", None)
 # {file: (its content, [(cell, exercise, mistake)])}
 CLASS = {
     "ada/allreduce.py": (SUM, [(None, "allreduce", None)]),
@@ -233,7 +234,10 @@ CLASS = {
     "ada/notes.txt": ("", []),
     "bob/bom.py": (f"\ufeff# Bob\nimport mxnet\n\n{NO_COPY}", [(None, "allreduce", "no-broadcast")]),
     "bob/broken.py": (f"{SUM}\n  return (", [(None, "allreduce", "error")]),
-    "bob/lab.ipynb": (notebook("# Lab", "x = 1", SUM, SPLIT), [(3, "allreduce", None), (4, "split", None)]),
+    "bob/lab.ipynb": (
+        notebook("# Lab", "x = 1", f"%%time\n{SUM}\n!ls", SPLIT),
+        [(3, "allreduce", None), (4, "split", None)],
+    ),
     "cy/binary.py": (b"\x89PNG\xff", [(None, None, "no-answer")]),
     "cy/cut.ipynb": (notebook(SUM)[:-9], [(None, None, "no-answer")]),
     "cy/empty.ipynb": (notebook("x = 1"), [(None, None, "no-answer")]),
@@ -266,12 +270,16 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     _, *rows = checked.stdout.splitlines()[: len(expected) + 1]
     assert f"4 of {len(expected)}" in checked.stdout
     students = {row["student"]: row for row in csv.DictReader(open(tmp_path / "results.csv"))}
-    assert [(name, row["allreduce"], row["split"]) for name, row in students.items()] == [
-        ("ada", "correct", "unfinished"),
-        ("bob", "correct", "correct"),
-        ("cy", "", "correct"),
+    assert [(name, row["solved"], row["allreduce"], row["split"]) for name, row in students.items()] == [
+        ("ada", "1", "correct", "unfinished"),
+        ("bob", "2", "correct", "correct"),
+        ("cy", "1", "", "correct"),
     ]
-    assert re.search(r"^ada +no +yes\nbob +yes +yes\ncy +yes\n", checked.stdout, re.MULTILINE)
+    for name, row in students.items():  # a file without an answer is not lost
+        without = [file for file, _, exercise, _ in expected if not exercise and file.startswith(f"answers/{name}/")]
+        assert all(file in row["not graded"] for file in without) and bool(row["not graded"]) == bool(without)
+    table = r"^ada +no +yes +1\nbob +yes +yes +2\ncy +yes +1\nsolved +2 +2$"
+    assert re.search(table, checked.stdout, re.MULTILINE)
     for row, (file, cell, exercise, mistake) in zip(rows, expected):
         assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row
         assert mistake == "no-answer" or row.endswith(mistake or "correct")

@@ -188,11 +188,14 @@ def _json(graded: Graded) -> bytes:
 
 
 def _students(graded: Graded) -> dict[str, dict[str, str]]:
-    """{student: {exercise: result}}. A student's best answer to an exercise counts: the correct one, or the last."""
+    """{student: {exercise: result}}. Of several answers to an exercise, the correct one counts, or the last. "not
+    graded" has the files that contain no answer."""
     students: dict[str, dict[str, str]] = {}
     for answer, mistake in graded:
         results = students.setdefault(log.printable(answer.student), {})
-        if answer.name and results.get(answer.name) != "correct":
+        if not answer.name:
+            results["not graded"] = "; ".join(filter(None, [results.get("not graded"), log.printable(answer.label)]))
+        elif results.get(answer.name) != "correct":
             results[answer.name] = _result(answer, mistake)
     return students
 
@@ -202,18 +205,21 @@ def _by_student(graded: Graded) -> list[str]:
     if students.keys() <= {""}:
         return []
     names = [name for name in exercises.NAMES if any(name in results for results in students.values())]
-    rows = [
-        (student or "-", *({"correct": "yes", "": ""}.get(results.get(name, ""), "no") for name in names))
+    marks = {
+        student or "-": [{"correct": "yes", "": ""}.get(results.get(name, ""), "no") for name in names]
         for student, results in students.items()
-    ]
-    return ["", *log.table([("student", *names), *rows], "<")]
+    }
+    rows = [(student, *of_student, str(of_student.count("yes"))) for student, of_student in marks.items()]
+    totals = ("solved", *(str(of_exercise.count("yes")) for of_exercise in zip(*marks.values())), "")
+    return ["", *log.table([("student", *names, "solved"), *rows, totals], "<")]
 
 
 def _csv(graded: Graded) -> bytes:
     file = io.StringIO()
-    rows = csv.DictWriter(file, ("student", *exercises.NAMES), lineterminator="\n")
+    rows = csv.DictWriter(file, ("student", "solved", *exercises.NAMES, "not graded"), lineterminator="\n")
     rows.writeheader()
-    rows.writerows({"student": student, **results} for student, results in _students(graded).items())
+    for student, results in _students(graded).items():
+        rows.writerow({"student": student, "solved": [*results.values()].count("correct"), **results})
     return file.getvalue().encode()
 
 

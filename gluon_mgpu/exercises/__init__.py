@@ -124,6 +124,8 @@ def answers(path: str) -> list[Answer]:
             return [Answer(path, problem="not a notebook")]
     found = []
     for number, code in cells:
+        if number:
+            code = re.sub(r"^[%!].*", "", code, flags=re.MULTILINE)  # IPython's commands, such as %%time
         first = re.search(r'^"""Exercise (\w+):', code, re.MULTILINE)  # perhaps after comments or imports
         if re.search("[\0\ud800-\udfff]", code):  # a surrogate in a notebook
             found.append(Answer(path, number, problem="not text"))

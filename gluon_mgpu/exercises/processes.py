@@ -94,27 +94,28 @@ def process(answer: Answer) -> None:
         processes, replicas = Processes(k), [w.copy() for _ in range(k)]
         processes.run(partial(_train, answer, X, y, replicas, lr))
         gradient, cut = gradient_of(X, y, w), n - n % k
+        sent, sent_weights = processes.calls[0] if processes.calls else [], False
         wrong: dict[str, list[Any]] = {"not-in-place": [0 * w], "one-replica": [[gradient / n, *[0 * w] * (k - 1)]]}
         for split in _splits(n, k):
             own, sizes = [gradient_of(X[s], y[s], w) for s in split], [len(s) for s in split]
             means = [g / size for g, size in zip(own, sizes)]
+            sent_weights |= cases.same(sent, [w - lr * mean for mean in means])
             also: dict[str, list[Any]] = {
                 "no-allreduce": [[g / size for g in own] for size in (n, n // k, 1)] + [means],
                 "mean-of-means": [sum(means) * weight for weight in (1 / k, 1 / n, n // k / n, math.ceil(n / k) / n)],
                 "sum-of-means": [sum(means)],
                 "same-shard": [g * factor for g in own for factor in (k / n, 1 / n)] + means,
                 "sums-parameters": [sum(means) - (k - 1) * w / lr, gradient / n - (k - 1) * w / lr],
-                "shard-size": [[gradient / size for size in sizes], gradient / (n // k)],
+                "shard-size": [[gradient / size / d for size in sizes] for d in (1, k)] + [gradient / (n // k)],
             }
             wrong = {name: wrong.get(name, []) + also.get(name, []) for name in {**wrong, **also}}
         wrong["drops-examples"] = [gradient_of(X[:cut], y[:cut], w) / size for size in (n, cut)] if cut < n else []
         wrong["no-division"] = [gradient]
-        sent = processes.calls[0] if processes.calls else []
         whole = bool(sent) and any(cases.same(sent, [gradient / size] * k) for size in (1, n, n * k))
         results = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         equal = k > 1 and bool(sent) and cases.same(sent, sent[:1] * k)
         empty = bool(np.isnan(replicas).any())
-        mistakes = {"empty-shard": empty, "whole-batch": k > 1 and whole, **results}
+        mistakes = {"empty-shard": empty, "sent-weights": sent_weights, "whole-batch": k > 1 and whole, **results}
         mistakes |= {"same-shard": True} if equal else {}
         case = f"{n} examples, {k} processes, lr {lr}, w = {shown([w])}"
         for i, arrays in enumerate(processes.calls[:2], 1):
