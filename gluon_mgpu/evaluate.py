@@ -63,7 +63,7 @@ def load(
     broken = [name for name, array in run.arrays.items() if not np.isfinite(array).all()]
     run.load(model)
     if broken:
-        log.say(f"{folder}: the parameters {', '.join(broken)} are not finite, so its scores mean nothing")
+        log.say(f"{folder}: the parameters {', '.join(broken)} are not finite, so the scores are meaningless")
     name = lessons.name_of(lesson)
     return Trained(run, config, model, f"{folder}: {config.model} ({name}) after {run.position}, on {ctx}")
 
@@ -71,7 +71,7 @@ def load(
 def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Load a run's test set: images (n, channels, height, width) and labels (n,).
 
-    data_dir, exceptions: see `datasets.load`. Raises UsageError for other data than the run was trained on.
+    data_dir, exceptions: see `datasets.load`. Raises UsageError if the run was trained on different data.
     """
     config = run.recorded
     assert config

@@ -21,7 +21,7 @@ RATES = (0.7, 0.9, 0.6)  # the learning rate in each batch; not 1, so that a pow
 ROUNDING = 2.0**-24  # largest relative error of one float32 operation
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
 EQUALLY = "add the gradients of all examples, and divide by the size of the batch"
-LESS_PRECISE = "as after float16 or 8-bit numbers; keep float32 until the sum is complete"
+LESS_PRECISE = "as with float16 or 8-bit numbers; keep float32 until the sum is complete"
 MAY_BE_RIGHT = {"split", "sum"}  # an unusual split or sum may be right, if the step is that of one device
 
 
@@ -54,7 +54,7 @@ class Report:
             "runs": "cannot be compared with one device",
             "repeatable": "cannot be compared with one device",
             "called": "does not use all of its functions",
-            "accuracy": "does not measure the accuracy of one device",
+            "accuracy": "does not measure the same accuracy as on one device",
         }
         return f"{beginnings.get(claim, 'does not take the same step as on one device')}: {reason}"
 
@@ -115,7 +115,7 @@ def reduced(values: np.ndarray, results: np.ndarray, names: Sequence[str], funct
         return f"{function} copies the first device's array to the others, without adding theirs"
     error = np.abs(results - total).max() / np.abs(total).max()
     if error < 0.02:
-        return f"{function} leaves a sum of only about {_bits(error)} bits, {LESS_PRECISE}"
+        return f"{function} leaves a sum with only about {_bits(error)} correct bits, {LESS_PRECISE}"
     if all(part.any() and not part.all() for part in right):
         return f"{function} sums only a part of the array: {right[0].sum()} of {right[0].size} elements"
     wrong = [i for i in range(k) if not right[i].all()]
@@ -124,7 +124,7 @@ def reduced(values: np.ndarray, results: np.ndarray, names: Sequence[str], funct
         return f"{function} leaves no sum on {', '.join(names[i] for i in wrong)}"
     if len({*left}) == 1:
         return f"{function} leaves {left[0]} on {', '.join(names[i] for i in wrong)}, not the sum"
-    return f"{function} leaves no sum, but {', '.join(f'{sum} on {names[i]}' for i, sum in zip(wrong, left))}"
+    return f"{function} leaves {', '.join(f'{sum} on {names[i]}' for i, sum in zip(wrong, left))}, not the sum"
 
 
 def not_finite(step: Step) -> str:
@@ -135,14 +135,14 @@ def not_finite(step: Step) -> str:
         return ""
     value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
     where = "losses" if wrong[0] == "losses" else f"gradients ({', '.join(wrong[:4])})"
-    return f"the {where} of a step are {value}; look for a logarithm or a division of 0, or for overflow"
+    return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
 
 
 def losses(step: Step, expected: np.ndarray, n: int, terms: int, by_shard: np.ndarray | None = None) -> str:
     """Whether the losses of a step on n examples are those of the batch, in any order. terms: see `order_bound`.
     by_shard: the losses if each shard is computed alone."""
     if len(step.losses) != n or len(expected) != n:
-        return f"the losses of a step on {n} examples are {step.losses.size}; return one for each example"
+        return f"a step on {n} examples returns {step.losses.size} losses; return one for each example"
     if alike(step.losses, expected, terms):
         return ""
     if by_shard is not None and alike(step.losses, by_shard, terms):
@@ -260,7 +260,7 @@ def update(
         used = [name for name, weight in zip(names, weights) if abs(weight) > 1e-3]
         if len(used) < k and np.allclose(weights[np.abs(weights) > 1e-3], 1, atol=1e-2):
             return f"the update{where} uses only the gradients of {', '.join(used)}; add those of the others"
-        advice = "each shard must count once; look for clipping, or a scale, before the sum"
+        advice = "each shard must count once; look for clipping or scaling before the sum"
         return f"the update{where} adds the shards' gradients as {_weighted_names(weights, names)}; {advice}"
     more = {name: change[name] - value for name, value in expected.items()}
     decay = sum(np.vdot(more[n], start[n]) for n in more) / (sum(np.vdot(a, a) for a in start.values()) + 1e-30)

@@ -215,6 +215,9 @@ def _update(batch: Batch) -> str:
         np.vdot(a, a) for a in batch.whole.values()
     )
     scaled = distance(change, {name: factor * a for name, a in batch.whole.items()}) < 1e-3
+    for extreme in (np.max, np.min):
+        if not batch.wrong(change, {n: extreme([part[n] for part in batch.parts], axis=0) for n in batch.names}):
+            return "the update has the largest or smallest of the processes' gradients; add them (ReduceOp.SUM)"
     if not batch.by_part and batch.wrong(batch.turned):
         return f"the update depends on the order of the examples, also in one process; {EQUALLY}"
     if not scaled and batch.wrong(batch.mean) and not batch.wrong(change, batch.mean):

@@ -25,7 +25,7 @@ SECONDS = 300  # limit for a check, on a busy machine
 CLAIMS = {
     "start": "all processes start with the same parameters",
     "devices": "each example is in exactly one process",
-    "sum": "each process updates with the gradients of all",
+    "sum": "each process updates with the gradients of all processes",
     "losses": "the losses are those of the batch's examples",
     "replicas": "after a step, all processes have the same parameters",
     "update": "the step changes the parameters as in one process",
@@ -48,7 +48,7 @@ HINTS = {  # {part of PyTorch's message: what to do}
 def framework(path: str) -> str | None:
     """What a Python file imports: "torch" or "jax"; None if it imports neither, or is not a Python file.
 
-    Raises UsageError if the file has not the functions of a step, or if PyTorch or JAX is not installed.
+    Raises UsageError if the file lacks the functions of a step, or if PyTorch or JAX is not installed.
     """
     if not os.path.isfile(path):
         return None
@@ -84,7 +84,7 @@ def run(path: str, name: str) -> Report:
         if result.exists():
             return Report(**json.loads(result.read_text()))
     if finished.status == 0:
-        raise Error(f"{path} ended the check before its result")
+        raise Error(f"{path} ended the process before the check was complete")
     subprocesses.raise_for_status(path, finished)
     raise AssertionError
 
@@ -141,4 +141,4 @@ def accuracy(file: str, module: ModuleType, X: Any, label: Callable[..., Any], p
         return f"evaluate_accuracy fails: {where(error, file)}"
     if abs(value - 6 / 11) < 1e-6:
         return ""
-    return f"evaluate_accuracy returns {value:.4f} where {6 / 11:.4f} is right; count each example once"
+    return f"evaluate_accuracy returns {value:.4f} instead of {6 / 11:.4f}; count each example once"

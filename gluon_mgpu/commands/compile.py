@@ -20,7 +20,7 @@ from gluon_mgpu.commands import common
     "--arch",
     default="compute_80",
     help="compute_80: code for all GPUs of compute capability 8.0 or higher, "
-    "which NVIDIA's driver completes when it first runs. sm_90: machine code for 9.0 only.",
+    "which NVIDIA's driver compiles when it first runs. sm_90: machine code for 9.0 only.",
 )
 @common.option("--nvcc", default="nvcc", metavar="FILE", help="CUDA's compiler, version 11.8 or newer.")
 @common.option(
@@ -30,10 +30,10 @@ def compile(source: str, arch: str, nvcc: str, compiler: str) -> None:
     """Compile kernels for GPUs that are newer than MXNet 1.9.1's wheel mxnet-cu112, such as H100. The wheel itself
     stays unchanged: the first `import mxnet` finds the compiled kernels.
 
-    MXNET is the folder with MXNet 1.9.1's sources. If a program needs a kernel that is missing, it says so; call this
-    command again, and it adds that kernel.
+    MXNET is the folder with MXNet 1.9.1's sources. If a program needs another kernel, it prints a message;
+    run this command again to add that kernel.
     """
     from gluon_mgpu.kernels import build
 
     library = build.build(Path(source), arch, nvcc, compiler)
-    click.echo(f"wrote {library}: the wheel mxnet-cu112 now works on GPUs that {arch} serves")
+    click.echo(f"wrote {library}: the wheel mxnet-cu112 now works on GPUs that {arch} supports")

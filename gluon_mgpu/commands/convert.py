@@ -89,7 +89,7 @@ def convert(
     if to is None:
         raise UsageError("to", None, "must be one of gluon, pytorch, onnx, folder")
     if (to == "folder") != (len(sources) == 1 and sources[0].endswith(".rec")):
-        raise UsageError("to", to, "folder is for one FILE.rec, and the others for a RUN or a NET")
+        raise UsageError("to", to, "folder needs one FILE.rec; the other formats need a RUN or a NET")
     if len(sources) not in (1, 2):
         raise UsageError(None, None, "convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != bool(input):

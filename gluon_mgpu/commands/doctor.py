@@ -52,7 +52,7 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
     """Yields each finding as soon as it is known."""
     machine = f"Python {platform.python_version()} on {platform.system()}, {platform.machine()}"
     is_new = sys.version_info[:2] > NEWEST_PYTHON
-    yield ("note", f"{machine}: this version of Python was never tried") if is_new else ("ok", machine)
+    yield ("note", f"{machine}: this version of Python is untested") if is_new else ("ok", machine)
     packages = [_package("NumPy", "'numpy>=1.22'"), _package("MXNet", "--no-deps mxnet==1.9.1")]
     yield from packages
     yield _cores()

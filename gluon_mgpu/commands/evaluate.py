@@ -30,8 +30,8 @@ from gluon_mgpu.runtime.errors import UsageError
 )
 def evaluate(run: str, images: tuple[str, ...], **options: Any) -> None:
     """Show the test accuracy and the confusion matrix of a run, or the top classes of image files. RUN is the folder
-    that train --out wrote. As in the data set, each IMAGE should show a bright object on a dark background; it gets the
-    size and the channels that the network was trained with."""
+    that train --out wrote. As in the data set, each IMAGE should show a bright object on a dark background; it is
+    converted to the size and the channels that the network was trained with."""
     if images and options["data_dir"]:
         raise UsageError("data_dir", options["data_dir"], "not needed to classify images; omit it")
     startup.configure(len(options["gpus"]))  # before the following modules import mxnet

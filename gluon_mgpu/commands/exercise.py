@@ -36,7 +36,7 @@ def exercise() -> None:
 
 @exercise.command("list", examples="gluon-mgpu exercise list")
 def list_() -> None:
-    """List the exercises, their lesson pages, and which of them this folder's files have solved or started."""
+    """List the exercises with their lesson pages, and show which ones are started or solved in this folder."""
     here = [
         answer
         for path in sorted(os.listdir())

@@ -28,8 +28,8 @@ class Commands(common.CommandGroup):
 
 @click.group(
     cls=Commands,
-    epilog='For tab completion in bash, run: eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)". For zsh and '
-    "fish, see docs/training.md.",
+    epilog='For tab completion in bash, run: eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)". For zsh, '
+    "see docs/training.md.",
     examples="""
         gluon-mgpu doctor
         gluon-mgpu train --impl scratch --gpus 2

@@ -62,7 +62,7 @@ def settings_of(**options: Any) -> prepare.Preparation:
     help="Start N processes of a program that uses kv=dist_sync or dist_async, and MXNet's servers, on this machine.",
 )
 @common.option(
-    "--servers", type=click.IntRange(1, MOST_PROCESSES), metavar="N", help="With --workers: servers. Default: 1."
+    "--servers", type=click.IntRange(1, MOST_PROCESSES), metavar="N", help="With --workers: N servers. Default: 1."
 )
 @click.argument("program", metavar="PROGRAM|NOTEBOOK")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")

@@ -48,8 +48,8 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     """Find the contexts to train on.
 
     gpus: number of devices (2), indices ([0, 2]), or the value of --gpus. device: "gpu", "cpu", or "auto", which means
-    GPUs if MXNet finds all of these, else CPU contexts. A notice says that there are too few; if there are none,
-    `say_if_no_gpu` prints it.
+    GPUs if MXNet finds all of these, else CPU contexts. With too few GPUs, a notice says so; with none,
+    `say_if_no_gpu` prints the notice.
     Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
     hang (`startup.check_contexts`).
     """
@@ -130,5 +130,5 @@ def _why_no_gpu() -> str:
     import mxnet as mx
 
     if not mx.runtime.Features().is_enabled("CUDA"):
-        return "the installed MXNet is the build for CPUs"
+        return "the installed MXNet is a CPU build"
     return "this machine has no GPU that MXNet can use"

@@ -87,7 +87,7 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
         raise Error(f"{prefix}: cannot be written ({reason})") from None
     batches = [X[0].shape[network.batch_axes.get(network.inputs[0], 0)] for X, _ in network.samples]
     difference = f"scores differ from MXNet's by at most {error:.1e} (relative error)"
-    difference += "" if near else "; computed in float64, MXNet's are no nearer to its own than to these"
+    difference += "" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these"
     report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"

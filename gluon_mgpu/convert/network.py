@@ -426,7 +426,7 @@ def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -
         found = [places[other] for other in (name, f"{name}_output", f"{name}_output0") if other in places]
         if not found:
             near = ", ".join(dict.fromkeys([*difflib.get_close_matches(name, places, 3, 0), names[-1][-1]]))
-            raise UsageError("output", name, f"no layer has this output; some that exist: {near}")
+            raise UsageError("output", name, f"no layer has this output; existing outputs include {near}")
         heads.append(max(found))
     needed = {i for i, *_ in heads}
     for i in reversed(range(len(nodes))):

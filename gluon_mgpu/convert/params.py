@@ -23,7 +23,7 @@ def load_params(path: str | Path) -> dict[str, np.ndarray]:
     and OSError if it cannot be read."""
     with open(path, "rb") as file:
         if _words(file, "<QQ")[0] != LIST:
-            raise ValueError("it does not begin like one")
+            raise ValueError("its header is wrong")
         arrays = [_array(file) for _ in range(_words(file, "<Q")[0])]
         names = [_take(file, _words(file, "<Q")[0]).decode("utf-8") for _ in range(_words(file, "<Q")[0])]
     if len(names) != len(arrays) or len({*names}) != len(names):

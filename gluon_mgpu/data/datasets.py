@@ -161,7 +161,7 @@ def own(
     rows and columns, and 1, 3 or 4 channels.
     Training divides uint8 by 255, and uses floating-point numbers as they are. labels: whole numbers from 0, (n,) or
     (n, 1).
-    Raises UsageError if an array has another form, or if two of them do not fit together.
+    Raises UsageError if an array has an invalid shape or type, or if two arrays do not match.
     """
     return Dataset("own", *own_data.checked(train_images, train_labels, test_images, test_labels), "arrays")
 

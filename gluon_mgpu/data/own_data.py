@@ -44,7 +44,7 @@ def checked(*arrays: np.ndarray) -> Parts:
 
     Images are returned as (n, channels, height, width), uint8 or float32, and labels as (n,).
 
-    Raises UsageError if an array has another form, or if two of them do not fit together.
+    Raises UsageError if an array has an invalid shape or type, or if two arrays do not match.
     """
     train_images, test_images = (_images(name, array) for name, array in zip(PARTS[::2], arrays[::2]))
     train_labels, test_labels = (_labels(name, array) for name, array in zip(PARTS[1::2], arrays[1::2]))

@@ -133,7 +133,7 @@ def answers(path: str) -> list[Answer]:
             found.append(Answer(path, number, first[1], code))
         elif first:
             found.append(Answer(path, number, problem=f"{first[1]} is not an exercise; {_how_to_begin()}"))
-    return found or [Answer(path, problem=f"names no exercise; {_how_to_begin()}")]
+    return found or [Answer(path, problem=f"does not name an exercise; {_how_to_begin()}")]
 
 
 def _how_to_begin() -> str:

@@ -50,7 +50,7 @@ def build(source: Path, arch: str = "compute_80", nvcc: str = "nvcc", compiler: 
     Raises UsageError if `source` or `arch` is wrong, and Error if a compiler is missing or fails.
     """
     if not re.fullmatch(r"(compute|sm)_[1-9]\d+", arch):
-        raise UsageError("arch", arch, "must be compute_80 for PTX, or as sm_90 for machine code")
+        raise UsageError("arch", arch, "must look like compute_80 (PTX) or sm_90 (machine code)")
     check_source(source)
     folder = cuda.kernels_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def build(source: Path, arch: str = "compute_80", nvcc: str = "nvcc", compiler: 
                 shutil.copy(written, made)
             _run(nvcc, "-fatbin", f"-gencode=arch={ptx_arch},code={arch}", "-o", ptx.with_suffix(".fatbin"), ptx)
 
-        log.say(f"compiling {len(names)} kernels: about four minutes of one core, less if some were compiled before")
+        log.say(f"compiling {len(names)} kernels: about four minutes on one core, less if some were compiled before")
         with ThreadPoolExecutor(startup.cores()) as pool:
             list(pool.map(compile_group, groups))
     for old in folder.glob("*.so"):

@@ -17,7 +17,7 @@ def add_to_mxnet(mx: ModuleType) -> None:
     names.restore(mx.gluon, {"autograd": mx.autograd})
     names.restore(mx.optimizer, vars(mx.optimizer.optimizer))  # was a module, with the functions that it imports
     if mx.__version__ >= "2":
-        log.say("MXNet 2 has no mx.mod, mx.mon, mx.rnn and mx.th: programs that use them need mxnet==1.9.1")
+        log.say("MXNet 2 has no mx.mod, mx.mon, mx.rnn or mx.th: programs that use them need mxnet==1.9.1")
     else:
         metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
         metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)

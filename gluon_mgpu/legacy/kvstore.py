@@ -32,7 +32,7 @@ def prepare_worker(mx: ModuleType) -> None:
     """Let this process end without the others. By default, a KVStore waits for the other workers at exit, also if one
     of them has failed. It then ends the servers, which the launcher does instead."""
     if not mx.runtime.Features().is_enabled("DIST_KVSTORE"):
-        log.error("this build of MXNet has no dist_sync and dist_async: use a wheel of mxnet==1.9.1 for x86-64")
+        log.error("this MXNet does not support dist_sync or dist_async: use a wheel of mxnet==1.9.1 for x86-64")
         sys.exit(2)
     libc = ctypes.CDLL(None)
 

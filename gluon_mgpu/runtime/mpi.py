@@ -55,7 +55,7 @@ def meet(comm: MPI.Intracomm) -> None:
     arrived, message = comm.Ibarrier(), MPI.Status()
     while not arrived.Test():
         if comm.Iprobe(tag=ENDED, status=message):
-            raise Error(f"the program of worker {message.source} has ended, but this worker trains again")
+            raise Error(f"worker {message.source}'s program has ended, but this worker has begun another training run")
         time.sleep(0.01)
 
 

@@ -198,7 +198,7 @@ class _Comparison:
         claims["update"] = claims["update"] or self.alone or self._late()
         claims["accuracy"] = self._accuracy()
         if self.random and Report(claims).verdict:
-            claims = {"repeatable": "a step uses random numbers, other ones on each device; check it without them"}
+            claims = {"repeatable": "a step draws different random numbers on each device; check it without them"}
         how = ["compared shard by shard"] * self.by_shard + ["with the same random numbers"] * self.random
         return Report(claims, how, self.notes)
 
@@ -236,7 +236,7 @@ class _Comparison:
         for name, other in self.several.calls.others.items():
             if hasattr(self.lesson, name) and not self._is_called(name):
                 advice = "copy the whole lesson into your file, instead of importing it"
-                return f"{name} is not called; the step calls that of {other.__module__}; {advice}"
+                return f"{name} is not called; the step calls {other.__module__}.{name}; {advice}"
         return ""
 
     def _compare_step(self, before: Claims, batch: Batch, first: bool) -> Claims:
@@ -369,7 +369,7 @@ class _Comparison:
         if (again[0] and not first) or (all(alone[1]) and not all(alone[0])):
             self.alone = "allreduce adds what an earlier call left; start each sum from 0"
         elif all(alone[0]):
-            self.alone = first or "allreduce changes the gradients of one device; leave the sum of one array as it is"
+            self.alone = first or "with one device, allreduce changes the gradients; leave a single array unchanged"
         if first and not in_list:
             first = "allreduce puts the sum into the list, not into the caller's arrays; use d[:] = total"
         return {"sum": self.alone or (first if in_returned else "")}
@@ -414,7 +414,7 @@ class _Comparison:
             return f"evaluate_accuracy fails: {_explained(error, _Calls())}"
         if abs(accuracy - expected) < 1e-6:
             return ""
-        return f"evaluate_accuracy returns {accuracy:.4f} where {expected:.4f} is right; count each example once"
+        return f"evaluate_accuracy returns {accuracy:.4f} instead of {expected:.4f}; count each example once"
 
 
 def _explained(error: Exception, calls: _Calls) -> str:
@@ -431,7 +431,7 @@ def _explained(error: Exception, calls: _Calls) -> str:
     if re.search(r"same context|not initialized on context|ctx\(\) ==", text):
         return "the network is not on all devices; call initialize once, with the whole list: initialize(ctx=ctx)"
     if "evenly split" in text:
-        return "a remainder is refused; give some shards one more example (even_split=False)"
+        return "uneven batches are rejected; give some shards one more example (even_split=False)"
     return reason(error)
 
 

@@ -147,8 +147,8 @@ class Config:
     seed: int | None = declare(
         None,
         Integer(0, MOST),
-        "Seed for the initial parameters, shuffling and synthetic data. On CPU, runs with the same seed are "
-        "bit-for-bit identical. Default: a random seed.",
+        "Seed for the initial parameters, shuffling and synthetic data. With the same seed, kind of CPU and "
+        "number of threads, runs on CPU are bit-for-bit identical. Default: a random seed.",
     )
     dataset: Any = declare(  # str; `train` also takes a Dataset
         "fashion-mnist",

@@ -95,7 +95,7 @@ class LessonState:
         if changed:
             names = dict.fromkeys(_name(self.lesson, *place) for place in changed)
             log.say(
-                f"{name_of(self.lesson)}: each step changes {', '.join(names)}, which a resumed run lacks; "
+                f"{name_of(self.lesson)}: each step changes {', '.join(names)}, which a resumed run does not restore; "
                 "to save arrays, define state(device) (docs/training.md)"
             )
         self.first = now

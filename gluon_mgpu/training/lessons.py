@@ -88,7 +88,7 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
 
 
 def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
-    """A lesson's function, which raises UsageError if it returns nothing, or a list of something else than arrays."""
+    """A lesson's function, which raises UsageError if it returns nothing, or a list of anything but arrays."""
     function = getattr(lesson, name)
 
     @functools.wraps(function)

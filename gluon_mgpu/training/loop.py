@@ -111,7 +111,7 @@ class Losses:
         are not one for each of its examples."""
         count = sum(shard.size for shard in shards)
         if count != examples:
-            advice = f"the losses of a step on {examples} examples are {count}; return one for each, not their mean"
+            advice = f"a step on {examples} examples returned {count} losses; return one for each, not their mean"
             raise Error(f"train_batch: {advice}")
         self.pending.add(shards)
         for losses in self.pending.ready():
@@ -195,8 +195,8 @@ def _say_if_guessing(epoch: Epoch, setup: Setup, steps: int) -> None:
 def _tells_classes_apart(model: Model, data: Dataset) -> bool:
     """Whether the scores name the right class 3 times as often as chance, if each class's scores are standardized.
 
-    With small weights, scores differ between classes much more than between images, so the accuracy itself is that of
-    chance at first. After 50 steps of LeNet, this one is 4 times that of chance; with wrong labels, at most 2 times.
+    With small weights, scores differ between classes much more than between images, so the plain accuracy is at
+    chance level at first. After 50 steps of LeNet, this accuracy is 4 times chance; with wrong labels, at most 2 times.
     """
     labels = data.test_labels[:PLATEAU_IMAGES]
     parts = batches(data.test_images[:PLATEAU_IMAGES], labels, model.config.batch_size)

@@ -56,7 +56,7 @@ class Model(ABC):
         if own != others:
             (name, shape), *_ = sorted({*own.items()} ^ {*others.items()})
             where = "only the checkpoint has" if others.get(name) == shape else "the checkpoint lacks"
-            raise Error(f"the checkpoint is of a different network or lesson: {where} {name} {shape}")
+            raise Error(f"the checkpoint is from a different network or lesson: {where} {name} {shape}")
 
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
         return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)

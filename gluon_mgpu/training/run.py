@@ -252,8 +252,8 @@ class Run:
 
 @contextmanager
 def open_run(options: dict[str, Any], group: Group) -> Iterator[Run]:
-    """Open a new run, or the one to resume; worker 0's is that of all workers. Its folder stays locked inside the
-    `with` block.
+    """Open a new run, or the one to resume; all workers use worker 0's run. Its folder stays locked inside the `with`
+    block.
 
     options: as `Config.convert` returns them. Raises UsageError if the folder holds no run to resume, or a run that a
     new one would overwrite, or if the options differ between workers; Error if the checkpoint is damaged.

@@ -81,6 +81,7 @@ WRONG = {
     "a second division": ("update", "2 times", scratch(["losses.sum()", "losses.mean()"])),
     "only the last examples": ("update", "order", scratch(["losses.sum()", "losses[-3:].sum()"])),
     "a step before the sum": ("sum", "own", scratch([STEP, "    sgd(params, lr, len(X))"])),
+    "a maximum": ("update", "largest", scratch(["all_reduce(p.grad)", "all_reduce(p.grad, dist.ReduceOp.MAX)"])),
     "mean of means": ("update", "sizes", ddp(MEAN)),
     "gradients of the step before": ("update", "zero_grad", ddp(["    trainer.zero_grad()\n", ""])),
     "not scaled": ("update", "0.5 times", ddp([" * dist.get_world_size() / len(X)", " / len(X)"])),
