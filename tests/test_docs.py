@@ -78,9 +78,9 @@ def test_the_messages_explained_are_messages_of_the_package():
     assert len(symptoms) >= 15 and len(messages) >= 10 and not [part for part in parts if part not in said]
 
 
-def test_every_module_has_a_page_of_the_api():
+def test_every_module_that_programs_may_import_has_a_page_of_the_api():
     found = {m.name for m in pkgutil.walk_packages([str(ROOT / "gluon_mgpu")], "gluon_mgpu.") if not m.ispkg}
-    others = r"__main__|\.commands\.|\.legacy\.|\.solutions\.|convert\.functions"
+    others = r"__main__|\.(commands|legacy|exercises)\.|convert\.functions|check\.(contributions|jax_step|pytorch_step)"
     modules = {name for name in found if not re.search(others, name)}
     assert set(re.findall(r"^   (gluon_mgpu\.\S+)$", PAGES["api.md"], re.MULTILINE)) == modules
 
