@@ -26,7 +26,7 @@ MAY_BE_RIGHT = {"split", "sum"}  # an unusual split or sum may be right, if the 
 
 
 @dataclass
-class Step:
+class StepResult:
     """What one step did. losses: of all examples, in any order. changes: of the parameters on each device, in float64.
     grads: the gradients after the step on each device, if known."""
 
@@ -70,7 +70,7 @@ def start(devices: Sequence[Arrays]) -> str:
     return f"the devices start with different parameters ({differ}); give each a copy of the same" if differ else ""
 
 
-def replicas(step: Step) -> str:
+def replicas(step: StepResult) -> str:
     """Whether the devices have the same parameters after a step."""
     differ = _differ(step.changes)
     if not differ:
@@ -127,7 +127,7 @@ def reduced(values: np.ndarray, results: np.ndarray, names: Sequence[str], funct
     return f"{function} leaves {', '.join(f'{sum} on {names[i]}' for i, sum in zip(wrong, left))}, not the sum"
 
 
-def not_finite(step: Step) -> str:
+def not_finite(step: StepResult) -> str:
     """Whether all numbers are finite."""
     arrays = {"losses": step.losses, **step.changes[0]}
     wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
@@ -138,7 +138,7 @@ def not_finite(step: Step) -> str:
     return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
 
 
-def losses(step: Step, expected: np.ndarray, n: int, terms: int, by_shard: np.ndarray | None = None) -> str:
+def losses(step: StepResult, expected: np.ndarray, n: int, terms: int, by_shard: np.ndarray | None = None) -> str:
     """Whether the losses of a step on n examples are those of the batch, in any order. terms: see `order_bound`.
     by_shard: the losses if each shard is computed alone."""
     if len(step.losses) != n or len(expected) != n:
@@ -162,7 +162,7 @@ def alike(losses: np.ndarray, expected: np.ndarray, terms: int) -> bool:
     return np.allclose(np.sort(losses), np.sort(expected), rtol=ROUNDING * terms, atol=ROUNDING * terms)
 
 
-def weighted(shards: Sequence[Step], sizes: Sequence[int]) -> list[Arrays]:
+def weighted(shards: Sequence[StepResult], sizes: Sequence[int]) -> list[Arrays]:
     """What each shard adds to the update of the whole batch. shards: steps on each shard alone, on one device."""
     n = sum(sizes)
     return [{name: c * size / n for name, c in shard.changes[0].items()} for shard, size in zip(shards, sizes)]

@@ -25,7 +25,7 @@ from gluon_mgpu.check.comparison import (
 
 
 @dataclass
-class Batch:
+class BatchResult:
     """What one step did, from the parameters `start`.
 
     changes: in each process. whole: in one process; turned: with the examples in reverse order; exact: in float64, if
@@ -109,22 +109,28 @@ class Batch:
         }
 
 
-def judge(start: Sequence[Arrays], even: Batch, uneven: Batch, later: Batch, same: Batch) -> Claims:
+def judge(
+    start: Sequence[Arrays], even: BatchResult, uneven: BatchResult, later: BatchResult, same: BatchResult
+) -> Claims:
     """The claims of all batches. start: the initial parameters of each process. later: the step after `even`. same: all
     labels are equal."""
     batches = [even, uneven, later]
     found = [batch.claims() for batch in batches]
     claims = {"start": comparison.start(start), **comparison.combine(found)}
+    fails = [bool(of_batch["update"]) for of_batch in found]
     if not any(a.any() for b in batches for change in [b.whole, *b.changes] for a in change.values()):
         claims["update"] = "the steps do not change the parameters; assign in place"
-    elif found[2]["update"] and not found[0]["update"]:  # not a missing sum, though the parts may look like one
+    elif fails[2] and not fails[0]:  # what the first step leaves behind; the parts may look like a missing sum
         claims |= {"sum": "", "replicas": ""}
-    elif list(filter(None, found[0].values())) == [found[0]["update"]]:  # the uneven batch says nothing more
-        claims |= {"sum": "", "replicas": ""}
-    elif found[1]["update"] and not found[0]["update"] and not claims["devices"]:
+    elif fails[0] and not any(found[0][claim] for claim in found[0] if claim != "update"):
+        claims |= {
+            "sum": "",
+            "replicas": "",
+        }  # the uneven batch may only seem to have other reasons
+    elif fails[1] and not fails[0] and not claims["devices"]:  # a wrong weight for uneven parts, not a missing sum
         claims["sum"] = ""
     matches = not even.wrong(even.changes[0], even.mean)  # what the processes do alone
-    if found[0]["update"] and not matches and not any(same.wrong(change) for change in same.changes):
+    if fails[0] and not matches and not any(same.wrong(change) for change in same.changes):
         claims["update"] = "examples get the labels of others; divide X and y in the same way"
     return claims
 
@@ -137,7 +143,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _sum(batch: Batch) -> str:
+def _sum(batch: BatchResult) -> str:
     """Whether each process updates with the gradients of all."""
     wrong = [batch.wrong(change) for change in batch.changes]
     own: list[str] = []
@@ -163,7 +169,7 @@ def _sum(batch: Batch) -> str:
     return ""
 
 
-def _contained(batch: Batch, rank: int, name: str) -> list[int]:
+def _contained(batch: BatchResult, rank: int, name: str) -> list[int]:
     """The processes whose gradients are in a process's update of an array; empty if unknown."""
     change, own = batch.changes[rank][name], batch.alone[rank][name]
     if own.any() and norm(change - own) <= 2 * batch.bound[name]:
@@ -172,7 +178,7 @@ def _contained(batch: Batch, rank: int, name: str) -> list[int]:
     return [] if weights is None else [i for i, w in enumerate(weights) if abs(w) > 0.01]
 
 
-def _losses(batch: Batch) -> str:
+def _losses(batch: BatchResult) -> str:
     """Whether the losses that the step returns are those of the examples, if it returns one for each."""
     if not batch.losses or len(batch.losses[1]) != batch.n:
         return ""
@@ -181,7 +187,7 @@ def _losses(batch: Batch) -> str:
     return "" if right else "the losses are not those of the batch; divide X and y in the same way"
 
 
-def _replicas(batch: Batch) -> str:
+def _replicas(batch: BatchResult) -> str:
     def differ(names: Sequence[str]) -> str:
         first, *others = batch.changes
         return _some([n for n in names if any((first[n] != other[n]).any() for other in others)])
@@ -199,7 +205,7 @@ def _replicas(batch: Batch) -> str:
     return ""
 
 
-def _update(batch: Batch) -> str:
+def _update(batch: BatchResult) -> str:
     change = max(batch.changes, key=batch._far)
     wrong = batch.wrong(change)
     if not wrong:

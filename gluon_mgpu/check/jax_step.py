@@ -20,7 +20,7 @@ import numpy as np
 
 from gluon_mgpu.check import frameworks
 from gluon_mgpu.check.comparison import Arrays
-from gluon_mgpu.check.contributions import Batch, judge
+from gluon_mgpu.check.contributions import BatchResult, judge
 
 DEVICES = 2
 BATCHES = {"even": 16, "uneven": 15, "later": 16, "same": 16}  # few sizes, because JAX compiles for each
@@ -79,7 +79,7 @@ def compare(file: str, devices: list[Any]) -> dict[str, Any]:
         [turned] = on_one(X[::-1], y[::-1])
         alone = [on_one(X[part], y[part])[0] for part in examples]
         changes = step(module, params, X, y, devices)
-        batches[kind] = Batch(n, X.size, start, changes, whole, turned, exact, alone, examples)
+        batches[kind] = BatchResult(n, X.size, start, changes, whole, turned, exact, alone, examples)
     claims = judge([arrays(p) for p in initial], **batches)
     lenet = getattr(module, "lenet", None)
     net = lenet and (lambda X: lenet(X, params))

@@ -22,7 +22,7 @@ import numpy as np
 
 from gluon_mgpu.check import frameworks
 from gluon_mgpu.check.comparison import Arrays
-from gluon_mgpu.check.contributions import Batch, judge
+from gluon_mgpu.check.contributions import BatchResult, judge
 from gluon_mgpu.runtime.subprocesses import how_it_ended
 
 WORLD = 2
@@ -268,7 +268,7 @@ def main(file: str, folder: Path) -> dict[str, Any]:
     batches, stale = {}, steps["later"].pop("stale")
     for kind, step in steps.items():
         losses = [result[f"losses/{kind}"] for result in results], step.pop("losses")
-        batches[kind] = Batch(changes=of(kind), losses=losses, **step)
+        batches[kind] = BatchResult(changes=of(kind), losses=losses, **step)
     how = ["compared part by part, as batch normalization sees them"] * batches["even"].by_part
     claims = {**judge(of("start"), **batches), "accuracy": _accuracy(folder)}
     if stale and not claims["update"]:
@@ -277,7 +277,7 @@ def main(file: str, folder: Path) -> dict[str, Any]:
 
 
 def _in_one_process(file: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """{batch: fields of its `Batch`}; empty if a step gives another result the second time."""
+    """{batch: fields of its `BatchResult`}; empty if a step gives another result the second time."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 

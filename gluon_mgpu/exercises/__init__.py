@@ -25,7 +25,7 @@ from gluon_mgpu.runtime import files
 from gluon_mgpu.runtime.errors import UsageError, command
 
 # {lesson page: its exercises}, in the order of the course
-LESSONS = {
+ON_PAGE = {
     "from-scratch": ("split", "allreduce", "step", "predict", "accumulate"),
     "gluon": ("replicas", "stats", "seeds"),
     "second-device": ("speedup",),
@@ -36,7 +36,7 @@ LESSONS = {
     "zero": ("zero1",),
     "partition": ("block",),
 }
-PAGES = {name: page for page, names in LESSONS.items() for name in names}
+PAGES = {name: page for page, names in ON_PAGE.items() for name in names}
 NAMES = tuple(PAGES)
 SUFFIXES = (".py", ".ipynb")  # of files with answers
 LARGEST = 100 << 20  # bytes of a file with answers

@@ -16,7 +16,7 @@ from numpy import allclose  # here, because an answer may replace np.allclose
 
 from gluon_mgpu.exercises import Mistake
 
-Answer = Callable[..., Any]  # the learner's function
+Function = Callable[..., Any]  # the learner's function
 Numbers = list[np.ndarray]  # one array per device
 Known = Mapping[str, Any]  # {mistake: whether it was made, or a list of the results that it can produce}
 

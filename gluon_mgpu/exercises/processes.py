@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import Answer, Numbers, compare, gradient_of, linear, shown
+from gluon_mgpu.exercises.cases import Function, Numbers, compare, gradient_of, linear, shown
 
 
 class Ended(Exception):
@@ -70,7 +70,7 @@ class Processes:
             raise Mistake("not-all-call", case)
 
 
-def _train(answer: Answer, X: np.ndarray, y: np.ndarray, replicas: Numbers, lr: float, dist: Any) -> None:
+def _train(answer: Function, X: np.ndarray, y: np.ndarray, replicas: Numbers, lr: float, dist: Any) -> None:
     answer(X.copy(), y.copy(), replicas[dist.get_rank()], lr, dist)
 
 
@@ -87,7 +87,7 @@ def _splits(n: int, k: int) -> list[list[np.ndarray]]:
     ]
 
 
-def process(answer: Answer) -> None:
+def process(answer: Function) -> None:
     lr, w = 0.1, np.array([1.0, -2.0])
     for n, k in ((11, 4), (6, 2), (5, 1), (9, 4)):
         X, y = linear(n, seed=n)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from gluon_mgpu.exercises import cases
-from gluon_mgpu.exercises.cases import Answer, compare
+from gluon_mgpu.exercises.cases import Function, compare
 
 N, FEATURES, CLASSES, BATCH, LR = 288, 8, 3, 16, 0.01  # for rate
 
@@ -29,7 +29,7 @@ def _loss_after_an_epoch(batch_size: int, lr: float) -> float:
     return float(-np.log(probabilities(X)[np.arange(N), labels]).mean())
 
 
-def rate(answer: Answer) -> None:
+def rate(answer: Function) -> None:
     others = ((0.2, 256, 512), (0.2, 100, 250), (0.1, 64, 4096), (0.004, 32, 96), (0.1, 48, 64))
     runs = ((LR, BATCH, 3 * BATCH), (LR, BATCH, 2 * BATCH), *others)
     answers = [cases.number(answer(*run)) for run in runs]
@@ -57,7 +57,7 @@ def rate(answer: Answer) -> None:
         cases.first(case, {name: not math.isclose(found, right, rel_tol=0.001)})
 
 
-def speedup(answer: Answer) -> None:
+def speedup(answer: Function) -> None:
     example, fixed, (few, many) = 0.001, 0.0037, (16, 64)
     measured = ((few, fixed + few * example), (many, fixed + many * example))
     for k, n, size, latency, bandwidth in (

@@ -16,7 +16,7 @@ from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import Answer, Backward, Copy, Wait, compare, contexts, recording, shown, values
+from gluon_mgpu.exercises.cases import Backward, Copy, Function, Wait, compare, contexts, recording, shown, values
 
 K = 3  # devices in the Gluon exercises
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
@@ -27,7 +27,7 @@ def _rows(shards: list[NDArray]) -> list[list[float]]:
     return [row for shard in shards for row in shard.asnumpy().tolist()]
 
 
-def split(answer: Answer) -> None:
+def split(answer: Function) -> None:
     for n, k in ((6, 2), (7, 3), (10, 4), (3, 3)):
         data, ctx = nd.arange(2 * n).reshape((n, 2)), contexts(k)
         shards = cases.listed(answer(data, ctx))
@@ -52,7 +52,7 @@ def split(answer: Answer) -> None:
         cases.first(case, mistakes)
 
 
-def step(answer: Answer) -> None:
+def step(answer: Function) -> None:
     k, lr, w = 3, 0.1, np.array([1.0, -2.0])
     for n in (61, 60):
         X, y = cases.linear(n)
@@ -129,7 +129,7 @@ def _check_work(case: str, copies: list[Copy], devices: list[Context], n: int) -
             raise Mistake("whole-batch" if received >= 2 * n else "no-copy", case)
 
 
-def accumulate(answer: Answer) -> None:
+def accumulate(answer: Function) -> None:
     k, lr, sizes, w, earlier = 2, 0.1, (7, 4, 2), np.array([1.0, -2.0]), np.zeros(2)
     n = sum(sizes)
     params = cases.on_devices([w] * k)
@@ -170,7 +170,7 @@ def accumulate(answer: Answer) -> None:
         w, earlier = right, gradient
 
 
-def predict(answer: Answer) -> None:
+def predict(answer: Function) -> None:
     for n, k in ((6, 2), (7, 3)):
         scores, ctx = np.random.RandomState(n).permutation(n * 5).reshape(n, 5), contexts(k)
         with recording() as events:
@@ -208,7 +208,7 @@ def _numbers(net: gluon.Block, pattern: str = ".*") -> cases.Numbers:
     return values([[p.data(c) for p in net.collect_params(pattern).values()] for c in contexts(K)])
 
 
-def replicas(answer: Answer) -> None:
+def replicas(answer: Function) -> None:
     net, limit = nn.Dense(1, in_units=5), 1.5
     net.initialize(ctx=contexts(K))
     net.weight.set_data(nd.array([[-2.5, 2, 0.5, -0.75, -1.75]]))
@@ -237,7 +237,7 @@ def replicas(answer: Answer) -> None:
         raise Mistake("not-in-place", f"{case}; the values are right, but in new arrays")
 
 
-def stats(answer: Answer) -> None:
+def stats(answer: Function) -> None:
     net, running = nn.HybridSequential(), ".*running.*"
     net.add(nn.BatchNorm(in_channels=2), nn.BatchNorm(in_channels=2))
     net.initialize(ctx=contexts(K))
@@ -299,7 +299,7 @@ def _sources() -> Iterator[dict[Context | None, int | None]]:
         library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = seed_all, seed_one, copy_from
 
 
-def seeds(answer: Answer) -> str:
+def seeds(answer: Function) -> str:
     """Returns the numbers of the first call, which must be the same in every process."""
     ctx, drawn = contexts(K), []
     for seed in (1, 1, *range(2, SEEDS)):
@@ -372,7 +372,7 @@ class Devices:
         self.now = max([self.now, *waited])
 
 
-def timing(answer: Answer) -> None:
+def timing(answer: Function) -> None:
     for seconds in ((10, 30), (30, 10)):
         devices = Devices(seconds)
         with recording(devices.on_wait):
@@ -399,7 +399,7 @@ def timing(answer: Answer) -> None:
         compare(case, [np.array([found])], np.array([right]), results)
 
 
-def overlap(answer: Answer) -> None:
+def overlap(answer: Function) -> None:
     _, device, host = contexts(3)  # host is not mx.cpu(), the default
     parts = [nd.full((2,), 2**i, ctx=device) for i in range(3)]
     with recording() as events:

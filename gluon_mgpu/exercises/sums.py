@@ -12,13 +12,13 @@ import numpy as np
 from mxnet import Context, nd
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import Answer, Copy, Known, Numbers, compare, contexts, recording, shown, values
+from gluon_mgpu.exercises.cases import Copy, Function, Known, Numbers, compare, contexts, recording, shown, values
 
 SIZES = ((4, 8), (2, 4), (3, 6), (3, 8))  # numbers of devices, lengths of vectors
 SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
 
 
-def _reduce(answer: Answer, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any], dict[str, Any]]:
+def _reduce(answer: Function, k: int, n: int) -> tuple[str, Numbers, Numbers, list[Any], dict[str, Any]]:
     """Sum vectors of n elements on k devices, in place. Returns the case, the values before and after, the events, and
     the mistakes that are the same in all such exercises."""
     before = cases.vectors(k, n)
@@ -71,7 +71,7 @@ def _traffic(case: str, events: list[Any], rounds: int, k: int, n: int) -> None:
         raise Mistake("extra-round" if one_more else "too-much-traffic", case)
 
 
-def allreduce(answer: Answer) -> None:
+def allreduce(answer: Function) -> None:
     for k in (2, 3, 4, 1):
         case, before, found, events, mistakes = _reduce(answer, k, 2)
         sums = np.cumsum(before, axis=0)
@@ -80,7 +80,7 @@ def allreduce(answer: Answer) -> None:
         cases.copies(case, events, 2 * (k - 1) * 2)
 
 
-def tree(answer: Answer) -> None:
+def tree(answer: Function) -> None:
     for k in (2, 4, 16, 1, 3, 5, 6, 7):
         try:
             case, before, found, events, mistakes = _reduce(answer, k, 2)
@@ -103,7 +103,7 @@ def tree(answer: Answer) -> None:
             raise Mistake(name, f"{k} devices: the copies take {rounds} rounds; {most} are enough for any tree")
 
 
-def ring(answer: Answer) -> None:
+def ring(answer: Function) -> None:
     for k, n in ((4, 8), (2, 4), (3, 6), (3, 7), (4, 11), (4, 5)):
         case, before, found, events, mistakes = _reduce(answer, k, n)
         total, cut = np.sum(before, axis=0), n - n % k
@@ -128,7 +128,7 @@ def _chunks(vectors: Numbers) -> Numbers:
     return [x[len(x) * i // k : len(x) * (i + 1) // k] for i, x in enumerate(vectors)]
 
 
-def _exchange(answer: Answer, before: Numbers, right: Numbers, mistakes: Known) -> None:
+def _exchange(answer: Function, before: Numbers, right: Numbers, mistakes: Known) -> None:
     """Check half a ring allreduce. before, right: each device's array before the call, and the correct one after it."""
     k, arrays = len(before), cases.on_devices(before)
     with recording() as events:
@@ -151,7 +151,7 @@ def _exchange(answer: Answer, before: Numbers, right: Numbers, mistakes: Known) 
     _traffic(case, events, k - 1, k, max(len(x) for x in [*before, *right]))
 
 
-def reduce_scatter(answer: Answer) -> None:
+def reduce_scatter(answer: Function) -> None:
     for k, n in SIZES:
         before = cases.vectors(k, n)
         total = np.sum(before, axis=0)
@@ -167,7 +167,7 @@ def reduce_scatter(answer: Answer) -> None:
         _exchange(answer, before, right, mistakes)
 
 
-def all_gather(answer: Answer) -> None:
+def all_gather(answer: Function) -> None:
     for k, n in SIZES:
         (total,) = cases.vectors(1, n)
         parts = _chunks([total] * k)
@@ -180,7 +180,7 @@ def all_gather(answer: Answer) -> None:
         _exchange(answer, parts, [total] * k, mistakes)
 
 
-def zero1(answer: Answer) -> None:
+def zero1(answer: Function) -> None:
     lr, momentum, batch_size = 0.25, 0.9, 5
     for k, n in ((2, 4), (3, 7)):
         random = np.random.RandomState(k)
@@ -242,7 +242,7 @@ def _filled(sizes: list[int], limit: int) -> list[list[int]]:
     return found
 
 
-def buckets(answer: Answer) -> None:
+def buckets(answer: Function) -> None:
     sizes = [math.prod(shape) for shape in SHAPES]
     for k, limit in ((2, 5), (2, 7), (2, 2), (2, sum(sizes)), (3, 5)):
         before, ctx = cases.vectors(k, sum(sizes)), contexts(k)
@@ -273,7 +273,7 @@ def buckets(answer: Answer) -> None:
         cases.first(case, mistakes)
 
 
-def block(answer: Answer) -> None:
+def block(answer: Function) -> None:
     n, d, m = 2, 6, 2
     for k, h in ((2, 20), (3, 10), (1, 4)):
         random, ctx = np.random.RandomState(k), contexts(k)

@@ -24,7 +24,7 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.check import comparison
-from gluon_mgpu.check.comparison import EXAMPLES, RATES, Arrays, Claims, Report, Step
+from gluon_mgpu.check.comparison import EXAMPLES, RATES, Arrays, Claims, Report, StepResult
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.generators import restored_afterward, seed_generators
 from gluon_mgpu.data.splitting import shard_sizes
@@ -36,7 +36,7 @@ from gluon_mgpu.training.lesson_state import copied, copyable, keep, kept
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import ArrayModel
 
-Batch = tuple[np.ndarray, np.ndarray, float]  # images, labels, learning rate
+Inputs = tuple[np.ndarray, np.ndarray, float]  # images, labels, learning rate
 NETWORK = scratch.lenet.__name__
 FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", NETWORK)
 
@@ -103,7 +103,7 @@ class _Side:
             self.state = kept(self.lesson)
             keep(self.lesson, original)
 
-    def step(self, start: Arrays, batch: Batch, seed: int = 0, shards: Sequence[Sequence[int]] = ()) -> Step:
+    def step(self, start: Arrays, batch: Inputs, seed: int = 0, shards: Sequence[Sequence[int]] = ()) -> StepResult:
         """Take one step from the parameters `start`. shards: see `_watched`."""
         self.load(start)
         self.calls = _Calls()
@@ -116,7 +116,7 @@ class _Side:
         replicas = self.arrays()
         changes = [{name: a.astype(np.float64) - start[name] for name, a in arrays.items()} for arrays in replicas]
         grads = [{n: g.asnumpy() for n, g in self.model.grads(i).items()} for i in range(len(replicas))]
-        return Step(np.concatenate([shard.asnumpy().reshape(-1) for shard in losses]), changes, grads)
+        return StepResult(np.concatenate([shard.asnumpy().reshape(-1) for shard in losses]), changes, grads)
 
     def run(self, X: np.ndarray, y: np.ndarray, lr: float) -> list[NDArray]:
         return self.model.step(nd.array(X), nd.array(y), lr)
@@ -202,7 +202,7 @@ class _Comparison:
         how = ["compared shard by shard"] * self.by_shard + ["with the same random numbers"] * self.random
         return Report(claims, how, self.notes)
 
-    def _batch(self, n: int, lr: float) -> Batch:
+    def _batch(self, n: int, lr: float) -> Inputs:
         return self.rng.random((n, *self.image_shape)).astype(np.float32), self.rng.integers(0, self.classes, n), lr
 
     def _placed(self) -> str:
@@ -239,14 +239,14 @@ class _Comparison:
                 return f"{name} is not called; the step calls {other.__module__}.{name}; {advice}"
         return ""
 
-    def _compare_step(self, before: Claims, batch: Batch, first: bool) -> Claims:
+    def _compare_step(self, before: Claims, batch: Inputs, first: bool) -> Claims:
         """The claims for one batch. before: what is known, if the step fails."""
         X, y, lr = batch
         n, start, earlier = len(X), self.start, copied(self.one.state)
 
         def step(
             chosen: Any = slice(None), seed: int = 0, shards: Sequence[Sequence[int]] = (), lr: float = lr
-        ) -> Step:
+        ) -> StepResult:
             """Take another step on one device, from the same parameters, with what the lesson had kept."""
             self.aside.state = copied(earlier)
             return self._on_one(self.aside, (X[chosen], y[chosen], lr), seed, shards)
@@ -297,7 +297,7 @@ class _Comparison:
         self.moves |= any(change.any() for change in whole.changes[0].values())
         return claims
 
-    def _on_one(self, side: _Side, *args: Any) -> Step:
+    def _on_one(self, side: _Side, *args: Any) -> StepResult:
         """Take a step on one device."""
         try:
             return side.step(self.start, *args)
@@ -306,7 +306,7 @@ class _Comparison:
         except Exception as error:
             raise _StepFailed({"runs": _explained(error, side.calls)}) from error
 
-    def _exact(self, batch: Batch, shards: Sequence[Sequence[int]], parts: Sequence[Arrays]) -> Arrays | None:
+    def _exact(self, batch: Inputs, shards: Sequence[Sequence[int]], parts: Sequence[Arrays]) -> Arrays | None:
         """The update in float64, if the lesson can compute it."""
         if not self.exact or self.random:
             return None
