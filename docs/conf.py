@@ -89,15 +89,17 @@ class LinksOutOfDocs(SphinxTransform):
 
 
 class Interactive(SphinxDirective):
-    """Include an interactive page, which is also an HTML document of its own."""
+    """Include an interactive page, which is also an HTML document of its own. first: what it shows at first."""
 
     required_arguments = 1
+    option_spec = {"first": str}
 
     def run(self):
         path = Path(self.env.srcdir, self.arguments[0])
         self.env.note_dependency(str(path))
         _, content = path.read_text().split("</title>\n")
-        return [nodes.raw("", content, format="html")]
+        first = f"<script>window.stepThroughFirst = {self.options.get('first', '{}')}</script>"
+        return [nodes.raw("", first + content, format="html")]
 
 
 class Recorded(click.HelpFormatter):
@@ -145,7 +147,9 @@ def before_parsing(app, docname, source):
         rows = (f"| `{name}` | {exercises.title(name)} | [](./{page}.md) |" for name, page in exercises.PAGES.items())
         source[0] += "\n".join(["\n## All exercises\n", "| exercise | task | page |", "|---|---|---|", *rows])
     if QUICK:
-        source[0] = source[0].replace(":tags: [long]\n", ":tags: [skip-execution]\n")
+        cells = r":tags: \[long\]\n(.*?^```\n)"
+        note = "\n*This site was built with `QUICK=1`, so this cell did not run.*\n"
+        source[0] = re.sub(cells, rf":tags: [skip-execution]\n\1{note}", source[0], flags=re.MULTILINE | re.DOTALL)
         source[0] = re.sub(r"^limit = None", "limit = 2000", source[0], flags=re.MULTILINE)
 
 

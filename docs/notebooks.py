@@ -97,7 +97,7 @@ def make_standalone(cell, docs, pages):
             new = "" if match["bracket"] else words  # "(why)" says nothing without its link
         return f"{match['bracket']}{new})" if match["bracket"] and new else new
 
-    source = re.sub(r"^```\{interactive\}.*\n```\n*", "", cell.source, flags=re.MULTILINE)
+    source = re.sub(r"^```\{interactive\}[^`]*```\n*", "", cell.source, flags=re.MULTILINE)
     cell.source = re.sub(r"^</?div.*>\n*", "", MARKDOWN.sub(replace, source), flags=re.MULTILINE)
 
 

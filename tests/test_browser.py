@@ -40,6 +40,7 @@ def shown(page, row):
 def choose(page, devices, batch, kind):
     for setting, value in {"devices": devices, "batch": batch, "kind": kind}.items():
         page.choose(f"#step-{setting}", value)
+    page.value("document.getElementById('step-reset').click()")
 
 
 def go(page, steps):
@@ -102,13 +103,16 @@ def test_step_through_works_with_the_keyboard(page):
 
     opened = page("step.html")
     order, phases = [], []
-    for _ in range(7):
+    jumps = [f"phase-{phase}" for phase in ("copy", "split", "forward", "allreduce", "update")]
+    names = ["devices", "batch", "kind", *jumps, "stage", "back", "next", "reset"]
+    for _ in names:
         opened.press(Keys.TAB)
         order.append(opened.focused())
-    names = ["devices", "batch", "kind", "stage", "back", "next", "reset"]
     assert order == [f"step-{name}" for name in names]
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
     steps = opened.value(RUN, 4, 10, "star")["steps"]
+    assert opened.text("#step-text") == of_phase({"steps": steps}, "backward")[0]["text"]  # a step with numbers is first
+    opened.value("document.getElementById('step-reset').click()")
     opened.value("document.getElementById('step-stage').focus()")
     for i, step in enumerate(steps):
         assert opened.text("#step-text").startswith(step["text"])
@@ -118,7 +122,7 @@ def test_step_through_works_with_the_keyboard(page):
     assert list(dict.fromkeys(phases)) == PHASES
     opened.press(Keys.ARROW_LEFT)
     assert opened.text("#step-count").startswith(f"step {len(steps) - 2} ")
-    for button, step in (("next", len(steps) - 1), ("back", len(steps) - 2), ("reset", 0)):
+    for button, step in (("next", len(steps) - 1), ("back", len(steps) - 2), ("reset", 0), ("phase-allreduce", 5)):
         opened.value(f"document.getElementById('step-{button}').focus()")
         opened.press(Keys.ENTER)
         assert opened.text("#step-count").startswith(f"step {step} ") and opened.focused() == f"step-{button}"

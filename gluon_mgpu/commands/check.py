@@ -26,7 +26,7 @@ CLAIMS = {
     "sum": "after allreduce, each device has the sum",
     "losses": "the losses are those of the batch's examples",
     "replicas": "after a step, all devices have the same parameters",
-    "update": "the step changes the parameters as on one device",
+    "update": "the parameters on the first device change as on one device",
     "accuracy": "evaluate_accuracy counts each example once",
     "repeatable": "the same step twice gives the same result",
 }
