@@ -80,8 +80,8 @@ def remove_merged(cell):
 
 
 def make_standalone(cell, docs, pages):
-    """Include a cell's pictures. Keep links to the web and to other notebooks; replace all others by their words. Leave
-    out interactive pages, because Jupyter does not run scripts in Markdown."""
+    """Include a cell's pictures. Keep links to the web and to other notebooks; replace all others by their words. Name
+    the files of interactive pages, because Jupyter does not run scripts in Markdown."""
 
     def replace(match):
         if match["code"] or "://" in match["target"]:
@@ -97,7 +97,8 @@ def make_standalone(cell, docs, pages):
             new = "" if match["bracket"] else words  # "(why)" says nothing without its link
         return f"{match['bracket']}{new})" if match["bracket"] and new else new
 
-    source = re.sub(r"^```\{interactive\}[^`]*```\n*", "", cell.source, flags=re.MULTILINE)
+    page = r"^```\{interactive\} (.*)[^`]*```$"
+    source = re.sub(page, r"(In a checkout, open docs/\1 in a browser.)", cell.source, flags=re.MULTILINE)
     cell.source = re.sub(r"^</?div.*>\n*", "", MARKDOWN.sub(replace, source), flags=re.MULTILINE)
 
 

@@ -111,7 +111,9 @@ def test_step_through_works_with_the_keyboard(page):
     assert order == [f"step-{name}" for name in names]
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
     steps = opened.value(RUN, 4, 10, "star")["steps"]
-    assert opened.text("#step-text") == of_phase({"steps": steps}, "backward")[0]["text"]  # a step with numbers is first
+    assert (
+        opened.text("#step-text") == of_phase({"steps": steps}, "backward")[0]["text"]
+    )  # a step with numbers is first
     opened.value("document.getElementById('step-reset').click()")
     opened.value("document.getElementById('step-stage').focus()")
     for i, step in enumerate(steps):

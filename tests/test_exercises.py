@@ -242,6 +242,7 @@ CLASS = {
     "cy/cut.ipynb": (notebook(SUM)[:-9], [(None, None, "no-answer")]),
     "cy/empty.ipynb": (notebook("x = 1"), [(None, None, "no-answer")]),
     "cy/empty.py": ("", [(None, None, "no-answer")]),
+    "cy/latin.py": (b"# coding: latin-1\n# \xe9\n" + SUM.encode(), [(None, "allreduce", None)]),
     "cy/list.ipynb": ("[1]", [(None, None, "no-answer")]),
     "cy/nul.py": (f"{SUM}\0", [(None, None, "no-answer")]),
     "cy/numpy.py": ("raise SystemExit", [(None, None, "no-answer")]),
@@ -258,7 +259,10 @@ def write_class(folder):
 
 def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     write_class(tmp_path / "answers")
+    (tmp_path / "answers/=dan").mkdir()
+    (tmp_path / "answers/=dan/work.zip").touch()
     expected = [(f"answers/{name}", *row) for name, (_, rows) in CLASS.items() for row in rows]
+    expected.append(("answers/=dan", None, None, "no-answer"))  # not lost
     for module in ("numpy", "mxnet"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('not a module')")
     reports = ("--json", "results.json", "--csv", "results.csv")
@@ -268,17 +272,19 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     assert [(r["file"], r["cell"], r["exercise"], r["mistake"]) for r in results] == expected
     assert all(r["correct"] == (r["mistake"] is None) and r["report"] for r in results)
     _, *rows = checked.stdout.splitlines()[: len(expected) + 1]
-    assert f"4 of {len(expected)}" in checked.stdout
-    students = {row["student"]: row for row in csv.DictReader(open(tmp_path / "results.csv"))}
+    assert f"5 of {len(expected)}" in checked.stdout
+    with open(tmp_path / "results.csv", encoding="utf-8-sig") as file:
+        students = {row["student"].removeprefix("'="): row for row in csv.DictReader(file)}
     assert [(name, row["solved"], row["allreduce"], row["split"]) for name, row in students.items()] == [
         ("ada", "1", "correct", "unfinished"),
         ("bob", "2", "correct", "correct"),
-        ("cy", "1", "", "correct"),
+        ("cy", "2", "correct", "correct"),
+        ("dan", "0", "", ""),
     ]
     for name, row in students.items():  # a file without an answer is not lost
-        without = [file for file, _, exercise, _ in expected if not exercise and file.startswith(f"answers/{name}/")]
+        without = [file for file, _, exercise, _ in expected if not exercise and re.match(f"answers/=?{name}", file)]
         assert all(file in row["not graded"] for file in without) and bool(row["not graded"]) == bool(without)
-    table = r"^ada +no +yes +1\nbob +yes +yes +2\ncy +yes +1\nsolved +2 +2$"
+    table = r"^ada +no +yes +1\nbob +yes +yes +2\ncy +yes +yes +2\n=dan +0\nsolved +2 +3$"
     assert re.search(table, checked.stdout, re.MULTILINE)
     for row, (file, cell, exercise, mistake) in zip(rows, expected):
         assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row

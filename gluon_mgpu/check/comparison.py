@@ -245,7 +245,9 @@ def update(
     if is_like({name: factor * value for name, value in expected.items()}):
         advice = "use the same learning rate and divisor for any number of devices"
         if abs(factor - k) < 1e-3:
-            advice = "add the gradients once, keep the learning rate, and divide by the size of the batch, not of a shard"
+            advice = (
+                "add the gradients once, keep the learning rate, and divide by the size of the batch, not of a shard"
+            )
         elif abs(factor - 1 / k) < 1e-3:
             advice = "add the gradients, and divide only by the size of the batch"
         elif abs(factor) < 1e-3:

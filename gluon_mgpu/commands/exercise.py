@@ -17,7 +17,7 @@ from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
 from gluon_mgpu.exercises import Answer, Mistake, grading
 from gluon_mgpu.runtime import files, log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError, command
+from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
 
 Graded = list[tuple[Answer, "Mistake | None"]]
 
@@ -59,7 +59,8 @@ def start(name: str, out: str | None) -> None:
     """Start an exercise: write a file with the task and a function to complete. An existing file is left unchanged."""
     path = out or f"{name}.py"
     if os.path.lexists(path):
-        raise UsageError("out", path, "this file already exists; choose another one")
+        advice = f"already exists; complete it, or choose another file with {setting('out')}"
+        raise UsageError("out" if out else None, path, advice)
     files.write_whole(path, lambda file: file.write(exercises.skeleton(name).encode()))
     click.echo(f"wrote {path}: complete the function, then run `{command(f'exercise grade {path}')}`")
 
@@ -188,11 +189,11 @@ def _json(graded: Graded) -> bytes:
 
 
 def _students(graded: Graded) -> dict[str, dict[str, str]]:
-    """{student: {exercise: result}}. Of several answers to an exercise, the correct one counts, or the last. "not
-    graded" has the files that contain no answer."""
+    """{student: {exercise: result}}; without a student's folder, each file is one. Of several answers to an exercise,
+    the correct one counts, or the last. "not graded" has the files that contain no answer."""
     students: dict[str, dict[str, str]] = {}
     for answer, mistake in graded:
-        results = students.setdefault(log.printable(answer.student), {})
+        results = students.setdefault(log.printable(answer.student or answer.path), {})
         if not answer.name:
             results["not graded"] = "; ".join(filter(None, [results.get("not graded"), log.printable(answer.label)]))
         elif results.get(answer.name) != "correct":
@@ -201,12 +202,12 @@ def _students(graded: Graded) -> dict[str, dict[str, str]]:
 
 
 def _by_student(graded: Graded) -> list[str]:
-    students = _students(graded)
-    if students.keys() <= {""}:
+    if not any(answer.student for answer, _ in graded):
         return []
+    students = _students(graded)
     names = [name for name in exercises.NAMES if any(name in results for results in students.values())]
     marks = {
-        student or "-": [{"correct": "yes", "": ""}.get(results.get(name, ""), "no") for name in names]
+        student: [{"correct": "yes", "": ""}.get(results.get(name, ""), "no") for name in names]
         for student, results in students.items()
     }
     rows = [(student, *of_student, str(of_student.count("yes"))) for student, of_student in marks.items()]
@@ -219,8 +220,9 @@ def _csv(graded: Graded) -> bytes:
     rows = csv.DictWriter(file, ("student", "solved", *exercises.NAMES, "not graded"), lineterminator="\n")
     rows.writeheader()
     for student, results in _students(graded).items():
-        rows.writerow({"student": student, "solved": [*results.values()].count("correct"), **results})
-    return file.getvalue().encode()
+        name = f"'{student}" if student[0] in "=+-@" else student  # for a spreadsheet, it would be a formula
+        rows.writerow({"student": name, "solved": [*results.values()].count("correct"), **results})
+    return file.getvalue().encode("utf-8-sig")  # without this mark, Excel does not expect UTF-8
 
 
 def _check_writable(name: str, path: str | None, suffix: str) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import os
 import re
+import tokenize
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -110,13 +112,16 @@ def answers(path: str) -> list[Answer]:
     try:
         if os.path.getsize(path) > LARGEST:
             return [Answer(path, problem=f"larger than {LARGEST >> 20} MB")]
-        text = files.read(path).decode("utf-8-sig")
+        content = files.read(path)
+        is_notebook = path.endswith(".ipynb")
+        encoding = "utf-8-sig" if is_notebook else tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+        text = content.decode(encoding)
     except OSError as error:
         return [Answer(path, problem=f"cannot be read ({error.strerror})")]
-    except ValueError:
-        return [Answer(path, problem="not a text file")]
+    except (ValueError, SyntaxError):  # SyntaxError: of an encoding
+        return [Answer(path, problem="not UTF-8 text")]
     cells: list[tuple[int | None, str]] = [(None, text)]
-    if path.endswith(".ipynb"):
+    if is_notebook:
         try:
             numbered = enumerate(json.loads(text)["cells"], 1)
             cells = [(number, "".join(cell["source"])) for number, cell in numbered if cell["cell_type"] == "code"]
@@ -141,8 +146,10 @@ def _how_to_begin() -> str:
 
 
 def find(paths: Sequence[str]) -> list[Answer]:
-    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. Raises UsageError
-    if a path does not exist, or if a folder contains no such file."""
+    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. A subfolder
+    without such a file has one answer, with a problem. Raises UsageError if a path does not exist, or if a folder
+    contains no such file."""
+    empty: list[Answer] = []
     students: dict[str, str] = {}  # {file: its student}
     for path in paths:
         if not Path(path).exists():
@@ -157,4 +164,11 @@ def find(paths: Sequence[str]) -> list[Answer]:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
         for file, parts in within.items():
             students.setdefault(str(file), parts[0] if len(parts) > 1 else "")
-    return [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]
+        names = {folder.name for folder in Path(path).iterdir() if folder.is_dir() and folder.name[0] not in "._"}
+        problem = f"contains no {' or '.join(SUFFIXES)} file"
+        empty += [
+            Answer(str(Path(path, name)), problem=problem, student=name)
+            for name in sorted(names - {*students.values()})
+        ]
+    found = [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]
+    return found + empty
