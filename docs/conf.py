@@ -6,10 +6,12 @@ import re
 import sys
 import tempfile
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
 from docutils import nodes
+from jupyter_cache.executors import utils
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
@@ -39,7 +41,7 @@ nb_execution_mode = "force"  # a cache would not notice changes of the package
 nb_execution_timeout = 600  # seconds per cell, on a busy machine
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
-nb_merge_streams = True
+utils.executenb = partial(utils.executenb, coalesce_streams=True)  # a stream that is read in parts is one output
 os.environ["TQDM_DISABLE"] = "1"  # no progress bars in the outputs
 root = Path(__file__).resolve().parents[1]
 folders = map(str, (root / "scripts", root / "tests/site"))  # scripts/bench; MXNet's import takes less time

@@ -67,16 +67,7 @@ def write(app, exception):
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 make_standalone(cell, Path(app.srcdir), pages)
-            else:
-                remove_merged(cell)
         nbformat.write(notebook, folder / f"{page}.ipynb")
-
-
-def remove_merged(cell):
-    """Keep one output per stream: nb_merge_streams has appended the text of later ones to it."""
-    streams = [output for output in cell.outputs if output.output_type == "stream"]
-    first = {output.name: output for output in reversed(streams)}
-    cell.outputs = [output for output in cell.outputs if output is first.get(output.get("name"), output)]
 
 
 def make_standalone(cell, docs, pages):
