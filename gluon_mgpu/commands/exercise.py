@@ -111,7 +111,9 @@ def grade(
         problem = _write(reports, graded)
     correct = [mistake for _, mistake in graded].count(None)
     if len(answers) > 1:
-        click.echo("\n".join([f"{correct} of {len(answers)} correct", *_by_student(graded)]))
+        found = sum(bool(answer.name) for answer in answers)
+        without = f"; {len(answers) - found} without an answer" if found < len(answers) else ""
+        click.echo("\n".join([f"{correct} of {found} correct{without}", *_by_student(graded)]))
     if problem:
         raise problem
     for path in reports:
