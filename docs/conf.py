@@ -146,7 +146,8 @@ def before_parsing(app, docname, source):
     if docname == "training":
         source[0] += "".join(commands(cli))
     if docname == "exercises":
-        rows = (f"| `{name}` | {exercises.title(name)} | [](./{page}.md) |" for name, page in exercises.PAGES.items())
+        pages = {page: number for number, page in enumerate(exercises.ON_PAGE, 1)}  # every page but the last has some
+        rows = [f"| `{n}` | {exercises.title(n)} | [{pages[p]}](./{p}.md) |" for n, p in exercises.PAGES.items()]
         source[0] += "\n".join(["\n## All exercises\n", "| exercise | task | page |", "|---|---|---|", *rows])
     if QUICK:
         cells = r":tags: \[long\]\n(.*?^```\n)"
