@@ -27,6 +27,8 @@ version = release = gluon_mgpu.__version__
 copyright = "the gluon_mgpu authors, Apache-2.0"
 sys.path.insert(0, str(Path(__file__).parent))  # for the extension notebooks
 extensions = ["myst_nb", "notebooks", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode"]
+extensions += ["sphinx_copybutton"]
+copybutton_selector = ":not(.output) > div.highlight > pre"
 exclude_patterns = []
 templates_path = ["_templates"]
 nitpicky = True
