@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -113,15 +113,17 @@ def step(answer: Function) -> None:
         compare(f"{case}\nw on each device:", found, w - lr * gradient / n, mistakes, [w] * k)
         cases.first(case, {name: mistakes[name] for name in ("whole-batch", "idle-devices")})
         if not any(isinstance(event, Wait) for event in events):
-            _check_work(case, [event for event in events if isinstance(event, Copy)], contexts(k)[1:], n)
+            _check_work(case, events, k, [n])
         cases.only_queues(case, events)
 
 
-def _check_work(case: str, copies: list[Copy], devices: list[Context], n: int) -> None:
-    """Check, by what each device received and sent, that it computed the gradient of its own examples."""
-    for device in devices:
+def _check_work(case: str, events: list[Any], k: int, sizes: Sequence[int]) -> None:
+    """Check, by what each device received and sent, that it computed the gradient of its own examples of each batch."""
+    n, shard = sum(sizes), 2 * sum(size // k for size in sizes)
+    copies = [event for event in events if isinstance(event, Copy)]
+    for device in contexts(k)[1:]:
         received = sum(copy.size for copy in copies if copy.target == device)
-        sends, shard = any(copy.source == device for copy in copies), 2 * (n // (len(devices) + 1))
+        sends = any(copy.source == device for copy in copies)
         case = f"{case}; {device} received {received} numbers, and sent {'some' if sends else 'none'}"
         if received < shard:
             raise Mistake("no-copy" if sends else "idle-devices", case)
@@ -137,8 +139,17 @@ def accumulate(answer: Function) -> None:
         p.attach_grad("add")
     for round in (1, 2):
         parts = [cases.linear(size, seed=round * size) for size in sizes]
-        with recording() as events:
+        computed = values([p.grad for p in params])
+        with recording(params=params) as events:
             answer([(nd.array(X), nd.array(y)) for X, y in parts], [[p] for p in params], contexts(k), lr)
+        shares = np.zeros(k, int)  # for each device, the number of backward passes in which it computed a gradient
+        for event in events:
+            if isinstance(event, Backward):
+                before, computed = computed, values(event.gradients)
+                shares += [new.any() and (new != old).any() for new, old in zip(computed, before)]
+        few = 0 < max(shares) and min(shares) < len(sizes)
+        idle = few and min(shares) < max(shares)
+        whole = any(shares) and cases.same(computed, computed[:1] * k)
         first, second, last = gradients = [cases.gradient_of(X, y, w) for X, y in parts]
         gradient, own = np.sum(gradients, axis=0), np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0)
         wrong: dict[str, list[Any]] = {
@@ -153,8 +164,8 @@ def accumulate(answer: Function) -> None:
             "no-allreduce": [own / n],
             "one-shard": [g / n for g in own],
         }
-        mistakes: dict[str, list[Any]] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
-        mistakes["step-per-part"] = []
+        mistakes: dict[str, Any] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
+        mistakes = {"whole-batch": whole, **mistakes, "step-per-part": [], "idle-devices": idle}
         for divisors, again in product((sizes, [n] * len(sizes)), (0, k)):  # again: sums are kept, and summed again
             p, total = w, 0 * w
             for (X, y), size in zip(parts, divisors):
@@ -164,8 +175,10 @@ def accumulate(answer: Function) -> None:
         right = w - lr * gradient / n
         case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
         compare(f"{case}; w on each device:", values(params), right, mistakes, [w] * k)
-        passes = sum(isinstance(event, Backward) for event in events)
-        cases.first(f"{case}: {passes} backward passes", {"one-part": 0 < passes < len(sizes)})
+        case = f"{case}; backward passes of each device: {shares}"
+        cases.first(case, {"whole-batch": whole, "idle-devices": idle, "one-part": few})
+        if not any(isinstance(event, Wait) for event in events):
+            _check_work(case, events, k, sizes)
         cases.only_queues(case, events)
         w, earlier = right, gradient
 
