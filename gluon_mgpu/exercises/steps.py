@@ -190,7 +190,7 @@ def predict(answer: Function) -> None:
         scores, ctx = np.random.RandomState(n).permutation(n * 5).reshape(n, 5), contexts(k)
         with recording() as events:
 
-            def net(X: NDArray, events: list[Any] = events) -> NDArray:
+            def net(X: NDArray, *, events: list[Any] = events) -> NDArray:
                 events.append(X)
                 return X * 2
 
