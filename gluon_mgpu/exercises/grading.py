@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import configparser
 import ctypes
+import inspect
 import json
 import os
 import resource
@@ -82,6 +83,10 @@ def run_cases(name: str, code: str, path: str) -> str | None:
     def answer(*args: Any) -> Any:
         nonlocal call, returned
         call = f"{wanted}({', '.join(map(_shown, args))})"
+        try:
+            inspect.signature(getattr(module, wanted)).bind(*args)
+        except TypeError as error:
+            raise Mistake("wrong-arguments", f"{call}\n{error}") from None
         returned = getattr(module, wanted)(*args)
         return returned
 
