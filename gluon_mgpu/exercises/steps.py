@@ -89,7 +89,8 @@ def step(answer: Function) -> None:
             "scaled-rate": [gradient / n * k],
             "no-allreduce": [[g / size for g in own] for size in (n, n // k, 1)] + [means],
             "one-shard": [g / n for g in own],
-            "sums-parameters": [gradient / n - (k - 1) * w / lr],
+            "sums-parameters": [g / n - (k - 1) * w / lr for g in (gradient, np.array(own))]
+            + ([gradient / n / k] if by_backward and cases.same(sums, computed) else []),  # averaged
         }
         results = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         mistakes: dict[str, Any] = {
@@ -154,12 +155,20 @@ def accumulate(answer: Function) -> None:
             first, *_, last = gradients = [cases.gradient_of(X, y, w) for X, y in parts]
             gradient = np.sum(gradients, axis=0)
             own = np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0)
+            others = n // k, n - sizes[-1], sizes[-1] * k
             wrong: dict[str, list[Any]] = {
                 "not-in-place": [0 * w],
                 "one-replica": [[gradient / n, 0 * w]],
-                "sums-twice": [sum(g * k**i for i, g in enumerate(gradients[::-1])) / n],
-                "part-size": [gradient / size for size in (*sizes, sizes[0] * len(sizes))],
-                "missing-parts": [g / size for g in (last, first, gradient - first) for size in (n, sizes[-1])],
+                "no-division": [gradient],
+                "mean": [gradient / n / k],
+                "sums-twice": [sum(g * k**i for i, g in enumerate(gradients[::-1])) / n, k * gradient / n],
+                "part-size": [gradient / size for size in (*sizes, sizes[0] * len(sizes), *others)],
+                "missing-parts": [
+                    g / size
+                    for g in (last, first, gradient - first, gradient - last)
+                    for size in (n, sizes[-1], n - sizes[-1])
+                ],
+                "sums-parameters": [g / n - (k - 1) * w / lr for g in (gradient, k * gradient, own)],
                 "number-of-parts": [gradient / len(sizes)],
                 "mean-of-means": [sum(g / size for g, size in zip(gradients, sizes)) / len(sizes)],
                 "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)],

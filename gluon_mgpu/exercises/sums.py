@@ -102,7 +102,7 @@ def tree(answer: Function) -> None:
         if k == 16 and rounds > most:
             down, up = (max(Counter(copy[end] for copy in done).values()) == k - 1 for end in (0, 1))
             name = "star-up" if up and not down else "star-down" if down and not up else "not-a-tree"
-            raise Mistake(name, f"{k} devices: the copies take {rounds} rounds; {most} are enough for any tree")
+            raise Mistake(name, f"{k} devices: {rounds} rounds; a tree needs at most {most}")
 
 
 def ring(answer: Function) -> None:
