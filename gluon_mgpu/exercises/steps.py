@@ -133,7 +133,7 @@ def _check_work(case: str, events: list[Any], k: int, sizes: Sequence[int]) -> N
 
 
 def accumulate(answer: Function) -> None:
-    for k, lr, sizes in ((2, 0.1, (7, 4, 2)), (3, 0.25, (9, 4, 11, 3, 8))):
+    for k, lr, sizes in ((2, 0.1, (7, 4, 2)), (3, 0.25, (9, 6, 11, 3, 8))):
         w, earlier = np.array([1.0, -2.0]), np.zeros(2)
         n = sum(sizes)
         params = cases.on_devices([w] * k)
@@ -169,7 +169,7 @@ def accumulate(answer: Function) -> None:
                     for size in (n, sizes[-1], n - sizes[-1])
                 ],
                 "sums-parameters": [g / n - (k - 1) * w / lr for g in (gradient, k * gradient, own)],
-                "number-of-parts": [gradient / len(sizes)],
+                "number-of-parts": [gradient / size / len(sizes) for size in (1, n)],
                 "mean-of-means": [sum(g / size for g, size in zip(gradients, sizes)) / len(sizes)],
                 "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)],
                 "no-allreduce": [own / n],
