@@ -155,14 +155,14 @@ def accumulate(answer: Function) -> None:
             first, *_, last = gradients = [cases.gradient_of(X, y, w) for X, y in parts]
             gradient = np.sum(gradients, axis=0)
             own = np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0)
-            others = n // k, n - sizes[-1], sizes[-1] * k
+            wrong_sizes = (*sizes, sizes[0] * len(sizes), sizes[-1] * k, n // k, n - sizes[-1])
             wrong: dict[str, list[Any]] = {
                 "not-in-place": [0 * w],
-                "one-replica": [[gradient / n, 0 * w]],
+                "one-replica": [[gradient / n, *[0 * w] * (k - 1)]],
                 "no-division": [gradient],
                 "mean": [gradient / n / k],
                 "sums-twice": [sum(g * k**i for i, g in enumerate(gradients[::-1])) / n, k * gradient / n],
-                "part-size": [gradient / size for size in (*sizes, sizes[0] * len(sizes), *others)],
+                "part-size": [gradient / size for size in wrong_sizes],
                 "missing-parts": [
                     g / size
                     for g in (last, first, gradient - first, gradient - last)
