@@ -102,6 +102,12 @@ def split_and_load(data, ctx):
         mx.nd.waitall()
 
 
+def test_a_name_of_another_cell_has_a_hint():
+    code = "def split_and_load(data, ctx): return helper(data, ctx)"
+    cell, file = (found("split", code, path).case.splitlines() for path in ("lab.ipynb, cell 2", "split.py"))
+    assert cell[: len(file)] == file and len(cell) > len(file)
+
+
 WRONG = "def allreduce(data): pass\n"
 ENDS = ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise KeyboardInterrupt"]
 ENDS += ["import os; os.killpg(0, 9)", "import os; os.execvp('true', ['true'])"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import configparser
 import ctypes
+import inspect
 import json
 import os
 import resource
@@ -58,6 +59,9 @@ HINTS = {  # {part of an error message: what to do}
     "for Parameter num_args": "an operator was called without arrays; perhaps a list, such as a bucket, is empty",
     "'NoneType'": "perhaps a function that works in place, such as an allreduce, has returned None",
     "inferring shapes failed": "perhaps an array has no elements",
+    "has no setter": "write into it, for example p.grad[:] = 0",
+    "can't set attribute": "write into it, for example p.grad[:] = 0",  # Python 3.9 and 3.10
+    "cell: NameError": "each cell is graded on its own: put imports and helpers into it",
     "list index out of range": "with k elements, the last index is k - 1",
     "must have NDArray type": "pass the arrays one by one, as in nd.concat(*arrays, dim=0)",
 }
@@ -77,11 +81,16 @@ def run_cases(name: str, code: str, path: str) -> str | None:
     unchanged = [{**vars(module)} for module in ours]
     module, wanted = ModuleType(name), exercises.answer_of(name).name
     call, returned = "", None
+    module.__file__ = os.path.abspath(path)
     mx.random.seed(0)
 
     def answer(*args: Any) -> Any:
         nonlocal call, returned
         call = f"{wanted}({', '.join(map(_shown, args))})"
+        try:
+            inspect.signature(getattr(module, wanted)).bind(*args)
+        except TypeError as error:
+            raise Mistake("wrong-arguments", f"{call}\n{error}") from None
         returned = getattr(module, wanted)(*args)
         return returned
 
@@ -104,10 +113,10 @@ def run_cases(name: str, code: str, path: str) -> str | None:
         if lines:
             ended = isinstance(error, (SystemExit, KeyboardInterrupt))
             where = f"line {lines[-1]}{call and f', in the call {call}'}"
-            case = f"{where}:\n{_message(error)}{_hint(error)}"
+            case = f"{where}:\n{_message(error)}{_hint(error, path)}"
             raise Mistake("ended-early" if ended else "error", case) from None
         if type(error).__name__ == "MXNetError":
-            raise Mistake("failed-operator", f"{_message(error)}{_hint(error)}") from None
+            raise Mistake("failed-operator", f"{_message(error)}{_hint(error, path)}") from None
         if not call:
             raise Mistake("error", _message(error)) from None
         value = textwrap.shorten(repr(returned), WIDTH)
@@ -136,8 +145,8 @@ def _message(error: BaseException) -> str:
     return lines[0][:500]
 
 
-def _hint(error: BaseException) -> str:
-    message = f"{type(error).__name__}: {error}"
+def _hint(error: BaseException, path: str) -> str:
+    message = f"{'cell: ' * (', cell ' in path)}{type(error).__name__}: {error}"
     attribute = message.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
     if attribute in TORCH:
         return f"\nPyTorch's x.{attribute} is {TORCH[attribute]} in MXNet"

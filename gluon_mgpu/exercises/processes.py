@@ -88,8 +88,8 @@ def _splits(n: int, k: int) -> list[list[np.ndarray]]:
 
 
 def process(answer: Function) -> None:
-    lr, w = 0.1, np.array([1.0, -2.0])
-    for n, k in ((11, 4), (6, 2), (5, 1), (9, 4)):
+    w = np.array([1.0, -2.0])
+    for n, k, lr in ((11, 4, 0.1), (6, 2, 0.25), (5, 1, 0.1), (9, 4, 0.25)):
         X, y = linear(n, seed=n)
         processes, replicas = Processes(k), [w.copy() for _ in range(k)]
         processes.run(partial(_train, answer, X, y, replicas, lr))

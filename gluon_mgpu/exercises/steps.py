@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -53,8 +53,8 @@ def split(answer: Function) -> None:
 
 
 def step(answer: Function) -> None:
-    k, lr, w = 3, 0.1, np.array([1.0, -2.0])
-    for n in (61, 60):
+    w = np.array([1.0, -2.0])
+    for n, k, lr in ((61, 3, 0.1), (60, 2, 0.25)):
         X, y = cases.linear(n)
         params = cases.on_devices([w] * k)
         for p in params:
@@ -89,7 +89,8 @@ def step(answer: Function) -> None:
             "scaled-rate": [gradient / n * k],
             "no-allreduce": [[g / size for g in own] for size in (n, n // k, 1)] + [means],
             "one-shard": [g / n for g in own],
-            "sums-parameters": [gradient / n - (k - 1) * w / lr],
+            "sums-parameters": [g / n - (k - 1) * w / lr for g in (gradient, np.array(own))]
+            + ([gradient / n / k] if by_backward and cases.same(sums, computed) else []),  # averaged
         }
         results = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         mistakes: dict[str, Any] = {
@@ -113,15 +114,17 @@ def step(answer: Function) -> None:
         compare(f"{case}\nw on each device:", found, w - lr * gradient / n, mistakes, [w] * k)
         cases.first(case, {name: mistakes[name] for name in ("whole-batch", "idle-devices")})
         if not any(isinstance(event, Wait) for event in events):
-            _check_work(case, [event for event in events if isinstance(event, Copy)], contexts(k)[1:], n)
+            _check_work(case, events, k, [n])
         cases.only_queues(case, events)
 
 
-def _check_work(case: str, copies: list[Copy], devices: list[Context], n: int) -> None:
-    """Check, by what each device received and sent, that it computed the gradient of its own examples."""
-    for device in devices:
+def _check_work(case: str, events: list[Any], k: int, sizes: Sequence[int]) -> None:
+    """Check, by what each device received and sent, that it computed the gradient of its own examples of each batch."""
+    n, shard = sum(sizes), 2 * sum(size // k for size in sizes)
+    copies = [event for event in events if isinstance(event, Copy)]
+    for device in contexts(k)[1:]:
         received = sum(copy.size for copy in copies if copy.target == device)
-        sends, shard = any(copy.source == device for copy in copies), 2 * (n // (len(devices) + 1))
+        sends = any(copy.source == device for copy in copies)
         case = f"{case}; {device} received {received} numbers, and sent {'some' if sends else 'none'}"
         if received < shard:
             raise Mistake("no-copy" if sends else "idle-devices", case)
@@ -130,44 +133,65 @@ def _check_work(case: str, copies: list[Copy], devices: list[Context], n: int) -
 
 
 def accumulate(answer: Function) -> None:
-    k, lr, sizes, w, earlier = 2, 0.1, (7, 4, 2), np.array([1.0, -2.0]), np.zeros(2)
-    n = sum(sizes)
-    params = cases.on_devices([w] * k)
-    for p in params:
-        p.attach_grad("add")
-    for round in (1, 2):
-        parts = [cases.linear(size, seed=round * size) for size in sizes]
-        with recording() as events:
-            answer([(nd.array(X), nd.array(y)) for X, y in parts], [[p] for p in params], contexts(k), lr)
-        first, second, last = gradients = [cases.gradient_of(X, y, w) for X, y in parts]
-        gradient, own = np.sum(gradients, axis=0), np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0)
-        wrong: dict[str, list[Any]] = {
-            "not-in-place": [0 * w],
-            "one-replica": [[gradient / n, 0 * w]],
-            "sums-twice": [(k**2 * first + k * second + last) / n],
-            "part-size": [gradient / size for size in (*sizes, sizes[0] * len(sizes))],
-            "missing-parts": [g / size for g in (last, first, second + last) for size in (n, sizes[-1])],
-            "number-of-parts": [gradient / len(sizes)],
-            "mean-of-means": [sum(g / size for g, size in zip(gradients, sizes)) / len(sizes)],
-            "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)],
-            "no-allreduce": [own / n],
-            "one-shard": [g / n for g in own],
-        }
-        mistakes: dict[str, list[Any]] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
-        mistakes["step-per-part"] = []
-        for divisors, again in product((sizes, [n] * len(sizes)), (0, k)):  # again: sums are kept, and summed again
-            p, total = w, 0 * w
-            for (X, y), size in zip(parts, divisors):
-                total = again * total + cases.gradient_of(X, y, p)
-                p = p - lr * total / size
-            mistakes["step-per-part"].append(p)
-        right = w - lr * gradient / n
-        case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
-        compare(f"{case}; w on each device:", values(params), right, mistakes, [w] * k)
-        passes = sum(isinstance(event, Backward) for event in events)
-        cases.first(f"{case}: {passes} backward passes", {"one-part": 0 < passes < len(sizes)})
-        cases.only_queues(case, events)
-        w, earlier = right, gradient
+    for k, lr, sizes in ((2, 0.1, (7, 4, 2)), (3, 0.25, (9, 6, 11, 3, 8))):
+        w, earlier = np.array([1.0, -2.0]), np.zeros(2)
+        n = sum(sizes)
+        params = cases.on_devices([w] * k)
+        for p in params:
+            p.attach_grad("add")
+        for round in (1, 2):
+            parts = [cases.linear(size, seed=round * size) for size in sizes]
+            computed = values([p.grad for p in params])
+            with recording(params=params) as events:
+                answer([(nd.array(X), nd.array(y)) for X, y in parts], [[p] for p in params], contexts(k), lr)
+            shares = np.zeros(k, int)  # for each device, the number of backward passes in which it computed a gradient
+            for event in events:
+                if isinstance(event, Backward):
+                    before, computed = computed, values(event.gradients)
+                    shares += [new.any() and (new != old).any() for new, old in zip(computed, before)]
+            few = 0 < max(shares) and min(shares) < len(sizes)
+            idle = few and min(shares) < max(shares)
+            whole = any(shares) and cases.same(computed, computed[:1] * k)
+            first, *_, last = gradients = [cases.gradient_of(X, y, w) for X, y in parts]
+            gradient = np.sum(gradients, axis=0)
+            own = np.sum([cases.gradients_of(X, y, w, k) for X, y in parts], axis=0)
+            wrong_sizes = (*sizes, sizes[0] * len(sizes), sizes[-1] * k, n // k, n - sizes[-1])
+            wrong: dict[str, list[Any]] = {
+                "not-in-place": [0 * w],
+                "one-replica": [[gradient / n, *[0 * w] * (k - 1)]],
+                "no-division": [gradient],
+                "mean": [gradient / n / k],
+                "sums-twice": [sum(g * k**i for i, g in enumerate(gradients[::-1])) / n, k * gradient / n],
+                "part-size": [gradient / size for size in wrong_sizes],
+                "missing-parts": [
+                    g / size
+                    for g in (last, first, gradient - first, gradient - last)
+                    for size in (n, sizes[-1], n - sizes[-1])
+                ],
+                "sums-parameters": [g / n - (k - 1) * w / lr for g in (gradient, k * gradient, own)],
+                "number-of-parts": [gradient / size / len(sizes) for size in (1, n)],
+                "mean-of-means": [sum(g / size for g, size in zip(gradients, sizes)) / len(sizes)],
+                "stale-gradients": [(gradient + i * earlier) / n for i in range(1, k + 1)],
+                "no-allreduce": [own / n],
+                "one-shard": [g / n for g in own],
+            }
+            mistakes: dict[str, Any] = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
+            mistakes = {"whole-batch": whole, **mistakes, "step-per-part": [], "idle-devices": idle}
+            for divisors, again in product((sizes, [n] * len(sizes)), (0, k)):  # again: sums are kept, and summed again
+                p, total = w, 0 * w
+                for (X, y), size in zip(parts, divisors):
+                    total = again * total + cases.gradient_of(X, y, p)
+                    p = p - lr * total / size
+                mistakes["step-per-part"].append(p)
+            right = w - lr * gradient / n
+            case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
+            compare(f"{case}; w on each device:", values(params), right, mistakes, [w] * k)
+            case = f"{case}; backward passes of each device: {shares}"
+            cases.first(case, {"whole-batch": whole, "idle-devices": idle, "one-part": few})
+            if not any(isinstance(event, Wait) for event in events):
+                _check_work(case, events, k, sizes)
+            cases.only_queues(case, events)
+            w, earlier = right, gradient
 
 
 def predict(answer: Function) -> None:
@@ -175,7 +199,7 @@ def predict(answer: Function) -> None:
         scores, ctx = np.random.RandomState(n).permutation(n * 5).reshape(n, 5), contexts(k)
         with recording() as events:
 
-            def net(X: NDArray, events: list[Any] = events) -> NDArray:
+            def net(X: NDArray, *, events: list[Any] = events) -> NDArray:
                 events.append(X)
                 return X * 2
 
@@ -209,32 +233,33 @@ def _numbers(net: gluon.Block, pattern: str = ".*") -> cases.Numbers:
 
 
 def replicas(answer: Function) -> None:
-    net, limit = nn.Dense(1, in_units=5), 1.5
-    net.initialize(ctx=contexts(K))
-    net.weight.set_data(nd.array([[-2.5, 2, 0.5, -0.75, -1.75]]))
-    net.bias.set_data(nd.array([1.75]))
-    for gradient in net.weight.list_grad():
-        gradient[:] = 2 * limit
-    before, arrays = _numbers(net), net.weight.list_data() + net.bias.list_data()
-    answer(net, limit)
-    x, found = before[0], np.array(_numbers(net))
-    right, inside = np.clip(x, -limit, limit), abs(x) <= limit
-    (low, *_, high), gradients = np.sort(found[0]), values(net.weight.list_grad())
-    mistakes = {
-        "one-replica": [[right, *before[1:]]],
-        "changes-gradients": not np.equal(gradients, 2 * limit).all(),
-        "not-in-place": [before],
-        "one-limit": [np.minimum(x, limit), np.maximum(x, -limit)],
-        "swapped-limits": [np.where(x > -limit, -limit, limit)],
-        "other-limits": low < high and [np.clip(x, low, high)],
-        "wrong-sign": (found * x < 0).any(),
-        "changes-others": (found != x)[:, inside].any(),
-        "zeroed": (found == 0).any(),
-    }
-    case = f"limit {limit}, {K} devices, each with a weight (5 elements) and a bias (1 element): {shown(before[:1])}"
-    compare(case, list(found), right, mistakes, before)
-    if any((x != y).asnumpy().any() for x, y in zip(arrays, net.weight.list_data() + net.bias.list_data())):
-        raise Mistake("not-in-place", f"{case}; the values are right, but in new arrays")
+    for limit in (1.5, 0.6):
+        net = nn.Dense(1, in_units=5)
+        net.initialize(ctx=contexts(K))
+        net.weight.set_data(nd.array([[-2.5, 2, 0.5, -0.75, -1.75]]))
+        net.bias.set_data(nd.array([1.75]))
+        for gradient in net.weight.list_grad():
+            gradient[:] = 2 * limit
+        before, arrays = _numbers(net), net.weight.list_data() + net.bias.list_data()
+        answer(net, limit)
+        x, found = before[0], np.array(_numbers(net))
+        right, inside = np.clip(x, -limit, limit), abs(x) <= limit
+        (low, *_, high), gradients = np.sort(found[0]), values(net.weight.list_grad())
+        mistakes = {
+            "one-replica": [[right, *before[1:]]],
+            "changes-gradients": not np.equal(gradients, 2 * limit).all(),
+            "not-in-place": [before],
+            "one-limit": [np.minimum(x, limit), np.maximum(x, -limit)],
+            "swapped-limits": [np.where(x > -limit, -limit, limit)],
+            "other-limits": low < high and [np.clip(x, low, high)],
+            "wrong-sign": (found * x < 0).any(),
+            "changes-others": (found != x)[:, inside].any(),
+            "zeroed": (found == 0).any(),
+        }
+        case = f"limit {limit}, {K} devices, each with a weight of 5 elements and a bias of 1: {shown(before[:1])}"
+        compare(case, list(found), right, mistakes, before)
+        if any((x != y).asnumpy().any() for x, y in zip(arrays, net.weight.list_data() + net.bias.list_data())):
+            raise Mistake("not-in-place", f"{case}; the values are right, but in new arrays")
 
 
 def stats(answer: Function) -> None:
