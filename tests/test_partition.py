@@ -1,5 +1,6 @@
 """The three ways to split LeNet across devices, compared with NumPy in float64. tests/bench counts the copied bytes."""
 
+import re
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -145,8 +146,8 @@ def test_more_devices_than_parts_are_a_usage_error(way, devices):
 
 
 def schedule(k, m, ahead):
-    """Units of time of a step with k stages and m micro-batches. ahead: each stage's forward passes before its first
-    backward pass; then, it computes one backward and one forward pass in turn."""
+    """{(F or B, stage, micro-batch): its unit of time} in a step with k stages and m micro-batches. ahead: each stage's
+    forward passes before its first backward pass; then, it computes one backward and one forward pass in turn."""
     stages = [[("F", i) for i in range(first)] for first in ahead]
     for first, tasks in zip(ahead, stages):
         for i in range(m):
@@ -160,11 +161,20 @@ def schedule(k, m, ahead):
             if kind and (d == (0 if kind == "F" else k - 1) or done.get(before, time) < time):
                 done[kind, d, i] = time
                 tasks.pop(0)
-    return time
+    return done
 
 
-def test_the_page_s_table_of_pipelines_is_that_of_a_simulation():
+def test_the_page_s_picture_of_pipelines_is_that_of_a_simulation():
     page, k, m = (ROOT / "docs/partition.md").read_text(), 4, 8
-    for name, kept in (("all forward, then all backward", [m] * k), ("1F1B", [k - d for d in range(k)])):
-        units = schedule(k, m, kept)
-        assert f"| {name} | {units} | {1 - 2 * m / units:.0%} | {', '.join(map(str, kept))} |" in page
+    rows = re.findall(r'<g class="row">(.*)</g>', (ROOT / "docs/pictures/pipeline.svg").read_text())
+    cells = [re.findall(r'<g class="(.)"><rect x="(\d+)".*?>(\d+)</text>', row) for row in rows]
+    for first, ahead in ((0, [m] * k), (k, [k - d for d in range(k)])):  # all forward, then all backward; and 1F1B
+        done = schedule(k, m, ahead)
+        drawn = {
+            (kind.upper(), d, int(i) - 1): (int(x) - 78) / 25 + 1
+            for d, row in enumerate(cells[first : first + k])
+            for kind, x, i in row
+        }
+        assert drawn == done and len(done) == 2 * k * m
+        assert f"idle {1 - 2 * m / max(done.values()):.0%}" in page
+    assert "at most 4, 3, 2 and 1 micro-batches" in page and ahead == [4, 3, 2, 1]
