@@ -115,7 +115,7 @@ $(DEV_INSTALLED): $(INSTALLED)
 # knows where the CPU build is.
 TORCH := $(if $(filter aarch64,$(shell uname -m)),'torch<2.11','torch==2.13.0+cpu')
 torch: install  ## install PyTorch's CPU build (190 MB to download)
-	@$(BIN)/python -c 'from importlib.util import find_spec; exit(not find_spec("torch"))' || $(PIP) --no-compile $(TORCH) 2>/dev/null || { \
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile $(TORCH) 2>/dev/null || { \
 	    $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch >= 2.6'; }
 
 # d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
