@@ -122,11 +122,8 @@ def judge(
         claims["update"] = "the steps do not change the parameters; assign in place"
     elif fails[2] and not fails[0]:  # what the first step leaves behind; the parts may look like a missing sum
         claims |= {"sum": "", "replicas": ""}
-    elif fails[0] and not any(found[0][claim] for claim in found[0] if claim != "update"):
-        claims |= {
-            "sum": "",
-            "replicas": "",
-        }  # the uneven batch may only seem to have other reasons
+    elif {claim for claim, reason in found[0].items() if reason} == {"update"}:  # the even batch has the reason
+        claims |= {"sum": "", "replicas": ""}
     elif fails[1] and not fails[0] and not claims["devices"]:  # a wrong weight for uneven parts, not a missing sum
         claims["sum"] = ""
     matches = not even.wrong(even.changes[0], even.mean)  # what the processes do alone
