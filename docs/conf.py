@@ -26,8 +26,8 @@ project = "gluon_mgpu"
 version = release = gluon_mgpu.__version__
 copyright = "the gluon_mgpu authors, Apache-2.0"
 sys.path.insert(0, str(Path(__file__).parent))  # for the extension notebooks
-extensions = ["myst_nb", "notebooks", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode"]
-extensions += ["sphinx_copybutton"]
+extensions = ["myst_nb", "notebooks", "sphinx_copybutton"]
+extensions += ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode"]
 copybutton_selector = ":not(.output) > div.highlight > pre"
 exclude_patterns = []
 templates_path = ["_templates"]
@@ -93,7 +93,7 @@ class LinksOutOfDocs(SphinxTransform):
 
 
 class Interactive(SphinxDirective):
-    """Include an interactive page, which is also an HTML document of its own. first: what it shows at first."""
+    """Include an interactive page, which is also an HTML document of its own. first: what step.html shows at first."""
 
     required_arguments = 1
     option_spec = {"first": str}
@@ -102,8 +102,9 @@ class Interactive(SphinxDirective):
         path = Path(self.env.srcdir, self.arguments[0])
         self.env.note_dependency(str(path))
         _, content = path.read_text().split("</title>\n")
-        first = f"<script>window.stepThroughFirst = {self.options.get('first', '{}')}</script>"
-        return [nodes.raw("", first + content, format="html")]
+        if first := self.options.get("first"):
+            content = f"<script>window.stepThroughFirst = {first}</script>{content}"
+        return [nodes.raw("", content, format="html")]
 
 
 class Recorded(click.HelpFormatter):
