@@ -103,9 +103,11 @@ def split_and_load(data, ctx):
 
 
 def test_a_name_of_another_cell_has_a_hint():
-    code = "def split_and_load(data, ctx): return helper(data, ctx)"
-    cell, file = (found("split", code, path).case.splitlines() for path in ("lab.ipynb, cell 2", "split.py"))
-    assert cell[: len(file)] == file and len(cell) > len(file)
+    unknown, other = (
+        found("split", f"def split_and_load(data, ctx): return {code}", "lab.ipynb, cell 2").case.splitlines()
+        for code in ("helper(data, ctx)", "1 / 0")
+    )
+    assert len(unknown) == len(other) + 1
 
 
 WRONG = "def allreduce(data): pass\n"

@@ -61,7 +61,7 @@ HINTS = {  # {part of an error message: what to do}
     "inferring shapes failed": "perhaps an array has no elements",
     "has no setter": "write into it, for example p.grad[:] = 0",
     "can't set attribute": "write into it, for example p.grad[:] = 0",  # Python 3.9 and 3.10
-    "cell: NameError": "each cell is graded on its own: put imports and helpers into it",
+    "NameError": "define or import it in this answer; a cell of a notebook is graded without the others",
     "list index out of range": "with k elements, the last index is k - 1",
     "must have NDArray type": "pass the arrays one by one, as in nd.concat(*arrays, dim=0)",
 }
@@ -113,10 +113,10 @@ def run_cases(name: str, code: str, path: str) -> str | None:
         if lines:
             ended = isinstance(error, (SystemExit, KeyboardInterrupt))
             where = f"line {lines[-1]}{call and f', in the call {call}'}"
-            case = f"{where}:\n{_message(error)}{_hint(error, path)}"
+            case = f"{where}:\n{_message(error)}{_hint(error)}"
             raise Mistake("ended-early" if ended else "error", case) from None
         if type(error).__name__ == "MXNetError":
-            raise Mistake("failed-operator", f"{_message(error)}{_hint(error, path)}") from None
+            raise Mistake("failed-operator", f"{_message(error)}{_hint(error)}") from None
         if not call:
             raise Mistake("error", _message(error)) from None
         value = textwrap.shorten(repr(returned), WIDTH)
@@ -145,8 +145,8 @@ def _message(error: BaseException) -> str:
     return lines[0][:500]
 
 
-def _hint(error: BaseException, path: str) -> str:
-    message = f"{'cell: ' * (', cell ' in path)}{type(error).__name__}: {error}"
+def _hint(error: BaseException) -> str:
+    message = f"{type(error).__name__}: {error}"
     attribute = message.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
     if attribute in TORCH:
         return f"\nPyTorch's x.{attribute} is {TORCH[attribute]} in MXNet"

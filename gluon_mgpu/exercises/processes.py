@@ -115,7 +115,9 @@ def process(answer: Function) -> None:
         results = {name: [w - lr * np.array(g) for g in gs] for name, gs in wrong.items()}
         equal = k > 1 and bool(sent) and cases.same(sent, sent[:1] * k)
         empty = bool(np.isnan(replicas).any())
-        mistakes = {"empty-shard": empty, "sent-weights": sent_weights, "whole-batch": k > 1 and whole, **results}
+        summed = results.pop("sums-parameters")
+        mistakes = {"empty-shard": empty, "sums-parameters": sent_weights or summed}
+        mistakes |= {"whole-batch": k > 1 and whole, **results}
         mistakes |= {"same-shard": True} if equal else {}
         case = f"{n} examples, {k} processes, lr {lr}, w = {shown([w])}"
         for i, arrays in enumerate(processes.calls[:2], 1):
