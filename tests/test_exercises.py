@@ -290,12 +290,20 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     ]
     for name, row in students.items():  # a file without an answer is not lost
         without = [file for file, _, exercise, _ in expected if not exercise and re.match(f"answers/=?{name}", file)]
-        assert all(file in row["not graded"] for file in without) and bool(row["not graded"]) == bool(without)
+        assert all(file in row["without an answer"] for file in without) and bool(row["without an answer"]) == bool(
+            without
+        )
     table = r"^ada +no +yes +1\nbob +yes +yes +2\ncy +yes +yes +2\n=dan +0\nsolved +2 +3$"
     assert re.search(table, checked.stdout, re.MULTILINE)
     for row, (file, cell, exercise, mistake) in zip(rows, expected):
         assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row
         assert mistake == "no-answer" or row.endswith(mistake or "correct")
+
+
+def test_a_learners_own_folders_are_no_students(tmp_path):
+    (tmp_path / "a.py").write_text(SUM)
+    (tmp_path / "runs").mkdir()
+    assert [answer.path for answer in exercises.find([str(tmp_path)])] == [str(tmp_path / "a.py")]
 
 
 def test_answers_that_cannot_be_graded_are_rows_and_one_is_an_error(tmp_path):

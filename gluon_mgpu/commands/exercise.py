@@ -20,6 +20,7 @@ from gluon_mgpu.runtime import files, log, subprocesses
 from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
 
 Graded = list[tuple[Answer, "Mistake | None"]]
+WITHOUT = "without an answer"  # files
 
 
 @click.group(
@@ -112,7 +113,7 @@ def grade(
     correct = [mistake for _, mistake in graded].count(None)
     if len(answers) > 1:
         found = sum(bool(answer.name) for answer in answers)
-        without = f"; {len(answers) - found} without an answer" if found < len(answers) else ""
+        without = f"; {len(answers) - found} {WITHOUT}" if found < len(answers) else ""
         click.echo("\n".join([f"{correct} of {found} correct{without}", *_by_student(graded)]))
     if problem:
         raise problem
@@ -192,12 +193,12 @@ def _json(graded: Graded) -> bytes:
 
 def _students(graded: Graded) -> dict[str, dict[str, str]]:
     """{student: {exercise: result}}; without a student's folder, each file is one. Of several answers to an exercise,
-    the correct one counts, or the last. "not graded" has the files that contain no answer."""
+    the correct one counts, or the last. WITHOUT has the files that contain none."""
     students: dict[str, dict[str, str]] = {}
     for answer, mistake in graded:
         results = students.setdefault(log.printable(answer.student or answer.path), {})
         if not answer.name:
-            results["not graded"] = "; ".join(filter(None, [results.get("not graded"), log.printable(answer.label)]))
+            results[WITHOUT] = "; ".join(filter(None, [results.get(WITHOUT), log.printable(answer.label)]))
         elif results.get(answer.name) != "correct":
             results[answer.name] = _result(answer, mistake)
     return students
@@ -219,7 +220,7 @@ def _by_student(graded: Graded) -> list[str]:
 
 def _csv(graded: Graded) -> bytes:
     file = io.StringIO()
-    rows = csv.DictWriter(file, ("student", "solved", *exercises.NAMES, "not graded"), lineterminator="\n")
+    rows = csv.DictWriter(file, ("student", "solved", *exercises.NAMES, WITHOUT), lineterminator="\n")
     rows.writeheader()
     for student, results in _students(graded).items():
         name = f"'{student}" if student[0] in "=+-@" else student  # for a spreadsheet, it would be a formula

@@ -146,9 +146,9 @@ def _how_to_begin() -> str:
 
 
 def find(paths: Sequence[str]) -> list[Answer]:
-    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. A subfolder
-    without such a file has one answer, with a problem. Raises UsageError if a path does not exist, or if a folder
-    contains no such file."""
+    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. If some subfolders
+    contain answers, each of the others has one with a problem, so that no student is missing. Raises UsageError if a
+    path does not exist, or if a folder contains no such file."""
     empty: list[Answer] = []
     students: dict[str, str] = {}  # {file: its student}
     for path in paths:
@@ -164,11 +164,11 @@ def find(paths: Sequence[str]) -> list[Answer]:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
         for file, parts in within.items():
             students.setdefault(str(file), parts[0] if len(parts) > 1 else "")
-        names = {folder.name for folder in Path(path).iterdir() if folder.is_dir() and folder.name[0] not in "._"}
-        problem = f"contains no {' or '.join(SUFFIXES)} file"
-        empty += [
-            Answer(str(Path(path, name)), problem=problem, student=name)
-            for name in sorted(names - {*students.values()})
-        ]
+        with_files = {parts[0] for parts in within.values() if len(parts) > 1}
+        folders = sorted(Path(path).iterdir()) if with_files else []
+        for folder in folders:
+            if folder.is_dir() and folder.name[0] not in "._" and folder.name not in with_files:
+                problem = f"contains no {' or '.join(SUFFIXES)} file"
+                empty.append(Answer(str(folder), problem=problem, student=folder.name))
     found = [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]
     return found + empty
